@@ -1,0 +1,400 @@
+"""What a person asks for: frozen values, checked when they are made, readable as JSON.
+
+A `Config` holds no arrays and imports no accelerator library. It says what is wanted; what is
+there (devices, model sizes in bytes, documents) is found out later, and the layout that follows
+from both is a `Plan`. `None` in a field means "derive it", and the run prints what was derived.
+"""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from optimus_jax.errors import ConfigError, explain, nearest
+
+Precision = Literal["f32", "bf16", "f16"]
+RematPolicy = Literal["none", "selective", "dots", "full"]
+AttentionKernel = Literal["auto", "xla", "cudnn"]
+LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary frequencies (arXiv:2407.21783, `rope_type: llama3`)."""
+
+    factor: float = 8.0
+    """How far low frequencies are stretched."""
+    low_frequency_factor: float = 1.0
+    """Wavelengths above original_length / this are stretched by the whole factor."""
+    high_frequency_factor: float = 4.0
+    """Wavelengths below original_length / this are left alone."""
+    original_length: int = 8192
+    """Sequence length, in tokens, of the training before stretching."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "low_frequency_factor", "high_frequency_factor", "original_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of one decoder; what kind of decoder it is, `models/families.py` says by its family."""
+
+    name: str = "custom"
+    """What the preset is called."""
+    family: str = "gpt2"
+    """Architecture: a key of `models.families.FAMILIES`."""
+    vocab_size: int = 50257
+    """Token ids, before padding to whole shards."""
+    num_layers: int = 12
+    """Decoder layers."""
+    embed_dim: int = 768
+    """Width of the residual stream."""
+    num_heads: int = 12
+    """Query heads."""
+    num_kv_heads: int = 12
+    """Key and value heads; fewer than num_heads is grouped-query attention."""
+    head_dim: int = 64
+    """Width of a head."""
+    mlp_dim: int = 3072
+    """Hidden width of the feed-forward block."""
+    max_length: int = 1024
+    """Positions the model can tell apart, tokens."""
+    tied: bool = True
+    """Whether the output head is the embedding."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance in every norm."""
+    rope_theta: float = 10000.0
+    """Base of rotary frequencies; unused by families with learned positions."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of rotary frequencies, or None."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; projections into the residual get / sqrt(2 layers)."""
+    dropout: float = 0.0
+    """Probability on embeddings, attention weights and both residual branches."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads",
+                        "head_dim", "mlp_dim", "max_length", "norm_epsilon", "rope_theta")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(explain(
+                "model.num_heads must be a multiple of model.num_kv_heads",
+                given=f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}",
+                do=f"set model.num_kv_heads to a divisor of {self.num_heads}"))
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(explain("model.dropout is a probability", given=self.dropout, do="choose 0 <= dropout < 1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from and how a batch is cut from them."""
+
+    sources: tuple[str, ...] = ("stdlib",)
+    """`stdlib` (Python's own library), or files and globs: .txt .md .py .jsonl .parquet .bin."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    seq_len: int | None = None
+    """Tokens per example; None: the model's max_length, at most 1024."""
+    global_batch: int = 16
+    """Examples per step over all devices."""
+    respect_documents: bool = True
+    """No attention and no loss across the border of two documents in one example."""
+    eval_fraction: float = 0.01
+    """Share of documents held out."""
+    text_field: str = "text"
+    """Name of the text in a JSONL line or a Parquet column."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "seq_len", "global_batch")
+        if not self.sources:
+            raise ConfigError(explain("no data was named", given="data.sources=()", do="name `stdlib` or at least one file"))
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(explain("data.eval_fraction is a share", given=self.eval_fraction, do="choose 0 <= eval_fraction < 1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """What the user fixes of the layout; the rest of the Plan is chosen and printed."""
+
+    mesh: str = "auto"
+    """`auto`, or sizes such as `data=2,fsdp=2,tensor=2`; axes left out have size 1."""
+    zero: int | None = None
+    """Sharded over fsdp: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters; None: 3."""
+    microbatches: int = 1
+    """Parts of a step's batch run one after the other, their gradients added locally."""
+    schedule: str = "none"
+    """Pipeline schedule; `none` while pipe=1."""
+    remat: RematPolicy = "none"
+    """What backward computes again: none, selective (attention), dots (all but matmuls), full (layers)."""
+    attention: AttentionKernel = "auto"
+    """Attention kernel; auto is cudnn on a GPU in bf16 or f16, else xla."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "microbatches")
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise ConfigError(explain("parallel.zero is a ZeRO stage", given=self.zero, do="choose 0, 1, 2 or 3"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    lr: float | None = None
+    """Peak learning rate; None: by model size, after GPT-3's table (arXiv:2005.14165, table 2.1)."""
+    schedule: LearningRateSchedule = "cosine"
+    """Shape after warm-up: to min_lr_ratio by cosine or line, wsd (flat, then line), constant."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; None: 5% of all steps, at most 2000."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the peak."""
+    decay_fraction: float = 0.2
+    """Share of all steps that wsd decays over."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; norms and biases have none."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "lr", "epsilon")
+        for name in ("beta1", "beta2", "min_lr_ratio", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1", given=getattr(self, name), do="choose a value in [0, 1]"))
+        for name in ("warmup_steps", "weight_decay", "clip_norm"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(explain(f"optimizer.{name} cannot be negative", given=getattr(self, name), do="choose 0 or more"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats. Master weights, moments and gradient sums are always float32."""
+
+    compute: Precision = "f32"
+    """Format of activations and of weights in matmuls."""
+    loss_scale: float = 2.0**16
+    """f16 only: first factor on the loss."""
+    loss_scale_growth_steps: int = 2000
+    """f16 only: clean steps before the factor doubles."""
+    loss_scale_hysteresis: int = 2
+    """f16 only: overflows in a row before the factor halves."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "loss_scale", "loss_scale_growth_steps", "loss_scale_hysteresis")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept on disk."""
+
+    every: int = 500
+    """Steps between checkpoints; the last step is always saved. 0: only at the end."""
+    keep: int = 3
+    """Newest checkpoints kept."""
+    keep_every: int | None = None
+    """Checkpoints of steps divisible by this are kept for ever."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "keep", "keep_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is shown while a run goes on."""
+
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """Display; auto is rich on a terminal, else plain lines."""
+    every: int = 10
+    """Steps between plain lines."""
+    tensorboard: bool = False
+    """Write TensorBoard scalars into the run directory (extra `tensorboard`)."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How processes find one another; all None is a run of one process."""
+
+    coordinator: str | None = None
+    """HOST:PORT that process 0 listens on."""
+    num_processes: int | None = None
+    """Processes of the whole run."""
+    process_id: int | None = None
+    """This process, from 0. The one field that differs between processes; it is not saved."""
+
+    def __post_init__(self) -> None:
+        given = [value is not None for value in (self.coordinator, self.num_processes, self.process_id)]
+        if any(given) and not all(given):
+            raise ConfigError(explain("a run of several processes needs all three distributed settings",
+                                      given=self, do="give --coordinator HOST:PORT --num-processes N --process-id I"))
+        if self.num_processes is not None and not 0 <= self.process_id < self.num_processes:
+            raise ConfigError(explain("--process-id must lie below --num-processes", given=self,
+                                      do=f"choose 0 to {self.num_processes - 1}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    seed: int = 0
+    """Of initial weights, data order and dropout."""
+    eval_every: int = 100
+    """Steps between held-out evaluations, and one at the end; 0: never."""
+    eval_batches: int = 8
+    """Global batches of one evaluation."""
+    control: Literal["off", "advise", "auto"] = "off"
+    """Whether the controller watches, advises or re-meshes."""
+    cpu_devices: int | None = None
+    """Virtual devices on a CPU; None: whatever JAX finds."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "steps", "eval_batches", "cpu_devices")
+        if self.seq_len > self.model.max_length:
+            raise ConfigError(explain(
+                f"a sequence is longer than the positions of {self.model.name}",
+                given=f"data.seq_len={self.seq_len}, model.max_length={self.model.max_length}",
+                do=f"use --seq-len {self.model.max_length} or less, or --set model.max_length={self.seq_len}"))
+        if self.control != "off":
+            raise ConfigError(explain(
+                "there is no controller yet that could act on this run",
+                given=f"control={self.control}", do="use --control off"))
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per example, derived where the user left it open."""
+        return self.data.seq_len or min(self.model.max_length, 1024)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Warm-up steps, derived where the user left them open."""
+        given = self.optimizer.warmup_steps
+        return min(2000, math.ceil(self.steps * 0.05)) if given is None else given
+
+    def to_json(self) -> str:
+        """The config as indented JSON, without what belongs to one process only."""
+        value = dataclasses.replace(self, distributed=DistributedConfig())
+        return json.dumps(dataclasses.asdict(value), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Config":
+        """The inverse of `to_json`. Raises ConfigError for unknown keys and wrong types."""
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(explain("a config is not JSON", given=str(error), do="restore the file, or start a new run")) from error
+        return _build(cls, value, path="")
+
+    def with_values(self, values: Mapping[str, Any]) -> "Config":
+        """A copy with some fields changed.
+
+        Args:
+          values: dotted names (`optimizer.lr`, `steps`) to values; text is converted to the
+            type of the field.
+        Raises:
+          ConfigError: a name is unknown (the nearest known one is named) or a value does not fit.
+        """
+        tree = dataclasses.asdict(self)
+        for name, value in values.items():
+            *parents, leaf = name.split(".")
+            section, fields = tree, field_types(type(self))
+            for parent in parents:
+                inner = _dataclass_in(fields.get(parent))
+                if inner is None:
+                    raise ConfigError(explain(f"unknown setting {name!r}", given=parent, do=nearest(name, setting_names())))
+                if section[parent] is None:
+                    section[parent] = {}
+                section, fields = section[parent], field_types(inner)
+            if leaf not in fields or (_dataclass_in(fields[leaf]) and not isinstance(value, Mapping | None)):
+                raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={value}", do=nearest(name, setting_names())))
+            section[leaf] = value
+        return _build(type(self), tree, path="")
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """Field names of a dataclass with their types."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def setting_names(cls: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted name that `--set` takes."""
+    names = []
+    for name, kind in field_types(cls).items():
+        inner = _dataclass_in(kind)
+        names += setting_names(inner, f"{prefix}{name}.") if inner else [prefix + name]
+    return names
+
+
+def _dataclass_in(kind: Any) -> type | None:
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+def _build(cls: type, value: Any, path: str) -> Any:
+    """`cls` from plain JSON values; every name and type is checked."""
+    kinds = field_types(cls)
+    if not isinstance(value, Mapping):
+        raise ConfigError(explain(f"{path or 'a config'} has fields of its own", given=value, do="give " + ", ".join(kinds)))
+    for name in value:
+        if name not in kinds:
+            raise ConfigError(explain(f"unknown setting {path + name!r}", given=f"{path}{name}={value[name]}",
+                                      do=nearest(name, kinds)))
+    return cls(**{name: _convert(kinds[name], item, path + name) for name, item in value.items()})
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    """`value`, from JSON or the command line, as a `kind`."""
+    if dataclasses.is_dataclass(kind):
+        return value if isinstance(value, kind) else _build(kind, value, name + ".")
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        return _convert(next(option for option in options if option is not types.NoneType), value, name)
+    if origin is Literal:
+        if value in options:
+            return value
+        raise ConfigError(explain(f"unknown value for {name}", given=value, do=nearest(str(value), map(str, options))))
+    if origin is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        return tuple(_convert(options[0], item, name) for item in items)
+    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
+        return value.lower() in ("true", "1")
+    try:
+        if kind in (int, float) and not isinstance(value, bool):
+            number = float(value)
+            if kind is float and math.isfinite(number):
+                return number
+            if kind is int and number.is_integer():
+                return int(number)
+        elif isinstance(value, kind):
+            return value
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ConfigError(explain(f"{name} has the wrong type", given=f"{value!r} ({type(value).__name__})", do=f"give a value of type {kind.__name__}"))
+
+
+def _check_positive(value: Any, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if number is not None and number <= 0:
+            raise ConfigError(explain(f"{name} must be positive", given=f"{type(value).__name__}.{name}={number}", do="choose a value above 0"))
