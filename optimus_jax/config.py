@@ -122,7 +122,9 @@ class ParallelConfig:
     mesh: str = "auto"
     """`auto`, or sizes such as `data=2,fsdp=2,tensor=2`; axes left out have size 1."""
     zero: int | None = None
-    """Sharded over fsdp: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters; None: 3."""
+    """Split over fsdp: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters; None: 3 if fsdp > 1, else 0."""
+    rules: tuple[str, ...] = ()
+    """Changes to the logical-to-mesh rules, such as `mlp=none` (keep whole over tensor)."""
     microbatches: int = 1
     """Parts of a step's batch run one after the other, their gradients added locally."""
     schedule: str = "none"
@@ -131,9 +133,11 @@ class ParallelConfig:
     """What backward computes again: none, selective (attention), dots (all but matmuls), full (layers)."""
     attention: AttentionKernel = "auto"
     """Attention kernel; auto is cudnn on a GPU in bf16 or f16, else xla."""
+    loss_chunk_tokens: int = 1024
+    """Tokens of a device whose logits exist at the same time; the loss runs over chunks of them."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "microbatches")
+        _check_positive(self, "microbatches", "loss_chunk_tokens")
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(explain("parallel.zero is a ZeRO stage", given=self.zero, do="choose 0, 1, 2 or 3"))
 
@@ -375,7 +379,7 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
             return value
         raise ConfigError(explain(f"unknown value for {name}", given=value, do=nearest(str(value), map(str, options))))
     if origin is tuple:
-        items = value.split(",") if isinstance(value, str) else value
+        items = [item for item in value.split(",") if item] if isinstance(value, str) else value
         return tuple(_convert(options[0], item, name) for item in items)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
         return value.lower() in ("true", "1")

@@ -1,0 +1,277 @@
+"""Save a state; restore it onto any mesh.
+
+A checkpoint is a directory named after its step, written by Orbax under a temporary name and
+renamed when it is whole. It holds
+* `state`: every leaf of the state by its path (`named_leaves`), so what is on disk does not
+  depend on Python classes; each process writes the shards it has;
+* `manifest`: JSON with the caller's metadata, the shape, dtype and checksum of every leaf, and
+  a checksum of that text itself.
+
+Two kinds of trouble are kept apart. A *damaged* checkpoint (truncated, unreadable, a checksum
+that differs) is passed over for an older one. A checkpoint of *another model* is an error: to
+fall back from it would only hide the wrong config.
+
+Importing Orbax takes about as long as importing JAX, so import this module where it is needed.
+"""
+
+import contextlib
+import json
+import logging
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
+from orbax.checkpoint.path import atomicity_types
+
+from optimus_jax.config import CheckpointConfig
+from optimus_jax.errors import CheckpointError, explain
+from optimus_jax.mesh.checksum import checksums, named_leaves
+
+T = TypeVar("T")
+
+STATE = "state"
+MANIFEST = "manifest"
+
+# Orbax tells every phase of every save at level INFO, which a program that logs at INFO would show.
+logging.getLogger("absl").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint, as its manifest describes it."""
+
+    step: int
+    metadata: dict[str, Any]
+    """What the caller gave to `save`, as JSON values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Saved):
+    """A checkpoint with its state on devices."""
+
+    state: Any
+
+
+class _DamagedError(Exception):
+    """A checkpoint cannot be read, or holds something else than was saved."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. With several processes, each calls the same methods in the same order.
+
+    Reading leaves the directory as it is; the first `save` creates it. Call `close` at the end.
+
+    Args:
+      directory: where checkpoints are; nothing is written elsewhere.
+      config: how many are kept.
+      warn: told what happened to a checkpoint when the run goes on regardless.
+    """
+
+    def __init__(self, directory: epath.PathLike, config: CheckpointConfig, warn: Callable[[str], object] = warnings.warn) -> None:
+        self._directory = epath.Path(directory).absolute()  # TensorStore refuses relative paths
+        self._config = config
+        self._warn = warn
+        self._manager: ocp.CheckpointManager | None = None
+        self._saving = (0, 0)  # step and bytes of the newest save
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, oldest first."""
+        return sorted(ocp.utils.checkpoint_steps(self._directory))
+
+    def latest(self) -> Saved | None:
+        """The newest checkpoint with a readable manifest; its arrays are not read."""
+        for step in reversed(self.steps()):
+            with contextlib.suppress(_DamagedError):
+                return Saved(step=step, metadata=self._manifest(step)["metadata"])
+        return None
+
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
+        """Start to save; the files are written while the caller goes on.
+
+        Waits for the save before. Checkpoints of `step` and of later steps belong to a course that
+        this run has left (damaged ones among them) and are deleted, with a warning.
+
+        Args:
+          step: steps done.
+          state: pytree of jax.Arrays. It may be donated or deleted once this returns: Orbax
+            copies to the host before it returns (`transfer_arrays_to_host`), and where the CPU's
+            "copy" is the buffer itself, the reference which the writer holds keeps it unchanged.
+          metadata: anything that JSON holds; read back by `restore` and `latest`.
+        Raises:
+          CheckpointError: this save cannot start, or the one before it failed. Then this one has
+            not started, and trying again is safe.
+        """
+        self.wait()
+        leaves, sums = named_leaves(state), checksums(state)
+        manifest = {
+            "metadata": dict(metadata),
+            "leaves": {name: {"shape": leaf.shape, "dtype": leaf.dtype.name, "checksum": sums[name]}
+                       for name, leaf in leaves.items()}}
+        manifest = json.loads(json.dumps(manifest))  # a copy: it is written after this returns
+        self._saving = (step, sum(leaf.nbytes for leaf in leaves.values()))
+        try:
+            if self._manager is None:
+                self._manager = self._open_manager()
+            for stale in (other for other in self._manager.all_steps() if other >= step):
+                self._warn(f"the checkpoint of step {stale} is deleted: this run has come to step {step} without it")
+                self._manager.delete(stale)
+            self._manager.save(step, force=True, args=ocp.args.Composite(**{
+                STATE: ocp.args.PyTreeSave(leaves),
+                MANIFEST: ocp.args.JsonSave({"content": manifest, "crc32": _crc32(manifest)})}))
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more. Raises CheckpointError if the save under way failed."""
+        try:
+            if self._manager is not None:
+                self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """`wait`, then end Orbax's threads."""
+        self.wait()
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def restore(self, abstract_state: Any, step: int | None = None, *,
+                paddable: Callable[[str], bool] = lambda path: False) -> Restored:
+        """Read a checkpoint onto any mesh and check every leaf against the checksum it was saved with.
+
+        Args:
+          abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
+          step: which checkpoint; None: the newest good one, with a warning for each that is passed over.
+          paddable: whether the leaf of a path may be cropped, or padded with zeros, to the shape
+            asked for. What is cropped must be zero, as the rows that pad a vocabulary are.
+        Raises:
+          CheckpointError: there is no such checkpoint, none is good, or it is of another model.
+        """
+        self.wait()
+        steps = self.steps()
+        damage = {}
+        for candidate in reversed(steps) if step is None else [step] if step in steps else []:
+            try:
+                return self._read(candidate, abstract_state, paddable)
+            except _DamagedError as error:
+                damage[candidate] = str(error)
+                if step is None:
+                    self._warn(f"the checkpoint of step {candidate} is damaged and passed over: {error}")
+        raise CheckpointError(explain(
+            "there is no good checkpoint" + ("" if step is None else f" of step {step}"),
+            given=f"{self._directory}, steps {_listed(steps)}" + "".join(f"\n    {at}: {why}" for at, why in damage.items()),
+            do="choose another step, bring back the directory from a copy, or start a new run"))
+
+    def _read(self, step: int, abstract_state: Any, paddable: Callable[[str], bool]) -> Restored:
+        manifest = self._manifest(step)
+        saved, asked = manifest["leaves"], named_leaves(abstract_state)
+        _check_same_model(step, saved, asked, paddable)
+        state = _on_every_process(lambda: ocp.PyTreeCheckpointHandler().restore(
+            self._directory / str(step) / STATE,
+            args=ocp.args.PyTreeRestore(asked, restore_args={
+                name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype,
+                                           strict=not paddable(name))
+                for name, leaf in asked.items()})))
+        wrong = [name for name, value in checksums(state).items() if value != saved[name]["checksum"]]
+        if wrong:
+            raise _DamagedError(f"the checksum of {_listed(wrong)} is not what was saved")
+        leaves = [state[name] for name in asked]
+        return Restored(step=step, metadata=manifest["metadata"],
+                        state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves))
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        def read() -> dict[str, Any]:
+            stored = ocp.JsonCheckpointHandler().restore(self._directory / str(step) / MANIFEST)
+            if stored["crc32"] != _crc32(stored["content"]):
+                raise ValueError("the manifest is not what was saved")
+            return stored["content"]
+        return _on_every_process(read)
+
+    def _open_manager(self) -> ocp.CheckpointManager:
+        self._remove_unfinished()
+        kept = [LatestN(self._config.keep)]
+        if self._config.keep_every:
+            kept.append(EveryNSteps(self._config.keep_every))
+        return ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(kept)))
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a save that failed or was killed has left, which would go on filling the disk."""
+        if jax.process_index() == 0:
+            for path in self._directory.glob(f"*{atomicity_types.TMP_DIR_SUFFIX}"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _failure(self, error: Exception) -> CheckpointError:
+        """What to raise for a save that failed. A new manager takes the next one, since this one's list of steps is wrong."""
+        if self._manager is not None:
+            with contextlib.suppress(Exception):  # the error that we are about to report
+                self._manager.close()
+            self._manager = None
+        try:
+            free = f"{shutil.disk_usage(self._directory).free:,}"
+        except OSError:
+            free = "an unknown number"
+        with contextlib.suppress(OSError):
+            self._remove_unfinished()
+        step, num_bytes = self._saving
+        steps = self.steps()
+        return CheckpointError(explain(
+            f"saving the checkpoint of step {step} failed: {_reason(error)}",
+            given=f"{num_bytes:,} bytes to write before compression, {free} free, in {self._directory}",
+            do="make room or choose another run directory; " + (
+                f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet")))
+
+
+def _check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, Any], paddable: Callable[[str], bool]) -> None:
+    """Raises CheckpointError, naming the first leaf which is not in both or has another shape or dtype."""
+    for name in [*asked, *saved]:
+        have = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else None
+        want = (asked[name].dtype.name, tuple(asked[name].shape)) if name in asked else None
+        padded = have and want and paddable(name) and have[0] == want[0] and len(have[1]) == len(want[1])
+        if have != want and not padded:
+            saved_as, asked_as = (f"{leaf[0]}{list(leaf[1])}" if leaf else "no such leaf" for leaf in (have, want))
+            raise CheckpointError(explain(
+                f"the checkpoint of step {step} is of another model: leaf {name!r} differs",
+                given=f"saved {saved_as}, asked for {asked_as}",
+                do="use the model and optimizer settings of the run that saved it, or start a new run"))
+
+
+def _on_every_process(read: Callable[[], T]) -> T:
+    """What `read` returns; _DamagedError on every process if it fails on one, so that all fall back together."""
+    try:
+        value, reason = read(), None
+    except jax.errors.JaxRuntimeError:  # the devices' trouble, such as too little memory
+        raise
+    except Exception as error:
+        value, reason = None, _reason(error)
+    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(reason is not None)).any():
+        reason = reason or "another process cannot read it"
+    if reason is not None:
+        raise _DamagedError(reason)
+    return value
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error at the root; TensorStore adds pages of specification to it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _crc32(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items)) or "none"

@@ -1,0 +1,122 @@
+"""The batches of a run: for training by step, shuffled and without end; for evaluation in order.
+
+A *row* is a place in the global batch. Each process asks for the rows that its devices hold; what
+is in a row does not depend on who asks for it.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+
+import grain
+import numpy as np
+
+from optimus_jax.data.sampler import Batch, count_examples, cut_examples, example_order
+from optimus_jax.data.tokens import TokenStream
+from optimus_jax.errors import DataError, explain
+
+_PREFETCH = 2
+"""Batches made ahead: one while the device computes, one in reserve."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLoader:
+    """Batches of a training stream. Its only state is the step that is asked for.
+
+    Raises:
+      DataError: the stream has not even one example.
+    """
+
+    stream: TokenStream
+    _: KW_ONLY
+    seq_len: int
+    """Tokens per example."""
+    global_batch: int
+    """Rows of a batch, over all processes."""
+    seed: int
+    """Of the order of examples; not negative."""
+    rows: np.ndarray
+    """The rows wanted here: int [R], any of 0 to global_batch - 1, in any order."""
+    respect_documents: bool
+    """Whether positions restart, segments count and loss stops at the border of two documents."""
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows, self.global_batch)
+        _check_length(self.stream, self.seq_len, do="give more data, or use a smaller --seq-len")
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of an epoch."""
+        return count_examples(self.stream, self.seq_len)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens seen when every example was seen once."""
+        return self.num_examples * self.seq_len
+
+    @cached_property
+    def _order(self) -> grain.MapDataset[int]:
+        return example_order(self.num_examples, self.seed)
+
+    def batch(self, step: int) -> Batch:
+        """Our rows of the batch of `step`, which counts from 1.
+
+        Returns:
+          What `cut_examples` does, [R, seq_len] each, and `examples`, int32 [R]: the rows' numbers.
+        """
+        first = (step - 1) * self.global_batch
+        examples = np.array([self._order[first + int(row)] for row in self.rows], np.int64)
+        batch = cut_examples(self.stream, examples, seq_len=self.seq_len, respect_documents=self.respect_documents)
+        return batch | {"examples": np.asarray(self.rows, np.int32)}
+
+    def iterate(self, first_step: int) -> Generator[tuple[int, Batch], None, None]:
+        """(step, batch) from `first_step` on, without end, made ahead of use in a thread.
+
+        An error is raised at the step that it belongs to. Closing the iterator ends the thread.
+        """
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        try:
+            ahead = deque(pool.submit(self.batch, first_step + i) for i in range(_PREFETCH))
+            for step in itertools.count(first_step):
+                batch = ahead.popleft().result()
+                ahead.append(pool.submit(self.batch, step + _PREFETCH))
+                yield step, batch
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def eval_batches(stream: TokenStream, *, seq_len: int, global_batch: int, rows: np.ndarray,
+                 respect_documents: bool, num_batches: int) -> Iterator[Batch]:
+    """The first `num_batches` batches of a held-out stream, or as many as there are, in order.
+
+    Batches are as those of `BatchLoader`. Rows of the last one that no example is left for are
+    copies of the last example with a loss_mask that is False throughout.
+
+    Raises:
+      DataError: the stream has not even one example; raised by the call, not by the iterator.
+    """
+    _check_rows(rows, global_batch)
+    _check_length(stream, seq_len, do="raise data.eval_fraction, or do not evaluate: --set eval_every=0")
+    num_examples = count_examples(stream, seq_len)
+
+    def cut(index: int) -> Batch:
+        examples = index * global_batch + np.asarray(rows, np.int64)
+        batch = cut_examples(stream, np.minimum(examples, num_examples - 1), seq_len=seq_len,
+                             respect_documents=respect_documents)
+        batch["loss_mask"] &= (examples < num_examples)[:, None]
+        return batch | {"examples": np.asarray(rows, np.int32)}
+
+    return map(cut, range(min(num_batches, -(-num_examples // global_batch))))
+
+
+def _check_rows(rows: np.ndarray, global_batch: int) -> None:
+    assert all(0 <= row < global_batch for row in rows), f"rows {rows} of a batch of {global_batch}"
+
+
+def _check_length(stream: TokenStream, seq_len: int, do: str) -> None:
+    if not count_examples(stream, seq_len):
+        raise DataError(explain(f"{stream.name} is shorter than one example",
+                                given=f"{len(stream)} tokens; seq_len={seq_len} needs {seq_len + 1}", do=do))

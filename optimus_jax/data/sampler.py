@@ -1,0 +1,58 @@
+"""Which tokens the rows of a batch hold, and in which order examples come.
+
+*Example* i of a stream is its window of `seq_len` tokens from i * seq_len on, with the token after
+it as the last target; the tokens left over at the end are not used. Documents are cut where a
+window ends. The rows of step k's batch are the elements (k - 1) * global_batch, ... of an endless
+shuffle, each epoch in another order, so a batch depends on (seed, k, global batch) alone.
+"""
+
+import grain
+import numpy as np
+
+from optimus_jax.data.tokens import TokenStream
+
+Batch = dict[str, np.ndarray]
+"""By name: what `cut_examples` returns."""
+
+
+def count_examples(stream: TokenStream, seq_len: int) -> int:
+    """Whole windows in a stream, each with a target for its last token."""
+    return (len(stream) - 1) // seq_len
+
+
+def example_order(num_examples: int, seed: int) -> grain.MapDataset[int]:
+    """An endless random-access sequence of example numbers: every epoch has each of them once.
+
+    Element n is computed from (num_examples, seed, n), whatever was asked before.
+    """
+    return grain.MapDataset.source(range(num_examples)).seed(seed).shuffle().repeat()
+
+
+def cut_examples(stream: TokenStream, examples: np.ndarray, *, seq_len: int, respect_documents: bool) -> Batch:
+    """Cut some examples [R] from a stream.
+
+    Returns:
+      tokens: int32 [R, S]; S is `seq_len`.
+      targets: int32 [R, S], the token after each one.
+      segments: int32 [R, S], number of the token's document within the window, from 0.
+      positions: int32 [R, S], place of the token in its document's part of the window, from 0.
+      loss_mask: bool [R, S], False where the target is of another document than the token.
+      Without `respect_documents` the window counts as one document.
+    """
+    windows = np.empty((len(examples), seq_len + 1), np.int32)
+    for row, example in enumerate(examples):
+        start = int(example) * seq_len
+        windows[row] = stream.tokens[start : start + seq_len + 1]
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+
+    ends = (tokens == stream.eos) & respect_documents
+    begins = np.zeros_like(ends)
+    begins[:, 1:] = ends[:, :-1]
+    index = np.arange(seq_len, dtype=np.int32)
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": index - np.maximum.accumulate(np.where(begins, index, 0), axis=1),
+        "segments": np.cumsum(begins, axis=1, dtype=np.int32),
+        "loss_mask": ~ends,
+    }

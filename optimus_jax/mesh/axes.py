@@ -1,0 +1,79 @@
+"""The names of the mesh axes and of the logical axes, and how many devices each mesh axis has.
+
+A *mesh axis* is a dimension of the device grid; a *logical axis* is a model's word for a
+dimension of an array. `mesh/rules.py` maps the second onto the first.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from optimus_jax.errors import PlanError, explain, nearest
+
+PIPE, DATA, FSDP, TENSOR = MESH_AXES = ("pipe", "data", "fsdp", "tensor")
+"""Slowest links first: neighbours along `tensor` talk most and belong on the same host."""
+
+BATCH = "batch"
+"""Examples."""
+LAYERS = "layers"
+"""Decoder layers, stacked."""
+VOCAB = "vocab"
+"""Token ids, padded to whole shards."""
+EMBED = "embed"
+"""Width of the residual stream in a matrix: the dimension that fsdp splits for storage."""
+NORM = "norm"
+"""Width of the residual stream in a vector (norms, output biases); never split."""
+POSITIONS = "positions"
+"""Learned positions."""
+HEADS = "heads"
+"""Query heads."""
+KV_HEADS = "kv_heads"
+"""Key and value heads."""
+HEAD_DIM = "head_dim"
+"""Width of one head."""
+MLP = "mlp"
+"""Hidden width of the feed-forward block."""
+PAIR = "pair"
+"""Two matrices kept as one: key and value, or gate and up."""
+
+LOGICAL_AXES = (BATCH, LAYERS, VOCAB, EMBED, NORM, POSITIONS, HEADS, KV_HEADS, HEAD_DIM, MLP, PAIR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisSizes:
+    """Devices along each mesh axis."""
+
+    pipe: int = 1
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if size < 1:
+                raise PlanError(explain(f"mesh axis {name!r} needs at least one device", given=f"{name}={size}", do=f"set {name}=1 or more"))
+
+    @property
+    def num_devices(self) -> int:
+        """Product of all sizes."""
+        return math.prod(dataclasses.astuple(self))
+
+    def __getitem__(self, axis: str) -> int:
+        return getattr(self, axis)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={self[name]}" for name in MESH_AXES if self[name] > 1) or "data=1"
+
+    @classmethod
+    def parse(cls, text: str) -> "AxisSizes":
+        """From `data=2,tensor=4`; axes left out have size 1. Raises PlanError."""
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = (piece.strip() for piece in part.partition("="))
+            if name not in MESH_AXES:
+                raise PlanError(explain(f"unknown mesh axis {name!r}", given=f"--mesh {text}", do=nearest(name, MESH_AXES)))
+            if name in sizes or not size.isdecimal():
+                raise PlanError(explain(f"mesh axis {name!r} needs one whole number", given=f"--mesh {text}",
+                                        do=f"write each axis once, such as {name}=2"))
+            sizes[name] = int(size)
+        return cls(**sizes)

@@ -1,0 +1,39 @@
+"""Finding the devices, and making the mesh of a Plan from them."""
+
+import os
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from optimus_jax.mesh.axes import MESH_AXES
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.plan import Plan, check_devices
+
+
+def discover() -> Topology:
+    """The devices that JAX sees in all processes."""
+    devices = jax.devices()
+    return Topology(
+        num_devices=len(devices), num_processes=jax.process_count(), platform=devices[0].platform,
+        device_kind=devices[0].device_kind, bytes_per_device=_bytes_per_device())
+
+
+def build_mesh(plan: Plan, devices: list[jax.Device] | None = None) -> Mesh:
+    """The mesh of `plan` over all devices, or over those given.
+
+    Raises:
+      PlanError: the plan is for another number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    check_devices(plan.axes, len(devices))
+    # Every axis is manual in the step and automatic outside; jax.make_mesh alone would make them explicit.
+    return jax.make_mesh(tuple(plan.axes[axis] for axis in MESH_AXES), MESH_AXES, devices=devices,
+                         axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _bytes_per_device() -> int | None:
+    local = jax.local_devices()
+    if local[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+    stats = local[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None

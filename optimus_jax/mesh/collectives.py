@@ -1,0 +1,93 @@
+"""The words in which a model speaks of the mesh: which logical axis an operation runs over.
+
+A model never sees a mesh axis or a size. It names the logical axis that a matmul contracts or a
+reduction runs over; the plan's rules turn that into `psum`, a gather, a slice or nothing. With no
+rules (one device, or a logical axis kept whole) every method is the identity, so the same model
+code is its own reference.
+
+Collectives are written once, in the forward direction; the varying-axis types of `shard_map`
+derive the backward ones. `fan_out` and `sum` are Megatron's conjugate pair f and g
+(arXiv:1909.08053, figure 3).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from optimus_jax.mesh.axes import HEADS, KV_HEADS
+from optimus_jax.mesh.zero import LeafLayout, Tracked, keep_all_but_gathered, vary
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Logical-axis operations under one plan, for use inside the step's `shard_map`."""
+
+    dtype: jnp.dtype
+    """Format of activations and of weights in matmuls."""
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Active rules; empty means one device."""
+    zero: int = 0
+    """ZeRO stage (mesh/zero.py)."""
+
+    def fan_out(self, x: Array, over: str) -> Array:
+        """`x`, about to be used by every shard of logical axis `over`; backward sums the shards' gradients.
+
+        Call it once per value, before the first use: each implicit fan-out is one more all-reduce.
+        """
+        return vary(x, self.rules.get(over, ()))
+
+    def sum(self, x: Array, over: str) -> Array:
+        """The sum of the shards' partial results: a matmul contracted `over`, or a reduction ran along it."""
+        axes = self.rules.get(over, ())
+        return lax.psum(x, axes) if axes else x
+
+    def max(self, x: Array, over: str) -> Array:
+        """The largest of the shards' partial maxima. Has no gradient."""
+        axes = self.rules.get(over, ())
+        return lax.pmax(x, axes) if axes else x
+
+    def offset(self, local_size: int, over: str) -> Array | int:
+        """Global index along logical axis `over` of a device's first element, given its number of elements."""
+        axes = self.rules.get(over, ())
+        return lax.axis_index(axes) * local_size if axes else 0
+
+    def kv_heads_needed(self, weight: Array, *, dim: int, num_local_heads: int, group: int) -> Array:
+        """The key/value heads that a device's query heads attend to.
+
+        Where key/value heads are split like query heads, that is all of them. Where they are fewer
+        than the devices, every device has all and takes its own: slicing the weight, not the
+        activations, keeps the projection's work and its collectives at a shard's share.
+
+        Args:
+          weight: key/value weight with its kv_heads at `dim`.
+          num_local_heads: query heads on this device.
+          group: query heads that share one key/value head.
+        """
+        if KV_HEADS in self.rules or HEADS not in self.rules:
+            return weight
+        count = max(1, num_local_heads // group)
+        first = self.offset(num_local_heads, HEADS) // group
+        return lax.dynamic_slice_in_dim(weight, first, count, dim)
+
+    def weights(self, params: nnx.State) -> nnx.State:
+        """Parameters as the matmuls want them: whole along fsdp and in `dtype`.
+
+        Args:
+          params: state of a module or of one layer of a stack (whose values have lost the leading
+            `layers` dimension that their names still carry).
+        """
+        def use(param: nnx.Variable) -> nnx.Variable:
+            value = param.get_raw_value()
+            names = param.out_sharding
+            ndim = (value.shard if isinstance(value, Tracked) else value).ndim
+            return param.replace(LeafLayout(names[len(names) - ndim:], self.rules, self.zero).weight(value, self.dtype))
+
+        return jax.tree.map(use, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+    def without_gathered(self, layer: Callable) -> Callable:
+        """`layer`, keeping for backward whatever it needs but weights that were gathered for it."""
+        return jax.checkpoint(layer, policy=keep_all_but_gathered) if self.zero >= 3 else layer

@@ -1,0 +1,148 @@
+"""Rules: which mesh axis splits which logical axis.
+
+The step is written with every mesh axis manual (docs/decisions/0001), so a rule is legal only
+where the model's arithmetic has the matching collective: `tensor` may split the four dimensions
+that a matmul contracts or a reduction runs over, `fsdp` splits the storage of matrices along
+`embed` and gathers them at use, and the batch is split over `data` and `fsdp`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.errors import PlanError, explain, nearest
+from optimus_jax.mesh.axes import (
+    BATCH,
+    DATA,
+    EMBED,
+    FSDP,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    LOGICAL_AXES,
+    MESH_AXES,
+    MLP,
+    PIPE,
+    TENSOR,
+    VOCAB,
+    AxisSizes,
+)
+
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+"""(logical axis, mesh axes that split it), only for logical axes that are split."""
+
+DEFAULT_RULES: dict[str, tuple[str, ...]] = {
+    BATCH: (DATA, FSDP),
+    LAYERS: (PIPE,),
+    EMBED: (FSDP,),
+    VOCAB: (TENSOR,),
+    HEADS: (TENSOR,),
+    KV_HEADS: (TENSOR,),
+    MLP: (TENSOR,),
+}
+"""Also the most that each logical axis may be split over: a user's rule can only take away."""
+
+VOCAB_MULTIPLE = 128
+"""Vocabularies are padded to this: GPU matmuls want it, and most tensor sizes then need no more padding."""
+SMALL_VOCAB = 4096
+"""Below it (bytes, tests) padding to 128 would be a sizeable share; 8 is used."""
+
+
+def make_rules(model: ModelConfig, overrides: Sequence[str] = ()) -> Rules:
+    """The default rules with the user's changes.
+
+    Args:
+      overrides: `logical=mesh_axis` or `logical=none`, such as `mlp=none`.
+    Raises:
+      PlanError: an unknown axis, an axis used twice, or a split that the step has no collective for.
+    """
+    rules = dict(DEFAULT_RULES)
+    seen: set[str] = set()
+    for override in overrides:
+        logical, _, mesh_axis = (piece.strip() for piece in override.partition("="))
+        if logical not in LOGICAL_AXES:
+            raise PlanError(explain(f"unknown logical axis {logical!r} in a rule", given=override, do=nearest(logical, DEFAULT_RULES)))
+        if mesh_axis != "none" and mesh_axis not in MESH_AXES:
+            raise PlanError(explain(f"unknown mesh axis {mesh_axis!r} in a rule", given=override, do=nearest(mesh_axis, (*MESH_AXES, "none"))))
+        if logical in seen:
+            raise PlanError(explain(f"two rules for logical axis {logical!r}", given=",".join(overrides), do="give one"))
+        seen.add(logical)
+        allowed = DEFAULT_RULES.get(logical, ())
+        if mesh_axis != "none" and mesh_axis not in allowed:
+            raise PlanError(explain(
+                f"logical axis {logical!r} cannot be split over {mesh_axis!r}", given=override,
+                do=f"choose {logical}=" + " or ".join([*allowed, "none"])))
+        rules[logical] = () if mesh_axis == "none" else (mesh_axis,)
+    if not rules[HEADS]:
+        rules[KV_HEADS] = ()
+    return tuple((logical, axes) for logical, axes in rules.items() if axes)
+
+
+def active_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The rules that split something on a mesh of these sizes.
+
+    Axes of size 1 are dropped. Key and value heads that are fewer than the devices which share
+    the query heads stay whole, and each device takes the one it needs (`Collectives.take`).
+    """
+    active = {logical: tuple(axis for axis in axes if sizes[axis] > 1) for logical, axes in rules}
+    if model.num_kv_heads % _ways(active.get(KV_HEADS, ()), sizes):
+        active[KV_HEADS] = ()
+    return {logical: axes for logical, axes in active.items() if axes}
+
+
+def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
+    """Raise PlanError for the first dimension that its mesh axes do not divide."""
+    active = active_rules(rules, sizes, model)
+    for logical, size, setting in (
+        (HEADS, model.num_heads, "num_heads"),
+        (MLP, model.mlp_dim, "mlp_dim"),
+        (EMBED, model.embed_dim, "embed_dim"),
+        (LAYERS, model.num_layers, "num_layers"),
+    ):
+        axes = active.get(logical, ())
+        ways = _ways(axes, sizes)
+        if size % ways:
+            raise PlanError(explain(
+                f"dimension {logical!r} of {model.name} cannot be split evenly",
+                given=f"model.{setting}={size} over {'*'.join(axes)}={ways}",
+                do=f"choose {axes[0]}=" + " or ".join(map(str, neighbouring_divisors(size, ways)))
+                   + f", or keep it whole with --set parallel.rules={logical}=none"))
+    heads_ways = _ways(active.get(HEADS, ()), sizes)
+    if model.num_kv_heads % heads_ways and heads_ways % model.num_kv_heads:
+        legal = [t for t in range(1, model.num_heads + 1)
+                 if model.num_heads % t == 0 and (model.num_kv_heads % t == 0 or t % model.num_kv_heads == 0)]
+        raise PlanError(explain(
+            f"dimension {KV_HEADS!r} of {model.name} can be neither split nor shared evenly",
+            given=f"model.num_kv_heads={model.num_kv_heads} over {TENSOR}={heads_ways}",
+            do=f"choose {TENSOR}=" + " or ".join(map(str, nearest_numbers(legal, heads_ways)))))
+
+
+def padded_vocab(vocab_size: int, rules: Rules, sizes: AxisSizes) -> int:
+    """Rows of the embedding: vocab_size up to a multiple that every shard gets a whole part of."""
+    ways = _ways(dict(rules).get(VOCAB, ()), sizes)
+    multiple = VOCAB_MULTIPLE if vocab_size >= SMALL_VOCAB else 8
+    while multiple % ways:
+        multiple += VOCAB_MULTIPLE if vocab_size >= SMALL_VOCAB else 8
+    return -(-vocab_size // multiple) * multiple
+
+
+def neighbouring_divisors(size: int, wanted: int) -> list[int]:
+    """The divisors of `size` next below and next above `wanted`."""
+    return nearest_numbers([d for d in range(1, size + 1) if size % d == 0], wanted)
+
+
+def nearest_numbers(numbers: Iterable[int], wanted: int) -> list[int]:
+    """The largest number below `wanted` and the smallest above it, where there are such."""
+    numbers = sorted(numbers)
+    return [n for n in numbers if n <= wanted][-1:] + [n for n in numbers if n > wanted][:1]
+
+
+def _ways(axes: Iterable[str], sizes: AxisSizes) -> int:
+    ways = 1
+    for axis in axes:
+        ways *= sizes[axis]
+    return ways
+
+
+def spec_of(names: Sequence[str], rules: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...] | None, ...]:
+    """Mesh axes of every dimension of an array whose dimensions are called `names`."""
+    return tuple(rules.get(name) or None for name in names)

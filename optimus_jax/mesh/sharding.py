@@ -1,0 +1,48 @@
+"""Shardings of a model's leaves and of a batch, from their logical names and a Plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.mesh.axes import BATCH
+from optimus_jax.mesh.zero import LeafLayout
+from optimus_jax.plan import Plan
+
+
+def layouts_of(names: Any, plan: Plan, model: ModelConfig) -> Any:
+    """A LeafLayout for every leaf of a tree of name tuples."""
+    rules = plan.active_rules(model)
+    return map_names(lambda leaf: LeafLayout(leaf, rules, plan.zero), names)
+
+
+def map_names(function: Callable[[tuple[str, ...]], Any], names: Any) -> Any:
+    """`function` of every tuple of names in a tree."""
+    return jax.tree.map(function, names, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def batch_spec(plan: Plan, model: ModelConfig) -> PartitionSpec:
+    """Spec of every array of a batch: rows over data and fsdp."""
+    axes = plan.active_rules(model).get(BATCH)
+    return PartitionSpec(axes) if axes else PartitionSpec()
+
+
+def named(mesh: Mesh, specs: Any) -> Any:
+    """NamedShardings of a tree of specs."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
+def local_rows(sharding: NamedSharding, global_batch: int) -> np.ndarray:
+    """The rows of the global batch, ascending, that this process's devices hold."""
+    slices = sharding.addressable_devices_indices_map((global_batch,)).values()
+    rows = np.arange(global_batch)
+    return np.unique(np.concatenate([rows[index] for index in slices]))
+
+
+def put_batch(batch: dict[str, np.ndarray], sharding: NamedSharding, global_batch: int) -> dict[str, jax.Array]:
+    """This process's rows, in the order of `local_rows`, as global arrays."""
+    return {name: jax.make_array_from_process_local_data(sharding, rows, (global_batch, *rows.shape[1:]))
+            for name, rows in batch.items()}

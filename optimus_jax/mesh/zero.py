@@ -1,0 +1,169 @@
+"""What is split over `fsdp`, and every byte that this costs: the ZeRO stages, leaf by leaf.
+
+Words: a matrix is *whole* when each device along fsdp holds all of it, a *shard* is a device's
+part along the dimension called `embed`. Leaves without that dimension (norms, biases) are small
+and stay whole at every stage.
+
+| stage | parameters | gradient while it is summed | moments | on the wire |
+|---|---|---|---|---|
+| 0 | whole | whole | whole | all-reduce of the gradient |
+| 1 | whole | whole | shard | reduce-scatter of the gradient, all-gather of new parameters |
+| 2 | whole | shard, scattered layer by layer in backward | shard | the same, once per microbatch |
+| 3 | shard | shard | shard | per microbatch and layer: gather in forward and backward, scatter |
+
+Over `data` everything is whole and the gradient is reduced once per step, after its scatter:
+data x fsdp is hybrid sharding. Source: Rajbhandari et al. 2019, arXiv:1910.02054.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import Array, lax
+
+from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, HEADS, KV_HEADS
+
+
+def keep_all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
+    """Remat policy: backward keeps whatever it needs but gathered weights, which it gathers again."""
+    return primitive.name != "all_gather"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tracked:
+    """Stage 2's parameter in the loss: the whole matrix is used, the shard gets the gradient."""
+
+    whole: Array
+    shard: Array
+
+
+@dataclass(frozen=True)
+class LeafLayout:
+    """How one parameter lives on the mesh, in the words of its dimensions.
+
+    Every method runs inside the step's `shard_map`, on a device's part of the array.
+    """
+
+    names: tuple[str, ...]
+    """Logical axis of every dimension."""
+    rules: Mapping[str, tuple[str, ...]]
+    """Active rules."""
+    zero: int
+
+    @property
+    def fsdp_dim(self) -> int | None:
+        """The dimension that fsdp splits, if any."""
+        return self.names.index(EMBED) if FSDP in self.rules.get(EMBED, ()) and EMBED in self.names else None
+
+    def spec(self, *, split: bool) -> jax.sharding.PartitionSpec:
+        """The array's spec; `split` says whether fsdp splits it."""
+        axes = [self.rules.get(name) or None for name in self.names]
+        if self.fsdp_dim is not None and not split:
+            axes[self.fsdp_dim] = None
+        return jax.sharding.PartitionSpec(*axes)
+
+    @property
+    def param_spec(self) -> jax.sharding.PartitionSpec:
+        """Spec of the parameter between steps."""
+        return self.spec(split=self.zero >= 3)
+
+    @property
+    def moment_spec(self) -> jax.sharding.PartitionSpec:
+        """Spec of the optimizer's moments and of the reduced gradient."""
+        return self.spec(split=self.zero >= 1)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """Mesh axes whose devices hold different parts of this leaf's gradient sum."""
+        shared_kv = self.rules.get(HEADS, ()) if KV_HEADS in self.names and KV_HEADS not in self.rules else ()
+        return (*self.rules.get(BATCH, ()), *shared_kv)
+
+    def differentiated(self, param: Array) -> Array:
+        """What the loss is differentiated by: marked as varying, so that gradients stay local.
+
+        Without the mark, the transpose would reduce the gradient in every microbatch.
+        """
+        if self.fsdp_dim is not None and self.zero == 2:
+            param = _shard(param, self.fsdp_dim)
+        return vary(param, self.summed_axes)
+
+    def in_loss(self, differentiated: Array, param: Array) -> Array | Tracked:
+        """The leaf as the model receives it; `weight` turns it into a matrix."""
+        if self.fsdp_dim is not None and self.zero == 2:
+            return Tracked(vary(lax.stop_gradient(param), self.summed_axes), differentiated)
+        return differentiated
+
+    def weight(self, leaf: Array | Tracked, dtype: jnp.dtype) -> Array:
+        """The whole matrix in the format of the matmuls; its gradient is summed in float32."""
+        fsdp_dim = self.fsdp_dim
+        if isinstance(leaf, Tracked):
+            return _scattered_use(fsdp_dim, dtype, leaf.whole, leaf.shard)
+        if fsdp_dim is not None and self.zero >= 3:
+            return _gathered_use(fsdp_dim, dtype, leaf)
+        return leaf.astype(dtype)
+
+    def reduced(self, gradient: Array) -> Array:
+        """The gradient summed over all devices, laid out like the moments."""
+        axes = self.summed_axes
+        if self.fsdp_dim is not None and self.zero >= 1:
+            if self.zero == 1:
+                gradient = lax.psum_scatter(gradient, FSDP, scatter_dimension=self.fsdp_dim, tiled=True)
+            axes = tuple(axis for axis in axes if axis != FSDP)
+        return lax.psum(gradient, axes) if axes else gradient
+
+    def updated_part(self, param: Array) -> Array:
+        """The part of a parameter that this device updates, laid out like the moments."""
+        return _shard(param, self.fsdp_dim) if self.fsdp_dim is not None and self.zero in (1, 2) else param
+
+    def whole_again(self, part: Array) -> Array:
+        """The inverse of `updated_part`."""
+        if self.fsdp_dim is not None and self.zero in (1, 2):
+            return lax.all_gather(part, FSDP, axis=self.fsdp_dim, tiled=True, to="invarying")
+        return part
+
+
+def vary(x: Array, axes: Sequence[str]) -> Array:
+    """`x`, marked as varying over mesh axes that it does not vary over yet (the identity on data)."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """Mesh axes over which `x` may differ from device to device, inside `shard_map`."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def _shard(whole: Array, dim: int) -> Array:
+    size = whole.shape[dim] // lax.axis_size(FSDP)
+    return lax.dynamic_slice_in_dim(whole, lax.axis_index(FSDP) * size, size, dim)
+
+
+def _scatter(cotangent: Array, dim: int) -> Array:
+    return lax.psum_scatter(cotangent.astype(jnp.float32), FSDP, scatter_dimension=dim, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered_use(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
+    """Cast, then gather: half the bytes in bf16; the gradient's scatter sums in float32."""
+    return lax.all_gather(shard.astype(dtype), FSDP, axis=dim, tiled=True)
+
+
+_gathered_use.defvjp(
+    lambda dim, dtype, shard: (_gathered_use(dim, dtype, shard), None),
+    lambda dim, dtype, _, cotangent: (_scatter(cotangent, dim),))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scattered_use(dim: int, dtype: jnp.dtype, whole: Array, shard: Array) -> Array:
+    """The whole matrix forward; backward its gradient goes, scattered, to the shard."""
+    del shard
+    return whole.astype(dtype)
+
+
+_scattered_use.defvjp(
+    lambda dim, dtype, whole, shard: (whole.astype(dtype), None),
+    lambda dim, dtype, _, cotangent: (None, _scatter(cotangent, dim)))

@@ -1,0 +1,33 @@
+"""What differs between families of decoders, as data. Adding a family is adding a row."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from optimus_jax.errors import ConfigError, explain, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The architecture that a ModelConfig's sizes belong to."""
+
+    positions: Literal["learned", "rotary"]
+    """Where order comes from: a table added to the embedding, or rotated queries and keys."""
+    norm: Literal["layer", "rms"]
+    """LayerNorm with bias, or RMSNorm."""
+    activation: Literal["gelu_tanh", "swiglu"]
+    """Feed-forward nonlinearity; swiglu has a gate beside the up projection."""
+    biases: bool
+    """Whether projections have biases."""
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(positions="learned", norm="layer", activation="gelu_tanh", biases=True),
+    "llama": Family(positions="rotary", norm="rms", activation="swiglu", biases=False),
+}
+
+
+def family_of(name: str) -> Family:
+    """The family called `name`. Raises ConfigError naming the nearest one."""
+    if name not in FAMILIES:
+        raise ConfigError(explain(f"unknown model family {name!r}", given=f"model.family={name}", do=nearest(name, FAMILIES)))
+    return FAMILIES[name]

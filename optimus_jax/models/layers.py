@@ -1,0 +1,93 @@
+"""The small parts that every block is made of: parameters with names, norms, dropout, the embedding.
+
+Shapes: B batch, L length, D embed, V vocab (the device's part).
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from optimus_jax.mesh.axes import EMBED, NORM, VOCAB
+from optimus_jax.mesh.collectives import Collectives
+
+
+def normal(rngs: nnx.Rngs, shape: Sequence[int], names: Sequence[str], std: float) -> nnx.Param:
+    """A float32 parameter drawn from N(0, std^2), its dimensions called `names`."""
+    return nnx.Param(jax.random.normal(rngs.params(), tuple(shape), jnp.float32) * std, out_sharding=tuple(names))
+
+
+def constant(value: float, shape: Sequence[int], names: Sequence[str]) -> nnx.Param:
+    """A float32 parameter that starts as `value` everywhere."""
+    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), out_sharding=tuple(names))
+
+
+class Norm(nnx.Module):
+    """LayerNorm (with bias) or RMSNorm (without) over the last dimension, computed in float32."""
+
+    def __init__(self, kind: str, dim: int, epsilon: float):
+        self.centre = kind == "layer"
+        self.epsilon = epsilon
+        self.scale = constant(1.0, (dim,), (NORM,))
+        self.bias = nnx.data(constant(0.0, (dim,), (NORM,)) if self.centre else None)
+
+    def __call__(self, x_BLD: Array) -> Array:
+        """[..., D] -> [..., D], same dtype."""
+        x = x_BLD.astype(jnp.float32)
+        if self.centre:
+            x = x - x.mean(-1, keepdims=True)
+        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.epsilon)
+        x = x * _row(self.scale[...], x.ndim)
+        if self.bias is not None:
+            x = x + _row(self.bias[...], x.ndim)
+        return x.astype(x_BLD.dtype)
+
+
+def _row(vector: Array, ndim: int) -> Array:
+    """A float32 vector that broadcasts against the last of `ndim` dimensions."""
+    return vector.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
+
+
+def add_bias(x: Array, bias: nnx.Param | None) -> Array:
+    """`x` plus a bias over its last dimensions, or `x` where the family has none."""
+    if bias is None:
+        return x
+    value = bias[...]
+    return x + value.reshape((1,) * (x.ndim - value.ndim) + value.shape)
+
+
+class Embedding(nnx.Module):
+    """Rows of vectors for token ids; also the output head of a model whose weights are tied."""
+
+    def __init__(self, rows: int, dim: int, std: float, *, vocab_size: int, rngs: nnx.Rngs):
+        table = normal(rngs, (rows, dim), (VOCAB, EMBED), std)
+        # Rows of padding are zero and stay so: no token selects them and the loss masks them.
+        table[...] = jnp.where(jnp.arange(rows)[:, None] < vocab_size, table[...], 0)
+        self.table = table
+
+    def __call__(self, tokens_BL: Array, comm: Collectives) -> Array:
+        """int32 [B, L] -> [B, L, D]. Each device looks up the rows it has; the others give zero."""
+        table_VD = self.table[...]
+        num_rows = table_VD.shape[0]
+        local = tokens_BL - comm.offset(num_rows, VOCAB)
+        if VOCAB not in comm.rules:
+            return jnp.take(table_VD, local, axis=0)
+        here = (local >= 0) & (local < num_rows)
+        x_BLD = jnp.take(table_VD, jnp.clip(local, 0, num_rows - 1), axis=0)
+        return comm.sum(jnp.where(here[..., None], x_BLD, jnp.zeros_like(x_BLD)), VOCAB)
+
+
+def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | int) -> Array:
+    """Zero entries of `x` with `probability` and scale the rest, keyed by example.
+
+    Args:
+      x: [B, ...].
+      keys_B: one key per example, or None for no dropout.
+      site: which place of the model this is; every place draws its own mask.
+    """
+    if keys_B is None or probability == 0:
+        return x
+    keep_B = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - probability, x.shape[1:]))(keys_B)
+    return jnp.where(keep_B, x / (1 - probability), jnp.zeros_like(x))

@@ -1,0 +1,149 @@
+"""The decoder: embedding, a scanned stack of blocks, a final norm and the head's matrix.
+
+One class for every family; `models/families.py` says what differs. The stack is one set of
+parameters with a leading `layers` dimension, so that compile time does not grow with depth.
+
+Shapes: B batch, L length, T cached length, D embed, V vocab (the device's part), G key/value
+heads and K head_dim.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
+from optimus_jax.mesh.axes import EMBED, HEADS, LAYERS, POSITIONS, VOCAB
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models import rotary
+from optimus_jax.models.attention import Attention, Visibility, attend
+from optimus_jax.models.families import family_of
+from optimus_jax.models.layers import Embedding, Norm, dropout, normal
+from optimus_jax.models.mlp import FeedForward
+
+SITES_PER_LAYER = 4
+"""Places in a layer that draw a dropout mask: attention weights, two residual branches, one spare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What one run through the decoder is given besides parameters and tokens."""
+
+    comm: Collectives
+    kernel: AttentionKernel = "xla"
+    remat: RematPolicy = "none"
+    visibility: Visibility = field(default_factory=Visibility)
+    keys_B: Array | None = None
+    """Dropout key of every example; None: no dropout."""
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and feed-forward, each added to the residual."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        family = family_of(config.family)
+        self.dropout = config.dropout
+        self.attention_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
+        self.attention = Attention(config, family, rngs=rngs)
+        self.mlp_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
+        self.mlp = FeedForward(config, family, rngs=rngs)
+
+    def __call__(self, x_BLD: Array, layer: Array, run: Pass, cos_sin: tuple[Array, Array] | None,
+                 cache: tuple[Array, Array] | None = None) -> tuple[Array, tuple[Array, Array] | None]:
+        """[B, L, D] -> [B, L, D]. `cache`: keys and values [B, T, G, K] so far, returned with this pass's added."""
+        comm, site = run.comm, layer * SITES_PER_LAYER + 1
+        q, k, v = self.attention.project(self.attention_norm(x_BLD), comm, cos_sin)
+        if cache is not None:
+            start = (0, run.visibility.query_offset, 0, 0)
+            k, v = cache = (lax.dynamic_update_slice(cache[0], k, start), lax.dynamic_update_slice(cache[1], v, start))
+        head_keys = self._head_keys(run, site, q.shape[2])
+
+        def core(q: Array, k: Array, v: Array) -> Array:
+            return attend(q, k, v, run.visibility, kernel=run.kernel, dropout_probability=self.dropout, keys_BH=head_keys)
+
+        heads = (jax.checkpoint(core) if run.remat == "selective" else core)(q, k, v)
+        x_BLD = x_BLD + dropout(self.attention.combine(heads, comm), self.dropout, run.keys_B, site + 1)
+        x_BLD = x_BLD + dropout(self.mlp(self.mlp_norm(x_BLD), comm), self.dropout, run.keys_B, site + 2)
+        return x_BLD, cache
+
+    def _head_keys(self, run: Pass, site: Array, num_local_heads: int) -> Array | None:
+        """A key for every example and local head, the same wherever the head lives; [B, H]."""
+        if run.keys_B is None or self.dropout == 0:
+            return None
+        heads = run.comm.offset(num_local_heads, HEADS) + jnp.arange(num_local_heads)
+        per_head = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        return jax.vmap(lambda key: per_head(jax.random.fold_in(key, site), heads))(run.keys_B)
+
+
+class Decoder(nnx.Module):
+    """Tokens to final hidden states; the loss (or generation) applies the head's matrix itself."""
+
+    def __init__(self, config: ModelConfig, *, vocab_rows: int, rngs: nnx.Rngs):
+        family = family_of(config.family)
+        self.config = config
+        self.embedding = Embedding(vocab_rows, config.embed_dim, config.init_std, vocab_size=config.vocab_size, rngs=rngs)
+        self.positions = nnx.data(
+            normal(rngs, (config.max_length, config.embed_dim), (POSITIONS, EMBED), config.init_std)
+            if family.positions == "learned" else None)
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: LAYERS})
+        def stack(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.layers = stack(rngs)
+        self.final_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
+        self.head = nnx.data(None if config.tied else Embedding(
+            vocab_rows, config.embed_dim, config.init_std, vocab_size=config.vocab_size, rngs=rngs))
+
+    def embed(self, tokens_BL: Array, positions_BL: Array, run: Pass) -> Array:
+        """int32 [B, L] -> [B, L, D]."""
+        x_BLD = self.embedding(tokens_BL, run.comm)
+        if self.positions is not None:
+            x_BLD = x_BLD + jnp.take(self.positions[...], positions_BL, axis=0)
+        return dropout(x_BLD, self.config.dropout, run.keys_B, 0)
+
+    def run_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, cache: tuple[Array, Array] | None = None,
+                   ) -> tuple[Array, tuple[Array, Array] | None]:
+        """The stack. `cache`: keys and values [layers, B, T, G, K], or None while training."""
+        cos_sin = rotary.angles(self.config, positions_BL) if self.positions is None else None
+        graphdef, stacked = nnx.split(self.layers)
+
+        def body(x_BLD: Array, layer: tuple) -> tuple[Array, tuple[Array, Array] | None]:
+            params, index, layer_cache = layer
+            block = nnx.merge(graphdef, run.comm.weights(params))
+            return block(x_BLD, index, run, cos_sin, layer_cache)
+
+        body = _rematerialised(body, run)
+        return lax.scan(body, x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
+
+    def head_matrix(self) -> Array:
+        """[V, D]: the embedding where weights are tied."""
+        return (self.head or self.embedding).table[...]
+
+    def hidden(self, tokens_BL: Array, positions_BL: Array, run: Pass) -> Array:
+        """Final hidden states [B, L, D] of int32 [B, L] tokens."""
+        x_BLD = self.embed(tokens_BL, positions_BL, run)
+        x_BLD, _ = self.run_layers(x_BLD, positions_BL, run)
+        return self.final_norm(x_BLD)
+
+    def logits(self, hidden_BLD: Array, run: Pass) -> Array:
+        """float32 [B, L, V] of this device's part of the vocabulary; ids of padding are masked."""
+        head_VD = self.head_matrix()
+        logits = jnp.einsum("bld,vd->blv", hidden_BLD, head_VD, preferred_element_type=jnp.float32)
+        ids = run.comm.offset(head_VD.shape[0], VOCAB) + jnp.arange(head_VD.shape[0])
+        return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
+
+
+def _rematerialised(body, run: Pass):
+    """The layer under the plan's remat policy. Gathered weights are never kept for backward."""
+    policies = jax.checkpoint_policies
+    match run.remat:
+        case "full":
+            return jax.checkpoint(body, policy=policies.nothing_saveable)
+        case "dots":
+            return jax.checkpoint(body, policy=policies.dots_with_no_batch_dims_saveable)
+        case _:
+            return run.comm.without_gathered(body)

@@ -1,0 +1,141 @@
+"""The Plan: the whole layout of a training run as one frozen, hashable value.
+
+The trainer accepts nothing else, and only another Plan changes the mesh. A Plan holds numbers
+and names, no arrays and no devices, and survives JSON unchanged.
+"""
+
+import dataclasses
+import hashlib
+import json
+import typing
+from dataclasses import dataclass
+
+from optimus_jax.config import AttentionKernel, ModelConfig, Precision, RematPolicy
+from optimus_jax.errors import PlanError, explain
+from optimus_jax.mesh.axes import BATCH, AxisSizes
+from optimus_jax.mesh.rules import (
+    Rules,
+    active_rules,
+    check_rules,
+    nearest_numbers,
+    neighbouring_divisors,
+    padded_vocab,
+)
+
+ZERO_STAGES = {
+    0: "nothing",
+    1: "optimizer state",
+    2: "optimizer state and gradients",
+    3: "optimizer state, gradients and parameters",
+}
+"""What each ZeRO stage splits over `fsdp` (arXiv:1910.02054)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one model trains on one set of devices."""
+
+    axes: AxisSizes
+    """Devices along each mesh axis."""
+    rules: Rules
+    """Which mesh axes split which logical axis."""
+    zero: int
+    """What is split over fsdp: a key of ZERO_STAGES. Over data everything is whole."""
+    microbatches: int
+    """Parts of a process's batch that run one after the other in a step."""
+    schedule: str
+    """Pipeline schedule; `none` while pipe=1."""
+    remat: RematPolicy
+    """What the backward pass computes again."""
+    precision: Precision
+    """Format of activations and of weights in matmuls."""
+    attention: AttentionKernel
+    """Attention kernel: xla or cudnn."""
+    loss_chunk_tokens: int
+    """Tokens of one device whose logits exist at the same time."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.axes.num_devices
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that name this Plan in logs."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    def active_rules(self, model: ModelConfig) -> dict[str, tuple[str, ...]]:
+        """The rules that split something: logical axis -> mesh axes with more than one device."""
+        return active_rules(self.rules, self.axes, model)
+
+    def padded_vocab(self, model: ModelConfig) -> int:
+        """Rows of the embedding, padding included."""
+        return padded_vocab(model.vocab_size, self.rules, self.axes)
+
+    def batch_ways(self) -> int:
+        """Parts that the rows of a batch are split into."""
+        ways = 1
+        for axis in dict(self.rules).get(BATCH, ()):
+            ways *= self.axes[axis]
+        return ways
+
+    def validate(self, model: ModelConfig, *, global_batch: int) -> None:
+        """Raise PlanError, with the nearest legal choices, if `model` cannot be trained this way."""
+        check_rules(self.rules, self.axes, model)
+        if self.axes.pipe > 1 or self.schedule != "none":
+            raise PlanError(explain(
+                "pipeline stages are not built yet", given=f"pipe={self.axes.pipe}, schedule={self.schedule}",
+                do="use pipe=1 and --schedule none; split over data, fsdp or tensor instead"))
+        if self.zero and self.axes.fsdp == 1:
+            raise PlanError(explain(
+                f"zero={self.zero} splits over mesh axis 'fsdp', which has one device", given=f"mesh {self.axes}",
+                do=f"use fsdp={self.axes.data} in place of data={self.axes.data}, or --zero 0"
+                   if self.axes.data > 1 else "use fsdp=2 or more, or --zero 0"))
+        parts = self.batch_ways() * self.microbatches
+        if global_batch % parts:
+            fits = [parts * (global_batch // parts), parts * (global_batch // parts + 1)]
+            devices = neighbouring_divisors(global_batch // self.microbatches, self.batch_ways()) \
+                if global_batch % self.microbatches == 0 else []
+            raise PlanError(explain(
+                "the global batch cannot be dealt out evenly",
+                given=f"global_batch={global_batch} over data*fsdp={self.batch_ways()} x microbatches={self.microbatches}",
+                do="choose --global-batch " + " or ".join(str(n) for n in fits if n)
+                   + (f", or data*fsdp={' or '.join(map(str, devices))}" if devices else "")))
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = [f"mesh {self.axes}", f"zero {self.zero}", f"microbatches {self.microbatches}", f"remat {self.remat}",
+                 self.precision, f"attention {self.attention}"]
+        return ", ".join(parts)
+
+    def to_json(self) -> str:
+        """The Plan as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The inverse of `to_json`. Raises PlanError for what is not a Plan."""
+        try:
+            value = json.loads(text)
+            value["axes"] = AxisSizes(**value["axes"])
+            value["rules"] = tuple((logical, tuple(axes)) for logical, axes in value["rules"])
+            plan = cls(**value)
+            for name, kind in typing.get_type_hints(cls).items():
+                options = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
+                if (kind is int and type(value[name]) is not int) or (options and value[name] not in options):
+                    raise ValueError(f"{name}={value[name]!r}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(explain("this is not a plan", given=repr(error), do="use a plan.json that this version wrote")) from error
+        return plan
+
+
+def check_devices(axes: AxisSizes, num_devices: int) -> None:
+    """Raise PlanError, naming a mesh that fits, unless the axes use exactly the devices there are."""
+    if axes.num_devices != num_devices:
+        others = axes.num_devices // axes.data
+        fits = nearest_numbers([n for n in range(1, num_devices + 1) if num_devices % n == 0], others)
+        do = f"set data={num_devices // others}" if num_devices % others == 0 else \
+            "choose pipe*fsdp*tensor=" + " or ".join(map(str, fits)) + " and data for the rest"
+        raise PlanError(explain(
+            f"the mesh needs {axes.num_devices} devices; this run has {num_devices}", given=f"--mesh {axes}",
+            do=do + f", use --mesh auto, or on a CPU --cpu-devices {axes.num_devices}"))

@@ -1,0 +1,58 @@
+"""AdamW and its learning rate, as optax transformations on whatever part of a leaf a device updates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from optimus_jax.config import Config, OptimizerConfig
+from optimus_jax.mesh.axes import EMBED
+from optimus_jax.mesh.sharding import map_names
+
+LEARNING_RATES = ((2e8, 6e-4), (5e8, 3e-4), (1e9, 2.5e-4), (2e9, 2e-4), (4e9, 1.6e-4), (1e10, 1.2e-4), (float("inf"), 1e-4))
+"""(parameters up to, peak learning rate), after GPT-3's models (arXiv:2005.14165, table 2.1)."""
+TINY_MODEL = (1e7, 2e-3)
+"""Below GPT-3's smallest: models of a few million parameters train faster with more."""
+
+
+def peak_learning_rate(config: OptimizerConfig, num_params: int) -> float:
+    """The rate asked for, or the one that suits a model of this size."""
+    if config.lr is not None:
+        return config.lr
+    return next(rate for limit, rate in (TINY_MODEL, *LEARNING_RATES) if num_params <= limit)
+
+
+def learning_rate(config: Config, num_params: int) -> Callable[[Array], Array]:
+    """Learning rate, float32, of a step counted from 1 (int32)."""
+    optimizer, steps, warmup = config.optimizer, config.steps, min(config.warmup_steps, config.steps)
+    peak = peak_learning_rate(optimizer, num_params)
+    last = peak * optimizer.min_lr_ratio
+    rest = max(1, steps - warmup)
+    match optimizer.schedule:
+        case "cosine":
+            after = optax.cosine_decay_schedule(peak, rest, optimizer.min_lr_ratio)
+        case "linear":
+            after = optax.linear_schedule(peak, last, rest)
+        case "wsd":
+            decay = max(1, round(steps * optimizer.decay_fraction))
+            after = optax.linear_schedule(peak, last, decay, transition_begin=max(0, rest - decay))
+        case "constant":
+            after = optax.constant_schedule(peak)
+    # Warm-up reaches the peak at step `warmup`; the first step already moves.
+    schedule = optax.join_schedules((optax.linear_schedule(0.0, peak, warmup), after), (warmup,)) if warmup else after
+    return lambda step: jnp.asarray(schedule(step), jnp.float32)
+
+
+def adamw(config: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+    """AdamW without its learning rate: the caller scales the result by the step's.
+
+    Args:
+      names: logical axes of every parameter. Matrices, which have an `embed` dimension, decay; norms
+        and biases do not.
+    """
+    decays = map_names(lambda leaf: EMBED in leaf, names)
+    return optax.chain(
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, mask=decays))

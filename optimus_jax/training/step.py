@@ -1,0 +1,184 @@
+"""The training step: pure `(state, batch) -> (state, metrics)`, one `shard_map` with every mesh axis manual.
+
+Inside, all that devices say to one another stands in three places: what the model names
+(mesh/collectives.py), what fsdp costs (mesh/zero.py), and the scalars reduced here. Microbatches
+add their gradients locally; the sum over devices is taken once per step.
+
+Why manual and not left to the partitioner: docs/decisions/0001-every-mesh-axis-manual.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optimus_jax.config import Config
+from optimus_jax.mesh.axes import BATCH
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.sharding import batch_spec, layouts_of, named
+from optimus_jax.mesh.zero import vary, varying_axes
+from optimus_jax.models.attention import Visibility
+from optimus_jax.models.shapes import ModelShapes, Params
+from optimus_jax.models.transformer import Pass
+from optimus_jax.plan import Plan
+from optimus_jax.training.loss import cross_entropy
+from optimus_jax.training.optimizer import adamw, learning_rate
+from optimus_jax.training.state import LossScale, TrainState, initial_state, state_specs
+
+Batch = dict[str, Array]
+"""tokens, targets, positions, segments: int32 [B, L]; loss_mask: bool [B, L]; examples: int32 [B]."""
+Metrics = dict[str, Array]
+
+COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that is compiled for one model under one plan on one mesh."""
+
+    config: Config
+    shapes: ModelShapes
+    plan: Plan
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    state_shardings: TrainState
+    batch_sharding: NamedSharding
+    init: Callable[[Array], TrainState]
+    """int32 seed -> state before step 1, born sharded."""
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    """Donates the state. Metrics: loss, grad_norm, lr, tokens, skipped, loss_scale; replicated scalars."""
+    eval_step: Callable[[Params, Batch], tuple[Array, Array]]
+    """Sum of the loss over all tokens, and their number; replicated scalars."""
+
+
+def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -> Program:
+    """Jit everything that a run of `config` under `plan` needs; nothing is compiled yet."""
+    optimizer = adamw(config.optimizer, shapes.names)
+    specs = state_specs(shapes, optimizer, plan)
+    rows, scalar = batch_spec(plan, config.model), PartitionSpec()
+    shardings = named(mesh, specs)
+    step = _Step(config, shapes, plan, optimizer)
+    metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"), scalar)
+    return Program(
+        config=config, shapes=shapes, plan=plan, mesh=mesh, optimizer=optimizer,
+        state_shardings=shardings, batch_sharding=NamedSharding(mesh, rows),
+        init=jax.jit(lambda seed: initial_state(shapes, optimizer, config.precision, seed), out_shardings=shardings),
+        train_step=jax.jit(
+            jax.shard_map(step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, metrics)), donate_argnums=0),
+        eval_step=jax.jit(
+            jax.shard_map(step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=(scalar, scalar))))
+
+
+class _Step:
+    """The arithmetic of one device, inside `shard_map`."""
+
+    def __init__(self, config: Config, shapes: ModelShapes, plan: Plan, optimizer: optax.GradientTransformation):
+        self.config, self.shapes, self.plan, self.optimizer = config, shapes, plan, optimizer
+        self.rules = plan.active_rules(config.model)
+        self.layouts = layouts_of(shapes.names, plan, config.model)
+        self.comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
+        self.learning_rate = learning_rate(config, shapes.num_params)
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        step = state.step + 1
+        tokens = self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
+        keys = jax.random.fold_in(jax.random.key(self.config.seed), step) if self.config.model.dropout else None
+        weight = state.loss_scale.scale / jnp.maximum(tokens, 1).astype(jnp.float32)
+        loss, gradients = self._loss_and_gradients(state.params, batch, weight, keys)
+        loss = self._over_batch(loss) / state.loss_scale.scale
+        gradients = jax.tree.map(lambda layout, g: layout.reduced(g) / state.loss_scale.scale, self.layouts, gradients)
+        norm = global_norm(gradients)
+        lr = self.learning_rate(step)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        params, opt_state = self._updated(state, gradients, norm, lr)
+
+        def kept(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        new = TrainState(step=step, params=kept(params, state.params), opt_state=kept(opt_state, state.opt_state),
+                         loss_scale=self._rescaled(state.loss_scale, finite))
+        return new, {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~finite,
+                     "loss_scale": state.loss_scale.scale}
+
+    def evaluate(self, params: Params, batch: Batch) -> tuple[Array, Array]:
+        loss = self._loss(params, batch, batch["loss_mask"].astype(jnp.float32), None)
+        return self._over_batch(loss), self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
+
+    def _loss_and_gradients(self, params: Params, batch: Batch, weight: Array, keys: Array | None) -> tuple[Array, Params]:
+        """This device's sum over microbatches, not yet reduced over devices."""
+        differentiated = jax.tree.map(lambda layout, p: layout.differentiated(p), self.layouts, params)
+
+        def microbatch(part: Batch) -> tuple[Array, Params]:
+            def loss(differentiated: Params) -> Array:
+                leaves = jax.tree.map(lambda layout, d, p: layout.in_loss(d, p), self.layouts, differentiated, params)
+                return self._loss(leaves, part, part["loss_mask"].astype(jnp.float32) * weight, keys)
+
+            return jax.value_and_grad(loss)(differentiated)
+
+        count = self.plan.microbatches
+        if count == 1:
+            return microbatch(batch)
+        parts = jax.tree.map(lambda rows: rows.reshape(count, -1, *rows.shape[1:]), batch)
+        start = vary(jnp.zeros((), jnp.float32), self._batch_axes), jax.tree.map(jnp.zeros_like, differentiated)
+        add = lambda total, part: (jax.tree.map(jnp.add, total, microbatch(part)), None)  # noqa: E731
+        return lax.scan(add, start, parts)[0]
+
+    def _loss(self, params: Params, batch: Batch, weights: Array, step_key: Array | None) -> Array:
+        """Weighted sum of the loss over this device's tokens."""
+        model = self.shapes.module(params, self.comm)
+        run = Pass(
+            comm=self.comm, kernel=self.plan.attention, remat=self.plan.remat,
+            visibility=Visibility(batch["segments"] if self.config.data.respect_documents else None),
+            keys_B=None if step_key is None else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, batch["examples"]))
+        hidden = model.hidden(batch["tokens"], batch["positions"], run)
+        return cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]), model.head_matrix(), batch["targets"].reshape(-1), weights.reshape(-1),
+            comm=self.comm, vocab_size=self.config.model.vocab_size, chunk_tokens=self.plan.loss_chunk_tokens)
+
+    def _updated(self, state: TrainState, gradients: Params, norm: Array, lr: Array) -> tuple[Params, optax.OptState]:
+        """Clip, AdamW on the part that this device updates, and put the parts together."""
+        limit = self.config.optimizer.clip_norm
+        factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1)
+        gradients = jax.tree.map(lambda g: g * factor, gradients)
+        parts = jax.tree.map(lambda layout, p: layout.updated_part(p), self.layouts, state.params)
+        updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
+        parts = jax.tree.map(lambda p, u: p - lr * u, parts, updates)
+        return jax.tree.map(lambda layout, p: layout.whole_again(p), self.layouts, parts), opt_state
+
+    def _rescaled(self, scale: LossScale, finite: Array) -> LossScale:
+        """f16: halve after overflows in a row, double after clean steps."""
+        if self.plan.precision != "f16":
+            return scale
+        precision = self.config.precision
+        overflows = jnp.where(finite, 0, scale.overflows + 1)
+        clean = jnp.where(finite, scale.clean_steps + 1, 0)
+        halve, double = overflows >= precision.loss_scale_hysteresis, clean >= precision.loss_scale_growth_steps
+        factor = jnp.where(halve, 0.5, jnp.where(double, 2.0, 1.0)).astype(jnp.float32)
+        return LossScale(scale=jnp.maximum(scale.scale * factor, 1.0), clean_steps=jnp.where(double, 0, clean),
+                         overflows=jnp.where(halve, 0, overflows))
+
+    @property
+    def _batch_axes(self) -> tuple[str, ...]:
+        return self.rules.get(BATCH, ())
+
+    def _over_batch(self, x: Array) -> Array:
+        """The sum over all devices that hold different rows."""
+        return lax.psum(x, self._batch_axes) if self._batch_axes else x
+
+
+def global_norm(tree: Any) -> Array:
+    """Euclidean norm over all leaves and all devices; float32.
+
+    A leaf is summed over exactly those mesh axes that split it, which its type knows; leaves
+    that are split alike share one reduction.
+    """
+    squares: dict[frozenset[str], Array] = {}
+    for leaf in jax.tree.leaves(tree):
+        axes = varying_axes(leaf)
+        squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(leaf * leaf)
+    return jnp.sqrt(sum(lax.psum(square, tuple(sorted(axes))) if axes else square for axes, square in squares.items()))

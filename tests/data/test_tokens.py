@@ -1,0 +1,191 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_jax.data import tokens as tokens_module
+from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents
+from optimus_jax.data.tokens import TokenStream, check_vocab, read_token_file, split, write_token_file
+from optimus_jax.errors import DataError
+
+BYTES = ByteTokenizer()
+SCRIPT = Path(__file__).parents[2] / "scripts" / "tokenize.py"
+
+
+def stream_of(*texts):
+    return TokenStream(name="texts", tokens=np.concatenate(list(encode_documents(BYTES, texts))),
+                       eos=BYTES.eos, vocab_size=BYTES.vocab_size)
+
+
+def texts_of(stream):
+    return [BYTES.decode(part) for part in np.split(stream.tokens, np.flatnonzero(stream.tokens == stream.eos) + 1)[:-1]]
+
+
+def split_in_two(stream, eval_fraction):
+    train, held_out = split(stream, eval_fraction)
+    assert held_out is not None
+    return train, held_out
+
+
+def write_texts(path, *texts):
+    return write_token_file(path, encode_documents(BYTES, texts), BYTES)
+
+
+@given(texts=st.lists(st.text("abc"), min_size=2), eval_fraction=st.floats(0.001, 0.999))
+def test_split_keeps_every_document_whole_in_order_and_on_one_side(texts, eval_fraction):
+    train, held_out = split_in_two(stream_of(*texts), eval_fraction)
+    assert len(train)
+    assert len(held_out)
+    assert train.tokens[-1] == held_out.tokens[-1] == BYTES.eos
+    rest = iter(texts)
+    assert all(text in rest for text in texts_of(train))  # a subsequence
+    assert sorted(texts_of(train) + texts_of(held_out)) == sorted(texts)
+
+
+def test_split_depends_on_the_text_alone():
+    texts = [f"document {i}" for i in range(2000)]
+    first = split_in_two(stream_of(*texts), 0.1)[1]
+    assert 100 < len(texts_of(first)) < 300
+    assert set(texts_of(split_in_two(stream_of(*reversed(texts)), 0.1)[1])) == set(texts_of(first))
+    assert set(texts_of(split_in_two(stream_of(*texts[:1000]), 0.1)[1])) == set(texts_of(first)) & set(texts[:1000])
+    train, held_out = split_in_two(stream_of(*texts, *texts), 0.1)
+    assert not set(texts_of(train)) & set(texts_of(held_out))
+    assert held_out.name == "texts (held out)"
+
+
+def test_split_cuts_a_single_document():
+    train, held_out = split_in_two(stream_of("0123456789" * 10), 0.2)
+    assert (len(train), len(held_out)) == (81, 20)
+    assert BYTES.decode([*train.tokens, *held_out.tokens]) == "0123456789" * 10
+
+
+def test_split_without_a_fraction_holds_nothing_out():
+    stream = stream_of("a", "b")
+    assert split(stream, 0.0) == (stream, None)
+
+
+@pytest.mark.parametrize(("texts", "held_out"), [
+    (["aaaaa", "bbb", "cc", "d"], "d"),  # 15 tokens, 3 asked for: "c." would be cut
+    (["aaaaa", "bbbb", "cc"], "cc"),  # 14 tokens, 3 asked for: exactly a border
+    (["aa", "bbbbbbbbbbbb"], "bb"),  # 16 tokens, 3 asked for: no border, cut in the document
+])
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+def test_split_of_a_token_file_holds_out_its_end(tmp_path, monkeypatch, texts, held_out, chunk):
+    monkeypatch.setattr(tokens_module, "_CHUNK_TOKENS", chunk)
+    write_texts(tmp_path / "a.bin", *texts)
+    stream, _ = read_token_file(tmp_path / "a.bin", BYTES)
+    train, rest = split_in_two(stream, 0.2)
+    assert BYTES.decode(rest.tokens) == held_out
+    assert np.array_equal(np.concatenate([train.tokens, rest.tokens]), stream.tokens)
+    assert isinstance(train.tokens, np.memmap)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_check_vocab_names_the_first_unknown_token(monkeypatch, chunk):
+    monkeypatch.setattr(tokens_module, "_CHUNK_TOKENS", chunk)
+    stream = stream_of("abcd", "zz")
+    check_vocab(dataclasses.replace(stream, vocab_size=1000), 257, "tiny")  # no id is as high as it says
+    with pytest.raises(DataError) as error:
+        check_vocab(stream, 256, "tiny")
+    assert str(error.value) == (
+        "texts has a token that tiny does not know\n"
+        "  given: token id 256 at position 4; the model's vocabulary is 256, the data's 257\n"
+        "  do:    use the model's own tokenizer, or --set model.vocab_size=257")
+
+
+def test_check_vocab_trusts_what_the_stream_says():
+    """Reading a file of hundreds of gigabytes to check its header would take minutes."""
+    check_vocab(TokenStream(name="unread", tokens=np.array([999]), eos=256, vocab_size=257), 257, "tiny")
+
+
+def test_a_token_file_comes_back(tmp_path):
+    header = write_texts(tmp_path / "a.bin", "one", "", "three")
+    stream, read = read_token_file(tmp_path / "a.bin", BYTES)
+    assert isinstance(stream.tokens, np.memmap)
+    assert np.array_equal(stream.tokens, stream_of("one", "", "three").tokens)
+    assert read == header
+    assert json.loads((tmp_path / "a.bin.json").read_text()) == {
+        "format": 1, "dtype": "uint16", "vocab_size": 257, "num_tokens": 11, "num_documents": 3, "eos": 256,
+        "tokenizer": BYTES.digest}
+    assert (tmp_path / "a.bin").read_bytes()[:4] == b"o\0n\0"
+
+
+def test_a_token_file_is_never_overwritten(tmp_path):
+    for name in ("a.bin", "b.bin.json"):
+        (tmp_path / name).write_text("precious")
+        with pytest.raises(DataError, match=f"never overwritten\n  given: .*{name} exists"):
+            write_texts(tmp_path / name.removesuffix(".json"), "x")
+        assert (tmp_path / name).read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def parts():
+        yield np.array([1, 256], np.uint16)
+        raise DataError("line 2 is bad")
+    with pytest.raises(DataError, match="line 2 is bad"):
+        write_token_file(tmp_path / "a.bin", parts(), BYTES)
+    with pytest.raises(DataError, match=r"another suffix\n.*\n.*a.bin"):
+        write_texts(tmp_path / "a.dat", "x")
+    with pytest.raises(DataError, match=r"cannot be written\n.*No such file"):
+        write_texts(tmp_path / "missing" / "a.bin", "x")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_tokens": 3}, "given: 4 bytes; 3 tokens of uint16 are 6 bytes"),
+    ({"dtype": "uint32"}, "given: 4 bytes; 2 tokens of uint32 are 8 bytes"),
+    ({"dtype": "int64"}, "no header of format 1 beside it\n  given: format 1, dtype int64"),
+    ({"format": 2}, "given: format 2, dtype uint16"),
+    ({"colour": "red"}, "given: .*colour"),
+    ({"tokenizer": "0" * 16}, f"another tokenizer\n.*{'0' * 16}.*{BYTES.digest} here\n.*--tokenizer PATH"),
+])
+def test_a_token_file_that_its_header_does_not_fit(tmp_path, change, message):
+    header = write_texts(tmp_path / "a.bin", "x")
+    (tmp_path / "a.bin.json").write_text(json.dumps(dataclasses.asdict(header) | change))
+    with pytest.raises(DataError, match=message):
+        read_token_file(tmp_path / "a.bin", BYTES)
+
+
+def test_a_token_file_without_a_header_or_tokens(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"no header of format 1 beside it\n.*No such file(.|\n)*restore a.bin.json"):
+        read_token_file(tmp_path / "a.bin", BYTES)
+    (tmp_path / "a.bin.json").write_text('{"format": 1')
+    with pytest.raises(DataError, match="no header of format 1 beside it"):
+        read_token_file(tmp_path / "a.bin", BYTES)
+    (tmp_path / "a.bin").unlink()
+    (tmp_path / "a.bin.json").unlink()
+    write_token_file(tmp_path / "a.bin", [], BYTES)
+    with pytest.raises(DataError, match="given: 0 bytes"):
+        read_token_file(tmp_path / "a.bin", BYTES)
+
+
+def run_script(folder, *arguments):
+    return subprocess.run([sys.executable, SCRIPT, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_the_script_writes_a_file_once(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": "three"}\n')
+    done = run_script(tmp_path, "--tokenizer", "bytes", "--out", "data.bin", "a.txt", "*.jsonl")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "data.bin: 3 documents, 14 tokens of uint16\n", "")
+    assert texts_of(read_token_file(tmp_path / "data.bin", BYTES)[0]) == ["one", "two", "three"]
+
+    again = run_script(tmp_path, "--out", "data.bin", "a.txt")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr.startswith("error: a token file is never overwritten\n  given: data.bin exists\n  do:    ")
+    assert len(read_token_file(tmp_path / "data.bin", BYTES)[0]) == 14
+
+
+def test_the_script_explains_its_arguments(tmp_path):
+    shown = run_script(tmp_path, "--help")
+    assert shown.returncode == 0
+    assert "--tokenizer" in shown.stdout
+    assert run_script(tmp_path).returncode == 2

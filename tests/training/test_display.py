@@ -1,0 +1,191 @@
+"""What a person gets to read, in each kind of display."""
+
+import dataclasses
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus_jax.config import LogConfig
+from optimus_jax.errors import ConfigError
+from optimus_jax.training.display import Display, PlainDisplay, RichDisplay, make_display, short_count, short_duration
+from optimus_jax.training.run_directory import StepRecord
+from optimus_jax.training.tensorboard import TensorBoardWriter
+
+RECORD = StepRecord(step=0, loss=5.12341, grad_norm=1.5, lr=3e-4, tokens=4096, step_time_s=0.331, tokens_per_s=12345.0,
+                    mfu=None, plan="a1b2c3", peak_bytes=None)
+ESCAPE = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
+
+
+def record(step: int, **values: Any) -> StepRecord:
+    return dataclasses.replace(RECORD, step=step, **values)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(stream: io.StringIO) -> str:
+    return ESCAPE.sub("", stream.getvalue())
+
+
+def make(progress: str, stream: io.StringIO, every: int = 10, total_steps: int = 300) -> Display:
+    config = LogConfig(progress=progress, every=every)  # pyright: ignore[reportArgumentType]
+    return make_display(config, total_steps, stream=stream)
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rich finds out about the terminal, wherever the tests run."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.mark.parametrize(("progress", "stream", "term", "kind"), [
+    ("auto", Terminal(), "xterm", RichDisplay),
+    ("auto", Terminal(), "dumb", PlainDisplay),
+    ("auto", io.StringIO(), "xterm", PlainDisplay),
+    ("plain", Terminal(), "xterm", PlainDisplay),
+    ("rich", io.StringIO(), "xterm", RichDisplay),
+    ("none", Terminal(), "xterm", Display)])
+def test_kind_of_display(
+        monkeypatch: pytest.MonkeyPatch, progress: str, stream: io.StringIO, term: str, kind: type[Display]):
+    monkeypatch.setenv("TERM", term)
+    assert type(make(progress, stream)) is kind
+
+
+def test_processes_that_do_not_show_are_silent():
+    assert type(make_display(LogConfig(progress="rich"), 300, show=False)) is Display
+
+
+def test_output_goes_to_standard_output(capsys: pytest.CaptureFixture[str]):
+    make_display(LogConfig(progress="plain"), 300).message("hello")
+    assert capsys.readouterr() == ("hello\n", "")
+
+
+def test_plain_line():
+    stream = io.StringIO()
+    with make("plain", stream) as display:
+        display.step(record(10))
+        display.step(record(20, mfu=0.4123, skipped=True, loss=float("nan")))
+    assert stream.getvalue().splitlines() == [
+        "step 10/300  loss 5.1234  12.3k tokens/s  0.331 s/step  mfu -  eta 1m36s",
+        "step 20/300  loss nan (no update)  12.3k tokens/s  0.331 s/step  mfu 41.2%  eta 1m33s"]
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1, [1, 10, 20, 25]), (13, [13, 20, 25]), (25, [25])])
+def test_plain_shows_the_first_the_last_and_every_tenth(first: int, expected: list[int]):
+    stream = io.StringIO()
+    with make("plain", stream, total_steps=25) as display:
+        for step in range(first, 26):
+            display.step(record(step))
+    assert [int(step) for step in re.findall(r"step (\d+)/25", stream.getvalue())] == expected
+
+
+def test_one_slow_step_does_not_move_the_eta():
+    stream = io.StringIO()
+    with make("plain", stream, every=1) as display:
+        for step, step_time_s in ((1, 60.0), (2, 1.0), (3, 1.0), (4, 30.0), (5, 1.0)):
+            display.step(record(step, step_time_s=step_time_s))
+    assert stream.getvalue().splitlines()[-1].endswith("eta 4m55s")
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_rich_shows_numbers_and_keeps_prints(stream: io.StringIO):
+    with make("rich", stream) as display:
+        print("printed by someone else")
+        display.message("plan [data=2,fsdp=4]" + 100 * ".")
+        display.step(record(10, mfu=0.4123, peak_bytes=3 * 2**29))
+    text = shown(stream)
+    assert "printed by someone else\n" in text
+    assert "plan [data=2,fsdp=4]" + 100 * "." + "\n" in text
+    bar, numbers = text.splitlines()[-2:]
+    assert re.fullmatch(r"step +10/300 \S+ +eta 1m36s", bar.strip())
+    assert numbers.strip() == "loss 5.1234  12.3k tokens/s  0.331 s/step  mfu 41.2%  memory 1.50 GiB"
+
+
+def test_rich_leaves_the_terminal_as_it_was():
+    stream, stdout, stderr = Terminal(), sys.stdout, sys.stderr
+    display = make("rich", stream)
+
+    def interrupted() -> None:
+        with display:
+            assert sys.stdout is not stdout
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (sys.stdout, sys.stderr) == (stdout, stderr)
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert stream.getvalue().rindex(show) > stream.getvalue().index(hide)
+
+
+@pytest.mark.parametrize("progress", ["plain", "rich"])
+def test_evaluation(progress: str):
+    stream = Terminal()
+    display = make(progress, stream)
+    display.evaluation(100, 1.25, 3.4903, None)
+    display.evaluation(200, 1.25, 3.4903, 1.80337)
+    assert stream.getvalue().splitlines() == [
+        "step 100  held-out loss 1.2500  perplexity 3.49",
+        "step 200  held-out loss 1.2500  perplexity 3.49  1.8034 bits/byte"]
+
+
+ROWS = [("mesh", "[data=2]", "given"), ("attention", "xla", "no GPU")]
+
+
+def test_plain_table_is_aligned():
+    stream = io.StringIO()
+    make("plain", stream).table("gpt2", ROWS)
+    make("plain", stream).table("nothing", [])
+    assert stream.getvalue().splitlines() == [
+        "gpt2", "  mesh       [data=2]  given", "  attention  xla       no GPU", "nothing"]
+
+
+def test_rich_table_holds_every_cell():
+    stream = Terminal()
+    make("rich", stream).table("gpt2", ROWS)
+    text = shown(stream)
+    assert all(cell in text for cell in ("gpt2", *ROWS[0], *ROWS[1]))
+
+
+def test_no_display_is_silent(capsys: pytest.CaptureFixture[str]):
+    with make_display(LogConfig(progress="none"), 300) as display:
+        display.step(record(1))
+        display.message("hello")
+        display.evaluation(1, 1.0, 2.7, None)
+        display.table("gpt2", ROWS)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (5, "5.0"), (999.94, "999.9"), (999.96, "1.0k"), (12345, "12.3k"), (2.5e6, "2.5M"), (4e12, "4000.0G")])
+def test_short_count(value: float, text: str):
+    assert short_count(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (96, "1m36s"), (3599.7, "1h00m"), (7500, "2h05m"), (273600, "3d04h")])
+def test_short_duration(seconds: float, text: str):
+    assert short_duration(seconds) == text
+
+
+def test_tensorboard_has_what_is_known(tmp_path: Path):
+    pytest.importorskip("tensorboardX")
+    with TensorBoardWriter(tmp_path) as writer:
+        writer.step(record(1))
+        writer.evaluation(1, 1.25, 3.49, None)
+    [file] = tmp_path.iterdir()
+    tags = set(re.findall(rb"(?:train|speed|eval)/[a-z_]+", file.read_bytes()))
+    assert tags == {b"train/loss", b"train/grad_norm", b"train/lr", b"speed/tokens_per_s", b"speed/step_time_s",
+                    b"eval/loss", b"eval/perplexity"}
+
+
+def test_tensorboard_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ConfigError, match=r"optimus-jax\[tensorboard\]"):
+        TensorBoardWriter(tmp_path)

@@ -1,0 +1,212 @@
+"""What a run leaves on disk: numbers to the last digit, and logs that survive being cut anywhere."""
+
+import dataclasses
+import json
+import math
+import re
+import tempfile
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_jax.errors import ConfigError
+from optimus_jax.training.run_directory import EventName, RunDirectory, StepRecord
+
+float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8)
+field_names = st.from_regex(r"[a-z]{1,12}", fullmatch=True).filter(lambda name: name not in ("event", "step", "self"))
+
+
+def record(step: int, **values: typing.Any) -> StepRecord:
+    some = StepRecord(step=step, loss=5.125, grad_norm=1.5, lr=3e-4, tokens=4096, step_time_s=0.25,
+                      tokens_per_s=16384.0, mfu=None, plan="a1b2c3", peak_bytes=None)
+    return dataclasses.replace(some, **values)
+
+
+values = st.fixed_dictionaries({
+    "loss": float32, "grad_norm": float32, "plan": st.text(), "mfu": st.none() | st.floats(0, 1),
+    "peak_bytes": st.none() | st.integers(0, 2**40), "skipped": st.booleans(), "loss_scale": st.none() | float32})
+records = st.lists(values, min_size=1, max_size=5).map(
+    lambda steps: [record(step, **values) for step, values in enumerate(steps, start=1)])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory.create(tmp_path / "run", "gpt2")
+    run.write_config("{}")
+    return run
+
+
+@given(records)
+def test_steps_come_back_as_they_were_logged(logged: list[StepRecord]):
+    with tempfile.TemporaryDirectory() as path:
+        run = RunDirectory(path)
+        for item in logged:
+            run.log_step(item)
+        assert run.metrics() == logged
+
+
+@given(float32)
+def test_loss_keeps_every_digit_of_its_float32(loss: float):
+    with tempfile.TemporaryDirectory() as path:
+        run = RunDirectory(path)
+        run.log_step(record(1, loss=float(np.float32(loss))))
+        [line] = (run.path / "metrics.jsonl").read_text().splitlines()
+        # As any other reader of the file would do it.
+        assert np.float32(json.loads(line)["loss"]).tobytes() == np.float32(loss).tobytes()
+
+
+@given(st.dictionaries(field_names, json_values, max_size=4), st.sampled_from(typing.get_args(EventName)))
+def test_events_come_back_as_they_were_logged(fields: dict[str, typing.Any], event: EventName):
+    with tempfile.TemporaryDirectory() as path:
+        run = RunDirectory(path)
+        run.log_event(event, 7, **fields)
+        [logged] = run.events()
+        assert isinstance(logged.pop("time_s"), float)
+        assert logged == {"event": event, "step": 7, **fields}
+
+
+@given(records, st.data())
+def test_a_run_cut_anywhere_and_run_again_has_the_same_metrics(logged: list[StepRecord], data: st.DataObject):
+    with tempfile.TemporaryDirectory() as path:
+        run = RunDirectory(path)
+        run.write_config("{}")
+        for item in logged:
+            run.log_step(item)
+        metrics = run.path / "metrics.jsonl"
+        whole = metrics.read_bytes()
+        kept = whole[:data.draw(st.integers(0, len(whole)), label="bytes kept")]
+        metrics.write_bytes(kept)
+
+        assert run.metrics() == logged[:kept.count(b"\n")]
+        resumed = RunDirectory.resume(path)
+        checkpoint = data.draw(st.integers(0, len(logged)), label="step of the checkpoint")
+        for item in logged[min(checkpoint, kept.count(b"\n")):]:
+            resumed.log_step(item)
+        assert metrics.read_bytes() == whole
+
+
+def test_a_torn_event_is_dropped_and_the_next_one_is_whole(run: RunDirectory):
+    run.log_event("start", 0)
+    with (run.path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "checkpoi')
+    assert [event["event"] for event in run.events()] == ["start"]
+    resumed = RunDirectory.resume(run.path)
+    resumed.log_event("resume", 3)
+    assert [event["event"] for event in resumed.events()] == ["start", "resume"]
+
+
+def test_a_line_is_on_disk_when_it_is_logged(run: RunDirectory):
+    run.log_step(record(1))
+    assert (run.path / "metrics.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_no_step_appears_twice(run: RunDirectory):
+    for step in (1, 2, 3, 2, 3, 4):
+        run.log_step(record(step))
+    assert [item.step for item in run.metrics()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_numbers_that_are_not_finite_are_null_and_marked(run: RunDirectory, name: str, bad: float):
+    run.log_step(record(1, **{name: bad}))
+    line = json.loads((run.path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (line[name], line["skipped"]) == (None, True)
+    [back] = run.metrics()
+    assert math.isnan(getattr(back, name))
+    assert back.skipped
+
+
+def test_numbers_inside_an_event_that_are_not_finite_are_null(run: RunDirectory):
+    run.log_event("fault", 3, losses=[1.0, math.nan], worst={"loss": math.inf})
+    [event] = run.events()
+    assert (event["losses"], event["worst"]) == ([1.0, None], {"loss": None})
+
+
+def test_fields_of_a_line(run: RunDirectory):
+    run.log_step(record(1))
+    run.log_step(record(2, skipped=True, loss_scale=32768.0))
+    plain, extra = (json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines())
+    assert list(plain) == [
+        "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "plan", "peak_bytes"]
+    assert extra.keys() - plain.keys() == {"skipped", "loss_scale"}
+
+
+def test_an_event_must_be_a_known_one(run: RunDirectory):
+    with pytest.raises(AssertionError, match="party"):
+        run.log_event("party", 1)  # pyright: ignore[reportArgumentType]
+
+
+def test_texts_are_replaced_whole(run: RunDirectory):
+    run.write_config('{"a": 1}')
+    assert run.plan_text() is None
+    run.write_plan("a long plan")
+    run.write_plan("plan")
+    assert (run.config_text(), run.plan_text()) == ('{"a": 1}', "plan")
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.json", "plan.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_text(run: RunDirectory):
+    with pytest.raises(UnicodeEncodeError):
+        run.write_config("half of it \ud800")
+    assert run.config_text() == "{}"
+
+
+def test_default_name_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "20250131-120000")
+    names = [RunDirectory.create(None, model).path.relative_to(tmp_path).as_posix()
+             for model in ("gpt2", "gpt2", "gpt2", "meta-llama/Llama-3")]
+    assert names == ["runs/gpt2-20250131-120000", "runs/gpt2-20250131-120000-2", "runs/gpt2-20250131-120000-3",
+                     "runs/Llama-3-20250131-120000"]
+
+
+def test_default_name_holds_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert re.fullmatch(r"gpt2-\d{8}-\d{6}", RunDirectory.create(None, "gpt2").path.name)
+
+
+def test_an_existing_run_is_never_overwritten(run: RunDirectory):
+    with pytest.raises(ConfigError, match="--resume"):
+        RunDirectory.create(run.path, "gpt2")
+    assert run.config_text() == "{}"
+
+
+def test_other_peoples_files_are_left_alone(tmp_path: Path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        RunDirectory.create(tmp_path, "gpt2")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        RunDirectory.create(tmp_path / "thesis.tex", "gpt2")
+
+
+def test_an_empty_directory_will_do(tmp_path: Path):
+    assert RunDirectory.create(tmp_path, "gpt2").path == tmp_path
+
+
+def test_resume_needs_a_run(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        RunDirectory.resume(tmp_path)
+    with pytest.raises(ConfigError, match="not a directory"):
+        RunDirectory.resume(tmp_path / "nowhere")
+
+
+def test_only_the_writer_writes(run: RunDirectory):
+    run.log_step(record(1))
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b"being written by the wri")
+    before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    other = RunDirectory.resume(run.path, writer=False)
+    other.write_config("another")
+    other.write_plan("another")
+    other.log_step(record(2))
+    other.log_event("end", 2)
+    assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
+    assert (other.config_text(), [item.step for item in other.metrics()]) == ("{}", [1])

@@ -1,0 +1,88 @@
+"""Signals become requests, and the handlers of before come back."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from optimus_jax.training.stopping import EXIT_RESTART, StopRequest
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def outside() -> Iterator[list[int]]:
+    """Signals that arrive while no StopRequest is entered, kept from ending the tests."""
+    seen: list[int] = []
+    previous = {number: signal.signal(number, lambda number, _: seen.append(number))
+                for number in (signal.SIGINT, signal.SIGTERM)}
+    yield seen
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+def test_without_a_signal_there_is_no_reason():
+    with StopRequest() as stop:
+        pass
+    assert (stop.reason, stop.exit_code) == (None, 0)
+
+
+def test_ctrl_c_asks_once_and_insists_the_second_time():
+    with StopRequest() as stop:
+        send(signal.SIGINT)
+        assert (stop.reason, stop.exit_code) == ("interrupt", 0)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_sigterm_asks_for_a_restart_however_often_it_comes():
+    with StopRequest() as stop:
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+    assert (stop.reason, stop.exit_code, EXIT_RESTART) == ("terminate", EXIT_RESTART, 75)
+
+
+def test_the_first_signal_is_the_reason():
+    with StopRequest() as stop:
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+        assert stop.reason == "interrupt"
+
+
+def test_ctrl_c_after_sigterm_ends_at_once():
+    with StopRequest() as stop:
+        send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert stop.reason == "terminate"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_handlers_of_before_come_back(outside: list[int], number: int):
+    def fail() -> None:
+        with StopRequest():
+            send(number)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert outside == []
+    send(number)
+    assert outside == [number]
+
+
+def test_another_thread_leaves_handlers_alone(outside: list[int]):
+    stop = StopRequest()
+
+    def enter() -> None:
+        with stop:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert (stop.reason, outside) == (None, [signal.SIGTERM])
