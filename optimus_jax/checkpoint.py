@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import shutil
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN, PreservationPolicy
 from orbax.checkpoint.path import atomicity_types
 
 from optimus_jax.config import CheckpointConfig
@@ -43,6 +44,17 @@ MANIFEST = "manifest"
 
 # Orbax tells every phase of every save at level INFO, which a program that logs at INFO would show.
 logging.getLogger("absl").setLevel(logging.WARNING)
+
+
+def _drop_stray_callbacks(unraisable: Any, report: Callable[[Any], object] = sys.unraisablehook) -> None:
+    """After one read or write has failed, Orbax closes its event loop while others are under way. Each
+    of them would print a traceback for not finding the loop, pages of them around the one message that matters.
+    """
+    if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+        report(unraisable)
+
+
+sys.unraisablehook = _drop_stray_callbacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +131,11 @@ class Checkpoints:
         manifest = json.loads(json.dumps(manifest))  # a copy: it is written after this returns
         self._saving = (step, sum(leaf.nbytes for leaf in leaves.values()))
         try:
-            if self._manager is None:
-                self._manager = self._open_manager()
-            for stale in (other for other in self._manager.all_steps() if other >= step):
+            manager = self._open_manager()
+            for stale in (other for other in manager.all_steps() if other >= step):
                 self._warn(f"the checkpoint of step {stale} is deleted: this run has come to step {step} without it")
-                self._manager.delete(stale)
-            self._manager.save(step, force=True, args=ocp.args.Composite(**{
+                manager.delete(stale)
+            manager.save(step, force=True, args=ocp.args.Composite(**{
                 STATE: ocp.args.PyTreeSave(leaves),
                 MANIFEST: ocp.args.JsonSave({"content": manifest, "crc32": _crc32(manifest)})}))
         except Exception as error:
@@ -179,8 +190,7 @@ class Checkpoints:
         state = _on_every_process(lambda: ocp.PyTreeCheckpointHandler().restore(
             self._directory / str(step) / STATE,
             args=ocp.args.PyTreeRestore(asked, restore_args={
-                name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype,
-                                           strict=not paddable(name))
+                name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, strict=not paddable(name))
                 for name, leaf in asked.items()})))
         wrong = [name for name, value in checksums(state).items() if value != saved[name]["checksum"]]
         if wrong:
@@ -198,12 +208,14 @@ class Checkpoints:
         return _on_every_process(read)
 
     def _open_manager(self) -> ocp.CheckpointManager:
-        self._remove_unfinished()
-        kept = [LatestN(self._config.keep)]
-        if self._config.keep_every:
-            kept.append(EveryNSteps(self._config.keep_every))
-        return ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(kept)))
+        if self._manager is None:
+            self._remove_unfinished()
+            kept: list[PreservationPolicy] = [LatestN(self._config.keep)]
+            if self._config.keep_every is not None:
+                kept.append(EveryNSteps(self._config.keep_every))
+            self._manager = ocp.CheckpointManager(
+                self._directory, options=ocp.CheckpointManagerOptions(preservation_policy=AnyPreservationPolicy(kept)))
+        return self._manager
 
     def _remove_unfinished(self) -> None:
         """Remove what a save that failed or was killed has left, which would go on filling the disk."""
@@ -249,24 +261,25 @@ def _check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, A
 def _on_every_process(read: Callable[[], T]) -> T:
     """What `read` returns; _DamagedError on every process if it fails on one, so that all fall back together."""
     try:
-        value, reason = read(), None
-    except jax.errors.JaxRuntimeError:  # the devices' trouble, such as too little memory
+        outcome = read()
+    except (jax.errors.JaxRuntimeError, MemoryError):  # the machine's trouble, not the checkpoint's
         raise
     except Exception as error:
-        value, reason = None, _reason(error)
-    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(reason is not None)).any():
-        reason = reason or "another process cannot read it"
-    if reason is not None:
-        raise _DamagedError(reason)
-    return value
+        outcome = _DamagedError(_reason(error))
+    failed = isinstance(outcome, _DamagedError)
+    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(failed)).any() and not failed:
+        outcome = _DamagedError("another process cannot read it")
+    if isinstance(outcome, _DamagedError):
+        raise outcome
+    return outcome
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the error at the root; TensorStore adds pages of specification to it."""
+    """The error at the root in one line: TensorStore adds pages of its specification, and long paths."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    text = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
+    return f"{type(error).__name__}: " + (text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}")
 
 
 def _crc32(content: Any) -> int:

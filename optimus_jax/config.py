@@ -272,6 +272,9 @@ class Config:
 
     def __post_init__(self) -> None:
         _check_positive(self, "steps", "eval_batches", "cpu_devices")
+        if self.seed < 0 or self.eval_every < 0 or self.checkpoint.every < 0:
+            raise ConfigError(explain("seed, eval_every and checkpoint.every cannot be negative",
+                                      given=f"{self.seed}, {self.eval_every}, {self.checkpoint.every}", do="choose 0 or more"))
         if self.seq_len > self.model.max_length:
             raise ConfigError(explain(
                 f"a sequence is longer than the positions of {self.model.name}",

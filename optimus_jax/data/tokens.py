@@ -81,10 +81,10 @@ def check_vocab(stream: TokenStream, vocab_size: int, model_name: str) -> None:
 def split(stream: TokenStream, eval_fraction: float) -> tuple[TokenStream, TokenStream | None]:
     """The stream to train on, and the one held out (None if `eval_fraction` is 0).
 
-    In memory, a document is held out by a hash of its tokens, so that copies of a document are on
-    the same side, and both sides have at least one document. Where that cannot be, the last
-    tokens are held out: of a token file from the next border of documents on, of a single document
-    (or the last one of a file, when it is that long) from the position itself.
+    Of documents in memory, those are held out whose tokens hash low enough, at least one and not
+    all; copies of a document share a side unless all documents are alike. Of a token file the end
+    is held out, from the first border of documents within the last `eval_fraction` of its tokens.
+    A single document, or a file without such a border, is cut at that position itself.
     """
     if eval_fraction == 0:
         return stream, None
@@ -177,11 +177,13 @@ def read_token_file(path: Path, tokenizer: Tokenizer) -> tuple[TokenStream, Toke
     size, expected = path.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
     if size != expected or not size:
         raise DataError(explain(f"{path} does not have the size that its header says",
-                                given=f"{size} bytes; {header.num_tokens} tokens of {header.dtype} are {expected} bytes",
+                                given=f"{size} bytes; {header.num_tokens} tokens of {header.dtype} "
+                                      f"are {expected} bytes",
                                 do="write it again with scripts/tokenize.py"))
     if header.tokenizer != tokenizer.digest:
         raise DataError(explain(f"{path} was made with another tokenizer",
-                                given=f"digest {header.tokenizer} in {_header_path(path).name}, {tokenizer.digest} here",
+                                given=f"digest {header.tokenizer} in {_header_path(path).name}, "
+                                      f"{tokenizer.digest} here",
                                 do="give the tokenizer that made it: --tokenizer PATH"))
     tokens = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")
     return TokenStream(name=str(path), tokens=tokens, eos=header.eos, vocab_size=header.vocab_size), header
@@ -193,8 +195,9 @@ def _read_header(path: Path) -> TokenHeader:
         if header.format != _FORMAT or header.dtype not in ("uint16", "uint32"):
             raise ValueError(f"format {header.format}, dtype {header.dtype}")
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(explain(f"{path} has no header of format {_FORMAT} beside it", given=error,
-                                do=f"restore {_header_path(path).name}, or write both with scripts/tokenize.py")) from error
+        raise DataError(explain(
+            f"{path} has no header of format {_FORMAT} beside it", given=error,
+            do=f"restore {_header_path(path).name}, or write both with scripts/tokenize.py")) from error
     return header
 
 

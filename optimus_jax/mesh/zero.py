@@ -18,6 +18,7 @@ data x fsdp is hybrid sharding. Source: Rajbhandari et al. 2019, arXiv:1910.0205
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.extend
@@ -27,9 +28,11 @@ from jax import Array, lax
 from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, HEADS, KV_HEADS
 
 
-def keep_all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
+def keep_all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **params: Any) -> bool:
     """Remat policy: backward keeps whatever it needs but gathered weights, which it gathers again."""
-    return primitive.name != "all_gather"
+    # The policy is asked about `_gathered_use` as one operation, before its own derivative replaces it.
+    inner = params["call_jaxpr"].eqns if "call_jaxpr" in params else ()
+    return primitive.name != "all_gather" and all(eqn.primitive.name != "all_gather" for eqn in inner)
 
 
 @jax.tree_util.register_dataclass
@@ -59,12 +62,16 @@ class LeafLayout:
         """The dimension that fsdp splits, if any."""
         return self.names.index(EMBED) if FSDP in self.rules.get(EMBED, ()) and EMBED in self.names else None
 
-    def spec(self, *, split: bool) -> jax.sharding.PartitionSpec:
-        """The array's spec; `split` says whether fsdp splits it."""
-        axes = [self.rules.get(name) or None for name in self.names]
+    def axes(self, *, split: bool) -> tuple[tuple[str, ...], ...]:
+        """Mesh axes of every dimension; `split` says whether fsdp splits the leaf."""
+        axes = [self.rules.get(name, ()) for name in self.names]
         if self.fsdp_dim is not None and not split:
-            axes[self.fsdp_dim] = None
-        return jax.sharding.PartitionSpec(*axes)
+            axes[self.fsdp_dim] = ()
+        return tuple(axes)
+
+    def spec(self, *, split: bool) -> jax.sharding.PartitionSpec:
+        """The same as a PartitionSpec."""
+        return jax.sharding.PartitionSpec(*(axes or None for axes in self.axes(split=split)))
 
     @property
     def param_spec(self) -> jax.sharding.PartitionSpec:

@@ -82,21 +82,13 @@ class RunDirectory:
         if path is None:
             return cls(_make_default(Path(model_name).name))
         run = cls(path)
-        if run._config.exists():
-            raise ConfigError(explain(
-                "the run directory already holds a run, and runs are never overwritten", given=path,
-                do=f"go on with it by --resume {path}, or choose another --run-dir"))
+        run.check_free()
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            in_the_way = next(run.path.iterdir(), None)
         except OSError as error:
             raise ConfigError(explain(
                 "the run directory cannot be made", given=f"{path}: {error.strerror}",
                 do="choose another --run-dir")) from error
-        if in_the_way:
-            raise ConfigError(explain(
-                "the run directory holds files that are not a run's", given=in_the_way,
-                do="choose a --run-dir that is new or empty"))
         return run
 
     @classmethod
@@ -111,12 +103,23 @@ class RunDirectory:
             found = "has no config.json" if run.path.is_dir() else "is not a directory"
             raise ConfigError(explain(
                 "there is no run to resume", given=f"{path}, which {found}",
-                do="give --resume the directory of a run, or start a new run without it"))
+                do="give --run-dir the directory of a run, or start a new run without --resume"))
         if writer:
             _cut_torn_line(run._metrics)
             _cut_torn_line(run._events)
             run._last_step = max((record.step for record in run.metrics()), default=0)
         return run
+
+    def check_free(self) -> None:
+        """Raise ConfigError if the directory holds a run or other files; touches nothing."""
+        if self._config.exists():
+            raise ConfigError(explain(
+                "the run directory already holds a run, and runs are never overwritten", given=self.path,
+                do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
+        if self.path.is_dir() and (in_the_way := next(self.path.iterdir(), None)):
+            raise ConfigError(explain(
+                "the run directory holds files that are not a run's", given=in_the_way,
+                do="choose a --run-dir that is new or empty"))
 
     @property
     def checkpoints(self) -> Path:

@@ -9,7 +9,8 @@ from optimus_jax.errors import DataError
 
 
 def load(*sources, vocab_size=257, **fields):
-    return load_data(DataConfig(sources=tuple(map(str, sources)), **fields), seq_len=4, vocab_size=vocab_size, model_name="tiny")
+    config = DataConfig(sources=tuple(map(str, sources)), **fields)
+    return load_data(config, seq_len=4, vocab_size=vocab_size, model_name="tiny")
 
 
 @pytest.fixture
@@ -49,7 +50,8 @@ def test_several_sources_become_one_stream(text_file):
 
 
 def test_tokens_that_cannot_be_trained_on(text_file, token_file):
-    with pytest.raises(DataError, match="holds tokens, not text"):
-        load(text_file, token_file)
+    for other in (text_file, "stdlib", token_file):
+        with pytest.raises(DataError, match=r"a.bin holds tokens, not text(.|\n)*one .bin file alone"):
+            load(token_file, other)
     with pytest.raises(DataError, match=r"a.txt has a token that tiny does not know\n  given: token id 256"):
         load(text_file, vocab_size=100 + 156)

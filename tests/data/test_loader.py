@@ -160,5 +160,6 @@ def test_evaluation_rows_are_those_of_the_global_batch(rows, num_rows):
 
 
 def test_held_out_data_shorter_than_an_example_fails_at_the_call():
-    with pytest.raises(DataError, match=r"given: 4 tokens; seq_len=4 needs 5\n.*raise data.eval_fraction.*--set eval_every=0"):
+    message = r"given: 4 tokens; seq_len=4 needs 5\n.*raise data.eval_fraction.*--set eval_every=0"
+    with pytest.raises(DataError, match=message):
         eval_batches(stream_of(4), seq_len=4, global_batch=6, rows=np.arange(6), respect_documents=True, num_batches=1)

@@ -21,11 +21,12 @@ def write(path, content):
 
 
 def test_stdlib_is_every_py_file_but_installed_packages(tmp_path, monkeypatch):
-    for name, content in {"b.py": "two", "a/z.py": "one", "c.txt": "no", "empty.py": "", "latin.py": b"\xe9",
+    for name, content in {"b.py": "three", "a/y.py": "one", "a/z.py": "two", "c/a.py": "four",
+                          "c.txt": "no", "empty.py": "", "latin.py": b"\xe9",
                           "site-packages/x.py": "no", "d/dist-packages/x.py": "no"}.items():
         write(tmp_path / name, content)
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.get)
-    assert read("stdlib") == ["one", "two"]
+    assert read("stdlib") == ["one", "two", "three", "four"]
 
 
 def test_this_machine_has_a_stdlib_to_train_on():
@@ -77,7 +78,8 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
     ("a.txt", "", r"a.txt holds no text\n  given: 0 bytes"),
     ("a.txt", b"caf\xe9", "a.txt cannot be read\n.*can't decode byte 0xe9 in position 3(.|\n)*UTF-8"),
     ("a.jsonl", "", "a.jsonl holds no text"),
-    ("a.jsonl", '{"text": "x"}\nnope\n', r"a.jsonl, line 2, is not a JSON object with a text named 'text'\n  given: b'nope"),
+    ("a.jsonl", '{"text": "x"}\nnope\n',
+     r"a.jsonl, line 2, is not a JSON object with a text named 'text'\n  given: b'nope"),
     ("a.jsonl", '{"txt": "x"}', r"line 1, .*\n.*KeyError: 'text'(.|\n)*--set data.text_field=NAME"),
     ("a.jsonl", '["text"]', "line 1, "),
     ("a.jsonl", '{"text": 7}', "line 1, "),

@@ -24,7 +24,8 @@ def stream_of(*texts):
 
 
 def texts_of(stream):
-    return [BYTES.decode(part) for part in np.split(stream.tokens, np.flatnonzero(stream.tokens == stream.eos) + 1)[:-1]]
+    borders = np.flatnonzero(stream.tokens == stream.eos) + 1
+    return [BYTES.decode(part) for part in np.split(stream.tokens, borders)[:-1]]
 
 
 def split_in_two(stream, eval_fraction):
@@ -71,9 +72,9 @@ def test_split_without_a_fraction_holds_nothing_out():
 
 
 @pytest.mark.parametrize(("texts", "held_out"), [
-    (["aaaaa", "bbb", "cc", "d"], "d"),  # 15 tokens, 3 asked for: "c." would be cut
-    (["aaaaa", "bbbb", "cc"], "cc"),  # 14 tokens, 3 asked for: exactly a border
-    (["aa", "bbbbbbbbbbbb"], "bb"),  # 16 tokens, 3 asked for: no border, cut in the document
+    (["aaaaa", "bbb", "cc", "d"], "d."),  # 15 tokens, 3 asked for: they begin before the end of "cc"
+    (["aaaaa" * 3, "b", "c"], "b.c."),  # 20 tokens, 4 asked for: they begin at a border
+    (["aa", "bbbbbbbbbbbb"], "bb."),  # 16 tokens, 3 asked for: no border among them
 ])
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 def test_split_of_a_token_file_holds_out_its_end(tmp_path, monkeypatch, texts, held_out, chunk):
@@ -81,7 +82,7 @@ def test_split_of_a_token_file_holds_out_its_end(tmp_path, monkeypatch, texts, h
     write_texts(tmp_path / "a.bin", *texts)
     stream, _ = read_token_file(tmp_path / "a.bin", BYTES)
     train, rest = split_in_two(stream, 0.2)
-    assert BYTES.decode(rest.tokens) == held_out
+    assert "".join("." if token == BYTES.eos else chr(token) for token in rest.tokens) == held_out
     assert np.array_equal(np.concatenate([train.tokens, rest.tokens]), stream.tokens)
     assert isinstance(train.tokens, np.memmap)
 

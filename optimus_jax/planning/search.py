@@ -1,0 +1,112 @@
+"""Choosing a Plan: what the user fixed, and a simple rule for the rest.
+
+The rule: all devices along `data` if a whole copy of the training state fits on each, else along
+`fsdp`. What it chose and why is part of the answer, so that it can be shown.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from optimus_jax.config import Config
+from optimus_jax.errors import PlanError, explain
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.rules import make_rules
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.models.attention import choose_kernel
+from optimus_jax.plan import Plan, check_devices
+from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
+
+USABLE_SHARE = 0.9
+"""Of a device's memory; the rest is for the runtime and for what an estimate misses."""
+DEFAULT_ZERO = 3
+"""fsdp means sharded parameters unless the user says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A Plan, and the sentence that says where it comes from."""
+
+    plan: Plan
+    memory: MemoryEstimate
+    why: str
+
+
+def choose_plan(config: Config, topology: Topology) -> Choice:
+    """The Plan that a run of `config` on `topology` starts with.
+
+    Raises:
+      PlanError: what the user fixed is not legal, or no plan is estimated to fit into memory.
+    """
+    if config.parallel.mesh == "auto":
+        plan, why = _automatic(config, topology)
+    else:
+        plan, why = plan_for(config, AxisSizes.parse(config.parallel.mesh), topology), "the mesh was given"
+        check_devices(plan.axes, topology.num_devices)
+    plan.validate(config.model, global_batch=config.data.global_batch)
+    memory = _estimate(config, plan)
+    if not fits(memory, topology):
+        raise PlanError(_no_room(config, plan, memory, topology))
+    return Choice(plan=plan, memory=memory, why=why)
+
+
+def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
+    """The Plan with these axis sizes and everything else as the config says."""
+    parallel, model = config.parallel, config.model
+    zero = parallel.zero if parallel.zero is not None else DEFAULT_ZERO if axes.fsdp > 1 else 0
+    return Plan(
+        axes=axes, rules=make_rules(model, parallel.rules), zero=zero, microbatches=parallel.microbatches,
+        schedule=parallel.schedule, remat=parallel.remat, precision=config.precision.compute,
+        attention=choose_kernel(parallel.attention, platform=topology.platform, precision=config.precision.compute, model=model),
+        loss_chunk_tokens=parallel.loss_chunk_tokens)
+
+
+def fits(memory: MemoryEstimate, topology: Topology) -> bool:
+    """Whether the estimate leaves room; a device whose memory is unknown is not argued with."""
+    return topology.bytes_per_device is None or memory.total <= USABLE_SHARE * topology.bytes_per_device
+
+
+def _estimate(config: Config, plan: Plan) -> MemoryEstimate:
+    return estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch)
+
+
+def _automatic(config: Config, topology: Topology) -> tuple[Plan, str]:
+    num_devices = topology.num_devices
+    whole = plan_for(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=0)),
+                     AxisSizes(data=num_devices), topology)
+    if num_devices == 1:
+        return whole, "auto: there is one device"
+    sharded = plan_for(config, AxisSizes(fsdp=num_devices), topology)
+    if config.parallel.zero:
+        return sharded, f"auto: zero={config.parallel.zero} was asked for, and is over fsdp"
+    if fits(_estimate(config, whole), topology):
+        return whole, "auto: a whole training state fits on each device, and plain data parallelism communicates least"
+    return sharded, "auto: a whole training state does not fit on a device, so it is split over all of them"
+
+
+def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topology) -> str:
+    """Needed, present, and the nearest options that are estimated to fit."""
+    others = []
+    for axes in {plan.axes, AxisSizes(fsdp=topology.num_devices)}:
+        for microbatches in (plan.microbatches, max(1, config.data.global_batch // topology.num_devices)):
+            for remat in (plan.remat, "full"):
+                zero = DEFAULT_ZERO if axes.fsdp > 1 else 0
+                other = dataclasses.replace(plan, axes=axes, microbatches=microbatches, remat=remat, zero=zero)
+                try:
+                    other.validate(config.model, global_batch=config.data.global_batch)
+                except PlanError:
+                    continue
+                others.append((_estimate(config, other), other))
+    fitting = sorted({f"--mesh {p.axes} --zero {p.zero} --microbatches {p.microbatches} --remat {p.remat}"
+                      for estimate, p in others if fits(estimate, topology)})
+    least = min((estimate.total for estimate, _ in others), default=memory.total)
+    return explain(
+        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed, {gib(topology.bytes_per_device or 0)} are there",
+        given=f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer {gib(memory.moments)}, "
+              f"gradients {gib(memory.gradients)}, activations {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)",
+        do="; or ".join(fitting[:3]) if fitting else
+           f"no layout of this model fits these devices (the least is about {gib(least)} each): use more devices or a smaller --model")
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as text with two decimals."""
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,86 @@
+"""From what a user types, at the command line or in Python, to a Config."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from optimus_jax.config import Config, setting_names
+from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.presets import model_preset
+
+SHORT_NAMES = {
+    "data": "data.sources",
+    "tokenizer": "data.tokenizer",
+    "seq_len": "data.seq_len",
+    "global_batch": "data.global_batch",
+    "mesh": "parallel.mesh",
+    "zero": "parallel.zero",
+    "microbatches": "parallel.microbatches",
+    "schedule": "parallel.schedule",
+    "remat": "parallel.remat",
+    "precision": "precision.compute",
+    "steps": "steps",
+    "lr": "optimizer.lr",
+    "seed": "seed",
+    "eval_every": "eval_every",
+    "checkpoint_every": "checkpoint.every",
+    "control": "control",
+    "cpu_devices": "cpu_devices",
+    "progress": "log.progress",
+    "coordinator": "distributed.coordinator",
+    "num_processes": "distributed.num_processes",
+    "process_id": "distributed.process_id",
+}
+"""Settings that people need often, by the name that flags and keyword arguments have for them."""
+
+FIXED_FOR_A_RUN = ("model.", "data.", "seed")
+"""What a resumed run keeps: another value would change what its steps mean."""
+
+
+def make_config(model: str, overrides: Mapping[str, Any]) -> Config:
+    """A new run's config.
+
+    Args:
+      model: name of a preset.
+      overrides: short or dotted names of settings to values.
+    Raises:
+      ConfigError: a name is unknown or a value does not fit.
+    """
+    return Config(model=model_preset(model)).with_values(_dotted(overrides))
+
+
+def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -> Config:
+    """The config of a run that goes on, with changes to what may change.
+
+    Args:
+      text: the run's config.json.
+      model: name of the model if it was given again; it must be the run's.
+    Raises:
+      ConfigError: a change would make it another run.
+    """
+    old = Config.from_json(text)
+    settings = _dotted(overrides)
+    new = old.with_values(settings)
+    changed = [name for name in settings if name.startswith(FIXED_FOR_A_RUN) and _value(new, name) != _value(old, name)]
+    if model is not None and model != old.model.name:
+        changed.append("model")
+    if changed:
+        raise ConfigError(explain(
+            "a resumed run keeps its model, data and seed", given="changes to " + ", ".join(changed),
+            do="leave them out, or start a new run with another --run-dir"))
+    return new
+
+
+def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    known = {*SHORT_NAMES, *setting_names()}
+    unknown = [name for name in overrides if "." not in name and name not in known]
+    if unknown:
+        raise ConfigError(explain(f"unknown setting {unknown[0]!r}", given=f"{unknown[0]}={overrides[unknown[0]]}",
+                                  do=nearest(unknown[0], known)))
+    return {SHORT_NAMES.get(name, name): value for name, value in overrides.items()}
+
+
+def _value(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

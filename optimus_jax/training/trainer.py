@@ -1,0 +1,161 @@
+"""The loop: runs steps under one Plan, writes down what happened, and returns at a step boundary.
+
+A step's numbers are read only after the next step was dispatched, so that the devices never wait
+for the host.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.config import Config
+from optimus_jax.data.loader import BatchLoader
+from optimus_jax.data.sampler import Batch as HostBatch
+from optimus_jax.mesh.distributed import Agreement
+from optimus_jax.mesh.sharding import put_batch
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.models.flops import step_flops
+from optimus_jax.training.display import Display
+from optimus_jax.training.run_directory import RunDirectory, StepRecord
+from optimus_jax.training.state import TrainState
+from optimus_jax.training.step import Metrics, Program
+from optimus_jax.training.stopping import StopRequest
+
+Reason = Literal["done", "interrupt", "terminate"]
+_REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate")
+"""By the number that processes agree on: the larger wins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Where a run was left."""
+
+    state: TrainState
+    reason: Reason
+    last_step: int
+    last_loss: float
+    """Of the last step run now; NaN if there was none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """One run under one Plan."""
+
+    program: Program
+    train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    """`program.train_step`, compiled."""
+    topology: Topology
+    loader: BatchLoader
+    eval_batches: Callable[[], Iterable[HostBatch]] | None
+    """A fresh pass over the held-out batches; None: there are none."""
+    bits_per_token: bool
+    """Whether a token is a byte, so that loss / ln 2 is bits per byte."""
+    checkpoints: Checkpoints
+    run: RunDirectory
+    display: Display
+    stop: StopRequest
+
+    def train(self, state: TrainState) -> Outcome:
+        """Run from the step after `state.step` to the config's last, or until asked to stop; save at the end."""
+        config, step, last_loss = self._config, int(state.step), math.nan
+        agree = Agreement(self.program.mesh) if self.topology.num_processes > 1 else None
+        reason: Reason = "done"
+        unread: _Unread | None = None
+        saved = step
+        clock = time.perf_counter()
+        batches = self.loader.iterate(step + 1)
+        try:
+            while step < config.steps and reason == "done":
+                step, host_batch = next(batches)
+                batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
+                state, metrics = self.train_step(state, batch)
+                wish = _REASONS.index(self.stop.reason or "done")
+                read, unread = unread, _Unread(step, metrics, wish if agree is None else agree(wish))
+                boundary = step == config.steps or _due(step, config.eval_every) or _due(step, config.checkpoint.every) or wish
+                for item in filter(None, (read, unread if boundary else None)):
+                    last_loss, clock = self._record(item, clock)
+                    reason = max(reason, _REASONS[int(item.wish)], key=_REASONS.index)
+                unread = None if boundary else unread
+                if _due(step, config.eval_every) or (step == config.steps and config.eval_every):
+                    self._evaluate(state, step)
+                    clock = time.perf_counter()
+                if _due(step, config.checkpoint.every) or step == config.steps or reason != "done":
+                    self._save(state, step)
+                    saved = step
+                    clock = time.perf_counter()
+            if unread is not None:
+                last_loss, clock = self._record(unread, clock)
+            if saved != step:
+                self._save(state, step)
+        finally:
+            batches.close()
+        self.checkpoints.wait()
+        self.run.log_event("end", step, reason=reason)
+        return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
+
+    @property
+    def _config(self) -> Config:
+        return self.program.config
+
+    def _record(self, item: "_Unread", clock: float) -> tuple[float, float]:
+        """Write a step down; returns its loss and the time at which it was finished."""
+        metrics = jax.device_get(item.metrics)
+        now = time.perf_counter()
+        seconds = now - clock
+        tokens = int(metrics["tokens"])
+        peak = self.topology.dense_peak_flops(self.program.plan.precision)
+        flops = step_flops(self._config.model, num_sequences=self._config.data.global_batch, seq_len=self._config.seq_len)
+        record = StepRecord(
+            step=item.step, loss=float(metrics["loss"]), grad_norm=float(metrics["grad_norm"]), lr=float(metrics["lr"]),
+            tokens=tokens, step_time_s=seconds, tokens_per_s=tokens / seconds,
+            mfu=flops / seconds / peak / self.topology.num_devices if peak else None,
+            plan=self.program.plan.digest, peak_bytes=_peak_bytes(), skipped=bool(metrics["skipped"]),
+            loss_scale=float(metrics["loss_scale"]) if self.program.plan.precision == "f16" else None)
+        self.run.log_step(record)
+        self.display.step(record)
+        if record.skipped:
+            self.display.message(f"step {item.step}: loss or gradient was not finite; the update was left out")
+        return record.loss, now
+
+    def _evaluate(self, state: TrainState, step: int) -> None:
+        if self.eval_batches is None:
+            return
+        sums = [self.program.eval_step(state.params, put_batch(batch, self.program.batch_sharding, self._config.data.global_batch))
+                for batch in self.eval_batches()]
+        losses, tokens = zip(*jax.device_get(sums), strict=True)
+        loss = float(sum(map(float, losses)) / sum(map(int, tokens)))
+        perplexity = math.exp(min(loss, 700.0))
+        bits = loss / math.log(2) if self.bits_per_token else None
+        self.run.log_event("eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=sum(map(int, tokens)))
+        self.display.evaluation(step, loss, perplexity, bits)
+
+    def _save(self, state: TrainState, step: int) -> None:
+        started = time.perf_counter()
+        self.checkpoints.save(step, state, {
+            "config": self._config.to_json(), "plan": self.program.plan.to_json(), "next_step": step + 1,
+            "seed": self._config.seed})
+        self.run.log_event("checkpoint", step, blocked_s=time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A dispatched step whose numbers nobody has waited for yet."""
+
+    step: int
+    metrics: Metrics
+    wish: Any
+    """Index into _REASONS: a number, or the processes' agreed one as an array."""
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _peak_bytes() -> int | None:
+    stats = [device.memory_stats() for device in jax.local_devices()[:1]]
+    return max((s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s), default=None)

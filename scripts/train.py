@@ -1,0 +1,80 @@
+"""Train a model. `python scripts/train.py --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=4`"""
+
+import os
+import sys
+
+# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
+# place of the standard module `tokenize`, which inspect and linecache import, and jax with them.
+if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
+    sys.path.remove(folder)
+
+import argparse
+
+from optimus_jax.config import Config
+from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.presets import PRESETS
+from optimus_jax.request import SHORT_NAMES
+
+USER_ERROR = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag; only those given on the command line appear in the parsed result."""
+    default = Config()
+    flags = argparse.ArgumentParser(
+        description="Train a GPT or Llama on any data x fsdp x tensor mesh.", argument_default=argparse.SUPPRESS,
+        allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+    flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
+    flags.add_argument("--data", nargs="+", metavar="PATH", help="files, globs or `stdlib` (default: stdlib)")
+    flags.add_argument("--tokenizer", metavar="PATH", help=f"`bytes` or a tokenizer.json (default: {default.data.tokenizer})")
+    flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
+    flags.add_argument("--global-batch", metavar="N", help=f"examples per step, all devices (default: {default.data.global_batch})")
+    flags.add_argument("--steps", metavar="N", help=f"steps of the whole run (default: {default.steps})")
+    flags.add_argument("--lr", metavar="X", help="peak learning rate (default: by model size)")
+    flags.add_argument("--mesh", metavar="SIZES", help=f"`auto` or data=2,fsdp=2,tensor=2 (default: {default.parallel.mesh})")
+    flags.add_argument("--zero", metavar="N", help="0-3: what is split over fsdp (default: 3 if fsdp > 1)")
+    flags.add_argument("--microbatches", metavar="N", help=f"parts of a step, gradients added (default: {default.parallel.microbatches})")
+    flags.add_argument("--schedule", metavar="NAME", help=f"pipeline schedule (default: {default.parallel.schedule})")
+    flags.add_argument("--remat", metavar="NAME", help=f"none, selective, dots, full (default: {default.parallel.remat})")
+    flags.add_argument("--precision", metavar="NAME", help=f"f32, bf16, f16 (default: {default.precision.compute})")
+    flags.add_argument("--control", metavar="NAME", help=f"off, advise, auto (default: {default.control})")
+    flags.add_argument("--seed", metavar="N", help=f"weights, data order, dropout (default: {default.seed})")
+    flags.add_argument("--eval-every", metavar="N", help=f"steps between held-out losses (default: {default.eval_every})")
+    flags.add_argument("--checkpoint-every", metavar="N", help=f"steps between saves (default: {default.checkpoint.every})")
+    flags.add_argument("--run-dir", metavar="DIR", help="where the run is kept (default: new, under runs/)")
+    flags.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
+    flags.add_argument("--progress", metavar="NAME", help=f"auto, rich, plain, none (default: {default.log.progress})")
+    flags.add_argument("--cpu-devices", metavar="N", help="virtual devices of a CPU (default: what JAX finds)")
+    flags.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")
+    flags.add_argument("--num-processes", metavar="N", help="several processes: how many")
+    flags.add_argument("--process-id", metavar="I", help="several processes: which one this is")
+    flags.add_argument("--set", action="append", metavar="KEY=VALUE", help="any other setting, such as optimizer.beta2=0.99")
+    return flags
+
+
+def settings(given: dict) -> dict:
+    """Settings from parsed flags; `--set` entries by their dotted names."""
+    result = {name: value for name, value in given.items() if name in SHORT_NAMES}
+    for entry in given.get("set", []):
+        name, equals, value = entry.partition("=")
+        if not equals:
+            raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
+        result[name] = value
+    return result
+
+
+def main() -> int:
+    """Exit code: 0 done or Ctrl-C, 2 the user's error, 75 stopped on request and worth restarting."""
+    given = vars(parser().parse_args())
+    try:
+        overrides = settings(given)
+        from optimus_jax.api import train  # after parsing: --help need not wait for JAX
+
+        return train(given.get("model"), run_dir=given.get("run_dir"), resume=given.get("resume", False), **overrides).exit_code
+    except OptimusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())
