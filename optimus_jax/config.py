@@ -130,7 +130,7 @@ class ParallelConfig:
     schedule: str = "none"
     """Pipeline schedule; `none` while pipe=1."""
     remat: RematPolicy = "none"
-    """What backward computes again: none, selective (attention), dots (all but matmuls), full (layers)."""
+    """What backward computes again: none (only norms and activations), selective (+ attention), dots (all but matmuls), full (layers)."""
     attention: AttentionKernel = "auto"
     """Attention kernel; auto is cudnn on a GPU in bf16 or f16, else xla."""
     loss_chunk_tokens: int = 1024

@@ -10,7 +10,7 @@ derive the backward ones. `fan_out` and `sum` are Megatron's conjugate pair f an
 (arXiv:1909.08053, figure 3).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from optimus_jax.mesh.axes import HEADS, KV_HEADS
-from optimus_jax.mesh.zero import LeafLayout, Tracked, keep_all_but_gathered, vary
+from optimus_jax.mesh.axes import EMBED, HEADS, KV_HEADS
+from optimus_jax.mesh.zero import LeafLayout, Tracked, vary
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,24 @@ class Collectives:
         first = self.offset(num_local_heads, HEADS) // group
         return lax.dynamic_slice_in_dim(weight, first, count, dim)
 
-    def weights(self, params: nnx.State) -> nnx.State:
-        """Parameters as the matmuls want them: whole along fsdp and in `dtype`.
+    def weight(self, param: nnx.Variable) -> Array:
+        """A matrix as matmuls want it: whole along fsdp and in `dtype`.
+
+        Call it where the matrix is used, inside what backward computes again: a gathered matrix is then
+        gathered again and never kept.
 
         Args:
-          params: state of a module or of one layer of a stack (whose values have lost the leading
-            `layers` dimension that their names still carry).
+          param: of a module, or of one layer of a stack (whose value has lost the leading `layers`
+            dimension that its names still carry).
         """
-        def use(param: nnx.Variable) -> nnx.Variable:
-            value = param.get_raw_value()
-            names = param.out_sharding
-            ndim = (value.shard if isinstance(value, Tracked) else value).ndim
-            return param.replace(LeafLayout(names[len(names) - ndim:], self.rules, self.zero).weight(value, self.dtype))
+        value = param.get_raw_value()
+        names = param.out_sharding
+        ndim = (value.shard if isinstance(value, Tracked) else value).ndim
+        return LeafLayout(names[len(names) - ndim:], self.rules, self.zero).weight(value, self.dtype)
 
-        return jax.tree.map(use, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    def weights(self, params: nnx.State) -> nnx.State:
+        """The same for every matrix of a part of the model that is used more than once; vectors stay as they are."""
+        def ready(param: nnx.Variable) -> nnx.Variable:
+            return param.replace(self.weight(param)) if EMBED in param.out_sharding else param
 
-    def without_gathered(self, layer: Callable) -> Callable:
-        """`layer`, keeping for backward whatever it needs but weights that were gathered for it."""
-        return jax.checkpoint(layer, policy=keep_all_but_gathered) if self.zero >= 3 else layer
+        return jax.tree.map(ready, params, is_leaf=lambda node: isinstance(node, nnx.Variable))

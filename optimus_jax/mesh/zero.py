@@ -18,21 +18,12 @@ data x fsdp is hybrid sharding. Source: Rajbhandari et al. 2019, arXiv:1910.0205
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, HEADS, KV_HEADS
-
-
-def keep_all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **params: Any) -> bool:
-    """Remat policy: backward keeps whatever it needs but gathered weights, which it gathers again."""
-    # The policy is asked about `_gathered_use` as one operation, before its own derivative replaces it.
-    inner = params["call_jaxpr"].eqns if "call_jaxpr" in params else ()
-    return primitive.name != "all_gather" and all(eqn.primitive.name != "all_gather" for eqn in inner)
 
 
 @jax.tree_util.register_dataclass

@@ -3,6 +3,7 @@
 Shapes: B batch, L length, D embed, V vocab (the device's part).
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -39,23 +40,20 @@ class Norm(nnx.Module):
         if self.centre:
             x = x - x.mean(-1, keepdims=True)
         x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.epsilon)
-        x = x * _row(self.scale[...], x.ndim)
+        x = x * _broadcastable(self.scale, x.ndim)
         if self.bias is not None:
-            x = x + _row(self.bias[...], x.ndim)
+            x = x + _broadcastable(self.bias, x.ndim)
         return x.astype(x_BLD.dtype)
-
-
-def _row(vector: Array, ndim: int) -> Array:
-    """A float32 vector that broadcasts against the last of `ndim` dimensions."""
-    return vector.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
 
 
 def add_bias(x: Array, bias: nnx.Param | None) -> Array:
     """`x` plus a bias over its last dimensions, or `x` where the family has none."""
-    if bias is None:
-        return x
-    value = bias[...]
-    return x + value.reshape((1,) * (x.ndim - value.ndim) + value.shape)
+    return x if bias is None else x + _broadcastable(bias, x.ndim).astype(x.dtype)
+
+
+def _broadcastable(param: nnx.Param, ndim: int) -> Array:
+    value = param[...]
+    return value.reshape((1,) * (ndim - value.ndim) + value.shape)
 
 
 class Embedding(nnx.Module):
@@ -89,5 +87,21 @@ def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | in
     """
     if keys_B is None or probability == 0:
         return x
-    keep_B = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - probability, x.shape[1:]))(keys_B)
-    return jnp.where(keep_B, x / (1 - probability), jnp.zeros_like(x))
+    keep = keep_mask(jax.vmap(jax.random.fold_in, (0, None))(keys_B, site), x.shape[1:], probability)
+    return jnp.where(keep, x / (1 - probability), jnp.zeros_like(x))
+
+
+def keep_mask(keys: Array, shape: tuple[int, ...], probability: float) -> Array:
+    """bool [keys, *shape], False with `probability`."""
+    return jax.vmap(lambda key: jax.random.bernoulli(key, 1 - probability, shape))(keys)
+
+
+def matmul(x: Array, weight: Array, *, contracted: int = 1) -> Array:
+    """Contract the last dimensions of `x` with the first of `weight`, as one product of two matrices.
+
+    Equal to an einsum. Its gradient is then also a product of two matrices, where an einsum's with
+    several free dimensions is transposed and copied first (a fifth of a step's time on a CPU).
+    """
+    rows, columns = x.shape[: x.ndim - contracted], weight.shape[contracted:]
+    inner = math.prod(weight.shape[:contracted])
+    return (x.reshape(-1, inner) @ weight.reshape(inner, -1)).reshape(*rows, *columns)

@@ -4,7 +4,6 @@ Shapes: B batch, L length, D embed, F mlp (the device's part).
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -12,11 +11,11 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, MLP, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.families import Family
-from optimus_jax.models.layers import add_bias, constant, normal
+from optimus_jax.models.layers import add_bias, constant, matmul, normal
 
 
 class FeedForward(nnx.Module):
-    """[B, L, D] -> [B, L, D], position by position."""
+    """[B, L, D] -> [B, L, D], position by position, in three parts between which a caller may keep values."""
 
     def __init__(self, config: ModelConfig, family: Family, *, rngs: nnx.Rngs):
         embed, mlp = config.embed_dim, config.mlp_dim
@@ -29,12 +28,18 @@ class FeedForward(nnx.Module):
         self.up_bias = nnx.data(constant(0.0, self.up.shape[1:], self.up.out_sharding[1:]) if family.biases else None)
         self.down_bias = nnx.data(constant(0.0, (embed,), (NORM,)) if family.biases else None)
 
-    def __call__(self, x_BLD: Array, comm: Collectives) -> Array:
-        """Split over `mlp` between the two projections, summed after the second."""
-        x_BLD = comm.fan_out(x_BLD, MLP)
+    def hidden(self, x_BLD: Array, comm: Collectives) -> Array:
+        """[B, L, D] -> [B, L, F] or, gated, [B, L, 2, F]: before the nonlinearity."""
+        return add_bias(matmul(comm.fan_out(x_BLD, MLP), comm.weight(self.up)), self.up_bias)
+
+    def partial_out(self, hidden: Array, comm: Collectives) -> Array:
+        """The nonlinearity and the second projection; each device has a part of the sum over `mlp`."""
         if self.gated:
-            both_BLPF = add_bias(jnp.einsum("bld,dpf->blpf", x_BLD, self.up[...]), self.up_bias)
-            h_BLF = jax.nn.silu(both_BLPF[:, :, 0]) * both_BLPF[:, :, 1]
+            h_BLF = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
         else:
-            h_BLF = jax.nn.gelu(add_bias(x_BLD @ self.up[...], self.up_bias), approximate=True)
-        return add_bias(comm.sum(h_BLF @ self.down[...], MLP), self.down_bias)
+            h_BLF = jax.nn.gelu(hidden, approximate=True)
+        return matmul(h_BLF, comm.weight(self.down))
+
+    def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
+        """The sum over all devices' parts."""
+        return add_bias(comm.sum(partial_BLD, MLP), self.down_bias)

@@ -45,7 +45,8 @@ class ModelShapes:
     def module(self, params: Params, comm: Collectives) -> Decoder:
         """The Decoder with these parameters, ready to be called.
 
-        All but the stack of layers are made whole and cast here, once; a layer is when it is reached.
+        Matrices outside the stack of layers (the embedding is used twice where weights are tied) are made
+        whole and cast here, once; those of a layer when they are reached.
         """
         state = jax.tree.map(lambda variable: variable, self.state)
         nnx.replace_by_pure_dict(state, params)

@@ -7,6 +7,7 @@ Shapes: B batch, L length, T cached length, D embed, V vocab (the device's part)
 heads and K head_dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -18,8 +19,9 @@ from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
 from optimus_jax.mesh.axes import EMBED, HEADS, LAYERS, POSITIONS, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models import rotary
-from optimus_jax.models.attention import Attention, Visibility, attend
+from optimus_jax.models.attention import Attention
 from optimus_jax.models.families import family_of
+from optimus_jax.models.kernels import Visibility, attend
 from optimus_jax.models.layers import Embedding, Norm, dropout, normal
 from optimus_jax.models.mlp import FeedForward
 
@@ -38,6 +40,15 @@ class Pass:
     keys_B: Array | None = None
     """Dropout key of every example; None: no dropout."""
 
+    def recomputed(self, part: Callable) -> Callable:
+        """A part of a layer of which backward keeps the arguments only.
+
+        For parts that are a matmul and cheap arithmetic beside it: computing the latter again, or gathering
+        the matrix again, is better than keeping it, and the matmul itself is not computed again. The
+        policies that recompute more say so for the layer as a whole.
+        """
+        return jax.checkpoint(part, prevent_cse=False) if self.remat in ("none", "selective") else part
+
 
 class Block(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual."""
@@ -53,20 +64,22 @@ class Block(nnx.Module):
     def __call__(self, x_BLD: Array, layer: Array, run: Pass, cos_sin: tuple[Array, Array] | None,
                  cache: tuple[Array, Array] | None = None) -> tuple[Array, tuple[Array, Array] | None]:
         """[B, L, D] -> [B, L, D]. `cache`: keys and values [B, T, G, K] so far, returned with this pass's added."""
-        comm, site = run.comm, layer * SITES_PER_LAYER + 1
-        q, k, v = self.attention.project(self.attention_norm(x_BLD), comm, cos_sin)
+        comm, site, again = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
+        q, k, v = again(lambda x: self.attention.project(self.attention_norm(x), comm, cos_sin))(x_BLD)
         if cache is not None:
             start = (0, run.visibility.query_offset, 0, 0)
             k, v = cache = (lax.dynamic_update_slice(cache[0], k, start), lax.dynamic_update_slice(cache[1], v, start))
         head_keys = self._head_keys(run, site, q.shape[2])
 
         def core(q: Array, k: Array, v: Array) -> Array:
-            return attend(q, k, v, run.visibility, kernel=run.kernel, dropout_probability=self.dropout, keys_BH=head_keys)
+            return attend(q, k, v, run.visibility, kernel=run.kernel, dropout=self.dropout, keys_BH=head_keys)
 
         heads = (jax.checkpoint(core) if run.remat == "selective" else core)(q, k, v)
-        x_BLD = x_BLD + dropout(self.attention.combine(heads, comm), self.dropout, run.keys_B, site + 1)
-        x_BLD = x_BLD + dropout(self.mlp(self.mlp_norm(x_BLD), comm), self.dropout, run.keys_B, site + 2)
-        return x_BLD, cache
+        out_BLD = self.attention.combine(again(lambda h: self.attention.partial_out(h, comm))(heads), comm)
+        x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 1)
+        hidden = again(lambda x: self.mlp.hidden(self.mlp_norm(x), comm))(x_BLD)
+        out_BLD = self.mlp.combine(again(lambda h: self.mlp.partial_out(h, comm))(hidden), comm)
+        return x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 2), cache
 
     def _head_keys(self, run: Pass, site: Array, num_local_heads: int) -> Array | None:
         """A key for every example and local head, the same wherever the head lives; [B, H]."""
@@ -113,11 +126,9 @@ class Decoder(nnx.Module):
 
         def body(x_BLD: Array, layer: tuple) -> tuple[Array, tuple[Array, Array] | None]:
             params, index, layer_cache = layer
-            block = nnx.merge(graphdef, run.comm.weights(params))
-            return block(x_BLD, index, run, cos_sin, layer_cache)
+            return nnx.merge(graphdef, params)(x_BLD, index, run, cos_sin, layer_cache)
 
-        body = _rematerialised(body, run)
-        return lax.scan(body, x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
+        return lax.scan(_rematerialised(body, run.remat), x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
 
     def head_matrix(self) -> Array:
         """[V, D]: the embedding where weights are tied."""
@@ -137,13 +148,11 @@ class Decoder(nnx.Module):
         return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
 
 
-def _rematerialised(body, run: Pass):
-    """The layer under the plan's remat policy. Gathered weights are never kept for backward."""
-    policies = jax.checkpoint_policies
-    match run.remat:
+def _rematerialised(layer: Callable, remat: RematPolicy) -> Callable:
+    """The layer under the policies that speak of it as a whole; `Pass.recomputed` has the others."""
+    match remat:
         case "full":
-            return jax.checkpoint(body, policy=policies.nothing_saveable)
+            return jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
         case "dots":
-            return jax.checkpoint(body, policy=policies.dots_with_no_batch_dims_saveable)
-        case _:
-            return run.comm.without_gathered(body)
+            return jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False)
+    return layer

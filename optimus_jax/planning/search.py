@@ -12,7 +12,7 @@ from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.attention import choose_kernel
+from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.plan import Plan, check_devices
 from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -42,7 +43,7 @@ def learning_rate(config: Config, num_params: int) -> Callable[[Array], Array]:
             after = optax.constant_schedule(peak)
     # Warm-up reaches the peak at step `warmup`; the first step already moves.
     schedule = optax.join_schedules((optax.linear_schedule(0.0, peak, warmup), after), (warmup,)) if warmup else after
-    return lambda step: jnp.asarray(schedule(step), jnp.float32)
+    return lambda step: jnp.asarray(schedule(step.astype(jnp.float32)), jnp.float32)
 
 
 def adamw(config: OptimizerConfig, names: Any) -> optax.GradientTransformation:
@@ -53,6 +54,12 @@ def adamw(config: OptimizerConfig, names: Any) -> optax.GradientTransformation:
         and biases do not.
     """
     decays = map_names(lambda leaf: EMBED in leaf, names)
-    return optax.chain(
+    chain = optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, mask=decays))
+
+    def update(gradients: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to its int32 count
+            return chain.update(gradients, state, params)
+
+    return optax.GradientTransformation(chain.init, update)

@@ -22,7 +22,7 @@ from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import batch_spec, layouts_of, named
 from optimus_jax.mesh.zero import vary, varying_axes
-from optimus_jax.models.attention import Visibility
+from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.models.transformer import Pass
 from optimus_jax.plan import Plan

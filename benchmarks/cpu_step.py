@@ -1,0 +1,93 @@
+"""CPU-seconds of a training step on virtual devices, beside other frameworks' figures for the same work.
+
+    python benchmarks/cpu_step.py                       every mesh, a table
+    python benchmarks/cpu_step.py --mesh data=8         one mesh, a JSON line
+
+CPU-seconds of the whole process per step are steady where wall time on shared cores is not. Each
+mesh runs in a process of its own: its peak memory is the process's. Documents are not regarded, as
+the figures to compare with have none.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+MESHES = ("data=1", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2", "tensor=8")
+STEPS, WARMUP = 10, 2
+
+
+def measure(mesh: str, settings: dict[str, str]) -> dict:
+    """Run STEPS steps under one mesh in this process."""
+    started = time.perf_counter()
+    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.mesh.distributed import use_cpu_devices
+
+    axes = AxisSizes.parse(mesh)
+    use_cpu_devices(axes.num_devices)
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from optimus_jax.config import Config, DataConfig, ModelConfig
+    from optimus_jax.mesh.build import build_mesh, discover
+    from optimus_jax.mesh.sharding import put_batch
+    from optimus_jax.models.shapes import model_shapes
+    from optimus_jax.planning.search import plan_for
+    from optimus_jax.training.step import build_program
+
+    model = ModelConfig(name="bench", vocab_size=8192, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4,
+                        head_dim=64, mlp_dim=1024, max_length=256)
+    config = Config(model=model, data=DataConfig(global_batch=16, respect_documents=False)).with_values(
+        {"parallel.mesh": mesh, **settings})
+    plan = plan_for(config, axes, discover())
+    plan.validate(model, global_batch=16)
+    program = build_program(config, model_shapes(model, plan.padded_vocab(model)), plan, build_mesh(plan))
+    state = program.init(jnp.int32(0))
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (16, 257), dtype=np.int32)
+    batch = put_batch({
+        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": np.tile(np.arange(256, dtype=np.int32), (16, 1)),
+        "segments": np.zeros((16, 256), np.int32), "loss_mask": np.ones((16, 256), bool),
+        "examples": np.arange(16, dtype=np.int32)}, program.batch_sharding, 16)
+    step = program.train_step.lower(state, batch).compile()
+    cpu, wall = [], []
+    for number in range(WARMUP + STEPS):
+        cpu_before, wall_before, sys_before = time.process_time(), time.perf_counter(), os.times().system
+        state, metrics = step(state, batch)
+        loss = float(metrics["loss"])
+        if number == 0:
+            first_loss_s = time.perf_counter() - started
+        if number >= WARMUP:
+            cpu.append(time.process_time() - cpu_before)
+            wall.append(time.perf_counter() - wall_before); print("sys", os.times().system-sys_before, file=sys.stderr)
+    return {
+        "mesh": mesh, "zero": plan.zero, "cpu_s_per_step": statistics.median(cpu), "cpu_s_least": min(cpu),
+        "wall_s_per_step": statistics.median(wall), "first_loss_s": first_loss_s, "loss": loss,
+        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", help="measure this one in this process")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, such as parallel.zero=1")
+    args = parser.parse_args()
+    settings = dict(entry.split("=", 1) for entry in args.set)
+    if args.mesh:
+        print(json.dumps(measure(args.mesh, settings)))
+        return
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}")
+    print(f"{'mesh':24} {'CPU s/step':>10} {'least':>7} {'wall s/step':>11} {'first loss s':>12} {'peak GB':>8}")
+    for mesh in MESHES:
+        command = [sys.executable, __file__, "--mesh", mesh, *(word for entry in args.set for word in ("--set", entry))]
+        row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        print(f"{mesh:24} {row['cpu_s_per_step']:10.3f} {row['cpu_s_least']:7.3f} {row['wall_s_per_step']:11.3f} "
+              f"{row['first_loss_s']:12.1f} {row['peak_rss_gb']:8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Text from a trained model, a token at a time on one device, with a cache of keys and values.
+
+The prompt runs through the model in one pass, which fills the cache; every token after it is a
+pass of length 1. Lengths are rounded up, so that prompts of all lengths share a few compiled
+programs: what a pass writes past its last token lies after every query that could see it, until
+the token of that position takes its place.
+
+Shapes: B samples, L length of a pass, T cached length, V vocab, G key/value heads, K head_dim,
+C candidates for the next token.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from optimus_jax.api import VOCABULARY_LEAVES
+from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.config import Config
+from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
+from optimus_jax.errors import ConfigError, DataError, explain
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.kernels import Visibility
+from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
+from optimus_jax.models.transformer import Pass
+from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.step import COMPUTE_DTYPES
+
+SHORTEST = 32
+"""Tokens of the shortest pass over a prompt, and of the shortest cache."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a decoded text ends with while its last character misses bytes."""
+
+Cache = tuple[Array, Array]
+"""Keys and values, [layers, B, T, G, K] each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn from the model's probabilities."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token (greedy)."""
+    top_k: int | None = None
+    """Draw from this many likeliest tokens; None: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together (arXiv:1904.09751)."""
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.temperature < float("inf"), "temperature", self.temperature, "choose 0 (greedy) or more")
+        _check(self.top_k is None or self.top_k >= 1, "top-k", self.top_k, "choose 1 or more")
+        _check(0 < self.top_p <= 1, "top-p", self.top_p, "choose 0 < top-p <= 1")
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A trained model and its tokenizer, ready to go on with a text."""
+
+    shapes: ModelShapes
+    params: Params
+    """On one device, in the format of the matmuls."""
+    tokenizer: Tokenizer
+    dtype: jnp.dtype
+    """Of the cache and of what the parameters were cast to."""
+    step: int
+    """Of the checkpoint that the parameters come from."""
+
+    def generate(self, prompt: str, *, max_new_tokens: int = 200, temperature: float = 1.0, top_k: int | None = None,
+                 top_p: float = 1.0, seed: int = 0, num_samples: int = 1,
+                 warn: Callable[[str], object] = warnings.warn) -> Iterator[list[str]]:
+        """Go on with `prompt`: the new text of every sample, piece by piece.
+
+        Each item has one piece per sample, "" where nothing can be shown (the sample is over, or
+        bytes of its last character are still to come).
+
+        Args:
+          max_new_tokens: most tokens of a sample; it is over sooner at the end of a document or of
+            the model's positions (which is told to `warn`).
+          temperature, top_k, top_p: as in `Sampling`.
+          seed: of all draws, with the number of the sample and the position: a sample is the same
+            however many others there are.
+        Raises:
+          OptimusError: by the call, not by the iterator: a number is out of its range, or the
+            prompt is empty, too long or has tokens that the model does not know.
+        """
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        for name, value, least in (("max-new-tokens", max_new_tokens, 1), ("num-samples", num_samples, 1), ("seed", seed, 0)):
+            _check(value >= least, name, value, f"choose {least} or more")
+        ids = self.encode(prompt)
+        room = self.shapes.config.max_length - len(ids) + 1  # the last token needs no position: it is not read
+        if max_new_tokens > room:
+            warn(f"at most {room} new tokens: {self.shapes.config.name} has {self.shapes.config.max_length} positions, "
+                 f"and the prompt takes {len(ids)}")
+        tokens = self.generate_ids(ids, num_new_tokens=min(max_new_tokens, room), sampling=sampling, seed=seed, num_samples=num_samples)
+        return self._pieces(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
+
+    def encode(self, prompt: str) -> np.ndarray:
+        """Ids of a prompt that the model can go on with."""
+        config = self.shapes.config
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(explain("the prompt is not text", given=error, do="give valid UTF-8")) from error
+        ids = self.tokenizer.encode(prompt)
+        if not len(ids):
+            raise DataError(explain("the prompt is empty", given=repr(prompt), do="give at least one token to go on from"))
+        if ids.max() >= config.vocab_size:
+            raise DataError(explain(
+                f"{config.name} does not know a token of the prompt", given=f"token {ids.max()}, of a vocabulary of {config.vocab_size}",
+                do="use the tokenizer that the model was trained with"))
+        if len(ids) > config.max_length:
+            raise DataError(explain(
+                f"the prompt is longer than the positions of {config.name}", given=f"{len(ids)} tokens, {config.max_length} positions",
+                do=f"give at most {config.max_length} tokens"))
+        return ids
+
+    def generate_ids(self, prompt: np.ndarray, *, num_new_tokens: int, sampling: Sampling, seed: int,
+                     num_samples: int) -> Iterator[np.ndarray]:
+        """The token of every sample, int32 [B], position by position; eos for good once a sample is over.
+
+        Args:
+          prompt: ids [N], at least one; N + num_new_tokens - 1 is at most the model's max_length.
+        """
+        length, limit, eos = len(prompt), self.shapes.config.max_length, self.tokenizer.eos
+        padded = np.zeros((1, rounded_up(length, limit)), np.int32)
+        padded[0, :length] = prompt
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(num_samples))
+        tokens, cache = self._start(self.params, padded, np.int32(length), keys, sampling=sampling,
+                                    num_keys=rounded_up(length + num_new_tokens - 1, limit))
+        over = np.zeros(num_samples, bool)
+        for position in range(length, length + num_new_tokens):
+            drawn = tokens
+            if position + 1 < length + num_new_tokens:  # dispatched before `drawn` is waited for
+                tokens, cache = self._go_on(self.params, cache, tokens, np.int32(position), keys, sampling=sampling)
+            ids = np.where(over, eos, drawn)
+            over = ids == eos
+            yield ids
+            if over.all():
+                return
+
+    def _pieces(self, tokens: Iterator[np.ndarray], texts: list["_Detokenizer"]) -> Iterator[list[str]]:
+        for ids in tokens:
+            yield [text.push(int(token)) for text, token in zip(texts, ids, strict=True)]
+        yield [text.rest() for text in texts]
+
+    @cached_property
+    def _start(self):
+        """Prompt [1, L], padded, and its length -> the first new token [B], and the cache of all samples."""
+        def start(params: Params, prompt_1L: Array, length: Array, keys_B: Array, *, sampling: Sampling,
+                  num_keys: int) -> tuple[Array, Cache]:
+            cache = empty_cache(self.shapes, num_samples=1, num_keys=num_keys, dtype=self.dtype)
+            logits_1V, cache = extend(self.shapes, params, cache, prompt_1L, jnp.int32(0), length - 1)
+            logits_BV = jnp.repeat(logits_1V, len(keys_B), axis=0)
+            return draw(logits_BV, keys_B, length, sampling), jax.tree.map(lambda x: jnp.repeat(x, len(keys_B), axis=1), cache)
+
+        return jax.jit(start, static_argnames=("sampling", "num_keys"))
+
+    @cached_property
+    def _go_on(self):
+        """Tokens [B] of a position -> the tokens after them, and the cache with theirs."""
+        def go_on(params: Params, cache: Cache, tokens_B: Array, position: Array, keys_B: Array, *,
+                  sampling: Sampling) -> tuple[Array, Cache]:
+            logits_BV, cache = extend(self.shapes, params, cache, tokens_B[:, None], position, jnp.int32(0))
+            return draw(logits_BV, keys_B, position + 1, sampling), cache
+
+        return jax.jit(go_on, static_argnames="sampling", donate_argnames="cache")
+
+
+def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Callable[[str], object] = warnings.warn) -> TextModel:
+    """The model of a run, from its newest good checkpoint or that of `step`, on the first device.
+
+    Whatever mesh it was trained on, only the parameters are read.
+
+    Raises:
+      OptimusError: there is no such run, checkpoint or tokenizer.
+    """
+    run = RunDirectory(run_dir, writer=False)
+    try:
+        config = Config.from_json(run.config_text())
+    except OSError as error:
+        raise ConfigError(explain("there is no run to sample from", given=f"{run_dir}, which has no config.json",
+                                  do="give --run the directory of a run")) from error
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    shapes = model_shapes(config.model, config.model.vocab_size)
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes.params)}
+    restored = Checkpoints(run.checkpoints, config.checkpoint, warn=warn).restore(
+        wanted, step, paddable=lambda path: path.endswith(VOCABULARY_LEAVES), partial=True)
+    dtype = jnp.dtype(COMPUTE_DTYPES[config.precision.compute])
+    return TextModel(shapes, jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"]), tokenizer, dtype, restored.step)
+
+
+def extend(shapes: ModelShapes, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array) -> tuple[Array, Cache]:
+    """Run tokens at positions `start`, `start` + 1, ... through the model.
+
+    Args:
+      cache: keys and values of all positions before `start`; start + L is at most T.
+    Returns:
+      The logits after token number `last` of these, float32 [B, V], and the cache with theirs added.
+    """
+    positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
+    # The kernel is XLA's: cuDNN's causal mask takes the first query to be at position 0.
+    run = Pass(comm=Collectives(cache[0].dtype), kernel="xla", visibility=Visibility(query_offset=start))
+    model = shapes.module(params, run.comm)
+    x_BLD, longer = model.run_layers(model.embed(tokens_BL, positions_BL, run), positions_BL, run, cache)
+    assert longer is not None, "a cache went in and none came out"
+    x_B1D = lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
+    return model.logits(model.final_norm(x_B1D), run)[:, 0], longer
+
+
+def empty_cache(shapes: ModelShapes, *, num_samples: int, num_keys: int, dtype: jnp.dtype) -> Cache:
+    """Room for `num_keys` positions."""
+    config = shapes.config
+    shape = (config.num_layers, num_samples, num_keys, config.num_kv_heads, config.head_dim)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def draw(logits_BV: Array, keys_B: Array, position: Array, sampling: Sampling) -> Array:
+    """The token at `position` of every sample, int32 [B]; each draws with its own key."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1)
+    logits_BC, ids_BC = candidates(logits_BV / sampling.temperature, sampling)
+    keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, position)
+    chosen_B = jax.vmap(jax.random.categorical)(keys_B, logits_BC)
+    return jnp.take_along_axis(ids_BC, chosen_B[:, None], axis=1)[:, 0]
+
+
+def candidates(logits_BV: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """Logits and ids, [B, C], of the tokens to draw from: the top k, and of their probability the top p."""
+    batch, vocab = logits_BV.shape
+    if sampling.top_k is None and sampling.top_p == 1:
+        return logits_BV, jnp.broadcast_to(jnp.arange(vocab), (batch, vocab))
+    logits_BC, ids_BC = lax.top_k(logits_BV, min(sampling.top_k or vocab, vocab))
+    if sampling.top_p < 1:
+        probability = jax.nn.softmax(logits_BC)
+        likelier = jnp.cumsum(probability, axis=-1) - probability
+        logits_BC = jnp.where(likelier < sampling.top_p, logits_BC, -jnp.inf)
+    return logits_BC, ids_BC
+
+
+def rounded_up(length: int, limit: int) -> int:
+    """The power of two from SHORTEST on that holds `length`, or `limit` if that is less."""
+    return min(limit, max(SHORTEST, 1 << (length - 1).bit_length()))
+
+
+class _Detokenizer:
+    """Tokens one at a time into pieces of text that joined are the text of all.
+
+    A piece is the growth of the text of a window of tokens, as a token's text may depend on the one
+    before; characters whose bytes are not all there yet wait.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray) -> None:
+        self._tokenizer = tokenizer
+        self._window = [int(token) for token in prompt]
+        self._num_shown = len(self._window)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes."""
+        self._window.append(token)
+        piece = self.rest()
+        if not piece or piece.endswith(INCOMPLETE):
+            return ""
+        del self._window[:self._num_shown]
+        self._num_shown = len(self._window)
+        return piece
+
+    def rest(self) -> str:
+        """The text that still waits, whole or not."""
+        shown = self._tokenizer.decode(self._window[:self._num_shown])
+        return self._tokenizer.decode(self._window)[len(shown):]
+
+
+def _check(good: bool, name: str, value: object, do: str) -> None:
+    if not good:
+        raise ConfigError(explain(f"{name} is out of range", given=f"--{name} {value}", do=do))

@@ -1,0 +1,136 @@
+"""The core of attention, softmax(q k / sqrt(K)) v, by the kernels that can compute it.
+
+`xla` is written here: queries go in blocks, and a block looks at no key after its last query, so
+that about half of a causal mask's work is not done at all. Backward keeps the weights of attention
+and needs no mask. `cudnn` is NVIDIA's fused kernel, by way of JAX.
+
+Shapes: B batch, L length of queries, T length of keys, H query heads, G key/value heads, K head_dim,
+R rows of a key/value head's queries (its heads one after the other). Heads are the device's part.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from optimus_jax.config import AttentionKernel, ModelConfig, Precision
+from optimus_jax.errors import PlanError, explain
+from optimus_jax.models.layers import keep_mask
+
+MASKED = -1e30
+"""Score of a key that a query may not see: exp() of it is zero in every format, without NaN."""
+
+MAX_BLOCKS, MIN_BLOCK = 8, 64
+"""More blocks skip more of the masked half; smaller ones make matmuls inefficient."""
+
+
+def choose_kernel(wanted: AttentionKernel, *, platform: str, precision: Precision, model: ModelConfig) -> AttentionKernel:
+    """The kernel that will run. Raises PlanError if the one asked for cannot."""
+    obstacles = [
+        f"it runs on GPUs, and this platform is {platform}" if platform not in ("gpu", "cuda") else "",
+        f"it computes in bf16 or f16, and the precision is {precision}" if precision == "f32" else "",
+        f"it has no dropout on attention weights, and model.dropout is {model.dropout}" if model.dropout else "",
+        f"its heads are multiples of 8 up to 128 wide, and head_dim is {model.head_dim}"
+        if model.head_dim % 8 or model.head_dim > 128 else "",
+    ]
+    obstacle = next(filter(None, obstacles), None)
+    if wanted == "cudnn" and obstacle:
+        raise PlanError(explain("the cuDNN attention kernel cannot run here", given=obstacle, do="use --set parallel.attention=xla"))
+    if wanted == "auto":
+        return "xla" if obstacle else "cudnn"
+    return wanted
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query sees: those not after it and, with documents, those of its own document."""
+
+    segments_BL: Array | None = None
+    """Document of every position, int32; None: one document an example."""
+    query_offset: Array | int = 0
+    """Position of the first query among the keys (above 0 when a cache holds earlier keys)."""
+
+    def mask(self, queries: slice, num_keys: int) -> Array:
+        """bool [B or 1, L, T] for some of the queries and the first keys."""
+        length = queries.stop - queries.start
+        query = self.query_offset + queries.start + lax.broadcasted_iota(jnp.int32, (1, length, num_keys), 1)
+        visible = query >= lax.broadcasted_iota(jnp.int32, (1, length, num_keys), 2)
+        if self.segments_BL is not None:
+            visible = visible & (self.segments_BL[:, queries, None] == self.segments_BL[:, None, :num_keys])
+        return visible
+
+
+def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, *, kernel: AttentionKernel,
+           dropout: float = 0.0, keys_BH: Array | None = None) -> Array:
+    """Attention of every query to the keys it sees, [B, L, H, K]; softmax in float32.
+
+    Args:
+      dropout: probability that a weight is zeroed (kernel xla only).
+      keys_BH: dropout key of every example and head; None: no dropout.
+    """
+    length, num_keys = q_BLHK.shape[1], k_BTGK.shape[1]
+    if kernel == "cudnn":
+        mask = None if visibility.segments_BL is None else visibility.mask(slice(0, length), num_keys)[:, None]
+        return jax.nn.dot_product_attention(q_BLHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation="cudnn")
+    batch, _, heads, head_dim = q_BLHK.shape
+    groups = k_BTGK.shape[2]
+    q_BHLK, k_BGTK, v_BGTK = (x.transpose(0, 2, 1, 3) for x in (q_BLHK, k_BTGK, v_BTGK))
+    size = _block_size(length) if length == num_keys else length
+    blocks = []
+    for start in range(0, length, size):
+        queries = slice(start, start + size)
+        seen = start + size if length == num_keys else num_keys
+        q_BGRK = q_BHLK[:, :, queries].reshape(batch, groups, -1, head_dim)
+        mask_BGRT = _repeat_rows(visibility.mask(queries, seen), heads // groups)
+        keys = None if keys_BH is None or not dropout else jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BH, start)
+        out = _attend_block(dropout, q_BGRK, k_BGTK[:, :, :seen], v_BGTK[:, :, :seen], mask_BGRT, keys)
+        blocks.append(out.reshape(batch, heads, size, head_dim))
+    return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3)
+
+
+def _block_size(length: int) -> int:
+    return next((length // n for n in range(MAX_BLOCKS, 1, -1) if length % n == 0 and length // n >= MIN_BLOCK), length)
+
+
+def _repeat_rows(mask_BLT: Array, times: int) -> Array:
+    """[B, L, T] -> [B, 1, times * L, T]: the same for each of a key/value head's query heads."""
+    mask = jnp.broadcast_to(mask_BLT[:, None], (mask_BLT.shape[0], times, *mask_BLT.shape[1:]))
+    return mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_block(dropout: float, q_BGRK: Array, k_BGTK: Array, v_BGTK: Array, mask: Array, keys_BH: Array | None) -> Array:
+    return _block_forward(dropout, q_BGRK, k_BGTK, v_BGTK, mask, keys_BH)[0]
+
+
+def _block_forward(dropout: float, q_BGRK: Array, k_BGTK: Array, v_BGTK: Array, mask: Array, keys_BH: Array | None) -> tuple:
+    scores = jnp.einsum("bgrk,bgtk->bgrt", q_BGRK, k_BGTK, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, scores * q_BGRK.shape[-1] ** -0.5, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q_BGRK.dtype)
+    out = jnp.einsum("bgrt,bgtk->bgrk", _dropped(weights, dropout, keys_BH), v_BGTK)
+    return out, (q_BGRK, k_BGTK, v_BGTK, weights, out, keys_BH)
+
+
+def _block_backward(dropout: float, kept: tuple, d_out: Array) -> tuple:
+    """Masked weights are zero, so what flows through them is; the softmax's own sum is d_out . out."""
+    q, k, v, weights, out, keys_BH = kept
+    d_v = jnp.einsum("bgrt,bgrk->bgtk", _dropped(weights, dropout, keys_BH), d_out)
+    d_weights = _dropped(jnp.einsum("bgrk,bgtk->bgrt", d_out, v, preferred_element_type=jnp.float32), dropout, keys_BH)
+    own = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
+    d_scores = (weights.astype(jnp.float32) * (d_weights - own) * q.shape[-1] ** -0.5).astype(q.dtype)
+    return jnp.einsum("bgrt,bgtk->bgrk", d_scores, k), jnp.einsum("bgrt,bgrk->bgtk", d_scores, q), d_v, None, None
+
+
+_attend_block.defvjp(_block_forward, _block_backward)
+
+
+def _dropped(weights_BGRT: Array, probability: float, keys_BH: Array | None) -> Array:
+    """Weights with some zeroed and the rest scaled; drawn head by head, so it does not matter where a head lives."""
+    if keys_BH is None:
+        return weights_BGRT
+    batch, heads = keys_BH.shape
+    by_head = weights_BGRT.reshape(batch * heads, -1, weights_BGRT.shape[-1])
+    keep = keep_mask(keys_BH.reshape(-1), by_head.shape[1:], probability)
+    return jnp.where(keep, by_head / (1 - probability), jnp.zeros_like(by_head)).reshape(weights_BGRT.shape)

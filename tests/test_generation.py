@@ -1,0 +1,319 @@
+"""Sampling with a cache says what a full pass over the text would say, and the script shows it."""
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimus_jax.api import train
+from optimus_jax.config import ModelConfig
+from optimus_jax.data.tokenizers import ByteTokenizer
+from optimus_jax.errors import CheckpointError, ConfigError, DataError
+from optimus_jax.generation import (
+    Sampling,
+    TextModel,
+    _Detokenizer,
+    candidates,
+    draw,
+    empty_cache,
+    extend,
+    load_text_model,
+    rounded_up,
+)
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.transformer import Pass
+
+F32 = jnp.dtype(jnp.float32)
+TOLERANCE = 2e-5
+"""Of the largest logit; a cached pass sums the same products in another order, over more (masked) keys."""
+SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
+MODELS = {
+    "gpt2": ModelConfig(family="gpt2", vocab_size=257, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8,
+                        mlp_dim=64, max_length=64, tied=True),
+    "llama with grouped heads": ModelConfig(
+        family="llama", vocab_size=257, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64,
+        max_length=64, tied=False)}
+PROMPT = np.array([5, 200, 17, 99, 4, 4, 31], np.int32)
+
+
+class NoEnd(ByteTokenizer):
+    """No document ever ends."""
+    eos = -1
+
+
+def random_model(config):
+    """Every parameter random, those too which start at 0 or 1, and so large that likeliest tokens vary."""
+    shapes = model_shapes(config, config.vocab_size)
+    rng = np.random.default_rng(3)
+
+    def values(path, leaf):
+        around = 1 if path[-1].key == "scale" else 0
+        return jnp.asarray(rng.normal(around, 0.5, leaf.shape), jnp.float32)
+
+    return TextModel(shapes, jax.tree.map_with_path(values, shapes.params), NoEnd(), F32, 0)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return random_model(MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return random_model(MODELS["gpt2"])
+
+
+def full_logits(model, ids):
+    """Logits [N, V] after every token, without a cache."""
+    tokens, positions = np.asarray(ids, np.int32)[None], np.arange(len(ids), dtype=np.int32)[None]
+
+    @jax.jit
+    def run(params):
+        how = Pass(comm=Collectives(F32))
+        decoder = model.shapes.module(params, how.comm)
+        return decoder.logits(decoder.hidden(tokens, positions, how), how)
+
+    return np.asarray(run(model.params)[0])
+
+
+def assert_close(logits, expected):
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
+
+
+def generated(model, prompt=PROMPT, *, num_new_tokens=20, seed=0, num_samples=1, **sampling):
+    """Ids [num_samples, number of new tokens]."""
+    return np.stack([*model.generate_ids(np.asarray(prompt), num_new_tokens=num_new_tokens, sampling=Sampling(**sampling),
+                                         seed=seed, num_samples=num_samples)], axis=1)
+
+
+def test_cached_logits_equal_a_full_pass(model):
+    ids = np.random.default_rng(0).integers(0, 257, 40).astype(np.int32)
+    expected = full_logits(model, ids)
+    run = jax.jit(lambda *given: extend(model.shapes, model.params, *given))
+    padded = np.full((1, 32), 99, np.int32)  # padding that would be seen if it were not hidden
+    padded[0, :20] = ids[:20]
+    empty = empty_cache(model.shapes, num_samples=1, num_keys=64, dtype=F32)
+    for last in range(20):
+        logits, cache = run(empty, padded, np.int32(0), np.int32(last))
+        assert_close(logits[0], expected[last])
+    for position in range(20, 40):
+        logits, cache = run(cache, ids[None, position:position + 1], np.int32(position), np.int32(0))
+        assert_close(logits[0], expected[position])
+
+
+def test_greedy_tokens_are_the_likeliest_of_a_full_pass(model):
+    tokens = generated(model, temperature=0, num_new_tokens=30, num_samples=2)
+    likeliest = full_logits(model, [*PROMPT, *tokens[0]]).argmax(-1)
+    assert tokens[0].tolist() == tokens[1].tolist() == likeliest[len(PROMPT) - 1:-1].tolist()
+    assert len(set(tokens[0].tolist())) > 5
+
+
+def test_text_may_fill_all_positions(gpt):
+    prompt = np.arange(60)
+    with pytest.warns(UserWarning, match="at most 5 new tokens: custom has 64 positions, and the prompt takes 60"):
+        pieces = [*gpt.generate(bytes(range(60)).decode(), temperature=0, max_new_tokens=6)]
+    tokens = generated(gpt, prompt, temperature=0, num_new_tokens=5)[0]
+    assert tokens.tolist() == full_logits(gpt, [*prompt, *tokens[:-1]]).argmax(-1)[59:].tolist()
+    assert "".join(piece for piece, in pieces) == gpt.tokenizer.decode(tokens)
+
+
+def test_a_sample_is_over_at_the_end_of_a_document(gpt):
+    free = generated(gpt, num_samples=3)
+    tokenizer = NoEnd()
+    tokenizer.eos = next(token for token in free[0] if all(token in row for row in free))
+    ends = [row.tolist().index(tokenizer.eos) for row in free]
+    assert len(set(ends)) > 1
+    assert max(ends) < 19
+    expected = [[*row[:end], *[tokenizer.eos] * (max(ends) + 1 - end)] for row, end in zip(free, ends, strict=True)]
+    assert generated(replace(gpt, tokenizer=tokenizer), num_samples=3).tolist() == expected
+
+
+def test_seeds_reproduce_and_samples_are_independent(gpt):
+    three = generated(gpt, num_samples=3, seed=1)
+    assert generated(gpt, num_samples=3, seed=1).tolist() == three.tolist()
+    assert generated(gpt, num_samples=2, seed=1).tolist() == three[:2].tolist()
+    others = [*three.tolist(), *generated(gpt, num_samples=3, seed=2).tolist()]
+    assert len({tuple(row) for row in others}) == 6
+
+
+def test_prompts_of_many_lengths_share_one_program(gpt):
+    model = replace(gpt)
+    for length in (1, 2, 11, 20):
+        generated(model, np.arange(length), num_new_tokens=5, seed=length)
+    assert model._start._cache_size() == model._go_on._cache_size() == 1
+    assert [rounded_up(n, 48) for n in (1, 32, 33, 48)] == [32, 32, 48, 48]
+
+
+LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=16, max_size=16).map(lambda row: np.array([row], np.float32))
+
+
+@settings(deadline=None, max_examples=40)
+@given(logits=LOGITS, top_k=st.none() | st.integers(1, 20), top_p=st.floats(0.05, 1))
+def test_candidates_are_the_likeliest_tokens(logits, top_k, top_p):
+    kept_logits, ids = (np.asarray(x[0]) for x in candidates(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p)))
+    kept = ids[np.isfinite(kept_logits)]
+    np.testing.assert_array_equal(kept_logits[np.isfinite(kept_logits)], logits[0, kept])
+    descending = np.sort(logits[0].astype(np.float64))[::-1][:top_k]
+    np.testing.assert_array_equal(np.sort(logits[0, kept])[::-1], descending[:len(kept)])
+    assert len(set(kept.tolist())) == len(kept) > 0
+    probability = np.exp(descending) / np.exp(descending).sum()
+    assert probability[:len(kept)].sum() >= top_p - 1e-5
+    assert probability[:len(kept) - 1].sum() <= top_p + 1e-5
+
+
+@pytest.mark.parametrize(("sampling", "expected"), [
+    (Sampling(), [0.1, 0.2, 0.3, 0.4]),
+    (Sampling(temperature=0.5), [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+    (Sampling(top_k=2), [0, 0, 3 / 7, 4 / 7]),
+    (Sampling(top_p=0.65), [0, 0, 3 / 7, 4 / 7]),
+    (Sampling(top_k=3, top_p=0.4), [0, 0, 0, 1]),
+    (Sampling(temperature=0), [0, 0, 0, 1])])
+def test_draws_have_the_probabilities_asked_for(sampling, expected):
+    num_draws = 20_000
+    logits = jnp.log(jnp.tile(jnp.array([[0.1, 0.2, 0.3, 0.4]]), (num_draws, 1)))
+    drawn = draw(logits, jax.random.split(jax.random.key(0), num_draws), jnp.int32(7), sampling)
+    share = np.bincount(np.asarray(drawn), minlength=4) / num_draws
+    np.testing.assert_allclose(share, expected, atol=4 * 0.5 / num_draws**0.5)  # four standard deviations at most
+    assert (share[np.array(expected) == 0] == 0).all()
+
+
+@settings(deadline=None)
+@given(prompt=st.text(st.characters(exclude_categories=["Cs"])),
+       tokens=st.lists(st.integers(0, 256)) | st.text(st.characters(exclude_categories=["Cs"])).map(lambda text: [*text.encode()]))
+def test_pieces_of_text_join_to_the_whole(prompt, tokens):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(prompt)
+    text = _Detokenizer(tokenizer, ids)
+    pieces = [*map(text.push, tokens), text.rest()]
+    whole = tokenizer.decode([*ids, *tokens])
+    assert prompt + "".join(pieces) == whole
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces) or "\N{REPLACEMENT CHARACTER}" in whole
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"max_new_tokens": 0}, "max-new-tokens is out of range"), ({"num_samples": 0}, "num-samples"), ({"seed": -1}, "seed"),
+    ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"top_k": 0}, "top-k"),
+    ({"top_p": 0.0}, "top-p"), ({"top_p": 1.1}, "top-p")])
+def test_numbers_out_of_range_are_refused(gpt, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        gpt.generate("a", **settings)
+
+
+@pytest.mark.parametrize(("prompt", "message"), [
+    ("", "the prompt is empty"), ("a" * 65, "longer than the positions .*\n.*65 tokens, 64 positions"),
+    ("\udcff", "the prompt is not text"), ("é", "does not know a token .*\n.*token 195, of a vocabulary of 100")])
+def test_prompts_that_the_model_cannot_take_are_refused(gpt, prompt, message):
+    few_ids = replace(gpt, shapes=replace(gpt.shapes, config=replace(gpt.shapes.config, vocab_size=100)))
+    with pytest.raises(DataError, match=message):
+        few_ids.generate(prompt)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of three steps on eight devices, each saved; the vocabulary has rows of padding."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("the cat sat on the mat\n" * 200)
+    return train("gpt2-nano", data=str(folder / "text.txt"), mesh="data=2,fsdp=2,tensor=2", cpu_devices=8, steps=3, seq_len=16,
+                 lr=0.01, eval_every=0, checkpoint_every=1, progress="none", run_dir=folder / "run",
+                 **{"model.num_layers": 1, "model.embed_dim": 64, "model.mlp_dim": 128, "data.eval_fraction": 0.0})
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """The run's directory, to be damaged."""
+    return shutil.copytree(trained.run_dir, tmp_path / "run")
+
+
+def test_a_sharded_run_is_loaded_onto_one_device(trained):
+    model = load_text_model(trained.run_dir)
+    assert model.step == 3
+    assert trained.state.params["embedding"]["table"].shape[0] == 264
+    for leaf, saved in zip(jax.tree.leaves(model.params), jax.tree.leaves(trained.state.params), strict=True):
+        assert leaf.devices() == {jax.devices()[0]}
+        np.testing.assert_array_equal(leaf, np.asarray(saved)[:len(leaf)])
+    assert load_text_model(trained.run_dir, 1).step == 1
+
+
+def test_a_damaged_checkpoint_is_passed_over(copied):
+    manifest = copied / "checkpoints" / "3" / "manifest"
+    for path in filter(Path.is_file, manifest.rglob("*")):
+        path.write_bytes(b"")
+    warned = []
+    assert load_text_model(copied, warn=warned.append).step == 2
+    assert len(warned) == 1
+    assert "step 3 is damaged" in warned[0]
+    with pytest.raises(CheckpointError, match="no good checkpoint of step 3"):
+        load_text_model(copied, 3)
+
+
+def test_runs_that_cannot_be_loaded_are_refused(copied, tmp_path):
+    with pytest.raises(ConfigError, match=r"no run to sample from\n.*nowhere"):
+        load_text_model(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no good checkpoint of step 9\n.*steps 1, 2, 3"):
+        load_text_model(copied, 9)
+    shutil.rmtree(copied / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"no good checkpoint\n.*steps none"):
+        load_text_model(copied)
+    config = json.loads((copied / "config.json").read_text())
+    config["data"]["tokenizer"] = str(tmp_path / "gone.json")
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="a tokenizer file cannot be read"):
+        load_text_model(copied)
+
+
+def script(*flags):
+    return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, encoding="utf-8")
+
+
+def test_script_prints_what_the_model_makes(trained):
+    flags = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 3, "num_samples": 2}
+    done = script("--run", trained.run_dir, "--prompt", "the", *(
+        word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))))
+    assert (done.returncode, done.stderr) == (0, "gpt2-nano after step 3\n")
+    pieces = [*load_text_model(trained.run_dir).generate("the", **flags)]
+    first, second = ("the" + "".join(texts) for texts in zip(*pieces, strict=True))
+    assert done.stdout == f"{first}\n\n{'-' * 40}\n{second}\n"
+
+
+def test_script_tells_the_user_what_to_mend(tmp_path):
+    done = script("--run", tmp_path, "--prompt", "the")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: there is no run to sample from")
+
+
+def test_script_shows_text_on_a_terminal_as_it_is_made(monkeypatch):
+    class Terminal:
+        written, shown = "", ""
+
+        def write(self, text):
+            self.written += text
+
+        def flush(self):
+            self.shown = self.written
+
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    seen = []
+
+    def pieces():
+        for piece in ("a", "b", "c"):
+            seen.append(terminal.shown)
+            yield [piece, piece.upper()]
+
+    runpy.run_path(str(SCRIPT))["show"]("> ", pieces())
+    assert seen == ["> ", "> a", "> ab"]
+    assert terminal.written == f"> abc\n\n{'-' * 40}\n> ABC\n"
