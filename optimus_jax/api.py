@@ -19,7 +19,8 @@ from optimus_jax.data.loader import BatchLoader, eval_batches
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.build import build_mesh, discover
-from optimus_jax.mesh.distributed import connect, is_writer, use_cpu_devices
+from optimus_jax.mesh.cpu import use_cpu_devices
+from optimus_jax.mesh.distributed import connect, is_writer
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import model_shapes

@@ -19,6 +19,7 @@ import contextlib
 import json
 import logging
 import shutil
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -212,8 +213,12 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Remove what a save that failed or was killed has left, which would go on filling the disk."""
-        if jax.process_index() == 0:
-            for path in self._directory.glob(f"*{atomicity_types.TMP_DIR_SUFFIX}"):
+        deadline_s = time.monotonic() + 5  # where one write has failed, others under way may still add files
+        while jax.process_index() == 0 and time.monotonic() < deadline_s:
+            leftovers = list(self._directory.glob(f"*{atomicity_types.TMP_DIR_SUFFIX}"))
+            if not leftovers:
+                break
+            for path in leftovers:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _failure(self, error: Exception) -> CheckpointError:

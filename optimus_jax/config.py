@@ -133,8 +133,8 @@ class ParallelConfig:
     """What backward computes again: none (only norms and activations), selective (+ attention), dots (all but matmuls), full (layers)."""
     attention: AttentionKernel = "auto"
     """Attention kernel; auto is cudnn on a GPU in bf16 or f16, else xla."""
-    loss_chunk_tokens: int = 1024
-    """Tokens of a device whose logits exist at the same time; the loss runs over chunks of them."""
+    loss_chunk_tokens: int | None = None
+    """Tokens of a device whose logits exist at the same time; None: 256 on a CPU, 2048 elsewhere."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "microbatches", "loss_chunk_tokens")

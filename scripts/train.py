@@ -68,8 +68,12 @@ def main() -> int:
     given = vars(parser().parse_args())
     try:
         overrides = settings(given)
-        from optimus_jax.api import train  # after parsing: --help need not wait for JAX
+        # After parsing: --help need not wait for JAX.
+        from optimus_jax.api import train
+        from optimus_jax.mesh.cpu import restart_with_huge_pages
 
+        if "cpu_devices" in given:
+            restart_with_huge_pages()
         return train(given.get("model"), run_dir=given.get("run_dir"), resume=given.get("resume", False), **overrides).exit_code
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -139,12 +139,13 @@ def test_a_sample_is_over_at_the_end_of_a_document(gpt):
     assert generated(replace(gpt, tokenizer=tokenizer), num_samples=3).tolist() == expected
 
 
-def test_seeds_reproduce_and_samples_are_independent(gpt):
-    three = generated(gpt, num_samples=3, seed=1)
-    assert generated(gpt, num_samples=3, seed=1).tolist() == three.tolist()
-    assert generated(gpt, num_samples=2, seed=1).tolist() == three[:2].tolist()
-    others = [*three.tolist(), *generated(gpt, num_samples=3, seed=2).tolist()]
-    assert len({tuple(row) for row in others}) == 6
+def test_every_draw_has_a_key_of_its_own(gpt):
+    even = replace(gpt, params=jax.tree.map(jnp.zeros_like, gpt.params))  # where all tokens are equally likely
+    three = generated(even, num_samples=3, seed=1)
+    assert generated(even, num_samples=3, seed=1).tolist() == three.tolist()
+    assert generated(even, num_samples=2, seed=1).tolist() == three[:2].tolist()
+    draws = [*three.ravel(), *generated(even, num_samples=3, seed=2).ravel()]
+    assert len(set(draws)) > 80, "of 257 tokens, 120 draws hit about 96"
 
 
 def test_prompts_of_many_lengths_share_one_program(gpt):

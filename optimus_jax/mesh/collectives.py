@@ -10,6 +10,7 @@ derive the backward ones. `fan_out` and `sum` are Megatron's conjugate pair f an
 (arXiv:1909.08053, figure 3).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -54,6 +55,10 @@ class Collectives:
         """Global index along logical axis `over` of a device's first element, given its number of elements."""
         axes = self.rules.get(over, ())
         return lax.axis_index(axes) * local_size if axes else 0
+
+    def size(self, local_size: int, over: str) -> int:
+        """Global size of logical axis `over`, given a device's part of it."""
+        return local_size * math.prod(map(lax.axis_size, self.rules.get(over, ())))
 
     def kv_heads_needed(self, weight: Array, *, dim: int, num_local_heads: int, group: int) -> Array:
         """The key/value heads that a device's query heads attend to.

@@ -5,25 +5,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config import DistributedConfig
-from optimus_jax.errors import ConfigError, explain
-
-
-def use_cpu_devices(num_devices: int) -> None:
-    """Make JAX run on this many virtual devices of the CPU. Call it before anything asks for a device.
-
-    Raises:
-      ConfigError: JAX has already started with other devices.
-    """
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:
-        found = jax.local_devices()
-        if found[0].platform != "cpu" or len(found) != num_devices:
-            raise ConfigError(explain(
-                "JAX has started already and cannot change its devices",
-                given=f"cpu_devices={num_devices}, JAX has {len(found)} x {found[0].platform}",
-                do="set cpu_devices before the first use of JAX in this program")) from None
 
 
 def connect(config: DistributedConfig) -> None:

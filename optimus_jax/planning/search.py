@@ -18,6 +18,8 @@ from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 
 USABLE_SHARE = 0.9
 """Of a device's memory; the rest is for the runtime and for what an estimate misses."""
+LOSS_CHUNK_TOKENS = {"cpu": 256}
+"""A CPU wants a chunk's logits near its caches (docs/decisions/0003); a GPU wants large matmuls."""
 DEFAULT_ZERO = 3
 """fsdp means sharded parameters unless the user says otherwise."""
 
@@ -57,7 +59,7 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         axes=axes, rules=make_rules(model, parallel.rules), zero=zero, microbatches=parallel.microbatches,
         schedule=parallel.schedule, remat=parallel.remat, precision=config.precision.compute,
         attention=choose_kernel(parallel.attention, platform=topology.platform, precision=config.precision.compute, model=model),
-        loss_chunk_tokens=parallel.loss_chunk_tokens)
+        loss_chunk_tokens=parallel.loss_chunk_tokens or LOSS_CHUNK_TOKENS.get(topology.platform, 2048))
 
 
 def fits(memory: MemoryEstimate, topology: Topology) -> bool:

@@ -77,16 +77,18 @@ def _chunk(how: tuple, hidden_CD: Array, head_VD: Array, targets_C: Array, weigh
     comm, vocab_size, _ = how
     num_rows = head_VD.shape[0]
     first = comm.offset(num_rows, VOCAB)
-    ids_1V = (first + jnp.arange(num_rows))[None, :]
     logits_CV = jnp.dot(hidden_CD, head_VD.T, preferred_element_type=jnp.float32)
-    logits_CV = jnp.where(ids_1V < vocab_size, logits_CV, -jnp.inf)
+    if comm.size(num_rows, VOCAB) > vocab_size:
+        logits_CV = jnp.where(first + jnp.arange(num_rows)[None, :] < vocab_size, logits_CV, -jnp.inf)
     largest_C = comm.max(logits_CV.max(-1), VOCAB)
     exp_CV = jnp.exp(logits_CV - largest_C[:, None])
-    is_target_CV = ids_1V == targets_C[:, None]
-    target_logit_C = jnp.where(is_target_CV, logits_CV, 0).sum(-1)
+    row_C = targets_C - first
+    target_logit_C = jnp.take_along_axis(logits_CV, jnp.clip(row_C, 0, num_rows - 1)[:, None], axis=1)[:, 0]
+    target_logit_C = jnp.where((row_C >= 0) & (row_C < num_rows), target_logit_C, 0)
     sum_C, target_logit_C = comm.sum(jnp.stack((exp_CV.sum(-1), target_logit_C)), VOCAB)
     loss = ((jnp.log(sum_C) + largest_C - target_logit_C) * weights_C).sum()
-    d_logits_CV = (exp_CV / sum_C[:, None] - is_target_CV.astype(jnp.float32)) * weights_C[:, None]
+    is_target_CV = jnp.arange(num_rows)[None, :] == row_C[:, None]
+    d_logits_CV = exp_CV * (weights_C / sum_C)[:, None] - jnp.where(is_target_CV, weights_C[:, None], 0)
     return loss, d_logits_CV.astype(hidden_CD.dtype)
 
 

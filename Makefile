@@ -1,0 +1,40 @@
+# `make train` and `make test` on a fresh clone need python3.11 or newer and, the first time, a network.
+# What they install into .venv stays until pyproject.toml changes.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STEPS := 60
+
+# Asked, not looked up: the shims of version managers exist for Pythons that they cannot run.
+PYTHON = $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+.PHONY: train test lint clean
+
+# A small GPT, on Python's own library as text and eight virtual devices.
+train: $(VENV)/installed
+	$(BIN)/python scripts/train.py --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=2,tensor=2 --steps $(STEPS)
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/installed: pyproject.toml
+	$(if $(PYTHON),,$(error no python3.11 to python3.14 with venv was found; install one (on Debian: python3 and python3-venv), or name yours: make PYTHON=...))
+	@echo "installing optimus_jax into $(VENV) (once, some minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "installing what tests and linters need into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

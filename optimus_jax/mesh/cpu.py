@@ -1,0 +1,41 @@
+"""Virtual devices on a CPU: our laptop's cluster."""
+
+import os
+import sys
+
+import jax
+
+from optimus_jax.errors import ConfigError, explain
+
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+def restart_with_huge_pages() -> None:
+    """Run this program again with memory in huge pages, if its C library has to be told.
+
+    A step's buffers are mapped anew each time; in small pages, clearing them was an eighth of a step's
+    CPU time (docs/decisions/0003). glibc reads the setting only when a program starts. Call this
+    first; the process keeps its id, arguments and terminal.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if sys.platform == "linux" and "glibc.malloc.hugetlb" not in tunables:
+        os.environ["GLIBC_TUNABLES"] = f"{tunables}:{HUGE_PAGES}".strip(":")
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def use_cpu_devices(num_devices: int) -> None:
+    """Make JAX run on this many virtual devices of the CPU. Call it before anything asks for a device.
+
+    Raises:
+      ConfigError: JAX has already started with other devices.
+    """
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        found = jax.local_devices()
+        if found[0].platform != "cpu" or len(found) != num_devices:
+            raise ConfigError(explain(
+                "JAX has started already and cannot change its devices",
+                given=f"cpu_devices={num_devices}, JAX has {len(found)} x {found[0].platform}",
+                do="set cpu_devices before the first use of JAX in this program")) from None
