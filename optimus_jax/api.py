@@ -50,12 +50,9 @@ class RunResult:
     state: TrainState
     """Sharded over the plan's mesh."""
     plan: Plan
+    history: list[StepRecord]
+    """Every step of the run until now, those before a resume included."""
     run_dir: Path
-
-    @property
-    def history(self) -> list[StepRecord]:
-        """Every step of the run, those before a resume included."""
-        return RunDirectory(self.run_dir).metrics()
 
     @property
     def exit_code(self) -> int:
@@ -76,27 +73,26 @@ def train(model: str | None = None, *, run_dir: str | Path | None = None, resume
       OptimusError: something that the user can mend; its text says how.
     """
     with StopRequest() as stop:
-        run, config = _open(model, run_dir, resume, overrides)
+        config = _config_of(model, run_dir, resume, overrides)
         if config.cpu_devices is not None:
             use_cpu_devices(config.cpu_devices)
         connect(config.distributed)
         topology = discover()
         choice = choose_plan(config, topology)
-        run = run or _create(run_dir, config)
+        run = _open(run_dir, config, resume)
         display = make_display(config.log, config.steps, show=is_writer())
         outcome = _run(config, topology, choice, run, display, stop, resume)
-        return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=choice.plan, run_dir=run.path)
+        return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=choice.plan,
+                         history=run.metrics(), run_dir=run.path)
 
 
-def _open(model: str | None, run_dir: str | Path | None, resume: bool, overrides: dict[str, Any]) -> tuple[RunDirectory | None, Config]:
-    """The run to go on with, if any, and the config; touches no device."""
+def _config_of(model: str | None, run_dir: str | Path | None, resume: bool, overrides: dict[str, Any]) -> Config:
+    """What is to be run; touches no device and writes nothing."""
     if resume:
         if run_dir is None:
             raise ConfigError(explain("there is no telling which run to resume", given="--resume without a directory",
                                       do="give --run-dir DIR --resume"))
-        run = RunDirectory(run_dir)
-        text = RunDirectory.resume(run_dir, writer=False).config_text()
-        return run, resumed_config(text, model, overrides)
+        return resumed_config(RunDirectory.resume(run_dir, writer=False).config_text(), model, overrides)
     if model is None:
         raise ConfigError(explain("no model was named", given="neither --model nor --resume", do="give --model NAME, such as gpt2-nano"))
     config = make_config(model, overrides)
@@ -105,10 +101,14 @@ def _open(model: str | None, run_dir: str | Path | None, resume: bool, overrides
     elif config.distributed.num_processes is not None:
         raise ConfigError(explain("processes must agree on the run directory", given="no --run-dir",
                                   do="give the same --run-dir to every process"))
-    return None, config
+    return config
 
 
-def _create(run_dir: str | Path | None, config: Config) -> RunDirectory:
+def _open(run_dir: str | Path | None, config: Config, resume: bool) -> RunDirectory:
+    """The run's directory: that of a run which goes on, or a new one, which process 0 makes."""
+    if resume:
+        assert run_dir is not None
+        return RunDirectory.resume(run_dir, writer=is_writer())
     if is_writer():
         return RunDirectory.create(run_dir, config.model.name)
     assert run_dir is not None

@@ -9,10 +9,10 @@ Shapes: B samples, L length of a pass, T cached length, V vocab, G key/value hea
 C candidates for the next token.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
 
 import jax
@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from optimus_jax.api import VOCABULARY_LEAVES
 from optimus_jax.checkpoint import Checkpoints
-from optimus_jax.config import Config
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.collectives import Collectives
@@ -54,20 +54,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check(0 <= self.temperature < float("inf"), "temperature", self.temperature, "choose 0 (greedy) or more")
-        _check(self.top_k is None or self.top_k >= 1, "top-k", self.top_k, "choose 1 or more")
-        _check(0 < self.top_p <= 1, "top-p", self.top_p, "choose 0 < top-p <= 1")
+        _check(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "choose 1 or more")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "choose 0 < top_p <= 1")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TextModel:
     """A trained model and its tokenizer, ready to go on with a text."""
 
-    shapes: ModelShapes
+    config: ModelConfig
     params: Params
-    """On one device, in the format of the matmuls."""
+    """On one device, in the format of the matmuls and of the cache; the vocabulary is not padded."""
     tokenizer: Tokenizer
-    dtype: jnp.dtype
-    """Of the cache and of what the parameters were cast to."""
     step: int
     """Of the checkpoint that the parameters come from."""
 
@@ -90,19 +88,20 @@ class TextModel:
             prompt is empty, too long or has tokens that the model does not know.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        for name, value, least in (("max-new-tokens", max_new_tokens, 1), ("num-samples", num_samples, 1), ("seed", seed, 0)):
+        for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("num_samples", num_samples, 1), ("seed", seed, 0)):
             _check(value >= least, name, value, f"choose {least} or more")
         ids = self.encode(prompt)
-        room = self.shapes.config.max_length - len(ids) + 1  # the last token needs no position: it is not read
+        room = self.config.max_length - len(ids) + 1  # the last token needs no position: it is not read
         if max_new_tokens > room:
-            warn(f"at most {room} new tokens: {self.shapes.config.name} has {self.shapes.config.max_length} positions, "
+            warn(f"at most {room} new tokens: {self.config.name} has {self.config.max_length} positions, "
                  f"and the prompt takes {len(ids)}")
-        tokens = self.generate_ids(ids, num_new_tokens=min(max_new_tokens, room), sampling=sampling, seed=seed, num_samples=num_samples)
+        tokens = self.generate_ids(
+            ids, num_new_tokens=min(max_new_tokens, room), sampling=sampling, seed=seed, num_samples=num_samples)
         return self._pieces(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
 
     def encode(self, prompt: str) -> np.ndarray:
         """Ids of a prompt that the model can go on with."""
-        config = self.shapes.config
+        config = self.config
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -127,17 +126,17 @@ class TextModel:
         Args:
           prompt: ids [N], at least one; N + num_new_tokens - 1 is at most the model's max_length.
         """
-        length, limit, eos = len(prompt), self.shapes.config.max_length, self.tokenizer.eos
+        length, limit, eos = len(prompt), self.config.max_length, self.tokenizer.eos
         padded = np.zeros((1, rounded_up(length, limit)), np.int32)
         padded[0, :length] = prompt
-        keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(num_samples))
-        tokens, cache = self._start(self.params, padded, np.int32(length), keys, sampling=sampling,
-                                    num_keys=rounded_up(length + num_new_tokens - 1, limit))
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(num_samples))
+        tokens, cache = _start(self.config, self.params, padded, np.int32(length), keys, sampling=sampling,
+                               num_keys=rounded_up(length + num_new_tokens - 1, limit))
         over = np.zeros(num_samples, bool)
         for position in range(length, length + num_new_tokens):
             drawn = tokens
             if position + 1 < length + num_new_tokens:  # dispatched before `drawn` is waited for
-                tokens, cache = self._go_on(self.params, cache, tokens, np.int32(position), keys, sampling=sampling)
+                tokens, cache = _go_on(self.config, self.params, cache, tokens, np.int32(position), keys, sampling=sampling)
             ids = np.where(over, eos, drawn)
             over = ids == eos
             yield ids
@@ -148,28 +147,6 @@ class TextModel:
         for ids in tokens:
             yield [text.push(int(token)) for text, token in zip(texts, ids, strict=True)]
         yield [text.rest() for text in texts]
-
-    @cached_property
-    def _start(self):
-        """Prompt [1, L], padded, and its length -> the first new token [B], and the cache of all samples."""
-        def start(params: Params, prompt_1L: Array, length: Array, keys_B: Array, *, sampling: Sampling,
-                  num_keys: int) -> tuple[Array, Cache]:
-            cache = empty_cache(self.shapes, num_samples=1, num_keys=num_keys, dtype=self.dtype)
-            logits_1V, cache = extend(self.shapes, params, cache, prompt_1L, jnp.int32(0), length - 1)
-            logits_BV = jnp.repeat(logits_1V, len(keys_B), axis=0)
-            return draw(logits_BV, keys_B, length, sampling), jax.tree.map(lambda x: jnp.repeat(x, len(keys_B), axis=1), cache)
-
-        return jax.jit(start, static_argnames=("sampling", "num_keys"))
-
-    @cached_property
-    def _go_on(self):
-        """Tokens [B] of a position -> the tokens after them, and the cache with theirs."""
-        def go_on(params: Params, cache: Cache, tokens_B: Array, position: Array, keys_B: Array, *,
-                  sampling: Sampling) -> tuple[Array, Cache]:
-            logits_BV, cache = extend(self.shapes, params, cache, tokens_B[:, None], position, jnp.int32(0))
-            return draw(logits_BV, keys_B, position + 1, sampling), cache
-
-        return jax.jit(go_on, static_argnames="sampling", donate_argnames="cache")
 
 
 def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Callable[[str], object] = warnings.warn) -> TextModel:
@@ -187,16 +164,32 @@ def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Calla
         raise ConfigError(explain("there is no run to sample from", given=f"{run_dir}, which has no config.json",
                                   do="give --run the directory of a run")) from error
     tokenizer = load_tokenizer(config.data.tokenizer)
-    shapes = model_shapes(config.model, config.model.vocab_size)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes.params)}
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), unpadded(config.model).params)
     restored = Checkpoints(run.checkpoints, config.checkpoint, warn=warn).restore(
-        wanted, step, paddable=lambda path: path.endswith(VOCABULARY_LEAVES), partial=True)
-    dtype = jnp.dtype(COMPUTE_DTYPES[config.precision.compute])
-    return TextModel(shapes, jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"]), tokenizer, dtype, restored.step)
+        {"params": params}, step, paddable=lambda path: path.endswith(VOCABULARY_LEAVES), partial=True)
+    params = jax.tree.map(lambda leaf: leaf.astype(COMPUTE_DTYPES[config.precision.compute]), restored.state["params"])
+    return TextModel(config=config.model, params=params, tokenizer=tokenizer, step=restored.step)
 
 
-def extend(shapes: ModelShapes, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array) -> tuple[Array, Cache]:
+@functools.partial(jax.jit, static_argnames=("config", "sampling", "num_keys"))
+def _start(config: ModelConfig, params: Params, prompt_1L: Array, length: Array, keys_B: Array, *, sampling: Sampling,
+           num_keys: int) -> tuple[Array, Cache]:
+    """Prompt, padded, and its length -> the first new token [B], and the cache of all samples."""
+    logits_1V, cache = extend(config, params, empty_cache(config, params, num_keys), prompt_1L, jnp.int32(0), length - 1)
+    logits_BV = jnp.repeat(logits_1V, len(keys_B), axis=0)
+    return draw(logits_BV, keys_B, length, sampling), jax.tree.map(lambda x: jnp.repeat(x, len(keys_B), axis=1), cache)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="cache")
+def _go_on(config: ModelConfig, params: Params, cache: Cache, tokens_B: Array, position: Array, keys_B: Array, *,
+           sampling: Sampling) -> tuple[Array, Cache]:
+    """Tokens [B] of a position -> the tokens after them, and the cache with theirs."""
+    logits_BV, cache = extend(config, params, cache, tokens_B[:, None], position, jnp.int32(0))
+    return draw(logits_BV, keys_B, position + 1, sampling), cache
+
+
+def extend(config: ModelConfig, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array) -> tuple[Array, Cache]:
     """Run tokens at positions `start`, `start` + 1, ... through the model.
 
     Args:
@@ -207,18 +200,24 @@ def extend(shapes: ModelShapes, params: Params, cache: Cache, tokens_BL: Array, 
     positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
     # The kernel is XLA's: cuDNN's causal mask takes the first query to be at position 0.
     run = Pass(comm=Collectives(cache[0].dtype), kernel="xla", visibility=Visibility(query_offset=start))
-    model = shapes.module(params, run.comm)
+    model = unpadded(config).module(params, run.comm)
     x_BLD, longer = model.run_layers(model.embed(tokens_BL, positions_BL, run), positions_BL, run, cache)
     assert longer is not None, "a cache went in and none came out"
     x_B1D = lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
     return model.logits(model.final_norm(x_B1D), run)[:, 0], longer
 
 
-def empty_cache(shapes: ModelShapes, *, num_samples: int, num_keys: int, dtype: jnp.dtype) -> Cache:
-    """Room for `num_keys` positions."""
-    config = shapes.config
-    shape = (config.num_layers, num_samples, num_keys, config.num_kv_heads, config.head_dim)
+def empty_cache(config: ModelConfig, params: Params, num_keys: int) -> Cache:
+    """Room for `num_keys` positions of one sample, in the format of the parameters."""
+    dtype = params["embedding"]["table"].dtype
+    shape = (config.num_layers, 1, num_keys, config.num_kv_heads, config.head_dim)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+@functools.cache
+def unpadded(config: ModelConfig) -> ModelShapes:
+    """The model as one device has it."""
+    return model_shapes(config, config.vocab_size)
 
 
 def draw(logits_BV: Array, keys_B: Array, position: Array, sampling: Sampling) -> Array:
@@ -279,4 +278,4 @@ class _Detokenizer:
 
 def _check(good: bool, name: str, value: object, do: str) -> None:
     if not good:
-        raise ConfigError(explain(f"{name} is out of range", given=f"--{name} {value}", do=do))
+        raise ConfigError(explain(f"{name} is out of range", given=value, do=do))

@@ -19,17 +19,18 @@ INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                    formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=34, width=118))
+    flags = argparse.ArgumentParser(
+        description="Go on with a text by a trained model.", allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--run", metavar="DIR", required=True, help="directory of a run")
     flags.add_argument("--prompt", metavar="TEXT", required=True, help="what to go on from; printed before what is made")
-    flags.add_argument("--max-new-tokens", metavar="N", type=int, default=200, help="most tokens to make")
-    flags.add_argument("--temperature", metavar="X", type=float, default=1.0, help="of the probabilities; 0 takes the likeliest token")
-    flags.add_argument("--top-k", metavar="N", type=int, help="draw from the N likeliest tokens")
-    flags.add_argument("--top-p", metavar="X", type=float, default=1.0, help="draw from the likeliest tokens of this probability together")
-    flags.add_argument("--seed", metavar="N", type=int, default=0, help="of the draws")
+    flags.add_argument("--max-new-tokens", metavar="N", type=int, default=200, help="most tokens to make (default: %(default)s)")
+    flags.add_argument("--temperature", metavar="X", type=float, default=1.0, help="divides the logits; 0: likeliest token (default: %(default)s)")
+    flags.add_argument("--top-k", metavar="N", type=int, help="draw from the N likeliest tokens (default: all)")
+    flags.add_argument("--top-p", metavar="X", type=float, default=1.0, help="draw from the likeliest of this share (default: %(default)s)")
+    flags.add_argument("--seed", metavar="N", type=int, default=0, help="of all draws (default: %(default)s)")
     flags.add_argument("--step", metavar="N", type=int, help="checkpoint to load (default: the newest good one)")
-    flags.add_argument("--num-samples", metavar="N", type=int, default=1, help="texts to make, drawn independently")
+    flags.add_argument("--num-samples", metavar="N", type=int, default=1, help="texts to make, side by side (default: %(default)s)")
     return flags
 
 
@@ -61,7 +62,7 @@ def main() -> int:
         model = load_text_model(args.run, args.step, warn=note)
         pieces = model.generate(args.prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
                                 top_p=args.top_p, seed=args.seed, num_samples=args.num_samples, warn=note)
-        note(f"{model.shapes.config.name} after step {model.step}")
+        note(f"{model.config.name} after step {model.step}")
         show(args.prompt, pieces)
     except OptimusError as error:
         note(f"error: {error}")

@@ -23,15 +23,17 @@ from optimus_jax.generation import (
     Sampling,
     TextModel,
     _Detokenizer,
+    _go_on,
+    _start,
     candidates,
     draw,
     empty_cache,
     extend,
     load_text_model,
     rounded_up,
+    unpadded,
 )
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.transformer import Pass
 
 F32 = jnp.dtype(jnp.float32)
@@ -54,14 +56,13 @@ class NoEnd(ByteTokenizer):
 
 def random_model(config):
     """Every parameter random, those too which start at 0 or 1, and so large that likeliest tokens vary."""
-    shapes = model_shapes(config, config.vocab_size)
     rng = np.random.default_rng(3)
 
     def values(path, leaf):
         around = 1 if path[-1].key == "scale" else 0
         return jnp.asarray(rng.normal(around, 0.5, leaf.shape), jnp.float32)
 
-    return TextModel(shapes, jax.tree.map_with_path(values, shapes.params), NoEnd(), F32, 0)
+    return TextModel(config=config, params=jax.tree.map_with_path(values, unpadded(config).params), tokenizer=NoEnd(), step=0)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -81,7 +82,7 @@ def full_logits(model, ids):
     @jax.jit
     def run(params):
         how = Pass(comm=Collectives(F32))
-        decoder = model.shapes.module(params, how.comm)
+        decoder = unpadded(model.config).module(params, how.comm)
         return decoder.logits(decoder.hidden(tokens, positions, how), how)
 
     return np.asarray(run(model.params)[0])
@@ -100,10 +101,10 @@ def generated(model, prompt=PROMPT, *, num_new_tokens=20, seed=0, num_samples=1,
 def test_cached_logits_equal_a_full_pass(model):
     ids = np.random.default_rng(0).integers(0, 257, 40).astype(np.int32)
     expected = full_logits(model, ids)
-    run = jax.jit(lambda *given: extend(model.shapes, model.params, *given))
+    run = jax.jit(lambda *given: extend(model.config, model.params, *given))
     padded = np.full((1, 32), 99, np.int32)  # padding that would be seen if it were not hidden
     padded[0, :20] = ids[:20]
-    empty = empty_cache(model.shapes, num_samples=1, num_keys=64, dtype=F32)
+    empty = empty_cache(model.config, model.params, 64)
     for last in range(20):
         logits, cache = run(empty, padded, np.int32(0), np.int32(last))
         assert_close(logits[0], expected[last])
@@ -143,16 +144,17 @@ def test_every_draw_has_a_key_of_its_own(gpt):
     even = replace(gpt, params=jax.tree.map(jnp.zeros_like, gpt.params))  # where all tokens are equally likely
     three = generated(even, num_samples=3, seed=1)
     assert generated(even, num_samples=3, seed=1).tolist() == three.tolist()
-    assert generated(even, num_samples=2, seed=1).tolist() == three[:2].tolist()
+    assert generated(even, num_samples=1, seed=1).tolist() == three[:1].tolist()
     draws = [*three.ravel(), *generated(even, num_samples=3, seed=2).ravel()]
     assert len(set(draws)) > 80, "of 257 tokens, 120 draws hit about 96"
 
 
 def test_prompts_of_many_lengths_share_one_program(gpt):
-    model = replace(gpt)
+    generated(gpt)
+    compiled = _start._cache_size(), _go_on._cache_size()
     for length in (1, 2, 11, 20):
-        generated(model, np.arange(length), num_new_tokens=5, seed=length)
-    assert model._start._cache_size() == model._go_on._cache_size() == 1
+        generated(gpt, np.arange(length), num_new_tokens=5, seed=length)
+    assert (_start._cache_size(), _go_on._cache_size()) == compiled
     assert [rounded_up(n, 48) for n in (1, 32, 33, 48)] == [32, 32, 48, 48]
 
 
@@ -203,9 +205,9 @@ def test_pieces_of_text_join_to_the_whole(prompt, tokens):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"max_new_tokens": 0}, "max-new-tokens is out of range"), ({"num_samples": 0}, "num-samples"), ({"seed": -1}, "seed"),
-    ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"top_k": 0}, "top-k"),
-    ({"top_p": 0.0}, "top-p"), ({"top_p": 1.1}, "top-p")])
+    ({"max_new_tokens": 0}, "max_new_tokens is out of range"), ({"num_samples": 0}, "num_samples"), ({"seed": -1}, "seed"),
+    ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"top_k": 0}, "top_k"),
+    ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p")])
 def test_numbers_out_of_range_are_refused(gpt, settings, message):
     with pytest.raises(ConfigError, match=message):
         gpt.generate("a", **settings)
@@ -215,9 +217,8 @@ def test_numbers_out_of_range_are_refused(gpt, settings, message):
     ("", "the prompt is empty"), ("a" * 65, "longer than the positions .*\n.*65 tokens, 64 positions"),
     ("\udcff", "the prompt is not text"), ("é", "does not know a token .*\n.*token 195, of a vocabulary of 100")])
 def test_prompts_that_the_model_cannot_take_are_refused(gpt, prompt, message):
-    few_ids = replace(gpt, shapes=replace(gpt.shapes, config=replace(gpt.shapes.config, vocab_size=100)))
     with pytest.raises(DataError, match=message):
-        few_ids.generate(prompt)
+        replace(gpt, config=replace(gpt.config, vocab_size=100)).generate(prompt)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ def trained(tmp_path_factory):
     """A run of three steps on eight devices, each saved; the vocabulary has rows of padding."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("the cat sat on the mat\n" * 200)
-    return train("gpt2-nano", data=str(folder / "text.txt"), mesh="data=2,fsdp=2,tensor=2", cpu_devices=8, steps=3, seq_len=16,
+    return train("gpt2-nano", data=str(folder / "text.txt"), mesh="fsdp=4,tensor=2", cpu_devices=8, steps=3, seq_len=16,
                  lr=0.01, eval_every=0, checkpoint_every=1, progress="none", run_dir=folder / "run",
                  **{"model.num_layers": 1, "model.embed_dim": 64, "model.mlp_dim": 128, "data.eval_fraction": 0.0})
 

@@ -187,28 +187,31 @@ def from_huggingface(state_dict: Mapping[str, np.ndarray], config: ModelConfig, 
 def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     """The inverse of `from_huggingface`: no rows of padding, and no head where weights are tied."""
     scheme, params = _scheme(config.family), jax.tree.map(np.asarray, params)
-    return {
-        name if name == HEAD else scheme.prefix + name: part
-        for theirs, ours in _blocks(params, model_shapes(config, len(params["embedding"]["table"])))
-        for name, part in zip(theirs, np.split(np.concatenate(ours, scheme.out_dim), len(theirs), scheme.out_dim), strict=True)}
+    state_dict = {}
+    for theirs, ours in _blocks(params, model_shapes(config, len(params["embedding"]["table"]))):
+        matrix = np.concatenate(ours, scheme.out_dim)
+        for name, part in zip(theirs, np.split(matrix, len(theirs), scheme.out_dim), strict=True):
+            state_dict[name if name == HEAD else scheme.prefix + name] = part
+    return state_dict
 
 
 def _scheme(family: str) -> Scheme:
     if family not in SCHEMES:
-        raise ConfigError(explain(f"no mapping for Hugging Face models of type {family!r}", given=f"model_type={family!r}",
+        raise ConfigError(explain("Hugging Face models of this type are not among ours", given=f"model_type={family!r}",
                                   do=nearest(family, SCHEMES)))
     return SCHEMES[family]
 
 
 def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     """Tensors, by name, and views of our leaves, in their orientation, that joined along `out_dim` are one matrix."""
-    config, names, scheme = shapes.config, shapes.names, _scheme(shapes.config.family)
+    config, scheme = shapes.config, _scheme(shapes.config.family)
     for ours, theirs in scheme.tensors.items():
         if theirs == HEAD and config.tied:
             continue
+        leaves = [(_leaf(params, path), _leaf(shapes.names, path)) for path in ours.split()]
         in_layers = "{}" in theirs
         for layer in range(config.num_layers) if in_layers else (0,):
-            views = [_matrix(_leaf(params, path), _leaf(names, path), layer, config.vocab_size) for path in ours.split()]
+            views = [_matrix(leaf, names, layer, config.vocab_size) for leaf, names in leaves]
             if in_layers and scheme.out_dim == 0:
                 views = [view.T for view in views]
             yield theirs.replace("{}", str(layer)).split(), views
@@ -236,10 +239,12 @@ def _rotary(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     match kind := rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return {"rope_theta": theta}
-        case "llama3" if all(key in rope for key in ROPE_SCALING.values()):
-            return {"rope_theta": theta, "rope_scaling": RopeScaling(**{field: rope[key] for field, key in ROPE_SCALING.items()})}
+        case "llama3" if rope.keys() >= set(ROPE_SCALING.values()):
+            scaling = RopeScaling(**{field: rope[key] for field, key in ROPE_SCALING.items()})
+            return {"rope_theta": theta, "rope_scaling": scaling}
         case "llama3":
-            raise ConfigError(explain("rope_type=llama3 lacks numbers", given=rope, do="give " + ", ".join(ROPE_SCALING.values())))
+            raise ConfigError(explain("rope_type=llama3 lacks numbers", given=rope,
+                                      do="give " + ", ".join(ROPE_SCALING.values())))
     raise _not_ours("rope_type", kind, ("default", "llama3"))
 
 
@@ -267,5 +272,6 @@ def _check_shapes(tensors: Mapping[str, np.ndarray], theirs: list[str], ours: li
     for name in theirs:
         if tensors[name].shape != tuple(wanted):
             raise CheckpointError(explain(
-                f"tensor {name!r} does not fit the model's sizes", given=f"shape {tensors[name].shape}, wanted {tuple(wanted)}",
+                f"tensor {name!r} does not fit the model's sizes",
+                given=f"shape {tensors[name].shape}, wanted {tuple(wanted)}",
                 do="use the config.json that came with the weights"))

@@ -30,24 +30,27 @@ from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.planning.search import plan_for
 from optimus_jax.presets import gpt2, llama3_2_1b
-from optimus_jax.training.state import LossScale, TrainState
+from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 
 GLOBAL_BATCH, SEQ_LEN = 4, 24
 LOGITS_ATOL = 2e-5
-"""Logits are of size 1 and are sums of some hundred products, each rounded to 6e-8."""
+"""Absolute. Logits are up to 6 large, and each rounding on the way to them is 6e-8 of what it rounds."""
 GRADIENT_RTOL = 1e-4
-"""Of the largest entry of a leaf. The key biases' gradient is zero but for rounding; they share a leaf with the value biases'."""
+"""Of the largest entry of a leaf. The key biases' gradient, zero but for rounding, is in one leaf with the value biases'."""
 
 GPT2 = {"model_type": "gpt2", "n_positions": 32, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 64, "num_hidden_layers": 2}
-ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16}
+ROPE_SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32}
+"""With heads 16 wide, some frequencies are left alone, some blended and some stretched."""
 
 CASES = {
     "gpt2": GPT2 | {"vocab_size": 128, "n_layer": 2, "n_embd": 32, "n_head": 4},
-    "gpt2, own mlp_dim, odd vocabulary": GPT2 | {"vocab_size": 101, "n_layer": 3, "n_embd": 48, "n_head": 6, "n_inner": 80},
-    "gpt2, untied, one layer": GPT2 | {"vocab_size": 97, "n_layer": 1, "n_embd": 64, "n_head": 2, "tie_word_embeddings": False},
+    "gpt2, own mlp_dim, odd vocabulary": GPT2 | {
+        "vocab_size": 101, "n_layer": 3, "n_embd": 48, "n_head": 6, "n_inner": 80},
+    "gpt2, untied, one layer": GPT2 | {
+        "vocab_size": 97, "n_layer": 1, "n_embd": 64, "n_head": 2, "tie_word_embeddings": False},
     "llama, a kv head per head": LLAMA | {
         "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4},
     "llama, 4 heads per kv head, tied": LLAMA | {
@@ -55,7 +58,7 @@ CASES = {
         "tie_word_embeddings": True},
     "llama, one kv head, own head_dim, llama3 rope": LLAMA | {
         "vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 16, "rope_parameters": ROPE},
+        "head_dim": 16, "rope_theta": 10000.0, "rope_scaling": ROPE_SCALING},
 }
 ONE_DEVICE, SHARDED = AxisSizes(), AxisSizes(data=2, fsdp=2, tensor=2)
 SHARED_KV_HEADS = ("llama, 4 heads per kv head, tied", AxisSizes(fsdp=2, tensor=4))
@@ -81,15 +84,15 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": Fal
 @cache
 def reference(case: str) -> SimpleNamespace:
     """The case's model in PyTorch: weights, and of `batch()` the logits, the loss and its gradients."""
-    torch = pytest.importorskip("torch", reason="the reference is PyTorch's: pip install optimus-jax[huggingface]")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    transformers = pytest.importorskip("transformers", reason="the reference is Hugging Face's: pip install optimus-jax[huggingface]")
+    torch, transformers = (pytest.importorskip(name, reason=f"the reference needs {name}: pip install optimus-jax[huggingface]")
+                           for name in ("torch", "transformers"))
     torch.manual_seed(0)
     values = {key: value for key, value in CASES[case].items() if key != "model_type"}
     config = transformers.AutoConfig.for_model(CASES[case]["model_type"], bos_token_id=0, eos_token_id=0, **values)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for weight in model.parameters():  # not 0.02: scores of size 1 let attention and positions matter, and biases and norms too
-        weight.data = torch.randn_like(weight) * (0.2 if weight.ndim == 2 else 0.1) + (weight.data if weight.ndim == 1 else 0)
+    for weight in model.parameters():  # so large that scores reach 1 and no bias is 0: whatever is wrong, shows
+        weight.data = 0.2 * torch.randn_like(weight) + (weight.data if weight.ndim == 1 else 0)
     rows = batch(config.vocab_size)
     logits = model(torch.tensor(rows["tokens"], dtype=torch.long)).logits
     targets = torch.tensor(np.where(rows["loss_mask"], rows["targets"], -100), dtype=torch.long)
@@ -114,9 +117,10 @@ def batch(vocab_size: int) -> dict[str, np.ndarray]:
 
 def program_for(model: ModelConfig, axes: AxisSizes) -> Program:
     """The program of a real run, whose first moment is the gradient: no clipping, no decay of the moment."""
-    config = Config(model=model, data=DataConfig(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN), parallel=ParallelConfig(loss_chunk_tokens=10),
-                    optimizer=OptimizerConfig(beta1=0.0, clip_norm=0.0))
-    topology = Topology(num_devices=axes.num_devices, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)
+    config = Config(model=model, data=DataConfig(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN),
+                    parallel=ParallelConfig(loss_chunk_tokens=10), optimizer=OptimizerConfig(beta1=0.0, clip_norm=0.0))
+    topology = Topology(num_devices=axes.num_devices, num_processes=1, platform="cpu", device_kind="cpu",
+                        bytes_per_device=None)
     plan = plan_for(config, axes, topology)
     plan.validate(model, global_batch=GLOBAL_BATCH)
     mesh = build_mesh(plan, jax.devices()[: axes.num_devices])
@@ -124,12 +128,10 @@ def program_for(model: ModelConfig, axes: AxisSizes) -> Program:
 
 
 def state_of(program: Program, params: Params) -> TrainState:
-    """The state before step 1, of these parameters."""
-    zero = jnp.zeros((), jnp.int32)
-    moments = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.optimizer.init, params))
-    state = TrainState(step=zero, params=params, opt_state=moments,
-                       loss_scale=LossScale(scale=jnp.float32(1), clean_steps=zero, overflows=zero))
-    return jax.device_put(state, program.state_shardings)
+    """The state before step 1, with these parameters."""
+    empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init, jnp.int32(0)))
+    unscaled = dataclasses.replace(empty.loss_scale, scale=np.ones_like(empty.loss_scale.scale))
+    return jax.device_put(dataclasses.replace(empty, params=params, loss_scale=unscaled), program.state_shardings)
 
 
 def logits(program: Program, params: Params, rows: dict[str, jax.Array]) -> jax.Array:
@@ -138,8 +140,8 @@ def logits(program: Program, params: Params, rows: dict[str, jax.Array]) -> jax.
     comm = Collectives(jnp.dtype(jnp.float32), rules, program.plan.zero)
 
     def local(params: Params, rows: dict[str, jax.Array]) -> jax.Array:
-        model, run = program.shapes.module(params, comm), Pass(comm=comm)
-        return model.logits(model.hidden(rows["tokens"], rows["positions"], run), run)
+        model, one_pass = program.shapes.module(params, comm), Pass(comm=comm)
+        return model.logits(model.hidden(rows["tokens"], rows["positions"], one_pass), one_pass)
 
     specs = jax.tree.map(lambda sharding: sharding.spec, (program.state_shardings.params, program.batch_sharding))
     whole_rows = P(rules.get(BATCH), None, rules.get(VOCAB))

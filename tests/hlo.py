@@ -1,0 +1,102 @@
+"""What devices say to one another, read from the text of a compiled program (as XLA's CPU compiler writes it)."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+_COLLECTIVE = re.compile(
+    r" = (?P<type>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)\(")
+_ARRAY = re.compile(r"\b(" + "|".join(ITEM_BYTES) + r")\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One array that a collective produces on a device; a collective of several arrays gives several."""
+
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, ..."""
+    axes: tuple[str, ...]
+    """Mesh axes along which devices take part, in the mesh's order."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the result on one device."""
+    loops: tuple[int, ...]
+    """Trip counts of the loops around it, outermost first; a trip count that XLA does not know is 0."""
+    source: str
+    """JAX's name for where it comes from."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the result on one device, once."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def times(self) -> int:
+        """How often it happens in a run of the program."""
+        return math.prod(self.loops)
+
+
+def collectives(text: str, mesh: Mesh) -> list[Moved]:
+    """Every array of every collective in a compiled program, in the order of the text of each computation."""
+    computations, entry = _computations(text)
+    return list(_walk(computations, entry, (), mesh))
+
+
+def num_instructions(text: str) -> int:
+    """Instructions of all computations."""
+    return sum(map(len, _computations(text)[0].values()))
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Lines of every computation by its name, and the name of the one that is run."""
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = computations.setdefault(header[1], [])
+            entry = header[1] if line.startswith("ENTRY") else entry
+        elif " = " in line:
+            lines.append(line)
+    assert entry, "this is not the text of a compiled program"
+    return computations, entry
+
+
+def _walk(computations: dict[str, list[str]], name: str, loops: tuple[int, ...], mesh: Mesh) -> Iterator[Moved]:
+    for line in computations[name]:
+        if found := _COLLECTIVE.search(line):
+            source = re.search(r'op_name="([^"]*)"', line)
+            for dtype, sizes in _ARRAY.findall(found["type"]):
+                shape = tuple(int(size) for size in sizes.split(",") if size)
+                yield Moved(found["kind"], _axes(line, mesh), dtype, shape, loops, source[1] if source else "")
+            continue
+        trips = _TRIPS.search(line)
+        inner = (*loops, int(trips[1]) if trips else 0) if " while(" in line else loops
+        for names in _CALLED.findall(line):
+            for called in names.strip("{}").split(","):
+                yield from _walk(computations, called.strip().lstrip("%"), inner, mesh)
+
+
+def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which the members of a group differ."""
+    place = dict(enumerate(np.ndindex(mesh.devices.shape)))
+    if iota := _IOTA_GROUPS.search(line):
+        shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        assert shape is not None
+        groups = np.arange(mesh.size).reshape(source).transpose(order).reshape(shape).tolist()
+    else:
+        found = _GROUPS.search(line)
+        assert found, f"no groups in: {line}"
+        groups = [[int(n) for n in group.split(",")] for group in found[1].strip("{}").split("},{")]
+    differing = {dim for group in groups for dim in range(mesh.devices.ndim) if len({place[n][dim] for n in group}) > 1}
+    return tuple(mesh.axis_names[dim] for dim in sorted(differing))

@@ -1,0 +1,190 @@
+"""The plans that everything about plans is tested on, and the tiny models they train.
+
+A new plan, or a new kind of plan, is tested by joining PLANS: every test that is parametrised over
+the list then compares it with one device and holds its shardings and collectives to its axes.
+"""
+
+import functools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import ADAM_EPSILON, fitted
+
+from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.build import build_mesh, discover
+from optimus_jax.mesh.sharding import put_batch
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.plan import Plan
+from optimus_jax.planning.search import plan_for
+from optimus_jax.training.state import TrainState
+from optimus_jax.training.step import Batch, Program, build_program
+
+SEQ_LEN = 16
+GLOBAL_BATCH = 48
+"""Divides over 8, 6 and 4 devices, two microbatches and more."""
+VOCAB_SIZE = 101
+"""Not divisible by any mesh axis: the table has rows of padding, and over tensor=3 more of them."""
+
+GPT = ModelConfig(
+    name="test-gpt", family="gpt2", vocab_size=VOCAB_SIZE, num_layers=3, embed_dim=48, num_heads=24, num_kv_heads=24,
+    head_dim=4, mlp_dim=96, max_length=SEQ_LEN, tied=True, dropout=0.1)
+LLAMA = ModelConfig(
+    name="test-llama", family="llama", vocab_size=VOCAB_SIZE, num_layers=3, embed_dim=48, num_heads=24, num_kv_heads=2,
+    head_dim=4, mlp_dim=96, max_length=SEQ_LEN, tied=False, dropout=0.1)
+MODELS = {"gpt": GPT, "llama": LLAMA}
+"""Widths divide by 8, 6 and 3. The Llama has fewer key/value heads than tensor=4, 6 and 8 have devices."""
+
+KV_HEADS_OVER_3 = 6
+"""Two key/value heads can be neither split nor shared over tensor=3, so the Llama has these there."""
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """Settings that make one plan."""
+
+    mesh: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.mesh, *(f"{name.rpartition('.')[2]}={_text(value)}" for name, value in self.settings)])
+
+    @property
+    def axes(self) -> AxisSizes:
+        return AxisSizes.parse(self.mesh)
+
+
+def _text(value: Any) -> str:
+    return "+".join(value) if isinstance(value, tuple) else str(value)
+
+
+def case(mesh: str, **parallel: Any) -> PlanCase:
+    """A mesh, and fields of ParallelConfig that differ from its defaults."""
+    return PlanCase(mesh, tuple((f"parallel.{name}", value) for name, value in parallel.items()))
+
+
+ONE_DEVICE = case("data=1", zero=0)
+
+PLANS = [
+    # Every way to deal eight devices out to data, fsdp and tensor, at every ZeRO stage.
+    case("data=8", remat="dots"),
+    case("data=8", microbatches=2, loss_chunk_tokens=20),
+    case("fsdp=8", zero=0),
+    case("fsdp=8", zero=1, microbatches=2),
+    case("fsdp=8", zero=2, remat="full"),
+    case("fsdp=8", zero=3, remat="selective", loss_chunk_tokens=40),
+    case("tensor=8", remat="selective", microbatches=4),
+    case("data=4,fsdp=2", zero=2, microbatches=2),
+    case("data=2,fsdp=4", zero=3, microbatches=2, remat="dots"),
+    case("data=4,tensor=2", rules=("vocab=none",), microbatches=4),
+    case("data=2,tensor=4", rules=("mlp=none",), remat="full"),
+    case("fsdp=4,tensor=2", zero=1, remat="dots"),
+    case("fsdp=2,tensor=4", zero=3, rules=("heads=none",), microbatches=4, loss_chunk_tokens=100),
+    case("data=2,fsdp=2,tensor=2", zero=2, remat="selective", microbatches=4),
+    case("data=2,fsdp=2,tensor=2", zero=3, remat="full", microbatches=2),
+    # Six devices, where no axis is a power of two.
+    case("data=3,fsdp=2", zero=3),
+    case("data=2,fsdp=3", zero=1, microbatches=4),
+    case("fsdp=3,tensor=2", zero=2),
+    case("data=2,tensor=3", microbatches=2),
+    case("tensor=6", remat="dots"),
+    # Four of the eight devices.
+    case("fsdp=2,tensor=2", zero=3, rules=("vocab=none", "mlp=none")),
+]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A plan's program and the batch of its first step; nothing is compiled yet."""
+
+    config: Config
+    plan: Plan
+    program: Program
+    batch: Batch
+
+
+def model_for(case: PlanCase, name: str) -> ModelConfig:
+    """The model called `name`, with key/value heads that the case's tensor axis can have."""
+    model = MODELS[name]
+    shared = model.num_kv_heads % case.axes.tensor and case.axes.tensor % model.num_kv_heads
+    return replace(model, num_kv_heads=KV_HEADS_OVER_3) if shared else model
+
+
+def make_config(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None = None) -> Config:
+    """What every test run asks for, and then `settings` on top of the case's own."""
+    config = Config(model=model, steps=8, data=DataConfig(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH),
+                    optimizer=OptimizerConfig(lr=0.01, warmup_steps=1, clip_norm=0.5, epsilon=ADAM_EPSILON))
+    return config.with_values({"parallel.mesh": case.mesh, **dict(case.settings), **(settings or {})})
+
+
+def make_plan(config: Config) -> Plan:
+    """The plan of a config with a mesh, on as many of the devices as it needs."""
+    axes = AxisSizes.parse(config.parallel.mesh)
+    plan = plan_for(config, axes, replace(discover(), num_devices=axes.num_devices))
+    plan.validate(config.model, global_batch=config.data.global_batch)
+    return plan
+
+
+def build(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None = None) -> Built:
+    """Config, plan, program and batch of a case."""
+    config = make_config(model, case, settings)
+    plan = make_plan(config)
+    mesh = build_mesh(plan, jax.devices()[: plan.num_devices])
+    program = build_program(config, model_shapes(model, plan.padded_vocab(model)), plan, mesh)
+    return Built(config, plan, program, batch_of_step(program, 1))
+
+
+def random_state(program: Program) -> TrainState:
+    """A state before step 1 that is the same under every plan, and in which no bias is 0 and no scale is 1.
+
+    A bias that is added once per device, or a scale used twice, would not be seen on a fresh state.
+    """
+    def leaf(path: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not name.startswith("params/"):
+            return np.zeros(like.shape, like.dtype)
+        random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
+        shape = (VOCAB_SIZE, *like.shape[1:]) if name.endswith("/table") else like.shape
+        mean = 1 if name.endswith("/scale") else 0
+        return fitted((mean + 0.1 * random.standard_normal(shape)).astype(like.dtype), like.shape)
+
+    state = jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(program.init, jnp.int32(0)))
+    scale = np.float32(program.config.precision.loss_scale if program.plan.precision == "f16" else 1)
+    state = replace(state, loss_scale=replace(state.loss_scale, scale=scale))
+    return jax.device_put(state, program.state_shardings)
+
+
+def batch_of_step(program: Program, step: int) -> Batch:
+    """`host_batch` on the program's devices."""
+    return put_batch(host_batch(step), program.batch_sharding, GLOBAL_BATCH)
+
+
+@functools.cache
+def host_batch(step: int) -> dict[str, np.ndarray]:
+    """A global batch of random tokens in packed documents, some of whose tokens have no loss.
+
+    The share of tokens that count differs between rows, and the first rows have none: a mean over
+    each device's own tokens would not be the mean over all, and a device may have no token at all.
+    """
+    random = np.random.Generator(np.random.PCG64([step, 7]))
+    rows, length = GLOBAL_BATCH, SEQ_LEN
+    tokens = random.integers(0, VOCAB_SIZE, (rows, length + 1), dtype=np.int32)
+    begins = random.random((rows, length)) < 0.15
+    begins[:, 0] = False
+    index = np.arange(length, dtype=np.int32)
+    ends = np.concatenate([begins[:, 1:], np.zeros((rows, 1), bool)], axis=1)
+    share = np.linspace(0, 1, rows)[:, None]
+    share[: rows // 8] = 0
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": index - np.maximum.accumulate(np.where(begins, index, 0), axis=1),
+        "segments": np.cumsum(begins, axis=1, dtype=np.int32),
+        "loss_mask": (random.random((rows, length)) < share) & ~ends,
+        "examples": np.arange(rows, dtype=np.int32) + step * rows,
+    }

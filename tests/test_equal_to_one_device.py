@@ -1,0 +1,154 @@
+"""Every plan of tests/plans.py trains like one device, and really is another layout.
+
+Two steps from a random state, on batches whose rows have different numbers of tokens that count,
+with dropout, packed documents, weight decay and a gradient norm above the clipping threshold.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import hlo
+import jax
+import numpy as np
+import plans
+import pytest
+from helpers import BF16_RELATIVE, F32_RELATIVE, assert_close, host_leaves
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.mesh.axes import MESH_AXES
+from optimus_jax.mesh.checksum import named_leaves
+
+MOMENT = "opt_state/0/mu/"
+TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What two steps under one plan gave."""
+
+    built: plans.Built
+    text: str
+    """The compiled step."""
+    metrics: list[dict[str, np.ndarray]]
+    states: list[dict[str, np.ndarray]]
+    """Whole leaves on the host, by path, after each step."""
+    layouts: dict[str, jax.Array]
+    """Leaves after the last step, on their devices."""
+
+
+def run_case(model: ModelConfig, case: plans.PlanCase, settings: Mapping[str, Any] | None = None) -> Run:
+    built = plans.build(model, case, settings)
+    state, metrics, states = plans.random_state(built.program), [], []
+    step = built.program.train_step.lower(state, built.batch).compile()
+    for number in (1, 2):
+        state, found = step(state, plans.batch_of_step(built.program, number))
+        metrics.append(jax.device_get(found))
+        states.append(host_leaves(state))
+    return Run(built, step.as_text(), metrics, states, named_leaves(state))
+
+
+@functools.cache
+def one_device(model: ModelConfig, *settings: tuple[str, Any]) -> Run:
+    """The run that others are compared with."""
+    return run_case(model, plans.ONE_DEVICE, dict(settings))
+
+
+@pytest.fixture(scope="module", params=[(name, case) for name in plans.MODELS for case in plans.PLANS],
+                ids=lambda param: f"{param[0]} {param[1]}")
+def runs(request):
+    """A plan's run, and one device's."""
+    name, case = request.param
+    model = plans.model_for(case, name)
+    return run_case(model, case), one_device(model)
+
+
+def test_loss_and_gradient_norm(runs):
+    run, reference = runs
+    for found, expected in zip(run.metrics, reference.metrics, strict=True):
+        assert found["tokens"] == expected["tokens"] > 0
+        assert not found["skipped"]
+        assert expected["grad_norm"] > run.built.config.optimizer.clip_norm
+        assert_close(found, expected, F32_RELATIVE)
+    assert len({float(found["loss"]) for found in run.metrics}) == 2
+
+
+def test_gradients(runs):
+    run, reference = runs
+    found, expected = ({path: leaf for path, leaf in side.states[0].items() if path.startswith(MOMENT)} for side in runs)
+    assert len(found) == len(jax.tree.leaves(run.built.program.shapes.params))
+    assert all(np.abs(leaf).max() > 0 for leaf in expected.values())
+    assert_close(found, expected, F32_RELATIVE)
+
+
+def test_parameters_and_moments_after_two_steps(runs):
+    run, reference = runs
+    before = host_leaves(plans.random_state(reference.built.program))
+    assert all((leaf != before[path]).any() for path, leaf in reference.states[1].items() if not path.startswith("loss_scale"))
+    assert_close(run.states[1], reference.states[1], F32_RELATIVE)
+
+
+def test_state_is_laid_out_as_the_plan_says(runs):
+    run, reference = runs
+    plan, model = run.built.plan, run.built.config.model
+    assert plan.num_devices > 1 == reference.built.plan.num_devices
+    names = dict(named_leaves({"params": run.built.program.shapes.names}))
+    whole_over_tensor = {rule.partition("=")[0] for rule in run.built.config.parallel.rules}
+    if "heads" in whole_over_tensor or model.num_kv_heads % plan.axes.tensor:
+        whole_over_tensor.add("kv_heads")
+
+    for path, leaf in run.layouts.items():
+        assert len(leaf.sharding.device_set) == plan.num_devices
+        logical = next((tuple_ for name, tuple_ in names.items() if path.endswith(name.removeprefix("params"))), ())
+        split = plan.zero >= (3 if path.startswith("params/") else 1)
+        expected = tuple("tensor" if dim in TENSOR_DIMS - whole_over_tensor else "fsdp" if dim == "embed" and split else None
+                         for dim in logical)
+        ways = [plan.axes[axis] if axis else 1 for axis in expected]
+        shard = tuple(size // way for size, way in zip(leaf.shape, ways, strict=True))
+        assert {piece.data.shape for piece in leaf.addressable_shards} == {shard}, path
+        assert _axes(leaf, plan) == tuple(axis if way > 1 else None for axis, way in zip(expected, ways, strict=True)), path
+
+
+def _axes(leaf: jax.Array, plan: Any) -> tuple[str | None, ...]:
+    """The mesh axis of more than one device that splits each dimension."""
+    spec = (*leaf.sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
+    axes = [[axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if plan.axes[axis] > 1] for entry in spec]
+    return tuple(entry[0] if entry else None for entry in axes)
+
+
+def test_devices_speak_along_the_axes_that_the_plan_splits(runs):
+    run, reference = runs
+    plan = run.built.plan
+    assert hlo.collectives(reference.text, reference.built.program.mesh) == []
+    spoken: dict[str, set[str]] = {}
+    for moved in hlo.collectives(run.text, run.built.program.mesh):
+        spoken.setdefault(moved.kind, set()).update(moved.axes)
+    expected = {"all-reduce": {axis for axis in MESH_AXES if plan.axes[axis] > 1}}
+    if plan.zero:
+        expected |= {"all-gather": {"fsdp"}, "reduce-scatter": {"fsdp"}}
+    assert spoken == expected
+
+
+def test_rows_of_padding_stay_zero(runs):
+    run, _ = runs
+    tables = {path: leaf for path, leaf in run.states[1].items() if path.endswith("/table")}
+    assert tables
+    for path, leaf in tables.items():
+        assert len(leaf) == run.built.plan.padded_vocab(run.built.config.model) > plans.VOCAB_SIZE
+        assert not leaf[plans.VOCAB_SIZE:].any(), path
+        assert leaf[: plans.VOCAB_SIZE].any(axis=1).all(), path
+
+
+@pytest.mark.parametrize("case", [plans.case("data=2,fsdp=2,tensor=2", zero=3, microbatches=2), plans.case("fsdp=4,tensor=2", zero=2)], ids=str)
+def test_bf16_within_its_own_rounding(case):
+    bf16 = ("precision.compute", "bf16")
+    run, reference, exact = run_case(plans.GPT, case, dict([bf16])), one_device(plans.GPT, bf16), one_device(plans.GPT)
+    assert "bf16[" in run.text
+    assert "bf16[" not in exact.text
+    for side in (run, reference):
+        assert side.metrics[0]["loss"] != exact.metrics[0]["loss"]
+    for path, leaf in run.layouts.items():
+        assert leaf.dtype != "bfloat16", path
+    assert_close(run.states[0], reference.states[0], BF16_RELATIVE)
+    assert_close(run.metrics[1], reference.metrics[1], BF16_RELATIVE)
