@@ -31,7 +31,6 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     restart_with_huge_pages()
     axes = AxisSizes.parse(mesh)
     use_cpu_devices(axes.num_devices)
-    import jax
     import jax.numpy as jnp
     import numpy as np
 

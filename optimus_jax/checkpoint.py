@@ -78,7 +78,8 @@ class Checkpoints:
       warn: told what happened to a checkpoint when the run goes on regardless.
     """
 
-    def __init__(self, directory: epath.PathLike, config: CheckpointConfig, warn: Callable[[str], object] = warnings.warn) -> None:
+    def __init__(self, directory: epath.PathLike, config: CheckpointConfig,
+                 warn: Callable[[str], object] = warnings.warn) -> None:
         self._directory = epath.Path(directory).absolute()  # TensorStore refuses relative paths
         self._config = config
         self._warn = warn
@@ -172,7 +173,8 @@ class Checkpoints:
                     self._warn(f"the checkpoint of step {candidate} is damaged and passed over: {error}")
         raise CheckpointError(explain(
             "there is no good checkpoint" + ("" if step is None else f" of step {step}"),
-            given=f"{self._directory}, steps {_listed(steps)}" + "".join(f"\n    {at}: {why}" for at, why in damage.items()),
+            given=f"{self._directory}, steps {_listed(steps)}"
+                  + "".join(f"\n    {at}: {why}" for at, why in damage.items()),
             do="choose another step, bring back the directory from a copy, or start a new run"))
 
     def _read(self, step: int, abstract_state: Any, paddable: Callable[[str], bool], partial: bool) -> Restored:
@@ -180,8 +182,9 @@ class Checkpoints:
         asked = named_leaves(abstract_state)
         saved = {name: leaf for name, leaf in manifest["leaves"].items() if name in asked or not partial}
         _check_same_model(step, saved, asked, paddable)
-        restore_args = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, strict=not paddable(name))
-                        for name, leaf in asked.items()}
+        restore_args = {
+            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, strict=not paddable(name))
+            for name, leaf in asked.items()}
         with _event_loops_that_finish():
             state = _on_every_process(lambda: ocp.PyTreeCheckpointHandler().restore(
                 self._directory / str(step) / STATE,
@@ -222,7 +225,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _failure(self, error: Exception) -> CheckpointError:
-        """What to raise for a save that failed. A new manager takes the next one, since this one's list of steps is wrong."""
+        """What to raise for a save that failed. The next takes a new manager: this one's list of steps is wrong."""
         if self._manager is not None:
             with contextlib.suppress(Exception):  # the error that we are about to report
                 self._manager.close()
@@ -242,7 +245,8 @@ class Checkpoints:
                 f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet")))
 
 
-def _check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, Any], paddable: Callable[[str], bool]) -> None:
+def _check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, Any],
+                      paddable: Callable[[str], bool]) -> None:
     """Raises CheckpointError, naming the first leaf which is not in both or has another shape or dtype."""
     for name in [*asked, *saved]:
         have = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else None

@@ -240,7 +240,7 @@ class DistributedConfig:
         if any(given) and not all(given):
             raise ConfigError(explain("a run of several processes needs all three distributed settings",
                                       given=self, do="give --coordinator HOST:PORT --num-processes N --process-id I"))
-        if self.num_processes is not None and not 0 <= self.process_id < self.num_processes:
+        if self.num_processes is not None and self.process_id is not None and not 0 <= self.process_id < self.num_processes:
             raise ConfigError(explain("--process-id must lie below --num-processes", given=self,
                                       do=f"choose 0 to {self.num_processes - 1}"))
 
@@ -353,7 +353,7 @@ def setting_names(cls: type = Config, prefix: str = "") -> list[str]:
 
 def _dataclass_in(kind: Any) -> type | None:
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 
 def _build(cls: type, value: Any, path: str) -> Any:
@@ -370,7 +370,7 @@ def _build(cls: type, value: Any, path: str) -> Any:
 
 def _convert(kind: Any, value: Any, name: str) -> Any:
     """`value`, from JSON or the command line, as a `kind`."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else _build(kind, value, name + ".")
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:

@@ -88,8 +88,9 @@ class TextModel:
             prompt is empty, too long or has tokens that the model does not know.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("num_samples", num_samples, 1), ("seed", seed, 0)):
-            _check(value >= least, name, value, f"choose {least} or more")
+        _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "choose 1 or more")
+        _check(num_samples >= 1, "num_samples", num_samples, "choose 1 or more")
+        _check(0 <= seed < 2**32, "seed", seed, "choose 0 to 2**32 - 1")
         ids = self.encode(prompt)
         room = self.config.max_length - len(ids) + 1  # the last token needs no position: it is not read
         if max_new_tokens > room:

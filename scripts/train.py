@@ -11,7 +11,7 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 import argparse
 
 from optimus_jax.config import Config
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.errors import ConfigError, OptimusError, explain, nearest
 from optimus_jax.presets import PRESETS
 from optimus_jax.request import SHORT_NAMES
 
@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     """Every flag; only those given on the command line appear in the parsed result."""
     default = Config()
     flags = argparse.ArgumentParser(
+        usage="train.py --model NAME [flags]   or   train.py --run-dir DIR --resume [flags]",
         description="Train a GPT or Llama on any data x fsdp x tensor mesh.", argument_default=argparse.SUPPRESS,
         allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
@@ -65,8 +66,13 @@ def settings(given: dict) -> dict:
 
 def main() -> int:
     """Exit code: 0 done or Ctrl-C, 2 the user's error, 75 stopped on request and worth restarting."""
-    given = vars(parser().parse_args())
+    flags = parser()
+    parsed, unknown = flags.parse_known_args()
+    given = vars(parsed)
     try:
+        if unknown:
+            known = [name for action in flags._actions for name in action.option_strings]
+            raise ConfigError(explain(f"unknown argument {unknown[0]!r}", given=" ".join(unknown), do=nearest(unknown[0], known)))
         overrides = settings(given)
         # After parsing: --help need not wait for JAX.
         from optimus_jax.api import train

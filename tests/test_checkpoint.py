@@ -40,7 +40,8 @@ class State:
 
 def make_state(seed=0, rows=48):
     """Weights with AdamW's moments, every leaf random."""
-    params = {"embed": jnp.zeros((rows, 64)), "blocks": {"w": jnp.zeros((4, 64, 256)), "scale": jnp.zeros((7,), jnp.bfloat16)}}
+    params = {"embed": jnp.zeros((rows, 64)),
+              "blocks": {"w": jnp.zeros((4, 64, 256)), "scale": jnp.zeros((7,), jnp.bfloat16)}}
     state = State(jnp.int32(0), params, optax.adamw(1e-3).init(params))
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: (rng.standard_normal(x.shape) * 1000).astype(x.dtype), state)
@@ -100,7 +101,8 @@ def two_saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("saved_on", "restored_on"), [
-    ((8, SHARDED), (4, SHARDED)), ((8, SHARDED), (1, REPLICATED)), ((4, REPLICATED), (8, SHARDED)), ((1, SHARDED), (8, REPLICATED))])
+    ((8, SHARDED), (4, SHARDED)), ((8, SHARDED), (1, REPLICATED)),
+    ((4, REPLICATED), (8, SHARDED)), ((1, SHARDED), (8, REPLICATED))])
 def test_state_moves_to_another_mesh(opened, warned, saved_on, restored_on):
     state, checkpoints = make_state(), opened()
     placed, target = place(state, *saved_on), abstract(state, *restored_on)
@@ -110,7 +112,7 @@ def test_state_moves_to_another_mesh(opened, warned, saved_on, restored_on):
     assert (restored.step, restored.metadata) == (7, METADATA)
     assert_identical(restored.state, state)
     assert checksums(restored.state) == checksums(placed)
-    for x, wanted, before in zip(jax.tree.leaves(restored.state), jax.tree.leaves(target), jax.tree.leaves(placed), strict=True):
+    for x, wanted, before in zip(*map(jax.tree.leaves, (restored.state, target, placed)), strict=True):
         assert x.sharding == wanted.sharding != before.sharding
     assert warned == []
 
@@ -118,7 +120,7 @@ def test_state_moves_to_another_mesh(opened, warned, saved_on, restored_on):
 @pytest.mark.parametrize("use", ["donate", "delete"])
 @pytest.mark.parametrize("replicated", [SHARDED, REPLICATED])
 def test_state_may_be_donated_once_save_returns(opened, use, replicated):
-    state, checkpoints = make_state(rows=65536), opened()
+    state, checkpoints = make_state(rows=16384), opened()
     placed = place(state, replicated=replicated)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
     overwrite(place(state, replicated=replicated))  # compiled, so that it runs while files are being written
@@ -241,6 +243,15 @@ def test_another_model_is_an_error_not_damage(two_saved, warned, other, message)
     for step in (None, 2):
         with pytest.raises(CheckpointError, match=f"(?s)step 2 is of another model.*{message}"):
             checkpoints.restore(abstract(other), step, paddable=lambda path: path == "params/blocks/w")
+    assert warned == []
+
+
+def test_part_of_a_state_can_be_read(two_saved, warned):
+    checkpoints, target = Checkpoints(two_saved, CheckpointConfig(), warn=warned.append), abstract(make_state())
+    restored = checkpoints.restore({"params": target.params}, partial=True)
+    assert_identical(restored.state, {"params": make_state(2).params})
+    with pytest.raises(CheckpointError, match="'head' differs"):
+        checkpoints.restore({"params": target.params, "head": target.step}, partial=True)
     assert warned == []
 
 
@@ -369,7 +380,11 @@ def test_two_processes_save_and_fall_back_together(tmp_path):
     processes = [subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, address, str(process), str(tmp_path / "run")],
                                   env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
                  for process in range(2)]
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     for output in outputs:
         assert "passed" in output, output
     assert "another process cannot read it" in outputs[0]

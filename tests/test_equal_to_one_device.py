@@ -20,7 +20,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.mesh.checksum import named_leaves
 
-MOMENT = "opt_state/0/mu/"
+FIRST_MOMENT, SECOND_MOMENT = "opt_state/0/mu/", "opt_state/0/nu/"
 TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
 
 
@@ -75,8 +75,8 @@ def test_loss_and_gradient_norm(runs):
 
 
 def test_gradients(runs):
-    run, reference = runs
-    found, expected = ({path: leaf for path, leaf in side.states[0].items() if path.startswith(MOMENT)} for side in runs)
+    run, _ = runs
+    found, expected = ({path: leaf for path, leaf in side.states[0].items() if path.startswith(FIRST_MOMENT)} for side in runs)
     assert len(found) == len(jax.tree.leaves(run.built.program.shapes.params))
     assert all(np.abs(leaf).max() > 0 for leaf in expected.values())
     assert_close(found, expected, F32_RELATIVE)
@@ -93,14 +93,15 @@ def test_state_is_laid_out_as_the_plan_says(runs):
     run, reference = runs
     plan, model = run.built.plan, run.built.config.model
     assert plan.num_devices > 1 == reference.built.plan.num_devices
-    names = dict(named_leaves({"params": run.built.program.shapes.names}))
+    names = {"/".join(key.key for key in path): names for path, names in jax.tree_util.tree_leaves_with_path(
+        run.built.program.shapes.names, is_leaf=lambda node: isinstance(node, tuple))}
     whole_over_tensor = {rule.partition("=")[0] for rule in run.built.config.parallel.rules}
     if "heads" in whole_over_tensor or model.num_kv_heads % plan.axes.tensor:
         whole_over_tensor.add("kv_heads")
 
     for path, leaf in run.layouts.items():
         assert len(leaf.sharding.device_set) == plan.num_devices
-        logical = next((tuple_ for name, tuple_ in names.items() if path.endswith(name.removeprefix("params"))), ())
+        logical = names.get(path.removeprefix("params/").removeprefix(FIRST_MOMENT).removeprefix(SECOND_MOMENT), ())
         split = plan.zero >= (3 if path.startswith("params/") else 1)
         expected = tuple("tensor" if dim in TENSOR_DIMS - whole_over_tensor else "fsdp" if dim == "embed" and split else None
                          for dim in logical)

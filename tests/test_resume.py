@@ -50,7 +50,7 @@ def stop_at(monkeypatch):
             if record.step == step:
                 os.kill(os.getpid(), number)
         monkeypatch.setattr(Display, "step", show)
-    yield arrange
+    return arrange
 
 
 def test_a_resumed_run_is_bit_identical(uninterrupted, text, tmp_path, stop_at, monkeypatch):

@@ -18,7 +18,7 @@ def discover() -> Topology:
         device_kind=devices[0].device_kind, bytes_per_device=_bytes_per_device())
 
 
-def build_mesh(plan: Plan, devices: list[jax.Device] | None = None) -> Mesh:
+def build_mesh(plan: Plan, devices: list | None = None) -> Mesh:
     """The mesh of `plan` over all devices, or over those given.
 
     Raises:

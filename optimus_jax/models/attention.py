@@ -4,6 +4,7 @@ Shapes: B batch, L length, D embed, H query heads, G key/value heads, K head_dim
 device's part.
 """
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -13,6 +14,7 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.families import Family
 from optimus_jax.models.layers import add_bias, constant, matmul, normal
 from optimus_jax.models.rotary import rotate
+
 
 class Attention(nnx.Module):
     """Projections to queries, keys and values, the core, and the projection back."""
@@ -38,7 +40,7 @@ class Attention(nnx.Module):
         kv_BLPGK = matmul(x_BLD, comm.kv_heads_needed(comm.weight(self.key_value), dim=2, **needed))
         if self.key_value_bias is not None:
             bias_PGK = comm.kv_heads_needed(self.key_value_bias[...], dim=1, **needed)
-            kv_BLPGK = kv_BLPGK + bias_PGK[None, None].astype(kv_BLPGK.dtype)
+            kv_BLPGK = (kv_BLPGK.astype(jnp.float32) + bias_PGK[None, None]).astype(kv_BLPGK.dtype)
         k_BLGK, v_BLGK = kv_BLPGK[:, :, 0], kv_BLPGK[:, :, 1]
         if cos_sin is not None:
             q_BLHK, k_BLGK = rotate(q_BLHK, cos_sin), rotate(k_BLGK, cos_sin)

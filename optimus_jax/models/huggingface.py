@@ -191,7 +191,8 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
     for theirs, ours in _blocks(params, model_shapes(config, len(params["embedding"]["table"]))):
         matrix = np.concatenate(ours, scheme.out_dim)
         for name, part in zip(theirs, np.split(matrix, len(theirs), scheme.out_dim), strict=True):
-            state_dict[name if name == HEAD else scheme.prefix + name] = part
+            # safetensors writes the memory of an array as it lies, whatever its strides say.
+            state_dict[name if name == HEAD else scheme.prefix + name] = np.ascontiguousarray(part)
     return state_dict
 
 

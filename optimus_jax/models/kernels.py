@@ -10,6 +10,7 @@ R rows of a key/value head's queries (its heads one after the other). Heads are 
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, 
         q_BGRK = q_BHLK[:, :, queries].reshape(batch, groups, -1, head_dim)
         mask_BGRT = _repeat_rows(visibility.mask(queries, seen), heads // groups)
         keys = None if keys_BH is None or not dropout else jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BH, start)
-        out = _attend_block(dropout, q_BGRK, k_BGTK[:, :, :seen], v_BGTK[:, :, :seen], mask_BGRT, keys)
+        out: Any = _attend_block(dropout, q_BGRK, k_BGTK[:, :, :seen], v_BGTK[:, :, :seen], mask_BGRT, keys)
         blocks.append(out.reshape(batch, heads, size, head_dim))
     return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3)
 

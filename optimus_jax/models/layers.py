@@ -47,8 +47,11 @@ class Norm(nnx.Module):
 
 
 def add_bias(x: Array, bias: nnx.Param | None) -> Array:
-    """`x` plus a bias over its last dimensions, or `x` where the family has none."""
-    return x if bias is None else x + _broadcastable(bias, x.ndim).astype(x.dtype)
+    """`x` plus a bias over its last dimensions, or `x` where the family has none.
+
+    Added in float32, so that the bias's gradient is a float32 sum over tokens; in bf16 some hundreds lose 3% of it.
+    """
+    return x if bias is None else (x.astype(jnp.float32) + _broadcastable(bias, x.ndim)).astype(x.dtype)
 
 
 def _broadcastable(param: nnx.Param, ndim: int) -> Array:
@@ -71,10 +74,15 @@ class Embedding(nnx.Module):
         num_rows = table_VD.shape[0]
         local = tokens_BL - comm.offset(num_rows, VOCAB)
         if VOCAB not in comm.rules:
-            return jnp.take(table_VD, local, axis=0)
+            return rows_of(table_VD, local)
         here = (local >= 0) & (local < num_rows)
-        x_BLD = jnp.take(table_VD, jnp.clip(local, 0, num_rows - 1), axis=0)
+        x_BLD = rows_of(table_VD, jnp.clip(local, 0, num_rows - 1))
         return comm.sum(jnp.where(here[..., None], x_BLD, jnp.zeros_like(x_BLD)), VOCAB)
+
+
+def rows_of(table_VD: Array, index_BL: Array) -> Array:
+    """[V, D], int32 [B, L] -> [B, L, D]. The gradient of a row that is used often is a float32 sum, whatever the format."""
+    return jnp.take(table_VD.astype(jnp.float32), index_BL, axis=0).astype(table_VD.dtype)
 
 
 def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | int) -> Array:

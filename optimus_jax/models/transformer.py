@@ -22,7 +22,7 @@ from optimus_jax.models import rotary
 from optimus_jax.models.attention import Attention
 from optimus_jax.models.families import family_of
 from optimus_jax.models.kernels import Visibility, attend
-from optimus_jax.models.layers import Embedding, Norm, dropout, normal
+from optimus_jax.models.layers import Embedding, Norm, dropout, normal, rows_of
 from optimus_jax.models.mlp import FeedForward
 
 SITES_PER_LAYER = 4
@@ -115,7 +115,7 @@ class Decoder(nnx.Module):
         """int32 [B, L] -> [B, L, D]."""
         x_BLD = self.embedding(tokens_BL, run.comm)
         if self.positions is not None:
-            x_BLD = x_BLD + jnp.take(self.positions[...], positions_BL, axis=0)
+            x_BLD = x_BLD + rows_of(self.positions[...], positions_BL)
         return dropout(x_BLD, self.config.dropout, run.keys_B, 0)
 
     def run_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, cache: tuple[Array, Array] | None = None,

@@ -58,8 +58,8 @@ def adamw(config: OptimizerConfig, names: Any) -> optax.GradientTransformation:
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, mask=decays))
 
-    def update(gradients: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
+    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to its int32 count
-            return chain.update(gradients, state, params)
+            return chain.update(updates, state, params)
 
     return optax.GradientTransformation(chain.init, update)

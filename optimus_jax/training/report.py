@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -50,10 +51,10 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
 
 def _tensor_rows(program: Program) -> list[list[str]]:
     plan = program.plan
-    adam = program.state_shardings.opt_state[0]
+    opt_state: Any = program.state_shardings.opt_state
     leaves = jax.tree_util.tree_leaves_with_path(program.shapes.params)
     params = jax.tree.leaves(program.state_shardings.params)
-    moments = jax.tree.leaves(adam.mu)
+    moments = jax.tree.leaves(opt_state[0].mu)
     rows = [[_path(path), "x".join(map(str, leaf.shape)), str(param.spec), _bytes(leaf, param),
              _bytes(leaf, moment if plan.zero >= 2 else param), _bytes(leaf, moment)]
             for (path, leaf), param, moment in zip(leaves, params, moments, strict=True)]

@@ -56,7 +56,7 @@ def state_specs(shapes: ModelShapes, optimizer: optax.GradientTransformation, pl
     layouts = layouts_of(shapes.names, plan, shapes.config)
     moment_specs = jax.tree.map(lambda layout: layout.moment_spec, layouts)
     opt_state = jax.eval_shape(optimizer.init, shapes.params)
-    whole = PartitionSpec()
+    whole: Any = PartitionSpec()
     return TrainState(
         step=whole,
         params=jax.tree.map(lambda layout: layout.param_spec, layouts),

@@ -180,5 +180,5 @@ def global_norm(tree: Any) -> Array:
     squares: dict[frozenset[str], Array] = {}
     for leaf in jax.tree.leaves(tree):
         axes = varying_axes(leaf)
-        squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(leaf * leaf)
+        squares[axes] = squares.get(axes, jnp.zeros((), jnp.float32)) + jnp.sum(leaf * leaf)
     return jnp.sqrt(sum(lax.psum(square, tuple(sorted(axes))) if axes else square for axes, square in squares.items()))

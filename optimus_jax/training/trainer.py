@@ -79,7 +79,7 @@ class Trainer:
                 boundary = step == config.steps or _due(step, config.eval_every) or _due(step, config.checkpoint.every) or wish
                 for item in filter(None, (read, unread if boundary else None)):
                     last_loss, clock = self._record(item, clock)
-                    reason = max(reason, _REASONS[int(item.wish)], key=_REASONS.index)
+                    reason = _REASONS[max(_REASONS.index(reason), int(item.wish))]
                 unread = None if boundary else unread
                 if _due(step, config.eval_every) or (step == config.steps and config.eval_every):
                     self._evaluate(state, step)

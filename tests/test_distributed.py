@@ -1,0 +1,76 @@
+"""Two processes, each with its own devices, are one run."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import F32_RELATIVE
+
+TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
+SMALL = ["--model", "gpt2-nano", "--steps", "3", "--global-batch", "8", "--seq-len", "32", "--eval-every", "0", "--progress", "none",
+         "--set", "model.num_layers=1", "--set", "model.embed_dim=32", "--set", "model.mlp_dim=64", "--set", "model.head_dim=4"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(500)))
+    return str(path)
+
+
+def start(run_dir, text, *flags):
+    return subprocess.Popen([sys.executable, TRAIN, *SMALL, "--data", text, "--run-dir", run_dir, *flags],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return errors
+
+
+def losses(run_dir):
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, text):
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    finish(start(run_dir, text, "--cpu-devices", "1"))
+    return losses(run_dir)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "data=2,tensor=2", "tensor=4"])
+def test_two_processes_give_the_losses_of_one(tmp_path, text, one_process, mesh):
+    """With tensor=4 every process needs every row; with fsdp=4 each needs its own half."""
+    run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
+    processes = [start(run_dir, text, "--mesh", mesh, "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",
+                       "--process-id", str(number)) for number in range(2)]
+    for process in processes:
+        finish(process)
+    assert losses(run_dir) == pytest.approx(one_process, rel=F32_RELATIVE)
+    started = json.loads((run_dir / "events.jsonl").read_text().splitlines()[0])
+    assert "4 x cpu (cpu) in 2 processes" in started["devices"]
+
+
+def test_a_checkpoint_of_two_processes_resumes_in_one(tmp_path, text, one_process):
+    run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
+    processes = [start(run_dir, text, "--mesh", "fsdp=4", "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",
+                       "--process-id", str(number)) for number in range(2)]
+    for process in processes:
+        finish(process)
+    resumed = subprocess.run([sys.executable, TRAIN, "--run-dir", run_dir, "--resume", "--steps", "4", "--mesh", "auto",
+                              "--cpu-devices", "1"], capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(losses(run_dir)) == 4
+    assert losses(run_dir)[:3] == pytest.approx(one_process, rel=F32_RELATIVE)
