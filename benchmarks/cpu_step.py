@@ -3,6 +3,9 @@
     python benchmarks/cpu_step.py                       every mesh, a table
     python benchmarks/cpu_step.py --mesh data=8         one mesh, a JSON line
 
+With `--peer`, a row for Hugging Face's GPT-2 of the same sizes under PyTorch (extra `huggingface`), measured
+in the same run: cores differ and are shared, so ratios within a run are what can be compared.
+
 CPU-seconds of the whole process per step are steady where wall time on shared cores is not. Each
 mesh runs in a process of its own: its peak memory is the process's. Documents are not regarded, as
 the figures to compare with have none.
@@ -17,8 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 MESHES = ("data=1", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2")
+PEER = "huggingface"
 STEPS, WARMUP = 10, 2
 
 
@@ -55,34 +60,66 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
         "segments": np.zeros((16, 256), np.int32), "loss_mask": np.ones((16, 256), bool),
         "examples": np.arange(16, dtype=np.int32)}, program.batch_sharding, 16)
     step = program.train_step.lower(state, batch).compile()
-    cpu, wall = [], []
+
+    def one_step() -> float:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return float(metrics["loss"])
+
+    return {"mesh": mesh, "zero": plan.zero, **timed(one_step, started)}
+
+
+def measure_huggingface() -> dict:
+    """The same work in PyTorch: GPT2LMHeadModel, AdamW, clipping; one process, all cores."""
+    started = time.perf_counter()
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=8192, n_positions=256, n_embd=256, n_layer=4, n_head=4, n_inner=1024, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+    tokens = torch.randint(0, 8192, (16, 257))
+
+    def step() -> float:
+        logits = model(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return {"mesh": "PyTorch, HF GPT-2", "zero": 0, **timed(step, started)}
+
+
+def timed(step: Callable[[], float], started: float) -> dict:
+    """Medians over STEPS steps after WARMUP ones."""
+    cpu, wall, first_loss_s = [], [], 0.0
     for number in range(WARMUP + STEPS):
         cpu_before, wall_before = time.process_time(), time.perf_counter()
-        state, metrics = step(state, batch)
-        loss = float(metrics["loss"])
-        if number == 0:
-            first_loss_s = time.perf_counter() - started
+        loss = step()
+        first_loss_s = first_loss_s or time.perf_counter() - started
         if number >= WARMUP:
             cpu.append(time.process_time() - cpu_before)
             wall.append(time.perf_counter() - wall_before)
-    return {
-        "mesh": mesh, "zero": plan.zero, "cpu_s_per_step": statistics.median(cpu), "cpu_s_least": min(cpu),
-        "wall_s_per_step": statistics.median(wall), "first_loss_s": first_loss_s, "loss": loss,
-        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+    return {"cpu_s_per_step": statistics.median(cpu), "cpu_s_least": min(cpu), "wall_s_per_step": statistics.median(wall),
+            "first_loss_s": first_loss_s, "loss": loss, "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", help="measure this one in this process")
+    parser.add_argument("--peer", action="store_true", help="also measure Hugging Face's GPT-2 under PyTorch")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, such as parallel.zero=1")
     args = parser.parse_args()
     settings = dict(entry.split("=", 1) for entry in args.set)
     if args.mesh:
-        print(json.dumps(measure(args.mesh, settings)))
+        print(json.dumps(measure_huggingface() if args.mesh == PEER else measure(args.mesh, settings)))
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}")
     print(f"{'mesh':24} {'CPU s/step':>10} {'least':>7} {'wall s/step':>11} {'first loss s':>12} {'peak GB':>8}")
-    for mesh in MESHES:
+    for mesh in (*MESHES, *([PEER] if args.peer else [])):
         command = [sys.executable, __file__, "--mesh", mesh, *(word for entry in args.set for word in ("--set", entry))]
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
         print(f"{mesh:24} {row['cpu_s_per_step']:10.3f} {row['cpu_s_least']:7.3f} {row['wall_s_per_step']:11.3f} "

@@ -5,6 +5,7 @@ user can get wrong is found before anything expensive begins.
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from optimus_jax.training.run_directory import RunDirectory, StepRecord
 from optimus_jax.training.state import TrainState, abstract_state
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import EXIT_RESTART, StopRequest
+from optimus_jax.training.tensorboard import TensorBoardWriter
 from optimus_jax.training.trainer import Outcome, Reason, Trainer
 
 VOCABULARY_LEAVES = ("embedding/table", "head/table")
@@ -142,13 +144,15 @@ def _run(config: Config, topology: Topology, choice: Choice, run: RunDirectory, 
     run.log_event("compile", first_step, compile_time_s=compile_s, step_bytes_per_device=step_bytes)
     start_report(display, config=config, topology=topology, why=choice.why, program=program, data=data,
                  compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path)
+    tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
     trainer = Trainer(
         program=program, train_step=train_step, topology=topology, loader=loader,
         eval_batches=None if held_out is None else
             lambda: eval_batches(held_out, num_batches=config.eval_batches, **cut),
-        bits_per_token=isinstance(data.tokenizer, ByteTokenizer), checkpoints=checkpoints, run=run, display=display, stop=stop)
+        bits_per_token=isinstance(data.tokenizer, ByteTokenizer), checkpoints=checkpoints, run=run, display=display,
+        tensorboard=tensorboard, stop=stop)
     try:
-        with display:
+        with display, tensorboard or nullcontext():
             outcome = trainer.train(state)
     finally:
         checkpoints.close()

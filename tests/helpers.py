@@ -17,7 +17,16 @@ F32_RELATIVE = 1e-5
 Measured over all plans and both models: at most 2e-6.
 """
 
-BF16_RELATIVE = 2e-2
+BF16_RELATIVE = 2.5e-2
+"""Gradients in bf16 under a plan against one device's in bf16.
+
+A rounding is 2^-9, and which of a fusion's values are rounded at all is XLA's choice, another one
+for other shapes. Measured: 1.8e-2 for the worst element of the worst leaf, as much as between one
+device's own bf16 and float32 (1.4e-2). Sums over tokens in bf16 gave 3.9e-2.
+"""
+BF16_LOSS_RELATIVE = 1e-4
+"""The loss averages rounding over hundreds of tokens. Measured: 2e-5."""
+
 ADAM_EPSILON = 1e-3
 """Of the optimizer whose steps are compared.
 

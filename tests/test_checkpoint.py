@@ -216,7 +216,7 @@ def test_damage_everywhere_is_an_error(two_saved, opened, tmp_path):
     shutil.copytree(two_saved, tmp_path / "run")
     flip_a_bit(tmp_path / "run" / "2")
     truncate(tmp_path / "run" / "1")
-    with pytest.raises(CheckpointError, match=r"(?s)no good checkpoint\n.*2: the checksum of .*1: ValueError: OUT_OF_RANGE"):
+    with pytest.raises(CheckpointError, match=r"(?s)no good checkpoint\n.*2: the checksum .*1: .*OUT_OF_RANGE"):
         opened().restore(abstract(make_state()))
 
 
@@ -233,10 +233,12 @@ def replaced(state, **params):
 
 
 @pytest.mark.parametrize(("other", "message"), [
-    (replaced(make_state(), head=np.zeros((2, 3), np.float32)), r"'params/head'.*no such leaf, asked for float32\[2, 3\]"),
+    (replaced(make_state(), head=np.zeros((2, 3), np.float32)),
+     r"'params/head'.*no such leaf, asked for float32\[2, 3\]"),
     (State(np.int32(0), make_state().params, ()), r"'opt_state/0/count'.*saved int32\[\], asked for no such leaf"),
-    (replaced(make_state(), embed=np.zeros((64, 64), np.float32)), r"'params/embed'.*float32\[48, 64\], asked for float32\[64, 64\]"),
-    (replaced(make_state(), blocks={"w": np.zeros((4, 64, 512), np.int32), "scale": make_state().params["blocks"]["scale"]}),
+    (replaced(make_state(), embed=np.zeros((64, 64), np.float32)),
+     r"'params/embed'.*float32\[48, 64\], asked for float32\[64, 64\]"),
+    (replaced(make_state(), blocks={**make_state().params["blocks"], "w": np.zeros((4, 64, 512), np.int32)}),
      r"'params/blocks/w'.*saved float32\[4, 64, 256\], asked for int32\[4, 64, 512\]")])
 def test_another_model_is_an_error_not_damage(two_saved, warned, other, message):
     checkpoints = Checkpoints(two_saved, CheckpointConfig(), warn=warned.append)
@@ -321,7 +323,7 @@ def test_a_save_that_fails_later_is_reported(opened, tmp_path, surfaces_in):
     checkpoints.wait()
     with full_disk():
         checkpoints.save(2, state, {})
-        with pytest.raises(CheckpointError, match=r"(?s)step 2 failed: .*File too large.*1,048,576 bytes.* free.*that of step 1"):
+        with pytest.raises(CheckpointError, match=r"(?s)step 2 failed: .*File too large.*1,048,576 bytes.*of step 1"):
             checkpoints.wait() if surfaces_in == "wait" else checkpoints.save(3, state, {})
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]  # what was half written does not fill the disk
     assert_identical(checkpoints.restore(abstract(values)).state, values)
@@ -360,8 +362,9 @@ if process == 0:  # damage rows that only process 1 will read
     file = max((directory / "2" / "state" / "ocdbt.process_1" / "d").iterdir(), key=lambda file: file.stat().st_size)
     file.write_bytes(file.read_bytes()[:100])
 multihost_utils.sync_global_devices("damaged")
-restored = checkpoints.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), place(0)))
-assert restored.step == 1 and restored.metadata == {"step": 1} and "step 2 is damaged" in warned[0], (restored.step, warned)
+target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), place(0))
+restored = checkpoints.restore(target)
+assert (restored.step, restored.metadata) == (1, {"step": 1}) and "step 2 is damaged" in warned[0], warned
 assert int(restored.state["step"]) == 1
 for shard in restored.state["rows"].addressable_shards:
     assert (np.asarray(shard.data) == values(1)[shard.index]).all()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import F32_RELATIVE
+from helpers import F32_RELATIVE
 
 TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
 SMALL = ["--model", "gpt2-nano", "--steps", "3", "--global-batch", "8", "--seq-len", "32", "--eval-every", "0", "--progress", "none",

@@ -11,7 +11,7 @@ import optimus_jax
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
 from optimus_jax.training.display import Display
 from optimus_jax.training.stopping import EXIT_RESTART
-from tests.helpers import F32_RELATIVE
+from helpers import F32_RELATIVE
 
 STEPS = 7
 TINY = {

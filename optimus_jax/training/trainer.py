@@ -6,7 +6,7 @@ for the host.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from optimus_jax.training.run_directory import RunDirectory, StepRecord
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Metrics, Program
 from optimus_jax.training.stopping import StopRequest
+from optimus_jax.training.tensorboard import TensorBoardWriter
 
 Reason = Literal["done", "interrupt", "terminate"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate")
@@ -58,6 +59,7 @@ class Trainer:
     checkpoints: Checkpoints
     run: RunDirectory
     display: Display
+    tensorboard: TensorBoardWriter | None
     stop: StopRequest
 
     def train(self, state: TrainState) -> Outcome:
@@ -66,37 +68,40 @@ class Trainer:
         agree = Agreement(self.program.mesh) if self.topology.num_processes > 1 else None
         reason: Reason = "done"
         unread: _Unread | None = None
-        saved = step
         clock = time.perf_counter()
         batches = self.loader.iterate(step + 1)
         try:
             while step < config.steps and reason == "done":
                 step, host_batch = next(batches)
-                batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
-                state, metrics = self.train_step(state, batch)
+                state, metrics = self.train_step(state, put_batch(host_batch, self.program.batch_sharding, config.data.global_batch))
                 wish = _REASONS.index(self.stop.reason or "done")
-                read, unread = unread, _Unread(step, metrics, wish if agree is None else agree(wish))
-                boundary = step == config.steps or _due(step, config.eval_every) or _due(step, config.checkpoint.every) or wish
-                for item in filter(None, (read, unread if boundary else None)):
+                evaluates = self.eval_batches is not None and (_due(step, config.eval_every) or step == config.steps)
+                saves = _due(step, config.checkpoint.every) or step == config.steps
+                # Alone, we can stop at once. Several processes stop a step later, at which all have read the wish.
+                reads_now = evaluates or saves or (agree is None and wish > 0)
+                waiting = [unread, _Unread(step, metrics, wish if agree is None else agree(wish))]
+                unread = None if reads_now else waiting.pop()
+                for item in filter(None, waiting):
                     last_loss, clock = self._record(item, clock)
                     reason = _REASONS[max(_REASONS.index(reason), int(item.wish))]
-                unread = None if boundary else unread
-                if _due(step, config.eval_every) or (step == config.steps and config.eval_every):
+                if evaluates:
                     self._evaluate(state, step)
-                    clock = time.perf_counter()
-                if _due(step, config.checkpoint.every) or step == config.steps or reason != "done":
+                if saves or reason != "done":
                     self._save(state, step)
-                    saved = step
+                if reads_now:
                     clock = time.perf_counter()
             if unread is not None:
                 last_loss, clock = self._record(unread, clock)
-            if saved != step:
-                self._save(state, step)
         finally:
             batches.close()
         self.checkpoints.wait()
         self.run.log_event("end", step, reason=reason)
         return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
+
+    @property
+    def watchers(self) -> Sequence[Display | TensorBoardWriter]:
+        """Who is shown every step and evaluation."""
+        return (self.display,) if self.tensorboard is None else (self.display, self.tensorboard)
 
     @property
     def _config(self) -> Config:
@@ -117,14 +122,14 @@ class Trainer:
             plan=self.program.plan.digest, peak_bytes=_peak_bytes(), skipped=bool(metrics["skipped"]),
             loss_scale=float(metrics["loss_scale"]) if self.program.plan.precision == "f16" else None)
         self.run.log_step(record)
-        self.display.step(record)
+        for watcher in self.watchers:
+            watcher.step(record)
         if record.skipped:
             self.display.message(f"step {item.step}: loss or gradient was not finite; the update was left out")
         return record.loss, now
 
     def _evaluate(self, state: TrainState, step: int) -> None:
-        if self.eval_batches is None:
-            return
+        assert self.eval_batches is not None
         sums = [self.program.eval_step(state.params, put_batch(batch, self.program.batch_sharding, self._config.data.global_batch))
                 for batch in self.eval_batches()]
         losses, tokens = zip(*jax.device_get(sums), strict=True)
@@ -132,7 +137,8 @@ class Trainer:
         perplexity = math.exp(min(loss, 700.0))
         bits = loss / math.log(2) if self.bits_per_token else None
         self.run.log_event("eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=sum(map(int, tokens)))
-        self.display.evaluation(step, loss, perplexity, bits)
+        for watcher in self.watchers:
+            watcher.evaluation(step, loss, perplexity, bits)
 
     def _save(self, state: TrainState, step: int) -> None:
         started = time.perf_counter()

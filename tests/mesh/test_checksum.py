@@ -29,7 +29,8 @@ def checksum(values):
 def words(dtype, seed=0):
     """Elements with random bits, as the unsigned integers that they are."""
     width = np.dtype(jnp.dtype(dtype)).itemsize
-    return np.random.default_rng(seed).integers(0, 2 if dtype == "bool" else 2 ** (8 * width), SHAPE, dtype=f"uint{8 * width}")
+    limit = 2 if dtype == "bool" else 2 ** (8 * width)
+    return np.random.default_rng(seed).integers(0, limit, SHAPE, dtype=f"uint{8 * width}")
 
 
 def as_dtype(bits, dtype):
