@@ -8,13 +8,12 @@ from both is a `Plan`. `None` in a field means "derive it", and the run prints w
 import dataclasses
 import json
 import math
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax import settings
+from optimus_jax.errors import ConfigError, explain
 
 Precision = Literal["f32", "bf16", "f16"]
 RematPolicy = Literal["none", "selective", "dots", "full"]
@@ -308,7 +307,7 @@ class Config:
             value = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(explain("a config is not JSON", given=str(error), do="restore the file, or start a new run")) from error
-        return _build(cls, value, path="")
+        return settings.build(cls, value)
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """A copy with some fields changed.
@@ -319,85 +318,7 @@ class Config:
         Raises:
           ConfigError: a name is unknown (the nearest known one is named) or a value does not fit.
         """
-        tree = dataclasses.asdict(self)
-        for name, value in values.items():
-            *parents, leaf = name.split(".")
-            section, fields = tree, field_types(type(self))
-            for parent in parents:
-                inner = _dataclass_in(fields.get(parent))
-                if inner is None:
-                    raise ConfigError(explain(f"unknown setting {name!r}", given=parent, do=nearest(name, setting_names())))
-                if section[parent] is None:
-                    section[parent] = {}
-                section, fields = section[parent], field_types(inner)
-            if leaf not in fields or (_dataclass_in(fields[leaf]) and not isinstance(value, Mapping | None)):
-                raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={value}", do=nearest(name, setting_names())))
-            section[leaf] = value
-        return _build(type(self), tree, path="")
-
-
-def field_types(cls: type) -> dict[str, Any]:
-    """Field names of a dataclass with their types."""
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-
-
-def setting_names(cls: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted name that `--set` takes."""
-    names = []
-    for name, kind in field_types(cls).items():
-        inner = _dataclass_in(kind)
-        names += setting_names(inner, f"{prefix}{name}.") if inner else [prefix + name]
-    return names
-
-
-def _dataclass_in(kind: Any) -> type | None:
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
-
-
-def _build(cls: type, value: Any, path: str) -> Any:
-    """`cls` from plain JSON values; every name and type is checked."""
-    kinds = field_types(cls)
-    if not isinstance(value, Mapping):
-        raise ConfigError(explain(f"{path or 'a config'} has fields of its own", given=value, do="give " + ", ".join(kinds)))
-    for name in value:
-        if name not in kinds:
-            raise ConfigError(explain(f"unknown setting {path + name!r}", given=f"{path}{name}={value[name]}",
-                                      do=nearest(name, kinds)))
-    return cls(**{name: _convert(kinds[name], item, path + name) for name, item in value.items()})
-
-
-def _convert(kind: Any, value: Any, name: str) -> Any:
-    """`value`, from JSON or the command line, as a `kind`."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return value if isinstance(value, kind) else _build(kind, value, name + ".")
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
-            return None
-        return _convert(next(option for option in options if option is not types.NoneType), value, name)
-    if origin is Literal:
-        if value in options:
-            return value
-        raise ConfigError(explain(f"unknown value for {name}", given=value, do=nearest(str(value), map(str, options))))
-    if origin is tuple:
-        items = [item for item in value.split(",") if item] if isinstance(value, str) else value
-        return tuple(_convert(options[0], item, name) for item in items)
-    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
-        return value.lower() in ("true", "1")
-    try:
-        if kind in (int, float) and not isinstance(value, bool):
-            number = float(value)
-            if kind is float and math.isfinite(number):
-                return number
-            if kind is int and number.is_integer():
-                return int(number)
-        elif isinstance(value, kind):
-            return value
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ConfigError(explain(f"{name} has the wrong type", given=f"{value!r} ({type(value).__name__})", do=f"give a value of type {kind.__name__}"))
+        return settings.changed(self, values)
 
 
 def _check_positive(value: Any, *names: str) -> None:

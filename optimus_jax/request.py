@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from optimus_jax.config import Config, setting_names
+from optimus_jax.config import Config
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.presets import model_preset
+from optimus_jax.settings import setting_names
 
 SHORT_NAMES = {
     "data": "data.sources",
@@ -71,7 +72,7 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
 
 
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    known = {*SHORT_NAMES, *setting_names()}
+    known = {*SHORT_NAMES, *setting_names(Config)}
     unknown = [name for name in overrides if "." not in name and name not in known]
     if unknown:
         raise ConfigError(explain(f"unknown setting {unknown[0]!r}", given=f"{unknown[0]}={overrides[unknown[0]]}",

@@ -19,6 +19,10 @@ from optimus_jax.models.shapes import model_shapes
 from optimus_jax.plan import Plan
 
 F32 = 4
+CAUSAL_SHARE = 0.6
+"""Of the square of attention weights that causal blocks keep (models/kernels.py)."""
+WORKING_LAYERS = 3
+"""Backward works on about this many layers' worth of activations and their gradients at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +67,31 @@ def estimate_memory(model: ModelConfig, plan: Plan, *, seq_len: int, global_batc
     layer = _activation_bytes_per_token(model, plan, seq_len=seq_len, width=width, heads_ways=ways(HEADS), mlp_ways=ways(MLP))
     residual = model.embed_dim * width
     kept = layer if plan.remat != "full" else residual
-    working_layer = layer + _gathered_bytes(model, ways(HEADS), width) // max(tokens, 1) * (plan.zero >= 3)
-    vocab_rows = shapes.vocab_rows // ways(VOCAB)
-    chunk = min(plan.loss_chunk_tokens, tokens)
+    gathered = plan.zero >= 3 and plan.axes.fsdp > 1
+    matrix = shapes.vocab_rows // ways(VOCAB) * model.embed_dim
     return MemoryEstimate(
         params=split_bytes(over_fsdp=plan.zero >= 3),
         moments=2 * split_bytes(over_fsdp=plan.zero >= 1),
         gradients=split_bytes(over_fsdp=plan.zero >= 2) * (2 if plan.microbatches > 1 else 1),
-        activations=tokens * (model.num_layers * kept + working_layer + 4 * residual),
-        logits=3 * chunk * vocab_rows * F32 + vocab_rows * model.embed_dim * F32)
+        activations=tokens * (model.num_layers * kept + WORKING_LAYERS * layer + 4 * residual)
+        + gathered * _layer_matrix_bytes(model, ways(HEADS), width),
+        # A chunk's logits, their exponentials and gradient; the head's gradient, summed and transposed; the gathered head.
+        logits=3 * min(plan.loss_chunk_tokens, tokens) * shapes.vocab_rows // ways(VOCAB) * F32
+        + matrix * (2 * F32 + gathered * width))
 
 
 def _activation_bytes_per_token(model: ModelConfig, plan: Plan, *, seq_len: int, width: int, heads_ways: int, mlp_ways: int) -> int:
-    """What backward keeps of one layer for each token."""
-    heads = model.num_heads // heads_ways
-    kv_heads = max(1, model.num_kv_heads // heads_ways)
-    qkv_out = (2 * heads + 2 * kv_heads) * model.head_dim * width
-    scores = heads * seq_len * (F32 + width) if plan.attention == "xla" and plan.remat in ("none", "dots") else 0
-    mlp_copies = 5 if family_of(model.family).activation == "swiglu" else 3
-    return qkv_out + scores + model.mlp_dim // mlp_ways * width * mlp_copies + model.embed_dim * (4 * F32 + 2 * width)
+    """What backward keeps of one layer for each token: the arguments of its parts (models/transformer.py, Block)."""
+    heads, kv_heads = model.num_heads // heads_ways, max(1, model.num_kv_heads // heads_ways)
+    projected = (3 * heads + 2 * kv_heads) * model.head_dim * width
+    keeps_scores = plan.attention == "xla" and plan.remat in ("none", "dots")
+    scores = heads * seq_len * width * CAUSAL_SHARE if keeps_scores else 0
+    hidden = model.mlp_dim // mlp_ways * width * (2 if family_of(model.family).activation == "swiglu" else 1)
+    return int(2 * model.embed_dim * width + projected + scores + hidden)
 
 
-def _gathered_bytes(model: ModelConfig, tensor_ways: int, width: int) -> int:
-    """One layer's weights, gathered over fsdp."""
+def _layer_matrix_bytes(model: ModelConfig, tensor_ways: int, width: int) -> int:
+    """One layer's matrices, whole along fsdp."""
     matrices = 3 if family_of(model.family).activation == "swiglu" else 2
     attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     return (attention + matrices * model.embed_dim * model.mlp_dim) * width // tensor_ways
