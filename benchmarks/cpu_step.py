@@ -3,8 +3,9 @@
     python benchmarks/cpu_step.py                       every mesh, a table
     python benchmarks/cpu_step.py --mesh data=8         one mesh, a JSON line
 
-With `--peer`, a row for Hugging Face's GPT-2 of the same sizes under PyTorch (extra `huggingface`), measured
-in the same run: cores differ and are shared, so ratios within a run are what can be compared.
+The first row is the step's matrix products alone, which tells how fast the machine is at that moment. With
+`--peer`, a row for Hugging Face's GPT-2 of the same sizes under PyTorch (extra `huggingface`) follows. Cores differ
+and are shared, so ratios within a run are what can be compared.
 
 CPU-seconds of the whole process per step are steady where wall time on shared cores is not. Each
 mesh runs in a process of its own: its peak memory is the process's. Documents are not regarded, as
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 
 MESHES = ("data=1", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2")
-PEER = "huggingface"
+PEER, MATMULS = "huggingface", "matmuls"
 STEPS, WARMUP = 10, 2
 
 
@@ -93,6 +94,32 @@ def measure_huggingface() -> dict:
     return {"mesh": "PyTorch, HF GPT-2", "zero": 0, **timed(step, started)}
 
 
+def measure_matmuls() -> dict:
+    """The step's matrix products and nothing else, forward and both gradients: what no framework can go below by much."""
+    started = time.perf_counter()
+    import jax
+    import jax.numpy as jnp
+
+    jax.config.update("jax_platforms", "cpu")
+    tokens, width, layers = 16 * 256, 256, 4
+    sizes = [(width, 3 * width, layers), (width, width, layers), (width, 4 * width, layers), (4 * width, width, layers), (width, 8192, 1)]
+    products = []
+    for inner, outer, times in sizes:
+        x, w, g = jnp.ones((tokens, inner)), jnp.ones((inner, outer)), jnp.ones((tokens, outer))
+        products += [(a, b, times) for a, b in ((x, w), (g, w.T), (x.T, g))]
+    heads, scores = jnp.ones((64, 256, 64)), jnp.ones((64, 256, 256))
+    products += [(heads, heads.swapaxes(1, 2), 2 * layers), (scores, heads, 4 * layers)]
+    multiply = jax.jit(jnp.matmul)
+
+    def step() -> float:
+        for a, b, times in products:
+            for _ in range(times):
+                multiply(a, b).block_until_ready()
+        return 0.0
+
+    return {"mesh": "matmuls alone", "zero": 0, **timed(step, started)}
+
+
 def timed(step: Callable[[], float], started: float) -> dict:
     """Medians over STEPS steps after WARMUP ones."""
     cpu, wall, first_loss_s = [], [], 0.0
@@ -115,14 +142,15 @@ def main() -> None:
     args = parser.parse_args()
     settings = dict(entry.split("=", 1) for entry in args.set)
     if args.mesh:
-        print(json.dumps(measure_huggingface() if args.mesh == PEER else measure(args.mesh, settings)))
+        row = {PEER: measure_huggingface, MATMULS: measure_matmuls}.get(args.mesh, lambda: measure(args.mesh, settings))()
+        print(json.dumps(row))
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}")
     print(f"{'mesh':24} {'CPU s/step':>10} {'least':>7} {'wall s/step':>11} {'first loss s':>12} {'peak GB':>8}")
-    for mesh in (*MESHES, *([PEER] if args.peer else [])):
+    for mesh in (MATMULS, *([PEER] if args.peer else []), *MESHES):
         command = [sys.executable, __file__, "--mesh", mesh, *(word for entry in args.set for word in ("--set", entry))]
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        print(f"{mesh:24} {row['cpu_s_per_step']:10.3f} {row['cpu_s_least']:7.3f} {row['wall_s_per_step']:11.3f} "
+        print(f"{row['mesh']:24} {row['cpu_s_per_step']:10.3f} {row['cpu_s_least']:7.3f} {row['wall_s_per_step']:11.3f} "
               f"{row['first_loss_s']:12.1f} {row['peak_rss_gb']:8.2f}", flush=True)
 
 

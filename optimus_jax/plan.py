@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from optimus_jax.config import AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import BATCH, AxisSizes
+from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, AxisSizes
 from optimus_jax.mesh.rules import (
     Rules,
     active_rules,
@@ -91,6 +91,10 @@ class Plan:
                 f"zero={self.zero} splits over mesh axis 'fsdp', which has one device", given=f"mesh {self.axes}",
                 do=f"use fsdp={self.axes.data} in place of data={self.axes.data}, or --zero 0"
                    if self.axes.data > 1 else "use fsdp=2 or more, or --zero 0"))
+        if self.zero and FSDP not in dict(self.rules).get(EMBED, ()):
+            raise PlanError(explain(
+                f"zero={self.zero} splits {EMBED!r} over mesh axis 'fsdp', and a rule keeps it whole", given=f"{EMBED}=none",
+                do=f"leave out the rule for {EMBED!r}, or use --zero 0"))
         parts = self.batch_ways() * self.microbatches
         if global_batch % parts:
             fits = [parts * (global_batch // parts), parts * (global_batch // parts + 1)]

@@ -87,19 +87,21 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         if value in options:
             return value
         raise ConfigError(explain(f"unknown value for {name}", given=value, do=nearest(str(value), map(str, options))))
-    if origin is tuple:
+    if origin is tuple and isinstance(value, str | tuple | list):
         items = [item for item in value.split(",") if item] if isinstance(value, str) else value
         return tuple(_convert(options[0], item, name) for item in items)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
         return value.lower() in ("true", "1")
     try:
-        if kind in (int, float) and not isinstance(value, bool):
+        if kind in (int, float):
+            if isinstance(value, bool):
+                raise TypeError
             number = float(value)
             if kind is float and math.isfinite(number):
                 return number
             if kind is int and number.is_integer():
                 return int(number)
-        elif isinstance(value, kind):
+        elif origin is None and isinstance(value, kind):
             return value
     except (TypeError, ValueError, OverflowError):
         pass

@@ -133,7 +133,7 @@ def build(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None
     config = make_config(model, case, settings)
     plan = make_plan(config)
     mesh = build_mesh(plan, jax.devices()[: plan.num_devices])
-    program = build_program(config, model_shapes(model, plan.padded_vocab(model)), plan, mesh)
+    program = build_program(config, model_shapes(config.model, plan.padded_vocab(config.model)), plan, mesh)
     return Built(config, plan, program, batch_of_step(program, 1))
 
 

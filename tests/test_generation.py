@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import F32_RELATIVE, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,8 +38,6 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.transformer import Pass
 
 F32 = jnp.dtype(jnp.float32)
-TOLERANCE = 2e-5
-"""Of the largest logit; a cached pass sums the same products in another order, over more (masked) keys."""
 SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
 MODELS = {
     "gpt2": ModelConfig(family="gpt2", vocab_size=257, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8,
@@ -88,10 +87,6 @@ def full_logits(model, ids):
     return np.asarray(run(model.params)[0])
 
 
-def assert_close(logits, expected):
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
-
-
 def generated(model, prompt=PROMPT, *, num_new_tokens=20, seed=0, num_samples=1, **sampling):
     """Ids [num_samples, number of new tokens]."""
     return np.stack([*model.generate_ids(np.asarray(prompt), num_new_tokens=num_new_tokens, sampling=Sampling(**sampling),
@@ -107,10 +102,10 @@ def test_cached_logits_equal_a_full_pass(model):
     empty = empty_cache(model.config, model.params, 64)
     for last in range(20):
         logits, cache = run(empty, padded, np.int32(0), np.int32(last))
-        assert_close(logits[0], expected[last])
+        assert_close(logits[0], expected[last], F32_RELATIVE)
     for position in range(20, 40):
         logits, cache = run(cache, ids[None, position:position + 1], np.int32(position), np.int32(0))
-        assert_close(logits[0], expected[position])
+        assert_close(logits[0], expected[position], F32_RELATIVE)
 
 
 def test_greedy_tokens_are_the_likeliest_of_a_full_pass(model):

@@ -90,8 +90,14 @@ def active_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> dict[str
 
 
 def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
-    """Raise PlanError for the first dimension that its mesh axes do not divide."""
+    """Raise PlanError for a mesh axis that splits no work, and for the first dimension that its mesh axes do not divide."""
     active = active_rules(rules, sizes, model)
+    for axis, work in ((DATA, (BATCH,)), (FSDP, (BATCH,)), (TENSOR, (HEADS, MLP, VOCAB))):
+        if sizes[axis] > 1 and not any(axis in active.get(logical, ()) for logical in work):
+            raise PlanError(explain(
+                f"the {sizes[axis]} devices along mesh axis {axis!r} would all do the same work",
+                given=f"{axis}={sizes[axis]}, and rules that keep {', '.join(map(repr, work))} whole over it",
+                do=f"set {axis}=1, or leave out the rule for " + " or ".join(map(repr, work))))
     for logical, size, setting in (
         (HEADS, model.num_heads, "num_heads"),
         (MLP, model.mlp_dim, "mlp_dim"),

@@ -76,7 +76,7 @@ def _automatic(config: Config, topology: Topology) -> tuple[Plan, str]:
     whole = plan_for(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=0)),
                      AxisSizes(data=num_devices), topology)
     if num_devices == 1:
-        return whole, "auto: there is one device"
+        return plan_for(config, AxisSizes(), topology), "auto: there is one device"
     sharded = plan_for(config, AxisSizes(fsdp=num_devices), topology)
     if config.parallel.zero:
         return sharded, f"auto: zero={config.parallel.zero} was asked for, and is over fsdp"

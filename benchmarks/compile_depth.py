@@ -1,0 +1,60 @@
+"""Compile time of a training step against depth: layers are scanned, so it should hardly grow.
+
+    python benchmarks/compile_depth.py [--mesh fsdp=8] [--layers 6 48]
+
+Prints CPU-seconds and wall seconds of lowering and compiling, the least of three, and the ratio to the first depth.
+"""
+
+import argparse
+import time
+
+REPEATS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="fsdp=8")
+    parser.add_argument("--layers", type=int, nargs="+", default=[6, 48])
+    args = parser.parse_args()
+    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.mesh.cpu import use_cpu_devices
+
+    axes = AxisSizes.parse(args.mesh)
+    use_cpu_devices(axes.num_devices)
+    times = {layers: min(compile_time(layers, args.mesh) for _ in range(REPEATS)) for layers in args.layers}
+    for layers, (cpu, wall) in times.items():
+        print(f"{layers:4} layers: {cpu:6.2f} CPU s, {wall:6.2f} s, {cpu / times[args.layers[0]][0]:.2f} of the first")
+
+
+def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
+    """(CPU-seconds, seconds) of tracing, lowering and compiling; nothing is kept from one call to the next."""
+    import jax
+    import jax.numpy as jnp
+
+    from optimus_jax.config import Config, DataConfig, ModelConfig
+    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.mesh.build import build_mesh, discover
+    from optimus_jax.models.shapes import model_shapes
+    from optimus_jax.planning.search import plan_for
+    from optimus_jax.training.state import abstract_state
+    from optimus_jax.training.step import build_program
+
+    jax.clear_caches()
+    model = ModelConfig(vocab_size=8192, num_layers=num_layers, embed_dim=256, num_heads=4, num_kv_heads=4, head_dim=64,
+                        mlp_dim=1024, max_length=256)
+    config = Config(model=model, data=DataConfig(global_batch=16)).with_values({"parallel.mesh": mesh})
+    plan = plan_for(config, AxisSizes.parse(mesh), discover())
+    shapes = model_shapes(model, plan.padded_vocab(model))
+    program = build_program(config, shapes, plan, build_mesh(plan))
+    state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
+    shape, sharding = (16, 256), program.batch_sharding
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "targets", "positions", "segments")}
+    batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
+    batch["examples"] = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=sharding)
+    cpu, wall = time.process_time(), time.perf_counter()
+    program.train_step.lower(state, batch).compile()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+if __name__ == "__main__":
+    main()

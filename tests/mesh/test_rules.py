@@ -1,0 +1,134 @@
+"""Rules map logical axes onto mesh axes without ever using one twice, and refuse what cannot be split."""
+
+import math
+from dataclasses import replace
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+from strategies import axis_sizes, models, plans
+
+from optimus_jax.config import ModelConfig, OptimizerConfig
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import LOGICAL_AXES, MESH_AXES, AxisSizes
+from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded_vocab
+from optimus_jax.mesh.sharding import batch_spec
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.plan import Plan
+from optimus_jax.training.optimizer import adamw
+from optimus_jax.training.state import state_specs
+
+MODEL = ModelConfig(name="m", family="llama", num_heads=24, num_kv_heads=2, head_dim=4, embed_dim=48, mlp_dim=96, num_layers=3)
+
+
+def is_legal(plan: Plan, model: ModelConfig) -> bool:
+    try:
+        plan.validate(model, global_batch=144)
+    except PlanError:
+        return False
+    return True
+
+
+@given(data=st.data())
+def test_every_leaf_of_a_legal_plan_is_cut_into_equal_shards_by_different_axes(data):
+    model = data.draw(models())
+    plan = data.draw(plans(model).filter(lambda plan: is_legal(plan, model)))
+    shapes = model_shapes(model, plan.padded_vocab(model))
+    specs = state_specs(shapes, adamw(OptimizerConfig(), shapes.names), plan)
+    mesh = AbstractMesh(tuple(plan.axes[axis] for axis in MESH_AXES), MESH_AXES)
+    leaves = named_leaves({"params": shapes.params, "mu": shapes.params, "nu": shapes.params})
+    found = named_leaves({"params": specs.params, "mu": specs.opt_state[0].mu, "nu": specs.opt_state[0].nu})
+    assert found.keys() == leaves.keys()
+    for path, leaf in leaves.items():
+        axes = [axis for entry in found[path] for axis in axes_of(entry)]
+        assert len(axes) == len(set(axes)), path
+        ways = [math.prod(plan.axes[axis] for axis in axes_of(entry)) for entry in found[path]]
+        shard = NamedSharding(mesh, found[path]).shard_shape(leaf.shape)
+        assert tuple(size * way for size, way in zip(shard, ways, strict=True)) == leaf.shape, path
+        over_fsdp = plan.axes.fsdp > 1 and "embed" in names_of(shapes, path)
+        assert ("fsdp" in axes) == (over_fsdp and plan.zero >= (3 if path.startswith("params") else 1)), path
+    rows = [axis for entry in batch_spec(plan, model) for axis in axes_of(entry)]
+    assert math.prod(plan.axes[axis] for axis in rows) == plan.axes.data * plan.axes.fsdp == plan.batch_ways()
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Mesh axes of an entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def names_of(shapes, path: str) -> tuple[str, ...]:
+    names = shapes.names
+    for key in path.split("/")[1:]:
+        names = names[key]
+    return names
+
+
+@given(model=models(), axes=axis_sizes())
+def test_active_rules_drop_axes_of_one_device(model, axes):
+    active = active_rules(make_rules(model), axes, model)
+    assert all(axes[axis] > 1 for entry in active.values() for axis in entry)
+    assert set(active) <= set(LOGICAL_AXES)
+    assert ("heads" in active) == (axes.tensor > 1)
+    assert ("kv_heads" in active) == (axes.tensor > 1 and model.num_kv_heads % axes.tensor == 0)
+
+
+@given(vocab_size=st.integers(1, 300_000), axes=axis_sizes())
+def test_vocabulary_is_padded_to_whole_shards_and_little_more(vocab_size, axes):
+    rows = padded_vocab(vocab_size, make_rules(MODEL), axes)
+    unit = math.lcm(128 if vocab_size >= 4096 else 8, axes.tensor)
+    assert rows % unit == 0
+    assert 0 <= rows - vocab_size < unit
+
+
+def test_padding_does_not_depend_on_the_mesh_for_usual_sizes():
+    for vocab_size in (257, 50257, 32000, 128256):
+        assert len({padded_vocab(vocab_size, make_rules(MODEL), AxisSizes(tensor=n)) for n in (1, 2, 4, 8)}) == 1
+
+
+def test_heads_that_stay_whole_keep_key_value_heads_whole():
+    assert "kv_heads" in dict(make_rules(MODEL))
+    assert "kv_heads" not in dict(make_rules(MODEL, ["heads=none"]))
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["mpl=none"], r"unknown logical axis 'mpl'(.|\n)*did you mean 'mlp'"),
+    (["mlp=tensr"], r"unknown mesh axis 'tensr'(.|\n)*did you mean 'tensor'"),
+    (["mlp"], r"unknown mesh axis ''(.|\n)*choose one of: pipe, data, fsdp, tensor, none"),
+    (["mlp=none", "mlp=tensor"], r"two rules for logical axis 'mlp'(.|\n)*mlp=none,mlp=tensor"),
+    (["mlp=fsdp"], r"'mlp' cannot be split over 'fsdp'(.|\n)*choose mlp=tensor or none"),
+    (["norm=tensor"], r"'norm' cannot be split over 'tensor'(.|\n)*choose norm=none"),
+])
+def test_rules_that_are_refused(overrides, message):
+    with pytest.raises(PlanError, match=message):
+        make_rules(MODEL, overrides)
+
+
+@pytest.mark.parametrize(("axes", "model", "overrides", "message"), [
+    (AxisSizes(tensor=5), MODEL, [], r"'heads' of m (.|\n)*num_heads=24 over tensor=5(.|\n)*tensor=4 or 6(.|\n)*heads=none"),
+    (AxisSizes(tensor=8), replace(MODEL, mlp_dim=100), [], r"'mlp' of m (.|\n)*mlp_dim=100 over tensor=8(.|\n)*tensor=5 or 10"),
+    (AxisSizes(fsdp=5), MODEL, [], r"'embed' of m (.|\n)*embed_dim=48 over fsdp=5(.|\n)*fsdp=4 or 6"),
+    (AxisSizes(pipe=2), MODEL, [], r"'layers' of m (.|\n)*num_layers=3 over pipe=2(.|\n)*pipe=1 or 3"),
+    (AxisSizes(tensor=3), MODEL, [], r"'kv_heads' of m (.|\n)*num_kv_heads=2 over tensor=3(.|\n)*tensor=2 or 4"),
+    (AxisSizes(data=2), MODEL, ["batch=none"], r"2 devices along mesh axis 'data' would all do the same work"),
+    (AxisSizes(fsdp=4), MODEL, ["batch=data"], r"4 devices along mesh axis 'fsdp' would(.|\n)*set fsdp=1(.|\n)*'batch'"),
+    (AxisSizes(tensor=2), MODEL, ["heads=none", "mlp=none", "vocab=none"], r"2 devices along mesh axis 'tensor' would"),
+])
+def test_splits_that_are_refused(axes, model, overrides, message):
+    with pytest.raises(PlanError, match=message):
+        check_rules(make_rules(model, overrides), axes, model)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 6, 8, 12, 24])
+def test_key_value_heads_are_split_or_shared(tensor):
+    rules = make_rules(MODEL)
+    check_rules(rules, AxisSizes(tensor=tensor), MODEL)
+    assert ("kv_heads" in active_rules(rules, AxisSizes(tensor=tensor), MODEL)) == (tensor == 2)
+
+
+def test_jax_has_not_been_asked_for_a_device():
+    """Rules are checked for clusters that are not there."""
+    check_rules(make_rules(MODEL), AxisSizes(data=512, fsdp=16, tensor=8), MODEL)
+    assert len(jax.devices()) < 512

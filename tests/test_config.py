@@ -1,0 +1,180 @@
+"""A Config survives JSON and the command line's text, and refuses what cannot be meant, naming what can."""
+
+import dataclasses
+import json
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RopeScaling,
+)
+from optimus_jax.errors import ConfigError
+from optimus_jax.models.families import FAMILIES, family_of
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.presets import PRESETS, model_preset
+from optimus_jax.request import SHORT_NAMES, make_config, resumed_config
+from optimus_jax.settings import setting_names
+
+shares = st.floats(0, 1)
+sizes = st.integers(1, 10_000)
+positive = st.floats(1e-12, 1e6)
+texts = st.text(st.characters(codec="utf-8", exclude_characters=","), min_size=1).filter(lambda text: text.lower() != "none")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    num_kv_heads, seq_len = draw(sizes), draw(sizes)
+    model = ModelConfig(
+        name=draw(texts), family=draw(st.sampled_from(sorted(FAMILIES))), num_kv_heads=num_kv_heads,
+        num_heads=num_kv_heads * draw(sizes), max_length=seq_len + draw(st.integers(0, 9)), tied=draw(st.booleans()),
+        rope_scaling=draw(st.none() | st.builds(RopeScaling, factor=positive)), dropout=draw(st.floats(0, 0.9)))
+    return Config(
+        model=model,
+        data=DataConfig(sources=tuple(draw(st.lists(texts, min_size=1))), seq_len=seq_len, respect_documents=draw(st.booleans())),
+        parallel=ParallelConfig(zero=draw(st.sampled_from((None, 0, 1, 2, 3))), rules=tuple(draw(st.lists(texts))),
+                                remat=draw(st.sampled_from(("none", "selective", "dots", "full")))),
+        optimizer=OptimizerConfig(lr=draw(st.none() | positive), beta1=draw(shares), epsilon=draw(positive),
+                                  warmup_steps=draw(st.none() | sizes)),
+        steps=draw(sizes), seed=draw(st.integers(0, 2**31)))
+
+
+@given(config=configs())
+def test_config_survives_json(config):
+    again = Config.from_json(config.to_json())
+    assert again == config
+    assert hash(again) == hash(config)
+
+
+@given(config=configs())
+def test_every_setting_survives_the_command_line(config):
+    def text_of(name: str) -> tuple[object, str]:
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value, ",".join(value) if isinstance(value, tuple) else str(value)
+
+    given = {name: text_of(name) for name in setting_names(Config) if not (name.startswith("model.rope_scaling") and config.model.rope_scaling is None)}
+    assert config.with_values({name: text for name, (_, text) in given.items()}) == config
+    assert config.with_values({name: value for name, (value, _) in given.items()}) == config
+
+
+def test_every_field_has_a_name_to_set_it_by_and_short_names_are_among_them():
+    def leaves(value: object) -> int:
+        fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        return sum(leaves(getattr(value, field.name)) for field in fields) if fields else 1
+
+    names = setting_names(Config)
+    assert len(names) == len(set(names)) == leaves(Config(model=ModelConfig(rope_scaling=RopeScaling())))
+    assert set(SHORT_NAMES.values()) <= set(names)
+
+
+def test_what_belongs_to_one_process_is_not_saved():
+    config = Config(distributed=DistributedConfig(coordinator="h:1", num_processes=2, process_id=1))
+    assert Config.from_json(config.to_json()) == Config()
+    assert "h:1" not in config.to_json()
+
+
+def test_settings_left_open_are_derived():
+    assert Config(model=ModelConfig(max_length=4096)).seq_len == 1024
+    assert Config(model=ModelConfig(max_length=256)).seq_len == 256
+    assert Config(steps=300).warmup_steps == 15
+    assert Config(steps=10**6).warmup_steps == 2000
+    assert Config(optimizer=OptimizerConfig(warmup_steps=0)).warmup_steps == 0
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"optimizer.bta2": 0.9}, r"unknown setting 'optimizer.bta2'(.|\n)*did you mean 'optimizer.beta2'"),
+    ({"optimiser.beta2": 0.9}, r"unknown setting 'optimiser.beta2'(.|\n)*did you mean 'optimizer.beta2'"),
+    ({"optimizer": 3}, r"unknown setting 'optimizer'"),
+    ({"optimizer": {"bta2": 3}}, r"unknown setting 'optimizer.bta2'(.|\n)*did you mean 'beta2'"),
+    ({"steps.more": 3}, r"unknown setting 'steps.more'"),
+    ({"steps": "many"}, r"steps has the wrong type(.|\n)*'many' \(str\)(.|\n)*type int"),
+    ({"steps": 1.5}, r"steps has the wrong type(.|\n)*1.5"),
+    ({"steps": True}, r"steps has the wrong type"),
+    ({"optimizer.lr": "nan"}, r"optimizer.lr has the wrong type"),
+    ({"model.tied": "maybe"}, r"model.tied has the wrong type(.|\n)*type bool"),
+    ({"data.sources": 3}, r"data.sources has the wrong type(.|\n)*3 \(int\)(.|\n)*type tuple"),
+    ({"data.sources": (3,)}, r"data.sources has the wrong type"),
+    ({"parallel.remat": "dot"}, r"unknown value for parallel.remat(.|\n)*did you mean 'dots'"),
+    ({"precision.compute": "fp16"}, r"unknown value for precision.compute(.|\n)*did you mean 'f16'"),
+    ({"steps": 0}, r"steps must be positive(.|\n)*Config.steps=0"),
+    ({"model.embed_dim": -3}, r"embed_dim must be positive"),
+    ({"model.num_kv_heads": 5}, r"multiple of model.num_kv_heads(.|\n)*num_heads=12, num_kv_heads=5(.|\n)*divisor of 12"),
+    ({"model.dropout": 1}, r"dropout is a probability"),
+    ({"data.sources": ()}, r"no data was named"),
+    ({"data.eval_fraction": 1}, r"eval_fraction is a share"),
+    ({"parallel.zero": 4}, r"parallel.zero is a ZeRO stage(.|\n)*choose 0, 1, 2 or 3"),
+    ({"optimizer.beta1": 1.5}, r"optimizer.beta1 lies between 0 and 1"),
+    ({"optimizer.clip_norm": -1}, r"optimizer.clip_norm cannot be negative"),
+    ({"seed": -1}, r"cannot be negative"),
+    ({"data.seq_len": 2048}, r"longer than the positions of custom(.|\n)*data.seq_len=2048, model.max_length=1024(.|\n)*--seq-len 1024"),
+    ({"control": "auto"}, r"no controller yet"),
+    ({"distributed.process_id": 1}, r"needs all three distributed settings"),
+    ({"distributed.coordinator": "h:1", "distributed.num_processes": 2, "distributed.process_id": 2}, r"process-id must lie below(.|\n)*0 to 1"),
+])
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Config().with_values(settings)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"model": 3}', '{"modle": {}}'])
+def test_what_is_not_a_config_is_refused(text):
+    with pytest.raises(ConfigError, match="do: "):
+        Config.from_json(text)
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown model 'lama3-8b'(.|\n)*did you mean 'llama3-8b'"):
+        make_config("lama3-8b", {})
+    with pytest.raises(ConfigError, match=r"unknown model 'xyz'(.|\n)*choose one of: gpt2-nano, "):
+        model_preset("xyz")
+    with pytest.raises(ConfigError, match=r"unknown model family 'gpt'(.|\n)*did you mean 'gpt2'"):
+        family_of("gpt")
+    with pytest.raises(ConfigError, match=r"unknown setting 'global_bach'(.|\n)*global_bach=3(.|\n)*did you mean 'global_batch'"):
+        make_config("gpt2", {"global_bach": 3})
+
+
+def test_short_and_dotted_names_mean_the_same():
+    assert make_config("gpt2", {"lr": "1e-3", "mesh": "data=2"}) == make_config("gpt2", {"optimizer.lr": 1e-3, "parallel.mesh": "data=2"})
+    assert make_config("gpt2", {"lr": 1e-3}).optimizer.lr == 1e-3
+
+
+def test_a_resumed_run_keeps_its_model_data_and_seed():
+    saved = make_config("gpt2-nano", {"steps": 10}).to_json()
+    assert resumed_config(saved, None, {"steps": 20, "mesh": "data=4"}).steps == 20
+    assert resumed_config(saved, "gpt2-nano", {"global_batch": 16}).parallel.mesh == "auto"
+    for model, overrides, changed in ((None, {"seed": 1}, "seed"), (None, {"global_batch": 8}, "data.global_batch"), ("gpt2", {}, "model"),
+                                      (None, {"model.num_layers": 2}, "model.num_layers")):
+        with pytest.raises(ConfigError, match=f"keeps its model, data and seed(.|\\n)*changes to {changed}"):
+            resumed_config(saved, model, overrides)
+
+
+@pytest.mark.parametrize(("name", "millions"), [
+    ("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6), ("llama2-7b", 6738.4), ("llama2-13b", 13015.9),
+    ("llama3-8b", 8030.3), ("llama3.2-1b", 1235.8), ("llama3.3-70b", 70553.7), ("gpt2-nano", 3.3), ("llama-nano", 3.0)])
+def test_presets_have_the_published_number_of_parameters(name, millions):
+    model = model_preset(name)
+    assert model.name == name
+    assert round(model_shapes(model, model.vocab_size).num_params / 1e6, 1) == millions
+    assert set(PRESETS) >= {name}
+
+
+def test_fields_are_documented_where_they_stand():
+    """Every section is a dataclass of known kinds that JSON can hold."""
+    for section in (ModelConfig, DataConfig, ParallelConfig, OptimizerConfig, PrecisionConfig, CheckpointConfig, LogConfig, Config):
+        assert dataclasses.fields(section)
+        assert section.__dataclass_params__.frozen
+        assert json.loads(json.dumps(dataclasses.asdict(section())))
+        assert all(typing.get_type_hints(section).values())
