@@ -9,14 +9,18 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from optimus_jax.errors import ConfigError, explain, nearest
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
 
 
-def changed(value: T, changes: Mapping[str, Any]) -> T:
+def changed(value: D, changes: Mapping[str, Any]) -> D:
     """A copy of a dataclass with some fields changed.
 
     Args:

@@ -8,7 +8,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 # What an example costs is mostly tracing and compiling, whose time says nothing about the code.
 settings.register_profile("optimus_jax", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI")))

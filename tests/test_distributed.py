@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from helpers import F32_RELATIVE
 
 TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"

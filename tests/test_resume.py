@@ -6,12 +6,12 @@ import shutil
 import signal
 
 import pytest
+from helpers import F32_RELATIVE
 
 import optimus_jax
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
 from optimus_jax.training.display import Display
 from optimus_jax.training.stopping import EXIT_RESTART
-from helpers import F32_RELATIVE
 
 STEPS = 7
 TINY = {

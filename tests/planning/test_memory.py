@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import MEMORY_ESTIMATE
 
-from optimus_jax.config import Config, DataConfig
+from optimus_jax.config import Config
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.models.shapes import model_shapes
