@@ -24,7 +24,7 @@ from optimus_jax.mesh.cpu import use_cpu_devices
 from optimus_jax.mesh.distributed import connect, is_writer
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.shapes import VOCABULARY_LEAVES, model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import Choice, choose_plan, gib
 from optimus_jax.request import make_config, resumed_config
@@ -36,9 +36,6 @@ from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import EXIT_RESTART, StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
 from optimus_jax.training.trainer import Outcome, Reason, Trainer
-
-VOCABULARY_LEAVES = ("embedding/table", "head/table")
-"""Endings of the paths of leaves that are padded to whole shards, so whose shape depends on the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

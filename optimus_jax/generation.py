@@ -20,14 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optimus_jax.api import VOCABULARY_LEAVES
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.kernels import Visibility
-from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
+from optimus_jax.models.shapes import VOCABULARY_LEAVES, ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.step import COMPUTE_DTYPES

@@ -73,6 +73,7 @@ def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, 
     """
     length, num_keys = q_BLHK.shape[1], k_BTGK.shape[1]
     if kernel == "cudnn":
+        assert length == num_keys, "this kernel knows no cache: its causal mask begins at the first key"
         mask = None if visibility.segments_BL is None else visibility.mask(slice(0, length), num_keys)[:, None]
         return jax.nn.dot_product_attention(q_BLHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation="cudnn")
     batch, _, heads, head_dim = q_BLHK.shape

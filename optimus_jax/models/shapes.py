@@ -14,6 +14,9 @@ from optimus_jax.models.transformer import Decoder
 Params = dict[str, Any]
 """Nested dict of arrays (or of anything, leaf by leaf), named like the modules."""
 
+VOCABULARY_LEAVES = ("embedding/table", "head/table")
+"""Endings of the paths of leaves that are padded to whole shards, so whose shape depends on the plan."""
+
 
 @dataclass(frozen=True)
 class ModelShapes:
