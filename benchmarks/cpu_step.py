@@ -32,7 +32,7 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     """Run STEPS steps under one mesh in this process."""
     started = time.perf_counter()
     from optimus_jax.mesh.axes import AxisSizes
-    from optimus_jax.mesh.cpu import restart_with_huge_pages, use_cpu_devices
+    from optimus_jax.mesh.cpu import restart_with_huge_pages, return_freed_memory, use_cpu_devices
 
     restart_with_huge_pages()
     axes = AxisSizes.parse(mesh)
@@ -61,6 +61,7 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
         "segments": np.zeros((16, 256), np.int32), "loss_mask": np.ones((16, 256), bool),
         "examples": np.arange(16, dtype=np.int32)}, program.batch_sharding, 16)
     step = program.train_step.lower(state, batch).compile()
+    return_freed_memory()
 
     def one_step() -> float:
         nonlocal state

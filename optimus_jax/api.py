@@ -20,7 +20,7 @@ from optimus_jax.data.loader import BatchLoader, eval_batches
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.build import build_mesh, discover
-from optimus_jax.mesh.cpu import use_cpu_devices
+from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
 from optimus_jax.mesh.distributed import connect, is_writer
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.mesh.topology import Topology
@@ -178,6 +178,8 @@ def _compiled(program: Program, state: TrainState, loader: BatchLoader, topology
     rows = {name: jax.ShapeDtypeStruct((loader.global_batch, *array.shape[1:]), array.dtype, sharding=program.batch_sharding)
             for name, array in loader.batch(1).items()}
     compiled = program.train_step.lower(state, rows).compile()
+    if topology.platform == "cpu":
+        return_freed_memory()
     memory = compiled.memory_analysis()
     needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     if topology.bytes_per_device is not None and needed > topology.bytes_per_device:

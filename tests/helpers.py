@@ -27,9 +27,11 @@ device's own bf16 and float32 (1.4e-2). Sums over tokens in bf16 gave 3.9e-2.
 BF16_LOSS_RELATIVE = 5e-4
 """The loss averages the rounding of 335 tokens: 2^-9 / sqrt(335) is 1e-4, and this four times as much. Measured: 1.5e-4."""
 
-BF16_MATMUL = 2e-2
-"""A sum of products whose operands and result are bf16, against float32: about 2^-8 for each of three roundings, relative to the
-largest element."""
+F16_RELATIVE = 4e-3
+"""A step in f16 against float32: eight roundings of 2^-11, for activations and their gradients. Measured: ."""
+
+MATMUL_RELATIVE = {"bfloat16": 2**-6, "float16": 2**-9}
+"""A gradient of 16-bit operands against float32: four roundings of 2^-8 or 2^-11. Measured: 7e-3 and 5e-4."""
 
 ADAM_EPSILON = 1e-3
 """Of the optimizer whose steps are compared.

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimus_jax.config import Config
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.compiler import compiler_options
 from optimus_jax.mesh.sharding import batch_spec, layouts_of, named
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.models.kernels import Visibility
@@ -63,15 +64,18 @@ def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -
     rows, scalar = batch_spec(plan, config.model), PartitionSpec()
     shardings = named(mesh, specs)
     step = _Step(config, shapes, plan, optimizer)
+    options = compiler_options(mesh.devices.flat[0].platform)
     metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"), scalar)
     return Program(
         config=config, shapes=shapes, plan=plan, mesh=mesh, optimizer=optimizer,
         state_shardings=shardings, batch_sharding=NamedSharding(mesh, rows),
         init=jax.jit(lambda seed: initial_state(shapes, optimizer, config.precision, seed), out_shardings=shardings),
         train_step=jax.jit(
-            jax.shard_map(step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, metrics)), donate_argnums=0),
+            jax.shard_map(step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, metrics)), donate_argnums=0,
+            compiler_options=options),
         eval_step=jax.jit(
-            jax.shard_map(step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=(scalar, scalar))))
+            jax.shard_map(step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=(scalar, scalar)),
+            compiler_options=options))
 
 
 class _Step:

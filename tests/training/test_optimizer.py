@@ -49,7 +49,7 @@ def test_wsd_is_flat_and_then_a_line():
     assert {rate[step] for step in range(10, 71)} == {PEAK}
     assert rate[71] < PEAK
     assert rate[85] == pytest.approx(PEAK / 2)
-    assert rate[100] == pytest.approx(0)
+    assert rate[100] == pytest.approx(0, abs=1e-6 * PEAK)
 
 
 def test_constant():
@@ -79,9 +79,8 @@ def test_rate_by_model_size(num_params, rate):
 def test_matrices_decay_and_vectors_do_not(name):
     shapes = model_shapes(plans.MODELS[name], 104)
     optimizer = adamw(OptimizerConfig(weight_decay=0.25), shapes.names)
-    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2.0), shapes.params)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    params, zeros = (jax.tree.map(lambda leaf, v=value: np.full(leaf.shape, v, np.float32), shapes.params) for value in (2, 0))
+    updates, _ = jax.jit(lambda: optimizer.update(zeros, optimizer.init(params), params))()
     decayed = {"/".join(key.key for key in path): float(leaf.max()) for path, leaf in jax.tree_util.tree_leaves_with_path(updates)}
     assert set(decayed.values()) == {0.0, 0.5}
     for path, update in decayed.items():

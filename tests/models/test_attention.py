@@ -1,0 +1,181 @@
+"""Attention: who sees whom, its hand-written gradient against plain autodiff, and which kernel may run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plans
+import pytest
+from helpers import F32_RELATIVE, MATMUL_RELATIVE, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models import kernels
+from optimus_jax.models.kernels import Visibility, attend, choose_kernel
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.transformer import Pass
+
+
+def arrays(length, num_keys=None, *, batch=2, heads=4, groups=2, head_dim=4, dtype=jnp.float32, seed=0):
+    """Queries, keys and values."""
+    random = np.random.default_rng(seed)
+    shapes = (batch, length, heads, head_dim), *[(batch, num_keys or length, groups, head_dim)] * 2
+    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
+
+
+def plain(q, k, v, *, segments=None, offset=0, keep=None):
+    """Attention by its definition, every query head with a key/value head of its own; its gradient is autodiff's."""
+    length, num_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    sees = (offset + np.arange(length))[:, None] >= np.arange(num_keys)[None, :]
+    sees = jnp.broadcast_to(sees, (q.shape[0], length, num_keys))
+    if segments is not None:
+        sees = sees & (segments[:, :, None] == segments[:, None, :])
+    k, v = (jnp.repeat(part, group, axis=2) for part in (k, v))
+    scores = jnp.einsum("blhk,bthk->bhlt", q, k) / np.float32(q.shape[-1]) ** 0.5
+    weights = jax.nn.softmax(jnp.where(sees[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhlt,bthk->blhk", weights if keep is None else weights * keep, v)
+
+
+def assert_same(ours, theirs, inputs, tolerance=F32_RELATIVE):
+    """Values, and gradients of a weighted sum of all outputs."""
+    weight = jnp.asarray(np.random.default_rng(9).standard_normal(inputs[0].shape), jnp.float32)
+
+    def both(attention):
+        def loss(*x):
+            out = attention(*x)
+            return (out.astype(jnp.float32) * weight).sum(), out
+        return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*inputs))
+
+    for found, expected in zip(both(ours), both(theirs), strict=True):
+        assert relative_error(np.asarray(found, np.float32), np.asarray(expected, np.float32)) <= tolerance
+
+
+@settings(max_examples=10)
+@given(length=st.integers(1, 12), groups=st.sampled_from((1, 2, 4)), documents=st.booleans(), seed=st.integers(0, 99))
+def test_values_and_gradients_are_those_of_the_definition(length, groups, documents, seed):
+    inputs = arrays(length, groups=groups, seed=seed)
+    begins = np.random.default_rng(seed).random((2, length)) < 0.3
+    segments = jnp.asarray(np.cumsum(begins, axis=1), jnp.int32) if documents else None
+    ours = functools.partial(attend, visibility=Visibility(segments), kernel="xla")
+    assert_same(ours, functools.partial(plain, segments=segments), inputs)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_blocks_of_queries_change_nothing(documents, monkeypatch):
+    length = 48
+    segments = jnp.asarray(np.arange(length)[None, :] // 20 + np.zeros((2, 1)), jnp.int32) if documents else None
+    monkeypatch.setattr(kernels, "MIN_BLOCK", 8)
+    assert kernels._block_size(length) == 8
+    assert_same(functools.partial(attend, visibility=Visibility(segments), kernel="xla"), functools.partial(plain, segments=segments),
+                arrays(length))
+
+
+def test_block_sizes():
+    assert [kernels._block_size(length) for length in (1, 64, 127, 128, 192, 256, 512, 1024, 4096, 1000)] == [
+        1, 64, 127, 64, 64, 64, 64, 128, 512, 125]
+
+
+def test_blocks_leave_out_keys_that_no_query_of_theirs_sees():
+    def multiplies(length):
+        text = str(jax.make_jaxpr(lambda *x: attend(*x, Visibility(), kernel="xla"))(*arrays(length, batch=1, heads=1, groups=1)))
+        return text.count("dot_general"), f"[1,1,{length},{length}]" in text
+
+    assert multiplies(64) == (2, True)
+    assert multiplies(512) == (16, False)
+
+
+def test_queries_after_a_cache_see_what_was_before_them():
+    q, k, v = arrays(3, 8)
+    ours = functools.partial(attend, visibility=Visibility(query_offset=jnp.int32(2)), kernel="xla")
+    assert_same(ours, functools.partial(plain, offset=2), [q, k, v])
+    changed = ours(q, k.at[:, 5:].set(7.0), v.at[:, 5:].set(7.0))
+    np.testing.assert_array_equal(ours(q, k, v), changed)
+    assert (ours(q, k.at[:, 4].set(7.0), v) != changed).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_in_16_bits_scores_and_softmax_are_float32(dtype):
+    inputs = arrays(32, dtype=dtype)
+    ours = functools.partial(attend, visibility=Visibility(), kernel="xla")
+    assert ours(*inputs).dtype == dtype
+    exact = lambda *x: plain(*(part.astype(jnp.float32) for part in x))  # noqa: E731
+    assert_same(ours, exact, inputs, MATMUL_RELATIVE[jnp.dtype(dtype).name])
+    large = [inputs[0] * dtype(200), inputs[1] * dtype(200), inputs[2]]
+    assert jnp.isfinite(ours(*large)).all()
+
+
+def test_dropout_is_the_same_in_forward_and_backward_and_keeps_the_mean():
+    q, k, v = arrays(16)
+    keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(jax.random.split(jax.random.key(0), 2), jnp.arange(4))
+    ours = functools.partial(attend, visibility=Visibility(), kernel="xla", dropout=0.5, keys_BH=keys)
+    drawn = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys, 0).reshape(-1)
+    keep = kernels.keep_mask(drawn, (16, 16), 0.5).reshape(2, 4, 16, 16)
+    assert 0.4 < keep.mean(dtype=jnp.float32) < 0.6
+    assert_same(ours, functools.partial(plain, keep=keep.astype(jnp.float32) / 0.5), [q, k, v])
+    assert (ours(q, k, v) != attend(q, k, v, Visibility(), kernel="xla")).any()
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_visibility(offset):
+    segments = None if offset else jnp.asarray([[0, 0, 1, 1, 1]], jnp.int32)
+    mask = np.asarray(Visibility(segments, offset).mask(slice(0, 5), 5 + offset))
+    assert mask.shape == (1, 5, 5 + offset)
+    for query in range(5):
+        for key in range(5 + offset):
+            same = offset or (query < 2) == (key < 2)
+            assert mask[0, query, key] == (key <= query + offset and bool(same))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_documents_do_not_leak(name):
+    """Other tokens in the first document leave the second one's logits as they are, bit by bit."""
+    model = plans.MODELS[name]
+    shapes = model_shapes(model, 104)
+    params = jax.tree.map(lambda leaf: jnp.asarray(np.random.default_rng(leaf.size).standard_normal(leaf.shape) * 0.2, leaf.dtype), shapes.params)
+    comm, border, length = Collectives(jnp.dtype(jnp.float32)), 6, plans.SEQ_LEN
+    index = np.arange(length, dtype=np.int32)[None, :]
+    positions = np.where(index < border, index, index - border)
+
+    @jax.jit
+    def logits(tokens, segments):
+        run = Pass(comm=comm, visibility=Visibility(segments))
+        decoder = shapes.module(params, comm)
+        return decoder.logits(decoder.hidden(tokens, positions, run), run)
+
+    tokens = np.random.default_rng(0).integers(0, plans.VOCAB_SIZE, (1, length), dtype=np.int32)
+    others = np.where(index < border, (tokens + 1) % plans.VOCAB_SIZE, tokens)
+    separate, together = (index >= border).astype(np.int32), np.zeros_like(index)
+    before, after = logits(tokens, separate), logits(others, separate)
+    np.testing.assert_array_equal(before[:, border:], after[:, border:])
+    assert (before[:, :border] != after[:, :border]).any(-1).all()
+    leaked = logits(tokens, together)[:, border:] != logits(others, together)[:, border:]
+    assert leaked.any(-1).all(), "without documents everything after it is changed"
+    later = np.where(index >= border, (tokens + 1) % plans.VOCAB_SIZE, tokens)
+    np.testing.assert_array_equal(logits(later, together)[:, :border], logits(tokens, together)[:, :border])
+
+
+FITTING = ModelConfig(head_dim=64)
+
+
+@pytest.mark.parametrize(("platform", "precision", "model", "why"), [
+    ("cpu", "bf16", FITTING, "it runs on GPUs, and this platform is cpu"),
+    ("gpu", "f32", FITTING, "it computes in bf16 or f16, and the precision is f32"),
+    ("gpu", "bf16", ModelConfig(head_dim=64, dropout=0.1), "no dropout on attention weights, and model.dropout is 0.1"),
+    ("gpu", "bf16", ModelConfig(head_dim=20), "head_dim is 20"),
+    ("gpu", "bf16", ModelConfig(head_dim=256), "up to 128 wide, and head_dim is 256"),
+])
+def test_a_kernel_that_cannot_run_is_refused_and_never_chosen(platform, precision, model, why):
+    with pytest.raises(PlanError, match=f"cuDNN attention kernel cannot run here(.|\\n)*{why}(.|\\n)*parallel.attention=xla"):
+        choose_kernel("cudnn", platform=platform, precision=precision, model=model)
+    assert choose_kernel("auto", platform=platform, precision=precision, model=model) == "xla"
+    assert choose_kernel("xla", platform=platform, precision=precision, model=model) == "xla"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "f16"])
+def test_the_fused_kernel_is_chosen_where_it_runs(precision):
+    assert choose_kernel("auto", platform="gpu", precision=precision, model=FITTING) == "cudnn"
+    assert choose_kernel("xla", platform="gpu", precision=precision, model=FITTING) == "xla"

@@ -1,0 +1,72 @@
+"""Parts of a block: sums over tokens are float32 in every format, and dropout belongs to the example."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import F32_RELATIVE, MATMUL_RELATIVE, relative_error
+
+from optimus_jax.models.layers import Norm, add_bias, constant, dropout, matmul, rows_of
+
+TOKENS, EMBED = 4096, 8
+
+
+def cotangents(dtype):
+    """One per token, with a mean: the sum over all tokens is far larger than each."""
+    return jnp.asarray(np.random.default_rng(0).standard_normal((1, TOKENS, EMBED)) + 0.5, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
+    weight = cotangents(dtype)
+    loss = lambda bias: (add_bias(jnp.zeros_like(weight), nnx.Param(bias)) * weight).astype(jnp.float32).sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(jnp.zeros(EMBED))
+    assert gradient.dtype == jnp.float32
+    assert relative_error(np.asarray(gradient), np.asarray(weight, np.float64).sum((0, 1))) <= F32_RELATIVE
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(dtype):
+    weight, rows = cotangents(dtype), jnp.asarray(np.arange(TOKENS)[None] % 3, jnp.int32)
+    loss = lambda table: (rows_of(table.astype(dtype), rows) * weight).astype(jnp.float32).sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(jnp.zeros((4, EMBED)))
+    expected = np.zeros((4, EMBED))
+    np.add.at(expected, np.asarray(rows)[0], np.asarray(weight, np.float64)[0])
+    assert relative_error(np.asarray(gradient), expected) <= MATMUL_RELATIVE[jnp.dtype(dtype).name], "rounded once, at the end"
+
+
+@pytest.mark.parametrize(("kind", "by_definition"), [
+    ("layer", lambda x: (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.01)),
+    ("rms", lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.01))])
+def test_norms_by_their_definition(kind, by_definition):
+    x = np.random.default_rng(1).standard_normal((2, 3, 16)).astype(np.float32) * 3 + 1
+    with nnx.use_eager_sharding(False):
+        norm = Norm(kind, 16, 0.01)
+        norm.scale = constant(2.0, (16,), ("norm",))
+        if kind == "layer":
+            norm.bias = nnx.data(constant(0.5, (16,), ("norm",)))
+    expected = 2 * by_definition(x.astype(np.float64)) + (0.5 if kind == "layer" else 0)
+    assert relative_error(np.asarray(norm(jnp.asarray(x))), expected) <= F32_RELATIVE
+    assert norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("x", "weight", "contracted"), [((2, 3, 4), (4, 5), 1), ((2, 3, 4), (4, 2, 5), 1), ((2, 3, 4, 5), (4, 5, 6), 2)])
+def test_matmul_contracts_the_last_dimensions_with_the_first(x, weight, contracted):
+    random = np.random.default_rng(2)
+    x, weight = random.standard_normal(x), random.standard_normal(weight)
+    found = matmul(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), contracted=contracted)
+    assert relative_error(np.asarray(found), np.tensordot(x, weight, contracted)) <= F32_RELATIVE
+
+
+def test_dropout_is_drawn_by_example_and_site():
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jnp.ones((4, 50, 20))
+    found = dropout(x, 0.25, keys, 1)
+    np.testing.assert_array_equal(dropout(x[2:], 0.25, keys[2:], 1), found[2:], "an example's mask does not depend on its row")
+    assert set(np.unique(found).tolist()) == {0.0, float(np.float32(1) / np.float32(0.75))}
+    assert 0.72 < (found != 0).mean(dtype=jnp.float32) < 0.78
+    assert (found != dropout(x, 0.25, keys, 2)).any()
+    assert (found[0] != found[1]).any()
+    assert dropout(x, 0.25, None, 1) is x
+    assert dropout(x, 0.0, keys, 1) is x
