@@ -28,7 +28,7 @@ BF16_LOSS_RELATIVE = 5e-4
 """The loss averages the rounding of 335 tokens: 2^-9 / sqrt(335) is 1e-4, and this four times as much. Measured: 1.5e-4."""
 
 F16_RELATIVE = 4e-3
-"""A step in f16 against float32: eight roundings of 2^-11, for activations and their gradients. Measured: ."""
+"""A step in f16 against float32: eight roundings of 2^-11, for activations and their gradients. Measured: 2.3e-3, in a gradient."""
 
 MATMUL_RELATIVE = {"bfloat16": 2**-6, "float16": 2**-9}
 """A gradient of 16-bit operands against float32: four roundings of 2^-8 or 2^-11. Measured: 7e-3 and 5e-4."""

@@ -38,7 +38,7 @@ LLAMA = ModelConfig(
     name="test-llama", family="llama", vocab_size=VOCAB_SIZE, num_layers=3, embed_dim=48, num_heads=24, num_kv_heads=2,
     head_dim=4, mlp_dim=96, max_length=SEQ_LEN, tied=False, dropout=0.1)
 MODELS = {"gpt": GPT, "llama": LLAMA}
-"""Widths divide by 8, 6 and 3. The Llama has fewer key/value heads than tensor=4, 6 and 8 have devices."""
+"""Widths divide by 8, 6 and 3. The Llama has fewer key/value heads than tensor=4 and 8 have devices."""
 
 KV_HEADS_OVER_3 = 6
 """Two key/value heads can be neither split nor shared over tensor=3, so the Llama has these there."""
@@ -73,8 +73,6 @@ ONE_DEVICE = case("data=1", zero=0)
 PLANS = [
     # Every way to deal eight devices out to data, fsdp and tensor, at every ZeRO stage.
     case("data=8", microbatches=2, remat="dots", loss_chunk_tokens=20),
-    case("fsdp=8", zero=0),
-    case("fsdp=8", zero=1, microbatches=2),
     case("fsdp=8", zero=3, remat="selective", loss_chunk_tokens=40),
     case("tensor=8", remat="selective", microbatches=4),
     case("data=4,fsdp=2", zero=2, microbatches=2),
@@ -86,11 +84,10 @@ PLANS = [
     case("data=2,fsdp=2,tensor=2", zero=2, remat="selective", microbatches=4),
     case("data=2,fsdp=2,tensor=2", zero=3, remat="full", microbatches=2),
     # Six devices, where no axis need be a power of two.
-    case("data=3,fsdp=2", zero=3),
-    case("data=2,fsdp=3", zero=1, microbatches=4),
+    case("data=3,fsdp=2", zero=1),
+    case("data=2,fsdp=3", zero=0, microbatches=4),
     case("fsdp=3,tensor=2", zero=2),
     case("data=2,tensor=3", microbatches=2),
-    case("tensor=6", remat="dots"),
     # Four of the eight devices.
     case("fsdp=2,tensor=2", zero=3, rules=("vocab=none", "mlp=none")),
 ]
@@ -135,6 +132,12 @@ def build(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None
     mesh = build_mesh(plan, jax.devices()[: plan.num_devices])
     program = build_program(config, model_shapes(config.model, plan.padded_vocab(config.model)), plan, mesh)
     return Built(config, plan, program, batch_of_step(program, 1))
+
+
+def compiled_step(built: Built) -> jax.stages.Compiled:
+    """The step, compiled as always but for LLVM's optimisation: that is half of the time, and layouts are decided before."""
+    state = jax.eval_shape(built.program.init, jnp.int32(0))
+    return built.program.train_step.lower(state, built.batch).compile({"xla_backend_optimization_level": 0})
 
 
 def random_state(program: Program) -> TrainState:

@@ -30,8 +30,7 @@ def compiled(model_name: str, case: plans.PlanCase) -> tuple[plans.Built, str]:
     """A case and the text of its compiled step."""
     model = replace(plans.model_for(case, model_name), dropout=0.0, num_layers=NUM_LAYERS)
     built = plans.build(model, case)
-    state = jax.eval_shape(built.program.init, jnp.int32(0))
-    return built, built.program.train_step.lower(state, built.batch).compile().as_text()
+    return built, plans.compiled_step(built).as_text() or ""
 
 
 def moved_by(model_name: str, case: plans.PlanCase, kind: str | None = None, axes: tuple[str, ...] | None = None) -> list[Moved]:
@@ -191,8 +190,8 @@ def test_a_deeper_model_is_no_larger_a_program():
     for num_layers in (NUM_LAYERS, 4 * NUM_LAYERS):
         built = plans.build(replace(plans.GPT, num_layers=num_layers), case)
         state = jax.eval_shape(built.program.init, jnp.int32(0))
-        equations = str(jax.make_jaxpr(built.program.train_step)(state, built.batch)).count(" = ")
-        instructions = built.program.train_step.lower(state, built.batch).as_text("hlo").count(" = ")
+        traced = built.program.train_step.trace(state, built.batch)
+        equations, instructions = str(traced.jaxpr).count(" = "), traced.lower().as_text("hlo").count(" = ")
         sizes[num_layers] = (equations, instructions)
     assert sizes[NUM_LAYERS] == sizes[4 * NUM_LAYERS]
     assert min(sizes[NUM_LAYERS]) > 100

@@ -15,6 +15,7 @@ import numpy as np
 import plans
 import pytest
 from helpers import BF16_LOSS_RELATIVE, BF16_RELATIVE, F32_RELATIVE, assert_close, host_leaves
+from jax.sharding import NamedSharding
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import MESH_AXES
@@ -41,12 +42,12 @@ class Run:
 def run_case(model: ModelConfig, case: plans.PlanCase, settings: Mapping[str, Any] | None = None) -> Run:
     built = plans.build(model, case, settings)
     state, metrics, states = plans.random_state(built.program), [], []
-    step = built.program.train_step.lower(state, built.batch).compile()
+    step = plans.compiled_step(built)
     for number in (1, 2):
         state, found = step(state, plans.batch_of_step(built.program, number))
         metrics.append(jax.device_get(found))
         states.append(host_leaves(state))
-    return Run(built, step.as_text(), metrics, states, named_leaves(state))
+    return Run(built, step.as_text() or "", metrics, states, named_leaves(state))
 
 
 @functools.cache
@@ -113,6 +114,7 @@ def test_state_is_laid_out_as_the_plan_says(runs):
 
 def _axes(leaf: jax.Array, plan: Any) -> tuple[str | None, ...]:
     """The mesh axis of more than one device that splits each dimension."""
+    assert isinstance(leaf.sharding, NamedSharding)
     spec = (*leaf.sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
     axes = [[axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if plan.axes[axis] > 1] for entry in spec]
     return tuple(entry[0] if entry else None for entry in axes)

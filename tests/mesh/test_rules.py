@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
@@ -40,7 +41,8 @@ def test_every_leaf_of_a_legal_plan_is_cut_into_equal_shards_by_different_axes(d
     specs = state_specs(shapes, adamw(OptimizerConfig(), shapes.names), plan)
     mesh = AbstractMesh(tuple(plan.axes[axis] for axis in MESH_AXES), MESH_AXES)
     leaves = named_leaves({"params": shapes.params, "mu": shapes.params, "nu": shapes.params})
-    found = named_leaves({"params": specs.params, "mu": specs.opt_state[0].mu, "nu": specs.opt_state[0].nu})
+    adam: Any = specs.opt_state
+    found = named_leaves({"params": specs.params, "mu": adam[0].mu, "nu": adam[0].nu})
     assert found.keys() == leaves.keys()
     for path, leaf in leaves.items():
         axes = [axis for entry in found[path] for axis in axes_of(entry)]

@@ -81,7 +81,8 @@ def test_block_sizes():
 
 def test_blocks_leave_out_keys_that_no_query_of_theirs_sees():
     def multiplies(length):
-        text = str(jax.make_jaxpr(lambda *x: attend(*x, Visibility(), kernel="xla"))(*arrays(length, batch=1, heads=1, groups=1)))
+        blocks = functools.partial(attend, visibility=Visibility(), kernel="xla")
+        text = str(jax.make_jaxpr(blocks)(*arrays(length, batch=1, heads=1, groups=1)))
         return text.count("dot_general"), f"[1,1,{length},{length}]" in text
 
     assert multiplies(64) == (2, True)
@@ -138,7 +139,7 @@ def test_documents_do_not_leak(name):
     params = jax.tree.map(lambda leaf: jnp.asarray(np.random.default_rng(leaf.size).standard_normal(leaf.shape) * 0.2, leaf.dtype), shapes.params)
     comm, border, length = Collectives(jnp.dtype(jnp.float32)), 6, plans.SEQ_LEN
     index = np.arange(length, dtype=np.int32)[None, :]
-    positions = np.where(index < border, index, index - border)
+    positions = jnp.asarray(np.where(index < border, index, index - border))
 
     @jax.jit
     def logits(tokens, segments):

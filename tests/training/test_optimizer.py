@@ -1,5 +1,7 @@
 """Learning rates at the steps that matter, which leaves decay, and AdamW by its definition."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,4 +105,5 @@ def test_adamw_by_its_definition():
             m, v = moments[name]
             m, v = moments[name] = 0.8 * m + 0.2 * gradient, 0.9 * v + 0.1 * gradient**2
             update = m / (1 - 0.8**step) / (np.sqrt(v / (1 - 0.9**step)) + 0.01) + (0.3 * params[name] if name == "w" else 0)
-            assert relative_error(np.asarray(updates[name]), update) <= F32_RELATIVE
+            made: Any = updates
+            assert relative_error(np.asarray(made[name]), update) <= F32_RELATIVE

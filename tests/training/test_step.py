@@ -22,8 +22,7 @@ def program(precision):
     built = plans.build(plans.GPT, CASE, {
         "precision.compute": precision, "precision.loss_scale": 1024, "precision.loss_scale_growth_steps": GROWTH_STEPS,
         "precision.loss_scale_hysteresis": HYSTERESIS})
-    compiled = built.program.train_step.lower(plans.random_state(built.program), built.batch).compile()
-    return built.program, compiled
+    return built.program, plans.compiled_step(built)
 
 
 def step(precision, state):
