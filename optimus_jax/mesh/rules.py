@@ -124,7 +124,9 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
 
 def padded_vocab(vocab_size: int, rules: Rules, sizes: AxisSizes) -> int:
     """Rows of the embedding: vocab_size up to a multiple that every shard gets a whole part of."""
-    ways = _ways(dict(rules).get(VOCAB, ()), sizes)
+    splits = dict(rules)
+    # fsdp splits the storage of whatever has an `embed` dimension, and that of tables by rows (mesh/zero.py).
+    ways = _ways((*splits.get(VOCAB, ()), *splits.get(EMBED, ())), sizes)
     multiple = VOCAB_MULTIPLE if vocab_size >= SMALL_VOCAB else 8
     while multiple % ways:
         multiple += VOCAB_MULTIPLE if vocab_size >= SMALL_VOCAB else 8

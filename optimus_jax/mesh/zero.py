@@ -1,8 +1,9 @@
 """What is split over `fsdp`, and every byte that this costs: the ZeRO stages, leaf by leaf.
 
 Words: a matrix is *whole* when each device along fsdp holds all of it, a *shard* is a device's
-part along the dimension called `embed`. Leaves without that dimension (norms, biases) are small
-and stay whole at every stage.
+part along the matrix's outermost dimension: `embed`, or the rows of a table over the vocabulary.
+Shards then lie one after the other in memory, and no gather or scatter transposes anything. Leaves
+without a dimension `embed` (norms, biases) are small and stay whole at every stage.
 
 | stage | parameters | gradient while it is summed | moments | on the wire |
 |---|---|---|---|---|
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, HEADS, KV_HEADS
+from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, HEADS, KV_HEADS, VOCAB
 
 
 @jax.tree_util.register_dataclass
@@ -51,13 +52,15 @@ class LeafLayout:
     @property
     def fsdp_dim(self) -> int | None:
         """The dimension that fsdp splits, if any."""
-        return self.names.index(EMBED) if FSDP in self.rules.get(EMBED, ()) and EMBED in self.names else None
+        if EMBED not in self.names or FSDP not in self.rules.get(EMBED, ()):
+            return None
+        return self.names.index(VOCAB if VOCAB in self.names else EMBED)
 
     def axes(self, *, split: bool) -> tuple[tuple[str, ...], ...]:
         """Mesh axes of every dimension; `split` says whether fsdp splits the leaf."""
-        axes = [self.rules.get(name, ()) for name in self.names]
-        if self.fsdp_dim is not None and not split:
-            axes[self.fsdp_dim] = ()
+        axes = [() if name == EMBED else self.rules.get(name, ()) for name in self.names]
+        if self.fsdp_dim is not None and split:
+            axes[self.fsdp_dim] = (*axes[self.fsdp_dim], FSDP)
         return tuple(axes)
 
     def spec(self, *, split: bool) -> jax.sharding.PartitionSpec:

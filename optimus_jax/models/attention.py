@@ -12,7 +12,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.families import Family
-from optimus_jax.models.layers import add_bias, constant, matmul, normal
+from optimus_jax.models.layers import add_bias, constant, normal, project, project_back
 from optimus_jax.models.rotary import rotate
 
 
@@ -25,7 +25,7 @@ class Attention(nnx.Module):
         self.num_heads_per_kv_head = heads // kv_heads
         self.query = normal(rngs, (embed, heads, head_dim), (EMBED, HEADS, HEAD_DIM), config.init_std)
         self.key_value = normal(rngs, (embed, 2, kv_heads, head_dim), (EMBED, PAIR, KV_HEADS, HEAD_DIM), config.init_std)
-        self.out = normal(rngs, (heads, head_dim, embed), (HEADS, HEAD_DIM, EMBED), out_std)
+        self.out = normal(rngs, (embed, heads, head_dim), (EMBED, HEADS, HEAD_DIM), out_std)
         biases = family.biases
         self.query_bias = nnx.data(constant(0.0, (heads, head_dim), (HEADS, HEAD_DIM)) if biases else None)
         self.key_value_bias = nnx.data(
@@ -35,9 +35,9 @@ class Attention(nnx.Module):
     def project(self, x_BLD: Array, comm: Collectives, cos_sin: tuple[Array, Array] | None) -> tuple[Array, Array, Array]:
         """Queries [B, L, H, K], keys and values [B, L, G, K] of this device's heads, rotated where asked."""
         x_BLD = comm.fan_out(x_BLD, HEADS)
-        q_BLHK = add_bias(matmul(x_BLD, comm.weight(self.query)), self.query_bias)
+        q_BLHK = add_bias(project(x_BLD, comm.weight(self.query)), self.query_bias)
         needed = {"num_local_heads": q_BLHK.shape[2], "group": self.num_heads_per_kv_head}
-        kv_BLPGK = matmul(x_BLD, comm.kv_heads_needed(comm.weight(self.key_value), dim=2, **needed))
+        kv_BLPGK = project(x_BLD, comm.kv_heads_needed(comm.weight(self.key_value), dim=2, **needed))
         if self.key_value_bias is not None:
             bias_PGK = comm.kv_heads_needed(self.key_value_bias[...], dim=1, **needed)
             kv_BLPGK = (kv_BLPGK.astype(jnp.float32) + bias_PGK[None, None]).astype(kv_BLPGK.dtype)
@@ -48,7 +48,7 @@ class Attention(nnx.Module):
 
     def partial_out(self, heads_BLHK: Array, comm: Collectives) -> Array:
         """The heads' results in the residual's width; each device has a part of the sum over `heads`."""
-        return matmul(heads_BLHK, comm.weight(self.out), contracted=2)
+        return project_back(heads_BLHK, comm.weight(self.out))
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum over all devices' parts."""

@@ -125,6 +125,9 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }
 
+LEADING_BACK = ("layers/attention/out", "layers/mlp/down")
+"""Our matrices whose result has the width `embed`: kept [out, in], where all others are [in, out]."""
+
 ROPE_SCALING = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -209,10 +212,10 @@ def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], li
     for ours, theirs in scheme.tensors.items():
         if theirs == HEAD and config.tied:
             continue
-        leaves = [(_leaf(params, path), _leaf(shapes.names, path)) for path in ours.split()]
+        leaves = [(_leaf(params, path), _leaf(shapes.names, path), path in LEADING_BACK) for path in ours.split()]
         in_layers = "{}" in theirs
         for layer in range(config.num_layers) if in_layers else (0,):
-            views = [_matrix(leaf, names, layer, config.vocab_size) for leaf, names in leaves]
+            views = [_matrix(leaf, names, layer, config.vocab_size, back) for leaf, names, back in leaves]
             if in_layers and scheme.out_dim == 0:
                 views = [view.T for view in views]
             yield theirs.replace("{}", str(layer)).split(), views
@@ -222,7 +225,7 @@ def _leaf(tree: Params, path: str) -> Any:
     return reduce(getitem, path.split("/"), tree)
 
 
-def _matrix(leaf: np.ndarray, names: tuple[str, ...], layer: int, vocab_size: int) -> np.ndarray:
+def _matrix(leaf: np.ndarray, names: tuple[str, ...], layer: int, vocab_size: int, back: bool) -> np.ndarray:
     """A view of one layer's part, without padding: [in, out], of which one is `embed`, or a vector if neither is."""
     if names[0] == LAYERS:
         leaf, names = leaf[layer], names[1:]
@@ -230,7 +233,8 @@ def _matrix(leaf: np.ndarray, names: tuple[str, ...], layer: int, vocab_size: in
         leaf = leaf[:vocab_size]
     if EMBED not in names:
         return leaf.reshape(-1)
-    return leaf.reshape(len(leaf), -1) if names[0] == EMBED else leaf.reshape(-1, leaf.shape[-1])
+    matrix = leaf.reshape(len(leaf), -1)
+    return matrix.T if back else matrix
 
 
 def _rotary(hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,20 +76,17 @@ def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, 
         assert length == num_keys, "this kernel knows no cache: its causal mask begins at the first key"
         mask = None if visibility.segments_BL is None else visibility.mask(slice(0, length), num_keys)[:, None]
         return jax.nn.dot_product_attention(q_BLHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation="cudnn")
-    batch, _, heads, head_dim = q_BLHK.shape
-    groups = k_BTGK.shape[2]
+    heads, groups = q_BLHK.shape[2], k_BTGK.shape[2]
     q_BHLK, k_BGTK, v_BGTK = (x.transpose(0, 2, 1, 3) for x in (q_BLHK, k_BTGK, v_BTGK))
     size = _block_size(length) if length == num_keys else length
-    blocks = []
+    masks, keys = [], []
     for start in range(0, length, size):
-        queries = slice(start, start + size)
         seen = start + size if length == num_keys else num_keys
-        q_BGRK = q_BHLK[:, :, queries].reshape(batch, groups, -1, head_dim)
-        mask_BGRT = _repeat_rows(visibility.mask(queries, seen), heads // groups)
-        keys = None if keys_BH is None or not dropout else jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BH, start)
-        out: Any = _attend_block(dropout, q_BGRK, k_BGTK[:, :, :seen], v_BGTK[:, :, :seen], mask_BGRT, keys)
-        blocks.append(out.reshape(batch, heads, size, head_dim))
-    return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3)
+        masks.append(_repeat_rows(visibility.mask(slice(start, start + size), seen), heads // groups))
+        keys.append(None if keys_BH is None or not dropout
+                    else jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BH, start))
+    out_BHLK: Any = _attend_in_blocks(dropout, q_BHLK, k_BGTK, v_BGTK, masks, keys)
+    return out_BHLK.transpose(0, 2, 1, 3)
 
 
 def _block_size(length: int) -> int:
@@ -103,29 +100,53 @@ def _repeat_rows(mask_BLT: Array, times: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_block(dropout: float, q_BGRK: Array, k_BGTK: Array, v_BGTK: Array, mask: Array, keys_BH: Array | None) -> Array:
-    return _block_forward(dropout, q_BGRK, k_BGTK, v_BGTK, mask, keys_BH)[0]
+def _attend_in_blocks(dropout: float, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks: list[Array], keys: list[Array | None]) -> Array:
+    return _forward(dropout, q_BHLK, k_BGTK, v_BGTK, masks, keys)[0]
 
 
-def _block_forward(dropout: float, q_BGRK: Array, k_BGTK: Array, v_BGTK: Array, mask: Array, keys_BH: Array | None) -> tuple:
-    scores = jnp.einsum("bgrk,bgtk->bgrt", q_BGRK, k_BGTK, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask, scores * q_BGRK.shape[-1] ** -0.5, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q_BGRK.dtype)
-    out = jnp.einsum("bgrt,bgtk->bgrk", _dropped(weights, dropout, keys_BH), v_BGTK)
-    return out, (q_BGRK, k_BGTK, v_BGTK, weights, out, keys_BH)
+def _forward(dropout: float, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks: list[Array], keys: list[Array | None]) -> tuple:
+    """A mask of [B, 1, R, T] makes a block of R rows that look at the first T keys."""
+    outs, weights = [], []
+    for q_BGRK, mask, keys_BH in zip(_rows(q_BHLK, k_BGTK, len(masks)), masks, keys, strict=True):
+        seen = mask.shape[-1]
+        scores = jnp.einsum("bgrk,bgtk->bgrt", q_BGRK, k_BGTK[:, :, :seen], preferred_element_type=jnp.float32)
+        scores = jnp.where(mask, scores * q_BGRK.shape[-1] ** -0.5, MASKED)
+        weights.append(jax.nn.softmax(scores, axis=-1).astype(q_BGRK.dtype))
+        outs.append(jnp.einsum("bgrt,bgtk->bgrk", _dropped(weights[-1], dropout, keys_BH), v_BGTK[:, :, :seen]))
+    out_BHLK = _heads(outs, q_BHLK)
+    return out_BHLK, (q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys)
 
 
-def _block_backward(dropout: float, kept: tuple, d_out: Array) -> tuple:
+def _backward(dropout: float, kept: tuple, d_out_BHLK: Array) -> tuple:
     """Masked weights are zero, so what flows through them is; the softmax's own sum is d_out . out."""
-    q, k, v, weights, out, keys_BH = kept
-    d_v = jnp.einsum("bgrt,bgrk->bgtk", _dropped(weights, dropout, keys_BH), d_out)
-    d_weights = _dropped(jnp.einsum("bgrk,bgtk->bgrt", d_out, v, preferred_element_type=jnp.float32), dropout, keys_BH)
-    own = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
-    d_scores = (weights.astype(jnp.float32) * (d_weights - own) * q.shape[-1] ** -0.5).astype(q.dtype)
-    return jnp.einsum("bgrt,bgtk->bgrk", d_scores, k), jnp.einsum("bgrt,bgrk->bgtk", d_scores, q), d_v, None, None
+    q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys = kept
+    d_k, d_v, d_qs = jnp.zeros_like(k_BGTK), jnp.zeros_like(v_BGTK), []
+    blocks = [_rows(x, k_BGTK, len(weights)) for x in (q_BHLK, out_BHLK, d_out_BHLK)]
+    for q, out, d_out, w, keys_BH in zip(*blocks, weights, keys, strict=True):
+        seen = w.shape[-1]
+        k, v = k_BGTK[:, :, :seen], v_BGTK[:, :, :seen]
+        d_v = d_v.at[:, :, :seen].add(jnp.einsum("bgrt,bgrk->bgtk", _dropped(w, dropout, keys_BH), d_out))
+        d_w = _dropped(jnp.einsum("bgrk,bgtk->bgrt", d_out, v, preferred_element_type=jnp.float32), dropout, keys_BH)
+        own = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
+        d_scores = (w.astype(jnp.float32) * (d_w - own) * q.shape[-1] ** -0.5).astype(q.dtype)
+        d_qs.append(jnp.einsum("bgrt,bgtk->bgrk", d_scores, k))
+        d_k = d_k.at[:, :, :seen].add(jnp.einsum("bgrt,bgrk->bgtk", d_scores, q))
+    return _heads(d_qs, q_BHLK), d_k, d_v, None, None
 
 
-_attend_block.defvjp(_block_forward, _block_backward)
+_attend_in_blocks.defvjp(_forward, _backward)
+
+
+def _rows(x_BHLK: Array, k_BGTK: Array, num_blocks: int) -> list[Array]:
+    """[B, H, L, K] -> blocks [B, G, R, K]: a key/value head's query heads one after the other."""
+    batch, groups, head_dim = k_BGTK.shape[0], k_BGTK.shape[1], x_BHLK.shape[3]
+    return [block.reshape(batch, groups, -1, head_dim) for block in jnp.split(x_BHLK, num_blocks, axis=2)]
+
+
+def _heads(blocks: list[Array], like_BHLK: Array) -> Array:
+    """The inverse of `_rows`."""
+    batch, heads, _, head_dim = like_BHLK.shape
+    return jnp.concatenate([block.reshape(batch, heads, -1, head_dim) for block in blocks], axis=2)
 
 
 def _dropped(weights_BGRT: Array, probability: float, keys_BH: Array | None) -> Array:

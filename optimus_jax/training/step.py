@@ -94,8 +94,9 @@ class _Step:
         keys = jax.random.fold_in(jax.random.key(self.config.seed), step) if self.config.model.dropout else None
         weight = state.loss_scale.scale / jnp.maximum(tokens, 1).astype(jnp.float32)
         loss, gradients = self._loss_and_gradients(state.params, batch, weight, keys)
-        loss = self._over_batch(loss) / state.loss_scale.scale
-        gradients = jax.tree.map(lambda layout, g: layout.reduced(g) / state.loss_scale.scale, self.layouts, gradients)
+        unscaled = (lambda x: x / state.loss_scale.scale) if self.plan.precision == "f16" else (lambda x: x)
+        loss = unscaled(self._over_batch(loss))
+        gradients = jax.tree.map(lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients)
         norm = global_norm(gradients)
         lr = self.learning_rate(step)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)

@@ -80,14 +80,15 @@ def test_active_rules_drop_axes_of_one_device(model, axes):
 @given(vocab_size=st.integers(1, 300_000), axes=axis_sizes())
 def test_vocabulary_is_padded_to_whole_shards_and_little_more(vocab_size, axes):
     rows = padded_vocab(vocab_size, make_rules(MODEL), axes)
-    unit = math.lcm(128 if vocab_size >= 4096 else 8, axes.tensor)
+    unit = math.lcm(128 if vocab_size >= 4096 else 8, axes.tensor * axes.fsdp)
     assert rows % unit == 0
     assert 0 <= rows - vocab_size < unit
 
 
 def test_padding_does_not_depend_on_the_mesh_for_usual_sizes():
+    meshes = [AxisSizes(tensor=n) for n in (1, 2, 4, 8)] + [AxisSizes(fsdp=n) for n in (2, 8)]
     for vocab_size in (257, 50257, 32000, 128256):
-        assert len({padded_vocab(vocab_size, make_rules(MODEL), AxisSizes(tensor=n)) for n in (1, 2, 4, 8)}) == 1
+        assert len({padded_vocab(vocab_size, make_rules(MODEL), axes) for axes in meshes}) == 1
 
 
 def test_heads_that_stay_whole_keep_key_value_heads_whole():

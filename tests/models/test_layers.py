@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from helpers import F32_RELATIVE, MATMUL_RELATIVE, relative_error
 
-from optimus_jax.models.layers import Norm, add_bias, constant, dropout, matmul, rows_of
+from optimus_jax.models.layers import Norm, add_bias, constant, dropout, project, project_back, rows_of
 
 TOKENS, EMBED = 4096, 8
 
@@ -51,12 +51,17 @@ def test_norms_by_their_definition(kind, by_definition):
     assert norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(("x", "weight", "contracted"), [((2, 3, 4), (4, 5), 1), ((2, 3, 4), (4, 2, 5), 1), ((2, 3, 4, 5), (4, 5, 6), 2)])
-def test_matmul_contracts_the_last_dimensions_with_the_first(x, weight, contracted):
+@pytest.mark.parametrize("columns", [(5,), (2, 5)])
+def test_projections_and_their_gradients_are_those_of_an_einsum(columns):
     random = np.random.default_rng(2)
-    x, weight = random.standard_normal(x), random.standard_normal(weight)
-    found = matmul(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), contracted=contracted)
-    assert relative_error(np.asarray(found), np.tensordot(x, weight, contracted)) <= F32_RELATIVE
+    x, out, weight = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (2, 3, *columns), (4, *columns)))
+    names = "xy"[: len(columns)]
+    for function, einsum, rows in ((project, f"bld,d{names}->bl{names}", x), (project_back, f"bl{names},d{names}->bld", out)):
+        found, found_vjp = jax.vjp(function, rows, weight)
+        expected, expected_vjp = jax.vjp(lambda a, b, einsum=einsum: jnp.einsum(einsum, a, b), rows, weight)
+        assert found.shape == expected.shape
+        for got, wanted in zip((found, *found_vjp(found)), (expected, *expected_vjp(expected)), strict=True):
+            assert relative_error(np.asarray(got), np.asarray(wanted)) <= F32_RELATIVE
 
 
 def test_dropout_is_drawn_by_example_and_site():
