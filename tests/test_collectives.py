@@ -57,7 +57,9 @@ def leaf_shapes(model_name: str, case: plans.PlanCase, *, split_by: tuple[str, .
     names = jax.tree.leaves(built.program.shapes.names, is_leaf=is_names)
     shapes = Counter()
     for dims, leaf in zip(names, jax.tree.leaves(built.program.shapes.params), strict=True):
-        ways = [math.prod(built.plan.axes[axis] for axis in rules.get(dim, ()) if axis in split_by) for dim in dims]
+        stored_along = "vocab" if "vocab" in dims else "embed"
+        axes = [(*(axis for axis in rules.get(dim, ()) if axis != "fsdp"), *(("fsdp",) if dim == stored_along else ())) for dim in dims]
+        ways = [math.prod(built.plan.axes[axis] for axis in entry if axis in split_by) for entry in axes]
         shape = tuple(size // way for size, way in zip(leaf.shape, ways, strict=True))
         if ("embed" in dims) == matrices:
             shapes[(dims[0] == "layers", shape[1:] if dims[0] == "layers" else shape)] += 1

@@ -5,6 +5,7 @@ with dropout, packed documents, weight decay and a gradient norm above the clipp
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from optimus_jax.mesh.checksum import named_leaves
 
 FIRST_MOMENT, SECOND_MOMENT = "opt_state/0/mu/", "opt_state/0/nu/"
 TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
+PIPE_DIMS = {"layers", "vocab"}
 
 
 @dataclass(frozen=True)
@@ -104,20 +106,24 @@ def test_state_is_laid_out_as_the_plan_says(runs):
         assert len(leaf.sharding.device_set) == plan.num_devices
         logical = names.get(path.removeprefix("params/").removeprefix(FIRST_MOMENT).removeprefix(SECOND_MOMENT), ())
         split = plan.zero >= (3 if path.startswith("params/") else 1)
-        expected = tuple("tensor" if dim in TENSOR_DIMS - whole_over_tensor else "fsdp" if dim == "embed" and split else None
-                         for dim in logical)
-        ways = [plan.axes[axis] if axis else 1 for axis in expected]
+        stored_along = ("vocab" if "vocab" in logical else "embed") if "embed" in logical and split else None
+        expected = []
+        for dim in logical:
+            axes = ("pipe",) if dim in PIPE_DIMS else ()
+            axes += ("tensor",) if dim in TENSOR_DIMS - whole_over_tensor else ()
+            axes += ("fsdp",) if dim == stored_along else ()
+            expected.append(tuple(axis for axis in axes if plan.axes[axis] > 1))
+        ways = [math.prod(plan.axes[axis] for axis in axes) for axes in expected]
         shard = tuple(size // way for size, way in zip(leaf.shape, ways, strict=True))
         assert {piece.data.shape for piece in leaf.addressable_shards} == {shard}, path
-        assert _axes(leaf, plan) == tuple(axis if way > 1 else None for axis, way in zip(expected, ways, strict=True)), path
+        assert _axes(leaf, plan) == expected, path
 
 
-def _axes(leaf: jax.Array, plan: Any) -> tuple[str | None, ...]:
-    """The mesh axis of more than one device that splits each dimension."""
+def _axes(leaf: jax.Array, plan: Any) -> list[tuple[str, ...]]:
+    """The mesh axes of more than one device that split each dimension."""
     assert isinstance(leaf.sharding, NamedSharding)
     spec = (*leaf.sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
-    axes = [[axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if plan.axes[axis] > 1] for entry in spec]
-    return tuple(entry[0] if entry else None for entry in axes)
+    return [tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if plan.axes[axis] > 1) for entry in spec]
 
 
 def test_devices_speak_along_the_axes_that_the_plan_splits(runs):
