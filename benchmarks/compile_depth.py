@@ -34,7 +34,7 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
     from optimus_jax.config import Config, DataConfig, ModelConfig
     from optimus_jax.mesh.axes import AxisSizes
     from optimus_jax.mesh.build import build_mesh, discover
-    from optimus_jax.models.shapes import model_shapes
+    from optimus_jax.models.shapes import planned_shapes
     from optimus_jax.planning.search import plan_for
     from optimus_jax.training.state import abstract_state
     from optimus_jax.training.step import build_program
@@ -44,7 +44,7 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
                         mlp_dim=1024, max_length=256)
     config = Config(model=model, data=DataConfig(global_batch=16)).with_values({"parallel.mesh": mesh})
     plan = plan_for(config, AxisSizes.parse(mesh), discover())
-    shapes = model_shapes(model, plan.padded_vocab(model))
+    shapes = planned_shapes(model, plan)
     program = build_program(config, shapes, plan, build_mesh(plan))
     state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
     shape, sharding = (16, 256), program.batch_sharding

@@ -24,7 +24,7 @@ from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
 from optimus_jax.mesh.distributed import connect, is_writer
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.shapes import VOCABULARY_LEAVES, model_shapes
+from optimus_jax.models.shapes import VOCABULARY_LEAVES, planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import Choice, choose_plan, gib
 from optimus_jax.request import make_config, resumed_config
@@ -119,7 +119,7 @@ def _run(config: Config, topology: Topology, choice: Choice, run: RunDirectory, 
     """Data, program, state, compile, loop."""
     plan, model = choice.plan, config.model
     data = load_data(config.data, seq_len=config.seq_len, vocab_size=model.vocab_size, model_name=model.name)
-    shapes = model_shapes(model, plan.padded_vocab(model))
+    shapes = planned_shapes(model, plan)
     program = build_program(config, shapes, plan, build_mesh(plan))
     rows = local_rows(program.batch_sharding, config.data.global_batch)
     cut = {"seq_len": config.seq_len, "global_batch": config.data.global_batch, "rows": rows,

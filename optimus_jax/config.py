@@ -124,10 +124,18 @@ class ParallelConfig:
     """Split over fsdp: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters; None: 3 if fsdp > 1, else 0."""
     rules: tuple[str, ...] = ()
     """Changes to the logical-to-mesh rules, such as `mlp=none` (keep whole over tensor)."""
-    microbatches: int = 1
-    """Parts of a step's batch run one after the other, their gradients added locally."""
-    schedule: str = "none"
-    """Pipeline schedule; `none` while pipe=1."""
+    microbatches: int | None = None
+    """Parts of a step's batch run one after the other, their gradients added locally; None: 1, with stages about 4 for each."""
+    schedule: str = "auto"
+    """Pipeline schedule: gpipe, 1f1b, interleaved, or a table in a JSON file; auto is 1f1b, and none while pipe=1."""
+    repeats: int | None = None
+    """Interleaved only: visits of a microbatch to each device; None: 2."""
+    layers_per_stage: tuple[int, ...] = ()
+    """Layers of each stage (with repeats: of each visit, in order); empty: as even as they divide."""
+    send_slack: bool = False
+    """A tick between sending and use, so that sends between stages overlap compute, for more ticks and memory."""
+    stage_residuals: Literal["keep", "recompute"] = "keep"
+    """Whether a stage's backward reads what forward has kept (remat says what), or computes the stage again."""
     remat: RematPolicy = "none"
     """What backward computes again: none (only norms and activations), selective (+ attention), dots (all but matmuls), full (layers)."""
     attention: AttentionKernel = "auto"
@@ -136,7 +144,7 @@ class ParallelConfig:
     """Tokens of a device whose logits exist at the same time; None: 256 on a CPU, 2048 elsewhere."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "microbatches", "loss_chunk_tokens")
+        _check_positive(self, "microbatches", "loss_chunk_tokens", "repeats")
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(explain("parallel.zero is a ZeRO stage", given=self.zero, do="choose 0, 1, 2 or 3"))
 

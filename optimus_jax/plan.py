@@ -21,6 +21,9 @@ from optimus_jax.mesh.rules import (
     neighbouring_divisors,
     padded_vocab,
 )
+from optimus_jax.mesh.slots import layer_slots
+from optimus_jax.pipeline.schedule import Schedule
+from optimus_jax.pipeline.tables import make_schedule
 
 ZERO_STAGES = {
     0: "nothing",
@@ -29,6 +32,24 @@ ZERO_STAGES = {
     3: "optimizer state, gradients and parameters",
 }
 """What each ZeRO stage splits over `fsdp` (arXiv:1910.02054)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelining:
+    """How pipeline stages work together."""
+
+    schedule: str
+    """Name of the order of tasks (pipeline/tables.py), or of the user's own table."""
+    layers_per_stage: tuple[int, ...]
+    """Layers of each virtual stage, in the order in which a microbatch visits them."""
+    repeats: int
+    """Visits of a microbatch to each device."""
+    send_slack: bool
+    """Whether a tick lies between sending and use."""
+    keep_residuals: bool
+    """Whether backward reads what forward has kept, or computes the stage again."""
+    table: str | None = None
+    """The user's own table, as JSON; None: the one that `schedule` names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +64,8 @@ class Plan:
     """What is split over fsdp: a key of ZERO_STAGES. Over data everything is whole."""
     microbatches: int
     """Parts of a process's batch that run one after the other in a step."""
-    schedule: str
-    """Pipeline schedule; `none` while pipe=1."""
+    pipeline: Pipelining | None
+    """How pipeline stages work together; None while pipe=1."""
     remat: RematPolicy
     """What the backward pass computes again."""
     precision: Precision
@@ -72,6 +93,10 @@ class Plan:
         """Rows of the embedding, padding included."""
         return padded_vocab(model.vocab_size, self.rules, self.axes)
 
+    def slots(self, model: ModelConfig) -> tuple[int, ...]:
+        """The layer in each slot of the stack (mesh/slots.py)."""
+        return layer_slots(self.pipeline.layers_per_stage, self.axes.pipe) if self.pipeline else tuple(range(model.num_layers))
+
     def batch_ways(self) -> int:
         """Parts that the rows of a batch are split into."""
         ways = 1
@@ -82,10 +107,7 @@ class Plan:
     def validate(self, model: ModelConfig, *, global_batch: int) -> None:
         """Raise PlanError, with the nearest legal choices, if `model` cannot be trained this way."""
         check_rules(self.rules, self.axes, model)
-        if self.axes.pipe > 1 or self.schedule != "none":
-            raise PlanError(explain(
-                "pipeline stages are not built yet", given=f"pipe={self.axes.pipe}, schedule={self.schedule}",
-                do="use pipe=1 and --schedule none; split over data, fsdp or tensor instead"))
+        self._check_pipeline(model)
         if self.zero and self.axes.fsdp == 1:
             raise PlanError(explain(
                 f"zero={self.zero} splits over mesh axis 'fsdp', which has one device", given=f"mesh {self.axes}",
@@ -106,10 +128,45 @@ class Plan:
                 do="choose --global-batch " + " or ".join(str(n) for n in fits if n)
                    + (f", or data*fsdp={' or '.join(map(str, devices))}" if devices else "")))
 
+    def schedule(self) -> Schedule:
+        """The table that the pipeline runs. Raises PlanError if there is none for these microbatches and stages."""
+        assert self.pipeline is not None, "one stage has no schedule"
+        if self.pipeline.table is not None:
+            return Schedule.from_json(self.pipeline.table)
+        return make_schedule(self.pipeline.schedule, num_stages=self.axes.pipe, num_microbatches=self.microbatches,
+                             num_repeats=self.pipeline.repeats, latency=2 if self.pipeline.send_slack else 1)
+
+    def _check_pipeline(self, model: ModelConfig) -> None:
+        pipe, pipeline = self.axes.pipe, self.pipeline
+        if (pipe > 1) != (pipeline is not None):
+            raise PlanError(explain("a plan has a schedule exactly if it has pipeline stages",
+                                    given=f"pipe={pipe}, pipeline={pipeline}", do="use pipe=2 or more with a schedule, pipe=1 without"))
+        if pipeline is None:
+            return
+        stages = pipeline.layers_per_stage
+        if len(stages) != pipe * pipeline.repeats or sum(stages) != model.num_layers or min(stages) < 1:
+            raise PlanError(explain(
+                f"the stages do not share the {model.num_layers} layers of {model.name}",
+                given=f"layers_per_stage={','.join(map(str, stages))} for pipe={pipe} x repeats={pipeline.repeats}",
+                do=f"give {pipe * pipeline.repeats} numbers above 0 whose sum is {model.num_layers}, or leave layers_per_stage out"))
+        schedule = self.schedule()
+        asked = (pipe, self.microbatches, pipeline.repeats)
+        if (schedule.num_stages, schedule.num_microbatches, schedule.num_repeats) != asked:
+            raise PlanError(explain(
+                "a table is for another pipeline",
+                given=f"{schedule.num_stages} stages, {schedule.num_microbatches} microbatches, {schedule.num_repeats} repeats in the table; "
+                      "pipe={}, microbatches={}, repeats={} in the plan".format(*asked),
+                do=f"use --mesh pipe={schedule.num_stages},... --microbatches {schedule.num_microbatches} "
+                   f"--set parallel.repeats={schedule.num_repeats}, or another table"))
+
     def describe(self) -> str:
         """One line for people."""
         parts = [f"mesh {self.axes}", f"zero {self.zero}", f"microbatches {self.microbatches}", f"remat {self.remat}",
                  self.precision, f"attention {self.attention}"]
+        if self.pipeline is not None:
+            stages = "+".join(map(str, self.pipeline.layers_per_stage))
+            residuals = "residuals kept" if self.pipeline.keep_residuals else "stages recomputed"
+            parts.insert(1, f"schedule {self.pipeline.schedule} with layers {stages}, {residuals}")
         return ", ".join(parts)
 
     def to_json(self) -> str:
@@ -123,6 +180,8 @@ class Plan:
             value = json.loads(text)
             value["axes"] = AxisSizes(**value["axes"])
             value["rules"] = tuple((logical, tuple(axes)) for logical, axes in value["rules"])
+            if (pipeline := value["pipeline"]) is not None:
+                value["pipeline"] = Pipelining(**{**pipeline, "layers_per_stage": tuple(pipeline["layers_per_stage"])})
             plan = cls(**value)
             for name, kind in typing.get_type_hints(cls).items():
                 options = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None

@@ -19,7 +19,7 @@ from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.sharding import put_batch
-from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import plan_for
 from optimus_jax.training.state import TrainState
@@ -130,7 +130,7 @@ def build(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None
     config = make_config(model, case, settings)
     plan = make_plan(config)
     mesh = build_mesh(plan, jax.devices()[: plan.num_devices])
-    program = build_program(config, model_shapes(config.model, plan.padded_vocab(config.model)), plan, mesh)
+    program = build_program(config, planned_shapes(config.model, plan), plan, mesh)
     return Built(config, plan, program, batch_of_step(program, 1))
 
 

@@ -3,7 +3,8 @@
 The step is written with every mesh axis manual (docs/decisions/0001), so a rule is legal only
 where the model's arithmetic has the matching collective: `tensor` may split the four dimensions
 that a matmul contracts or a reduction runs over, `fsdp` splits the storage of matrices along
-`embed` and gathers them at use, and the batch is split over `data` and `fsdp`.
+`embed` and gathers them at use, the batch is split over `data` and `fsdp`, and `pipe` deals out
+the layers and, as all stages work on the head together, the vocabulary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     BATCH: (DATA, FSDP),
     LAYERS: (PIPE,),
     EMBED: (FSDP,),
-    VOCAB: (TENSOR,),
+    VOCAB: (PIPE, TENSOR),
     HEADS: (TENSOR,),
     KV_HEADS: (TENSOR,),
     MLP: (TENSOR,),
@@ -92,7 +93,7 @@ def active_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> dict[str
 def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
     """Raise PlanError for a mesh axis that splits no work, and for the first dimension that its mesh axes do not divide."""
     active = active_rules(rules, sizes, model)
-    for axis, work in ((DATA, (BATCH,)), (FSDP, (BATCH,)), (TENSOR, (HEADS, MLP, VOCAB))):
+    for axis, work in ((PIPE, (VOCAB,)), (PIPE, (LAYERS,)), (DATA, (BATCH,)), (FSDP, (BATCH,)), (TENSOR, (HEADS, MLP, VOCAB))):
         if sizes[axis] > 1 and not any(axis in active.get(logical, ()) for logical in work):
             raise PlanError(explain(
                 f"the {sizes[axis]} devices along mesh axis {axis!r} would all do the same work",
@@ -102,7 +103,6 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
         (HEADS, model.num_heads, "num_heads"),
         (MLP, model.mlp_dim, "mlp_dim"),
         (EMBED, model.embed_dim, "embed_dim"),
-        (LAYERS, model.num_layers, "num_layers"),
     ):
         axes = active.get(logical, ())
         ways = _ways(axes, sizes)

@@ -98,6 +98,14 @@ class LeafLayout:
             return Tracked(vary(lax.stop_gradient(param), self.summed_axes), differentiated)
         return differentiated
 
+    def used(self, param: Array) -> Array:
+        """The parameter for a use whose gradient the caller sums itself: as `differentiated`, but never a shard of it."""
+        return vary(param, self.summed_axes)
+
+    def gradient_of_use(self, gradient: Array) -> Array:
+        """What `weight`'s backward does to the gradient of a matrix, for one that the caller has summed in float32."""
+        return gradient if self.fsdp_dim is None or self.zero < 2 else _scatter(gradient, self.fsdp_dim)
+
     def weight(self, leaf: Array | Tracked, dtype: jnp.dtype) -> Array:
         """The whole matrix in the format of the matmuls; its gradient is summed in float32."""
         fsdp_dim = self.fsdp_dim

@@ -10,6 +10,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.transformer import Decoder
+from optimus_jax.plan import Plan
 
 Params = dict[str, Any]
 """Nested dict of arrays (or of anything, leaf by leaf), named like the modules."""
@@ -24,6 +25,8 @@ class ModelShapes:
 
     config: ModelConfig
     vocab_rows: int
+    slots: tuple[int, ...]
+    """Layer that each slot of the stack holds, -1 for none: 0, 1, 2, ... but for some pipelines (mesh/slots.py)."""
     graphdef: nnx.GraphDef
     state: nnx.State
     """Abstract variables, with their logical names."""
@@ -42,19 +45,32 @@ class ModelShapes:
     @property
     def num_params(self) -> int:
         """Parameters, rows of padding not counted."""
-        padding = (self.vocab_rows - self.config.vocab_size) * self.config.embed_dim * (1 if self.config.tied else 2)
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params)) - padding
+        rows = self.config.vocab_size * (1 if self.config.tied else 2)
+        outer = sum(leaf.size for name, part in self.params.items() if name != LAYERS for leaf in jax.tree.leaves(part))
+        padding = self.vocab_rows * (1 if self.config.tied else 2) - rows
+        stack = sum(leaf.size // len(self.slots) for leaf in jax.tree.leaves(self.params[LAYERS]))
+        return outer - padding * self.config.embed_dim + stack * self.config.num_layers
+
+    def whole_outside_layers(self, params: Params, comm: Collectives) -> Params:
+        """The parameters with all matrices outside the stack made whole along fsdp and cast, once for all uses.
+
+        The embedding is used twice where weights are tied. A layer's matrices are made whole when it is reached.
+        """
+        outer = nnx.State({name: part for name, part in self._variables(params).items() if name != LAYERS})
+        return {**nnx.to_pure_dict(comm.weights(outer)), LAYERS: params[LAYERS]}
 
     def module(self, params: Params, comm: Collectives) -> Decoder:
-        """The Decoder with these parameters, ready to be called.
+        """The Decoder with these parameters, ready to be called."""
+        return self.merged(self.whole_outside_layers(params, comm))
 
-        Matrices outside the stack of layers (the embedding is used twice where weights are tied) are made
-        whole and cast here, once; those of a layer when they are reached.
-        """
+    def merged(self, whole: Params) -> Decoder:
+        """The Decoder with what `whole_outside_layers` gave."""
+        return nnx.merge(self.graphdef, self._variables(whole))
+
+    def _variables(self, params: Params) -> nnx.State:
         state = jax.tree.map(lambda variable: variable, self.state)
         nnx.replace_by_pure_dict(state, params)
-        ready = {name: part if name == LAYERS else comm.weights(part) for name, part in state.items()}
-        return nnx.merge(self.graphdef, nnx.State(ready))
+        return state
 
     def initial(self, seed: jax.Array) -> Params:
         """Fresh float32 parameters from an integer seed; the same values for any sharding of the result."""
@@ -62,15 +78,21 @@ class ModelShapes:
             return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=jax.random.key(seed)))))
 
     def _build(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(self.config, vocab_rows=self.vocab_rows, rngs=rngs)
+        return Decoder(self.config, vocab_rows=self.vocab_rows, slots=self.slots, rngs=rngs)
 
 
-def model_shapes(config: ModelConfig, vocab_rows: int) -> ModelShapes:
-    """Shapes of the model with its vocabulary padded to `vocab_rows`."""
+def model_shapes(config: ModelConfig, vocab_rows: int, slots: tuple[int, ...] | None = None) -> ModelShapes:
+    """Shapes of the model with its vocabulary padded to `vocab_rows`, and its layers in `slots` (None: one after the other)."""
+    slots = tuple(range(config.num_layers)) if slots is None else slots
     with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(lambda: Decoder(config, vocab_rows=vocab_rows, rngs=nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: Decoder(config, vocab_rows=vocab_rows, slots=slots, rngs=nnx.Rngs(0)))
         graphdef, state = nnx.split(abstract)
-    return ModelShapes(config, vocab_rows, graphdef, state)
+    return ModelShapes(config, vocab_rows, slots, graphdef, state)
+
+
+def planned_shapes(config: ModelConfig, plan: Plan) -> ModelShapes:
+    """Shapes of the model under a plan, which says how far the vocabulary is padded and where the layers lie."""
+    return model_shapes(config, plan.padded_vocab(config), plan.slots(config))
 
 
 def _is_variable(node: object) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 
@@ -93,7 +94,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Tokens to final hidden states; the loss (or generation) applies the head's matrix itself."""
 
-    def __init__(self, config: ModelConfig, *, vocab_rows: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, vocab_rows: int, slots: tuple[int, ...] | None = None, rngs: nnx.Rngs):
+        """`slots`: which layer each slot of the stack holds; None: all in order (`mesh/slots.py`)."""
         family = family_of(config.family)
         self.config = config
         self.embedding = Embedding(vocab_rows, config.embed_dim, config.init_std, vocab_size=config.vocab_size, rngs=rngs)
@@ -101,12 +103,12 @@ class Decoder(nnx.Module):
             normal(rngs, (config.max_length, config.embed_dim), (POSITIONS, EMBED), config.init_std)
             if family.positions == "learned" else None)
 
-        @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: LAYERS})
-        def stack(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs)
+        def stack(key: Array) -> Block:
+            return Block(config, rngs=nnx.Rngs(params=key))
 
-        self.layers = stack(rngs)
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        self.layers = stack(keys if slots is None else keys[np.maximum(slots, 0)])
         self.final_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
         self.head = nnx.data(None if config.tied else Embedding(
             vocab_rows, config.embed_dim, config.init_std, vocab_size=config.vocab_size, rngs=rngs))
@@ -121,6 +123,28 @@ class Decoder(nnx.Module):
     def run_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, cache: tuple[Array, Array] | None = None,
                    ) -> tuple[Array, tuple[Array, Array] | None]:
         """The stack. `cache`: keys and values [layers, B, T, G, K], or None while training."""
+        layer, stacked = self._layer(positions_BL, run)
+        return lax.scan(layer, x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
+
+    def run_some_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, slots: Array, num_full: int) -> Array:
+        """Layers of a stack that may have empty slots, in the order of its slots.
+
+        Args:
+          slots: int32, the layer that each slot holds, -1 where it is empty.
+          num_full: the first so many are full on every device; only those after it are asked.
+        """
+        layer, stacked = self._layer(positions_BL, run)
+
+        def if_full(x_BLD: Array, slot: tuple) -> tuple[Array, None]:
+            return lax.cond(slot[1] >= 0, layer, lambda x_BLD, _: (x_BLD, None), x_BLD, slot)
+
+        for body, part in ((layer, slice(num_full)), (if_full, slice(num_full, len(slots)))):
+            if len(slots[part]):
+                x_BLD, _ = lax.scan(body, x_BLD, (jax.tree.map(lambda leaf, part=part: leaf[part], stacked), slots[part], None))
+        return x_BLD
+
+    def _layer(self, positions_BL: Array, run: Pass) -> tuple[Callable, nnx.State]:
+        """The body of a scan over layers, and the parameters that it is given one layer at a time."""
         cos_sin = rotary.angles(self.config, positions_BL) if self.positions is None else None
         graphdef, stacked = nnx.split(self.layers)
 
@@ -128,7 +152,7 @@ class Decoder(nnx.Module):
             params, index, layer_cache = layer
             return nnx.merge(graphdef, params)(x_BLD, index, run, cos_sin, layer_cache)
 
-        return lax.scan(_rematerialised(body, run.remat), x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
+        return _rematerialised(body, run.remat), stacked
 
     def head_matrix(self) -> Array:
         """[V, D]: the embedding where weights are tied."""

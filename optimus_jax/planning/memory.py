@@ -15,7 +15,7 @@ from optimus_jax.mesh.axes import HEADS, MLP, VOCAB
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.families import family_of
-from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 
 F32 = 4
@@ -48,7 +48,7 @@ class MemoryEstimate:
 
 def estimate_memory(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> MemoryEstimate:
     """What a training step of `plan` needs on each device."""
-    shapes = model_shapes(model, plan.padded_vocab(model))
+    shapes = planned_shapes(model, plan)
     rules = plan.active_rules(model)
     layouts = layouts_of(shapes.names, plan, model)
 

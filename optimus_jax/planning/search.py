@@ -6,6 +6,7 @@ The rule: all devices along `data` if a whole copy of the training state fits on
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
@@ -13,7 +14,9 @@ from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
-from optimus_jax.plan import Plan, check_devices
+from optimus_jax.pipeline.partition import layers_per_stage
+from optimus_jax.pipeline.schedule import Schedule
+from optimus_jax.plan import Pipelining, Plan, check_devices
 from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 
 USABLE_SHARE = 0.9
@@ -22,6 +25,10 @@ LOSS_CHUNK_TOKENS = {"cpu": 256}
 """A CPU wants a chunk's logits near its caches (docs/decisions/0003); a GPU wants large matmuls."""
 DEFAULT_ZERO = 3
 """fsdp means sharded parameters unless the user says otherwise."""
+DEFAULT_REPEATS = 2
+"""Of an interleaved schedule: halves the bubble for twice the sends."""
+MICROBATCHES_PER_STAGE = 4
+"""1F1B then idles (p - 1) / 4p of its time, a fifth at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +62,59 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
     """The Plan with these axis sizes and everything else as the config says."""
     parallel, model = config.parallel, config.model
     zero = parallel.zero if parallel.zero is not None else DEFAULT_ZERO if axes.fsdp > 1 else 0
+    pipeline = _pipelining(config, axes)
     return Plan(
-        axes=axes, rules=make_rules(model, parallel.rules), zero=zero, microbatches=parallel.microbatches,
-        schedule=parallel.schedule, remat=parallel.remat, precision=config.precision.compute,
+        axes=axes, rules=make_rules(model, parallel.rules), zero=zero, pipeline=pipeline,
+        microbatches=parallel.microbatches or _microbatches(config.data.global_batch, axes, interleaved=pipeline is not None and pipeline.repeats > 1),
+        remat=parallel.remat, precision=config.precision.compute,
         attention=choose_kernel(parallel.attention, platform=topology.platform, precision=config.precision.compute, model=model),
         loss_chunk_tokens=parallel.loss_chunk_tokens or LOSS_CHUNK_TOKENS.get(topology.platform, 2048))
+
+
+def _pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
+    """What the user fixed of the pipeline; the rest is 1F1B on stages as even as the layers divide."""
+    parallel = config.parallel
+    if axes.pipe == 1:
+        given = {"schedule": parallel.schedule not in ("auto", "none"), "repeats": parallel.repeats is not None,
+                 "layers_per_stage": bool(parallel.layers_per_stage), "send_slack": parallel.send_slack}
+        if any(given.values()):
+            raise PlanError(explain(
+                "there are no pipeline stages to schedule", given=f"{', '.join(name for name in given if given[name])} on mesh {axes}",
+                do="add pipe=2 or more to --mesh, or leave these settings out"))
+        return None
+    table, name, repeats = None, parallel.schedule, parallel.repeats
+    if name == "none":
+        raise PlanError(explain("pipeline stages need a schedule", given=f"--schedule none on mesh {axes}",
+                                do="leave --schedule out, or use pipe=1"))
+    if name.endswith(".json"):
+        table = _read_table(name)
+        own = Schedule.from_json(table)
+        name, repeats = own.name, repeats or own.num_repeats
+    elif name == "auto":
+        name = "1f1b" if (repeats or 1) == 1 else "interleaved"
+    repeats = repeats or (DEFAULT_REPEATS if name == "interleaved" else 1)
+    return Pipelining(
+        schedule=name, repeats=repeats, send_slack=parallel.send_slack, table=table,
+        keep_residuals=parallel.stage_residuals == "keep",
+        layers_per_stage=parallel.layers_per_stage or layers_per_stage(config.model.num_layers, axes.pipe * repeats))
+
+
+def _read_table(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise PlanError(explain("a schedule's table cannot be read", given=f"--schedule {path}: {error.strerror}",
+                                do="name a file that exists, or gpipe, 1f1b, interleaved")) from error
+
+
+def _microbatches(global_batch: int, axes: AxisSizes, *, interleaved: bool) -> int:
+    """About MICROBATCHES_PER_STAGE for each stage, as far as the batch divides; 1 without stages."""
+    if axes.pipe == 1:
+        return 1
+    rows = max(1, global_batch // (axes.data * axes.fsdp))
+    wanted = MICROBATCHES_PER_STAGE * axes.pipe
+    legal = [n for n in range(1, rows + 1) if rows % n == 0 and (n % axes.pipe == 0 or not interleaved)]
+    return min(legal, key=lambda n: (abs(n - wanted), n), default=axes.pipe)
 
 
 def fits(memory: MemoryEstimate, topology: Topology) -> bool:

@@ -1,8 +1,9 @@
 """The training step: pure `(state, batch) -> (state, metrics)`, one `shard_map` with every mesh axis manual.
 
-Inside, all that devices say to one another stands in three places: what the model names
-(mesh/collectives.py), what fsdp costs (mesh/zero.py), and the scalars reduced here. Microbatches
-add their gradients locally; the sum over devices is taken once per step.
+Inside, all that devices say to one another stands in four places: what the model names
+(mesh/collectives.py), what fsdp costs (mesh/zero.py), what pipeline stages hand on
+(pipeline/executor.py), and the scalars reduced here. Microbatches add their gradients locally
+(training/gradients.py); the sum over devices is taken once per step.
 
 Why manual and not left to the partitioner: docs/decisions/0001-every-mesh-axis-manual.md.
 """
@@ -22,17 +23,14 @@ from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.compiler import compiler_options
 from optimus_jax.mesh.sharding import batch_spec, layouts_of, named
-from optimus_jax.mesh.zero import vary, varying_axes
-from optimus_jax.models.kernels import Visibility
+from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.shapes import ModelShapes, Params
-from optimus_jax.models.transformer import Pass
 from optimus_jax.plan import Plan
-from optimus_jax.training.loss import cross_entropy
+from optimus_jax.training.gradients import loss_alone, loss_and_gradients
+from optimus_jax.training.objective import Batch, Objective
 from optimus_jax.training.optimizer import adamw, learning_rate
 from optimus_jax.training.state import LossScale, TrainState, initial_state, state_specs
 
-Batch = dict[str, Array]
-"""tokens, targets, positions, segments: int32 [B, L]; loss_mask: bool [B, L]; examples: int32 [B]."""
 Metrics = dict[str, Array]
 
 COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -82,18 +80,19 @@ class _Step:
     """The arithmetic of one device, inside `shard_map`."""
 
     def __init__(self, config: Config, shapes: ModelShapes, plan: Plan, optimizer: optax.GradientTransformation):
-        self.config, self.shapes, self.plan, self.optimizer = config, shapes, plan, optimizer
+        self.config, self.plan, self.optimizer = config, plan, optimizer
         self.rules = plan.active_rules(config.model)
         self.layouts = layouts_of(shapes.names, plan, config.model)
-        self.comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
+        comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
+        self.objective = Objective(config=config, shapes=shapes, plan=plan, comm=comm)
         self.learning_rate = learning_rate(config, shapes.num_params)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
         tokens = self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
-        keys = jax.random.fold_in(jax.random.key(self.config.seed), step) if self.config.model.dropout else None
+        key = jax.random.fold_in(jax.random.key(self.config.seed), step) if self.config.model.dropout else None
         weight = state.loss_scale.scale / jnp.maximum(tokens, 1).astype(jnp.float32)
-        loss, gradients = self._loss_and_gradients(state.params, batch, weight, keys)
+        loss, gradients = loss_and_gradients(self.objective.at(step_key=key, weight=weight), self.layouts, state.params, batch, self._batch_axes)
         unscaled = (lambda x: x / state.loss_scale.scale) if self.plan.precision == "f16" else (lambda x: x)
         loss = unscaled(self._over_batch(loss))
         gradients = jax.tree.map(lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients)
@@ -111,39 +110,7 @@ class _Step:
                      "loss_scale": state.loss_scale.scale}
 
     def evaluate(self, params: Params, batch: Batch) -> tuple[Array, Array]:
-        loss = self._loss(params, batch, batch["loss_mask"].astype(jnp.float32), None)
-        return self._over_batch(loss), self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
-
-    def _loss_and_gradients(self, params: Params, batch: Batch, weight: Array, keys: Array | None) -> tuple[Array, Params]:
-        """This device's sum over microbatches, not yet reduced over devices."""
-        differentiated = jax.tree.map(lambda layout, p: layout.differentiated(p), self.layouts, params)
-
-        def microbatch(part: Batch) -> tuple[Array, Params]:
-            def loss(differentiated: Params) -> Array:
-                leaves = jax.tree.map(lambda layout, d, p: layout.in_loss(d, p), self.layouts, differentiated, params)
-                return self._loss(leaves, part, part["loss_mask"].astype(jnp.float32) * weight, keys)
-
-            return jax.value_and_grad(loss)(differentiated)
-
-        count = self.plan.microbatches
-        if count == 1:
-            return microbatch(batch)
-        parts = jax.tree.map(lambda rows: rows.reshape(count, -1, *rows.shape[1:]), batch)
-        start = vary(jnp.zeros((), jnp.float32), self._batch_axes), jax.tree.map(jnp.zeros_like, differentiated)
-        add = lambda total, part: (jax.tree.map(jnp.add, total, microbatch(part)), None)  # noqa: E731
-        return lax.scan(add, start, parts)[0]
-
-    def _loss(self, params: Params, batch: Batch, weights: Array, step_key: Array | None) -> Array:
-        """Weighted sum of the loss over this device's tokens."""
-        model = self.shapes.module(params, self.comm)
-        run = Pass(
-            comm=self.comm, kernel=self.plan.attention, remat=self.plan.remat,
-            visibility=Visibility(batch["segments"] if self.config.data.respect_documents else None),
-            keys_B=None if step_key is None else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, batch["examples"]))
-        hidden = model.hidden(batch["tokens"], batch["positions"], run)
-        return cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]), model.head_matrix(), batch["targets"].reshape(-1), weights.reshape(-1),
-            comm=self.comm, vocab_size=self.config.model.vocab_size, chunk_tokens=self.plan.loss_chunk_tokens)
+        return self._over_batch(loss_alone(self.objective, params, batch)), self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
 
     def _updated(self, state: TrainState, gradients: Params, norm: Array, lr: Array) -> tuple[Params, optax.OptState]:
         """Clip, AdamW on the part that this device updates, and put the parts together."""

@@ -18,7 +18,7 @@ from optimus_jax.config import Config, DataConfig
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.sharding import put_batch
-from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.planning.search import plan_for
 from optimus_jax.presets import model_preset
 from optimus_jax.training.step import build_program
@@ -37,7 +37,7 @@ def golden_losses(model: str) -> list[tuple[int, float]]:
     config = Config(model=dataclasses.replace(model_preset(model), num_layers=2), steps=STEPS,
                     data=DataConfig(seq_len=LENGTH, global_batch=BATCH))
     plan = plan_for(config, AxisSizes(), discover())
-    shapes = model_shapes(config.model, plan.padded_vocab(config.model))
+    shapes = planned_shapes(config.model, plan)
     program = build_program(config, shapes, plan, build_mesh(plan, jax.devices()[:1]))
     state, losses = program.init(jnp.int32(config.seed)), []
     for step in range(1, STEPS + 1):

@@ -17,7 +17,7 @@ from optimus_jax.mesh.axes import LOGICAL_AXES, MESH_AXES, AxisSizes
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded_vocab
 from optimus_jax.mesh.sharding import batch_spec
-from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.training.optimizer import adamw
 from optimus_jax.training.state import state_specs
@@ -37,7 +37,7 @@ def is_legal(plan: Plan, model: ModelConfig) -> bool:
 def test_every_leaf_of_a_legal_plan_is_cut_into_equal_shards_by_different_axes(data):
     model = data.draw(models())
     plan = data.draw(plans(model).filter(lambda plan: is_legal(plan, model)))
-    shapes = model_shapes(model, plan.padded_vocab(model))
+    shapes = planned_shapes(model, plan)
     specs = state_specs(shapes, adamw(OptimizerConfig(), shapes.names), plan)
     mesh = AbstractMesh(tuple(plan.axes[axis] for axis in MESH_AXES), MESH_AXES)
     leaves = named_leaves({"params": shapes.params, "mu": shapes.params, "nu": shapes.params})

@@ -26,7 +26,7 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.huggingface import HEAD, config_from_huggingface, from_huggingface, to_huggingface
-from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
+from optimus_jax.models.shapes import ModelShapes, Params, model_shapes, planned_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.planning.search import plan_for
 from optimus_jax.presets import gpt2, llama3_2_1b
@@ -124,7 +124,7 @@ def program_for(model: ModelConfig, axes: AxisSizes) -> Program:
     plan = plan_for(config, axes, topology)
     plan.validate(model, global_batch=GLOBAL_BATCH)
     mesh = build_mesh(plan, jax.devices()[: axes.num_devices])
-    return build_program(config, model_shapes(model, plan.padded_vocab(model)), plan, mesh)
+    return build_program(config, planned_shapes(model, plan), plan, mesh)
 
 
 def state_of(program: Program, params: Params) -> TrainState:

@@ -8,7 +8,7 @@ from helpers import MEMORY_ESTIMATE
 from optimus_jax.config import Config
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
-from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.planning.memory import estimate_memory
 from optimus_jax.planning.search import plan_for
 from optimus_jax.presets import model_preset
@@ -24,7 +24,7 @@ from optimus_jax.training.step import build_program
 def test_the_estimate_is_near_what_xla_allocates(model, mesh, settings):
     config = Config(model=model_preset(model)).with_values({"parallel.mesh": mesh, **settings})
     plan = plan_for(config, AxisSizes.parse(mesh), discover())
-    shapes = model_shapes(config.model, plan.padded_vocab(config.model))
+    shapes = planned_shapes(config.model, plan)
     program = build_program(config, shapes, plan, build_mesh(plan))
     batch, length = config.data.global_batch, config.seq_len
     rows = {name: jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=program.batch_sharding)

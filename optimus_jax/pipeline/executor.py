@@ -1,0 +1,339 @@
+"""Runs any schedule's table inside the step's `shard_map`: every stage does the same thing in every tick.
+
+Ticks with the same kind of work are one `lax.scan`, whose rows are the table's. In a tick a stage
+takes what its neighbours sent, runs its forward task, the head with all others, its backward task,
+and hands on the results. An idle slot computes on what lies in a spare slot of the ring and its
+result is never read, so stages never differ in what they execute, and no collective can wait for
+a device that took another branch.
+
+Words: a *ring* is an array whose leading dimension is the slots that pipeline/buffers.py dealt out,
+and one spare; *outer* parameters are those outside the stack of layers, which all stages share.
+
+Shapes: M microbatches, B examples of a microbatch on this device, L length, D embed, R repeats.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from optimus_jax.mesh.axes import PIPE
+from optimus_jax.mesh.zero import vary, varying_axes
+from optimus_jax.pipeline.buffers import Buffers
+from optimus_jax.pipeline.schedule import Phase, Schedule, Share
+
+Microbatch = Any
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFunctions:
+    """What a pipeline runs. All are called by every stage at the same time, inside `shard_map`."""
+
+    embed: Callable[[Tree, Microbatch], Array]
+    """(outer, microbatch) -> [B, L, D], the same on all stages: each adds its part of the vocabulary."""
+    layers: Callable[[Tree, Tree, Array, Microbatch], Array]
+    """(one repeat's parameters, one repeat's constants, [B, L, D], microbatch) -> [B, L, D], on this stage's layers."""
+    loss: Callable[[Tree, Array, Microbatch], Array]
+    """(outer, final [B, L, D], microbatch) -> this device's weighted sum of losses, the same on all stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """One device's side of a pipeline; every array is the device's part.
+
+    Args:
+      outer: parameters of `embed` and `loss`, as they are used: whole along fsdp, in the compute format.
+      params: parameters of the layers, leaves [R, ...]; differentiated.
+      constants: what else the layers need, leaves [R, ...]; not differentiated.
+      microbatches: leaves [M, B, ...].
+      keep_residuals: whether backward reads what forward has kept, or computes the stage again.
+    """
+
+    functions: StageFunctions
+    schedule: Schedule
+    outer: Tree
+    params: Tree
+    constants: Tree
+    microbatches: Tree
+    keep_residuals: bool
+
+    def loss(self) -> Array:
+        """Sum over microbatches of the loss; float32."""
+        return self._run(_Run(self, differentiate=False))["loss"]
+
+    def loss_and_gradients(self) -> tuple[Array, Tree, Tree]:
+        """The loss and its float32 gradients by `outer` and `params`, summed over microbatches but not over devices."""
+        carry = self._run(_Run(self, differentiate=True))
+        return carry["loss"], carry["d_outer"], carry["d_params"]
+
+    def _run(self, run: "_Run") -> dict[str, Any]:
+        carry = run.start()
+        for phase in self.schedule.phases():
+            rows = {name: jnp.asarray(table[phase.start: phase.stop]) for name, table in run.tables.items()}
+            carry, _ = lax.scan(partial(run.tick, phase), carry, rows)
+        return carry
+
+
+class _Run:
+    """The ticks of one pipeline. The carry is a dict, of which a run has only the entries that it needs."""
+
+    def __init__(self, pipeline: Pipeline, *, differentiate: bool):
+        self.p, self.differentiate = pipeline, differentiate
+        self.keeps = pipeline.keep_residuals and differentiate
+        schedule = pipeline.schedule
+        self.buffers = Buffers.of(schedule, keep_residuals=self.keeps)
+        self.tables = {"forward": schedule.forward, "backward": schedule.backward, "head": schedule.head,
+                       **self.buffers.tables}
+        if self.keeps:
+            self.tables["backward_residual"] = _last_written_if_idle(
+                self.buffers.forward_residual, self.buffers.backward_residual, self.buffers.num_residuals)
+        self.stage = lax.axis_index(PIPE)
+        self.num_stages = schedule.num_stages
+        self.residuals: _Residuals | None = None
+
+    # What is carried from tick to tick
+
+    def start(self) -> dict[str, Any]:
+        embedded = jax.make_jaxpr(self.p.functions.embed)(self.p.outer, self._microbatch(jnp.int32(0))).out_avals[0]
+        axes = sorted({PIPE, *embedded.mat.varying})
+        hidden = vary(jnp.zeros(embedded.shape, embedded.dtype), axes)
+        loss_axes = sorted(set(axes) - {PIPE})
+        carry = {"loss": vary(jnp.zeros((), jnp.float32), loss_axes), "sent_forward": hidden,
+                 "inputs": _ring(self.buffers.num_inputs, hidden)}
+        if not self.differentiate:
+            return carry
+        carry |= {"sent_backward": hidden, "cotangents": _ring(self.buffers.num_cotangents, hidden),
+                  "d_outer": _float32_zeros(self.p.outer), "d_params": _float32_zeros(self.p.params)}
+        if self.keeps:
+            self.residuals = _Residuals(self.p.functions.layers, self._repeat(jnp.int32(0)), hidden,
+                                        self._microbatch(vary(jnp.int32(0), [PIPE])))
+            carry["residuals"] = [_ring(self.buffers.num_residuals, like) for like in self.residuals.like]
+        return carry
+
+    # One tick
+
+    def tick(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> tuple[dict[str, Any], None]:
+        carry = dict(carry)
+        arrived = self._receive(phase, carry)
+        if self.p.schedule.latency == 1:
+            self._store(carry, arrived, row)
+        if phase.forward:
+            self._run_forward(phase, carry, row)
+        if phase.head is not Share.NONE:
+            self._run_head(phase, carry, row)
+        if phase.backward:
+            self._run_backward(phase, carry, row)
+        if self.p.schedule.latency > 1:
+            self._store(carry, arrived, row)
+        return carry, None
+
+    def _receive(self, phase: Phase, carry: dict[str, Any]) -> dict[str, Array]:
+        """What the neighbours sent in the tick before; it depends on nothing that this tick computes."""
+        ticks, stages = slice(phase.start, phase.stop), range(self.num_stages)
+        arrived = {}
+        for name, sent, step in (("input", "sent_forward", 1), ("cotangent", "sent_backward", -1)):
+            spare = {"input": self.buffers.num_inputs, "cotangent": self.buffers.num_cotangents}[name]
+            if (self.tables[f"arrival_{name}"][ticks] != spare).any():
+                arrived[name] = lax.ppermute(carry[sent], PIPE, [(s, (s + step) % self.num_stages) for s in stages])
+        return arrived
+
+    def _store(self, carry: dict[str, Any], arrived: dict[str, Array], row: dict[str, Array]) -> None:
+        for name, value in arrived.items():
+            carry[f"{name}s"] = _put(carry[f"{name}s"], self._mine(row[f"arrival_{name}"]), value)
+
+    def _run_forward(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
+        task = jnp.maximum(self._mine(row["forward"]), 0)
+        slot = self._mine(row["forward_input"])
+        x = lax.dynamic_index_in_dim(carry["inputs"], slot, keepdims=False)
+        if phase.embed is not Share.NONE:
+            # In ticks that need none too: a lookup is less than a branch, for which a GPU waits.
+            first = row["forward"][0]
+            embedded = self.p.functions.embed(self.p.outer, self._microbatch(self._microbatch_of(first)))
+            x = jnp.where((self.stage == 0) & self._begins(first), embedded, x)
+            if self.differentiate and not self.keeps:
+                carry["inputs"] = _put(carry["inputs"], slot, x)
+        repeat, microbatch = self._repeat(task % self.p.schedule.num_repeats), self._microbatch(self._microbatch_of(task))
+        if self.residuals is None:
+            carry["sent_forward"] = self._forward(*repeat, x, microbatch)
+            return
+        carry["sent_forward"], kept = self.residuals.forward(repeat, x, microbatch)
+        slot = self._mine(row["forward_residual"])
+        carry["residuals"] = [_put(ring, slot, value) for ring, value in zip(carry["residuals"], kept, strict=True)]
+
+    def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
+        """The loss of the microbatch that the last stage has just finished, each stage for its part of the vocabulary."""
+        hidden = lax.psum(jnp.where(self.stage == self.num_stages - 1, carry["sent_forward"], 0), PIPE)
+        wanted = row["head"] >= 0
+
+        def loss(outer: Tree, hidden: Array) -> Array:
+            return self.p.functions.loss(outer, hidden, self._microbatch(jnp.maximum(row["head"], 0)))
+
+        if not self.differentiate:
+            carry["loss"] += _where_shared(phase.head, wanted, lambda: loss(self.p.outer, hidden), jnp.zeros_like(carry["loss"]))
+            return
+
+        def add_gradients(total: Array, d_outer: Tree) -> tuple[Array, Tree, Array]:
+            value, (d_here, d_hidden) = jax.value_and_grad(loss, argnums=(0, 1))(self.p.outer, hidden)
+            return total + value, _added(d_outer, d_here), d_hidden
+
+        carry["loss"], carry["d_outer"], d_hidden = _where_shared(
+            phase.head, wanted, lambda: add_gradients(carry["loss"], carry["d_outer"]),
+            (carry["loss"], carry["d_outer"], jnp.zeros_like(hidden)))
+        carry["cotangents"] = _put(carry["cotangents"], self._mine(row["head_cotangent"]), vary(d_hidden, [PIPE]))
+
+    def _run_backward(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
+        task = self._mine(row["backward"])
+        cotangent = lax.dynamic_index_in_dim(carry["cotangents"], self._mine(row["backward_cotangent"]), keepdims=False)
+        cotangent = jnp.where(task >= 0, cotangent, 0)
+        index = jnp.maximum(task, 0) % self.p.schedule.num_repeats
+        params, constants = self._repeat(index)
+        if self.residuals is not None:
+            slot = self._mine(row["backward_residual"])
+            kept = [lax.dynamic_index_in_dim(ring, slot, keepdims=False) for ring in carry["residuals"]]
+            d_params, d_x = self.residuals.backward((params, constants), kept, cotangent)
+        else:
+            x = lax.dynamic_index_in_dim(carry["inputs"], self._mine(row["backward_input"]), keepdims=False)
+            microbatch = self._microbatch(self._microbatch_of(jnp.maximum(task, 0)))
+            d_params, d_x = jax.vjp(lambda params, x: self._forward(params, constants, x, microbatch), params, x)[1](cotangent)
+        carry["d_params"] = self._added_to_repeat(carry["d_params"], d_params, index)
+        carry["sent_backward"] = d_x
+        if phase.embed_backward is not Share.NONE:
+            self._run_embed_backward(phase, carry, row["backward"][0], d_x)
+
+    def _run_embed_backward(self, phase: Phase, carry: dict[str, Any], first: Array, d_x: Array) -> None:
+        """The first stage's result, to all stages: each has a part of the vocabulary."""
+        d_embedded = lax.psum(jnp.where((self.stage == 0) & self._begins(first), d_x, 0), PIPE)
+
+        def add_gradient() -> Tree:
+            microbatch = self._microbatch(self._microbatch_of(first))
+            pull = jax.vjp(lambda outer: self.p.functions.embed(outer, microbatch), self.p.outer)[1]
+            return _added(carry["d_outer"], pull(d_embedded)[0])
+
+        carry["d_outer"] = _where_shared(phase.embed_backward, self._begins(first), add_gradient, carry["d_outer"])
+
+    # Small things
+
+    def _forward(self, params: Tree, constants: Tree, x: Array, microbatch: Microbatch) -> Array:
+        return self.p.functions.layers(params, constants, x, microbatch)
+
+    def _mine(self, row: Array) -> Array:
+        """This stage's entry of a row of a table."""
+        return lax.dynamic_index_in_dim(row, self.stage, keepdims=False)
+
+    def _microbatch_of(self, task: Array) -> Array:
+        return jnp.maximum(task, 0) // self.p.schedule.num_repeats
+
+    def _begins(self, task: Array) -> Array:
+        """Whether a task of the first stage is a microbatch's first: its input is the embedding."""
+        return (task >= 0) & (task % self.p.schedule.num_repeats == 0)
+
+    def _microbatch(self, index: Array) -> Microbatch:
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.p.microbatches)
+
+    def _repeat(self, index: Array) -> tuple[Tree, Tree]:
+        if self.p.schedule.num_repeats == 1:
+            return jax.tree.map(lambda leaf: leaf[0], (self.p.params, self.p.constants))
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), (self.p.params, self.p.constants))
+
+    def _added_to_repeat(self, total: Tree, part: Tree, index: Array) -> Tree:
+        if self.p.schedule.num_repeats == 1:
+            return jax.tree.map(lambda t, d: t + d[None].astype(t.dtype), total, part)
+        return jax.tree.map(lambda t, d: t.at[index].add(d.astype(t.dtype)), total, part)
+
+
+class _Residuals:
+    """Takes the closure of a stage's vjp apart into arrays for rings, and puts it together again.
+
+    Its leaves that are the stage's own parameters or constants (the same objects) are not kept:
+    backward has them anyway. Keys of random numbers are kept as their integers.
+    """
+
+    def __init__(self, layers: Callable[..., Array], repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch):
+        self._layers = layers
+        self._places: list[_Given | _Kept] = []
+        self._treedef: Any = None
+        # Traced, not run: the rings must be there before the first forward.
+        kept = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(repeat, x, microbatch).out_avals
+        self.like = [vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in kept]
+        """An array of zeros for every array that is kept."""
+
+    def forward(self, repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch) -> tuple[Array, list[Array]]:
+        """The stage's result, and what its backward needs."""
+        params, constants = repeat
+        result, pull = jax.vjp(lambda params, x: self._layers(params, constants, x, microbatch), params, x)
+        leaves, self._treedef = jax.tree.flatten(pull)
+        given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(repeat))}
+        kept: dict[int, Array] = {}
+        self._places = []
+        for leaf in leaves:
+            if id(leaf) in given:
+                self._places.append(_Given(given[id(leaf)]))
+                continue
+            kept.setdefault(id(leaf), leaf)
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            self._places.append(_Kept(list(kept).index(id(leaf)), jax.random.key_impl(leaf) if is_key else None))
+        return result, [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in kept.values()]
+
+    def backward(self, repeat: tuple[Tree, Tree], kept: list[Array], cotangent: Array) -> tuple[Tree, Array]:
+        """Gradients by the stage's parameters and by its input."""
+        given = jax.tree.leaves(repeat)
+        leaves = [given[place.index] if isinstance(place, _Given) else
+                  kept[place.index] if place.key_impl is None else jax.random.wrap_key_data(kept[place.index], impl=place.key_impl)
+                  for place in self._places]
+        return jax.tree.unflatten(self._treedef, leaves)(cotangent)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A leaf of the closure that is one of the stage's parameters or constants."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A leaf of the closure that is kept in a ring."""
+
+    index: int
+    key_impl: Any
+
+
+def _last_written_if_idle(written: np.ndarray, read: np.ndarray, spare: int) -> np.ndarray:
+    """`read` [ticks, stages], idle entries turned into the slot that the stage wrote last.
+
+    An idle backward has a cotangent of zero, which gives zeros from any residuals that a forward has
+    left. The zeros that a ring begins with are none: backward may divide by them, and 0/0 is NaN.
+    """
+    read, last = read.copy(), np.full(read.shape[1], spare)
+    for tick in range(len(read)):
+        last = np.where(written[tick] != spare, written[tick], last)
+        read[tick] = np.where(read[tick] == spare, last, read[tick])
+    return read
+
+
+def _ring(num_slots: int, like: Array) -> Array:
+    """Zeros for every slot and the spare one."""
+    return vary(jnp.zeros((num_slots + 1, *like.shape), like.dtype), sorted(varying_axes(like)))
+
+
+def _put(ring: Array, slot: Array, value: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(ring, value.astype(ring.dtype), slot, 0)
+
+
+def _float32_zeros(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), tree)
+
+
+def _added(total: Tree, part: Tree) -> Tree:
+    return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, part)
+
+
+def _where_shared(share: Share, wanted: Array, compute: Callable[[], Tree], otherwise: Tree) -> Tree:
+    """`compute()` in the ticks that want it. `wanted` comes from the table alone, so all devices take the same branch."""
+    return compute() if share is Share.ALL else lax.cond(wanted, compute, lambda: otherwise)

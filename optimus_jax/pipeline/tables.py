@@ -1,0 +1,28 @@
+"""The schedules that can be asked for by name."""
+
+from collections.abc import Callable
+
+from optimus_jax.errors import PlanError, explain, nearest
+from optimus_jax.pipeline.gpipe import gpipe
+from optimus_jax.pipeline.interleaved import interleaved
+from optimus_jax.pipeline.one_f_one_b import one_f_one_b
+from optimus_jax.pipeline.schedule import Schedule
+
+SCHEDULES: dict[str, Callable[[int, int, int, int], Schedule]] = {
+    "gpipe": lambda num_stages, num_microbatches, _, latency: gpipe(num_stages, num_microbatches, latency),
+    "1f1b": lambda num_stages, num_microbatches, _, latency: one_f_one_b(num_stages, num_microbatches, latency),
+    "interleaved": interleaved,
+}
+"""Builders (stages, microbatches, repeats, latency) of schedules for training."""
+REPEATING = ("interleaved",)
+"""Those that take more than one repeat."""
+
+
+def make_schedule(name: str, num_stages: int, num_microbatches: int, num_repeats: int = 1, latency: int = 1) -> Schedule:
+    """The schedule called `name`. Raises PlanError for an unknown name or a combination that it does not have."""
+    if name not in SCHEDULES:
+        raise PlanError(explain(f"unknown schedule {name!r}", given=name, do=nearest(name, SCHEDULES)))
+    if num_repeats != 1 and name not in REPEATING:
+        raise PlanError(explain(f"schedule {name!r} visits each device once", given=f"repeats={num_repeats}",
+                                do=f"set repeats=1, or choose schedule {' or '.join(REPEATING)}"))
+    return SCHEDULES[name](num_stages, num_microbatches, num_repeats, latency)

@@ -1,0 +1,77 @@
+"""What a step minimises, in the parts that run one after the other: embed, layers, loss.
+
+One device calls them in a row; pipeline stages call each for the microbatch that is there.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax import Array
+
+from optimus_jax.config import Config
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.kernels import Visibility
+from optimus_jax.models.shapes import ModelShapes, Params
+from optimus_jax.models.transformer import Pass
+from optimus_jax.plan import Plan
+from optimus_jax.training.loss import cross_entropy
+
+Batch = dict[str, Array]
+"""tokens, targets, positions, segments: int32 [B, L]; loss_mask: bool [B, L]; examples: int32 [B]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The loss of some rows of a batch, inside the step's `shard_map`.
+
+    Parameters are given as `ModelShapes.whole_outside_layers` leaves them.
+    """
+
+    config: Config
+    shapes: ModelShapes
+    plan: Plan
+    comm: Collectives
+    step_key: Array | None = None
+    """Key of the step's dropout; None: no dropout."""
+    weight: Array | float = 1.0
+    """Of every token that counts."""
+
+    def at(self, *, step_key: Array | None, weight: Array) -> "Objective":
+        """The same for one step."""
+        return replace(self, step_key=step_key, weight=weight)
+
+    def whole(self, params: Params) -> Params:
+        """Matrices outside the layers made whole along fsdp and cast, once for all rows."""
+        return self.shapes.whole_outside_layers(params, self.comm)
+
+    def of(self, whole: Params, rows: Batch) -> Array:
+        """Weighted sum of the loss over this device's tokens, a float32 scalar."""
+        model, run = self.shapes.merged(whole), self._pass(rows)
+        x_BLD = model.embed(rows["tokens"], rows["positions"], run)
+        x_BLD, _ = model.run_layers(x_BLD, rows["positions"], run)
+        return self.loss(whole, x_BLD, rows)
+
+    def embed(self, whole: Params, rows: Batch) -> Array:
+        """[B, L, D], the residual stream before the first layer."""
+        return self.shapes.merged(whole).embed(rows["tokens"], rows["positions"], self._pass(rows))
+
+    def layers(self, whole: Params, x_BLD: Array, rows: Batch, slots: Array, num_full: int) -> Array:
+        """The residual stream after the layers in `slots` (`Decoder.run_some_layers`)."""
+        return self.shapes.merged(whole).run_some_layers(x_BLD, rows["positions"], self._pass(rows), slots, num_full)
+
+    def loss(self, whole: Params, x_BLD: Array, rows: Batch) -> Array:
+        """Final norm, head and cross-entropy: the weighted sum over these rows' tokens, a float32 scalar."""
+        model = self.shapes.merged(whole)
+        hidden_BLD = model.final_norm(x_BLD)
+        weights: Any = rows["loss_mask"].astype("float32") * self.weight
+        return cross_entropy(
+            hidden_BLD.reshape(-1, hidden_BLD.shape[-1]), model.head_matrix(), rows["targets"].reshape(-1), weights.reshape(-1),
+            comm=self.comm, vocab_size=self.config.model.vocab_size, chunk_tokens=self.plan.loss_chunk_tokens)
+
+    def _pass(self, rows: Batch) -> Pass:
+        key = self.step_key
+        return Pass(
+            comm=self.comm, kernel=self.plan.attention, remat=self.plan.remat,
+            visibility=Visibility(rows["segments"] if self.config.data.respect_documents else None),
+            keys_B=None if key is None else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows["examples"]))
