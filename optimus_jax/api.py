@@ -6,7 +6,7 @@ user can get wrong is found before anything expensive begins.
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from optimus_jax.checkpoint import Checkpoints
-from optimus_jax.config import Config
+from optimus_jax.config import Config, Precision
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.loader import BatchLoader, eval_batches
 from optimus_jax.data.tokenizers import ByteTokenizer
@@ -31,7 +31,7 @@ from optimus_jax.request import make_config, resumed_config
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import RunDirectory, StepRecord
-from optimus_jax.training.state import TrainState, abstract_state
+from optimus_jax.training.state import TrainState, abstract_state, initial_loss_scale
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import EXIT_RESTART, StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
@@ -163,10 +163,21 @@ def _first_state(config: Config, program: Program, checkpoints: Checkpoints, res
         target = abstract_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
         restored = checkpoints.restore(target, paddable=lambda path: path.endswith(VOCABULARY_LEAVES))
         display.message(f"resumed from the checkpoint of step {restored.step}")
-        return restored.state
+        return _in_precision(config, Plan.from_json(restored.metadata["plan"]).precision, restored.state, program, display)
     if resume:
         display.message("the run has no checkpoint yet: it starts again at step 1")
     return program.init(jnp.int32(config.seed))
+
+
+def _in_precision(config: Config, before: Precision, state: TrainState, program: Program, display: Display) -> TrainState:
+    """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""
+    now = config.precision.compute
+    if now == before or "f16" not in (now, before):
+        return state
+    display.message(f"precision was {before} and is {now}: the loss scale begins anew"
+                    + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1"))
+    fresh = jax.jit(lambda: initial_loss_scale(config.precision), out_shardings=program.state_shardings.loss_scale)
+    return replace(state, loss_scale=fresh())
 
 
 def _compiled(program: Program, state: TrainState, loader: BatchLoader, topology: Topology) -> tuple[Any, int]:

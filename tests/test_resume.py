@@ -126,6 +126,20 @@ def test_what_a_resumed_run_refuses(uninterrupted, change, error, message):
         optimus_jax.train(run_dir=uninterrupted[1], resume=True, **change)
 
 
+def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, capsys):
+    run_dir, small = tmp_path / "run", TINY | {"model.num_layers": 1, "progress": "plain", "precision.loss_scale": 1024}
+    in_f16 = optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, precision="f16", **small | {"steps": 2})
+    assert float(in_f16.state.loss_scale.scale) == 1024
+    capsys.readouterr()
+    in_f32 = optimus_jax.train(run_dir=run_dir, resume=True, precision="f32", steps=3)
+    assert "precision was f16 and is f32: the loss scale begins anew, at 1" in capsys.readouterr().out
+    assert float(in_f32.state.loss_scale.scale) == 1
+    again = optimus_jax.train(run_dir=run_dir, resume=True, precision="f16", steps=4)
+    assert float(again.state.loss_scale.scale) == 1024
+    assert [record.loss_scale for record in again.history] == [1024, 1024, None, 1024]
+    assert max(losses(again)) < 7, "entropy of bytes, not a multiple of it"
+
+
 def test_a_checkpoint_of_another_model_is_refused(uninterrupted, text, tmp_path):
     run_dir = tmp_path / "other"
     shutil.copytree(uninterrupted[1], run_dir)

@@ -45,10 +45,14 @@ class TrainState:
 def initial_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig, seed: Array) -> TrainState:
     """The state before step 1; a function to be jitted with `state_shardings` so that it is born sharded."""
     params = shapes.initial(seed)
-    scale = precision.loss_scale if precision.compute == "f16" else 1.0
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params),
+                      loss_scale=initial_loss_scale(precision))
+
+
+def initial_loss_scale(precision: PrecisionConfig) -> LossScale:
+    """The loss scale of a run that begins in `precision`, or changes to it."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, params=params, opt_state=optimizer.init(params),
-                      loss_scale=LossScale(scale=jnp.float32(scale), clean_steps=zero, overflows=zero))
+    return LossScale(scale=jnp.float32(precision.loss_scale if precision.compute == "f16" else 1.0), clean_steps=zero, overflows=zero)
 
 
 def state_specs(shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan) -> TrainState:

@@ -91,9 +91,10 @@ class _Step:
         step = state.step + 1
         tokens = self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
         key = jax.random.fold_in(jax.random.key(self.config.seed), step) if self.config.model.dropout else None
-        weight = state.loss_scale.scale / jnp.maximum(tokens, 1).astype(jnp.float32)
+        scale = state.loss_scale.scale if self.plan.precision == "f16" else jnp.float32(1)
+        weight = scale / jnp.maximum(tokens, 1).astype(jnp.float32)
         loss, gradients = loss_and_gradients(self.objective.at(step_key=key, weight=weight), self.layouts, state.params, batch, self._batch_axes)
-        unscaled = (lambda x: x / state.loss_scale.scale) if self.plan.precision == "f16" else (lambda x: x)
+        unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
         loss = unscaled(self._over_batch(loss))
         gradients = jax.tree.map(lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients)
         norm = global_norm(gradients)
@@ -106,8 +107,7 @@ class _Step:
 
         new = TrainState(step=step, params=kept(params, state.params), opt_state=kept(opt_state, state.opt_state),
                          loss_scale=self._rescaled(state.loss_scale, finite))
-        return new, {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~finite,
-                     "loss_scale": state.loss_scale.scale}
+        return new, {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~finite, "loss_scale": scale}
 
     def evaluate(self, params: Params, batch: Batch) -> tuple[Array, Array]:
         return self._over_batch(loss_alone(self.objective, params, batch)), self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))

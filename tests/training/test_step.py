@@ -84,6 +84,14 @@ def test_f32_has_no_loss_scale():
     assert metrics["loss_scale"] == 1
 
 
+def test_f32_does_not_look_at_a_loss_scale_that_f16_has_left():
+    made, _ = program("f32")
+    (expected, plain), (after, metrics) = (step("f32", with_scale(plans.random_state(made), scale=scale)) for scale in (1, 65536))
+    assert metrics == plain
+    for path, values in host_leaves(expected.params).items():
+        np.testing.assert_array_equal(host_leaves(after.params)[path], values, err_msg=path)
+
+
 def test_f16_is_f32_within_its_own_rounding_whatever_the_scale():
     made, _ = program("f16")
     exact, expected = step("f32", plans.random_state(program("f32")[0]))
