@@ -8,7 +8,7 @@ from optimus_jax.config import DataConfig
 from optimus_jax.data.sampler import count_examples
 from optimus_jax.data.sources import TOKEN_SUFFIX, find_files, read_documents
 from optimus_jax.data.tokenizers import Tokenizer, encode_documents, load_tokenizer
-from optimus_jax.data.tokens import TokenStream, check_vocab, read_token_file, split
+from optimus_jax.data.tokens import TokenStream, check_vocab, content_digest, read_token_file, split
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,6 +23,8 @@ class Data:
     """What made the tokens."""
     description: str
     """All of it in one line."""
+    identity: dict[str, int | str]
+    """What tells this data from other data, cheaply: JSON values."""
 
 
 def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: str) -> Data:
@@ -52,4 +54,5 @@ def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: 
     description = (f"{stream.name}: {len(stream):,} tokens ({stream.tokens.nbytes:,} bytes as {stream.tokens.dtype}) "
                    f"in {num_documents:,} documents; {count_examples(train, seq_len):,} examples of {seq_len:,} tokens "
                    f"to train on, {len(held_out) if held_out else 0:,} tokens held out")
-    return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description)
+    identity = {"tokens": len(stream), "documents": num_documents, "content": content_digest(stream), "tokenizer": tokenizer.digest}
+    return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description, identity=identity)

@@ -9,7 +9,7 @@ shuffle, each epoch in another order, so a batch depends on (seed, k, global bat
 import grain
 import numpy as np
 
-from optimus_jax.data.tokens import TokenStream
+from optimus_jax.data.tokens import TokenStream, check_tokens
 
 Batch = dict[str, np.ndarray]
 """By name: what `cut_examples` returns."""
@@ -38,11 +38,15 @@ def cut_examples(stream: TokenStream, examples: np.ndarray, *, seq_len: int, res
       positions: int32 [R, S], place of the token in its document's part of the window, from 0.
       loss_mask: bool [R, S], False where the target is of another document than the token.
       Without `respect_documents` the window counts as one document.
+    Raises:
+      DataError: a token is not below the stream's vocabulary.
     """
     windows = np.empty((len(examples), seq_len + 1), np.int32)
     for row, example in enumerate(examples):
         start = int(example) * seq_len
-        windows[row] = stream.tokens[start : start + seq_len + 1]
+        window = stream.tokens[start : start + seq_len + 1]
+        check_tokens(stream, window, start)
+        windows[row] = window
     tokens, targets = windows[:, :-1], windows[:, 1:]
 
     ends = (tokens == stream.eos) & respect_documents

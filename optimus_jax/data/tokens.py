@@ -22,6 +22,13 @@ _FORMAT = 1
 _CHUNK_TOKENS = 1 << 24
 """Tokens looked at in one go, so that reading a token file needs little memory."""
 
+_CHECKED_TOKENS = 1 << 29
+"""Tokens of a file that are looked at before training: a gigabyte, which takes about a second."""
+_DIGEST_TOKENS = 1 << 26
+"""Tokens of which every one counts in a digest; a tenth of a second."""
+_DIGEST_BLOCKS = 256
+"""Blocks that stand for the others in a digest of more tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStream:
@@ -60,13 +67,47 @@ class TokenHeader:
     """Digest of the tokenizer."""
 
 
+def content_digest(stream: TokenStream) -> str:
+    """Sixteen hex digits that differ if the tokens do.
+
+    Of more than _DIGEST_TOKENS they are those of evenly spread blocks, first and last included: reading
+    hundreds of gigabytes at every start would cost more than it tells.
+    """
+    tokens = stream.tokens
+    digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=8)
+    if len(tokens) <= _DIGEST_TOKENS:
+        starts, size = [0], len(tokens)
+    else:
+        size = _DIGEST_TOKENS // _DIGEST_BLOCKS
+        starts = [block * (len(tokens) - size) // (_DIGEST_BLOCKS - 1) for block in range(_DIGEST_BLOCKS)]
+    for start in starts:
+        digest.update(np.ascontiguousarray(tokens[start : start + size]).data)
+    return digest.hexdigest()
+
+
+def check_tokens(stream: TokenStream, tokens: np.ndarray, start: int) -> None:
+    """Raise DataError if some of a stream's tokens, from position `start` on, are not below its own vocabulary."""
+    if len(tokens) and tokens.max() >= stream.vocab_size:
+        offset = int(np.argmax(tokens >= stream.vocab_size))
+        raise DataError(explain(
+            f"{stream.name} has a token outside of its own vocabulary",
+            given=f"token id {tokens[offset]} at position {start + offset}; the vocabulary is {stream.vocab_size}",
+            do="the file is damaged, or its header is of another: write both again with scripts/tokenize.py"))
+
+
 def check_vocab(stream: TokenStream, vocab_size: int, model_name: str) -> None:
-    """Refuse tokens that the model has no embedding for. Reads the tokens only if it must.
+    """Refuse tokens that the model has no embedding for.
+
+    Tokens in memory are below the vocabulary of the tokenizer that made them. Those of a file are looked at if
+    they are no more than _CHECKED_TOKENS; of a longer one, batches are as they are cut (sampler.py).
 
     Raises:
-      DataError: a token id is not below `vocab_size`.
+      DataError: a token id is not below `vocab_size`, or not below the stream's own.
     """
     if stream.vocab_size <= vocab_size:
+        if isinstance(stream.tokens, np.memmap) and len(stream) <= _CHECKED_TOKENS:
+            for start, tokens in _chunks(stream.tokens):
+                check_tokens(stream, tokens, start)
         return
     for start, tokens in _chunks(stream.tokens):
         if tokens.max() >= vocab_size:

@@ -55,3 +55,13 @@ def test_tokens_that_cannot_be_trained_on(text_file, token_file):
             load(token_file, other)
     with pytest.raises(DataError, match=r"a.txt has a token that tiny does not know\n  given: token id 256"):
         load(text_file, vocab_size=100 + 156)
+
+
+def test_data_is_known_by_its_content(text_file, token_file):
+    identity = load(text_file).identity
+    assert identity["tokens"] == 101
+    assert identity["documents"] == 1
+    assert load(text_file, eval_fraction=0.5).identity == identity
+    assert load(token_file).identity.keys() == identity.keys()
+    text_file.write_text("0123456789" * 9 + "012345678_")
+    assert {name for name, value in load(text_file).identity.items() if identity[name] != value} == {"content"}

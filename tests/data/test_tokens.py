@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.data import tokens as tokens_module
+from optimus_jax.data.sampler import cut_examples
 from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents
-from optimus_jax.data.tokens import TokenStream, check_vocab, read_token_file, split, write_token_file
+from optimus_jax.data.tokens import TokenStream, check_vocab, content_digest, read_token_file, split, write_token_file
 from optimus_jax.errors import DataError
 
 BYTES = ByteTokenizer()
@@ -100,9 +102,33 @@ def test_check_vocab_names_the_first_unknown_token(monkeypatch, chunk):
         "  do:    use the model's own tokenizer, or --set model.vocab_size=257")
 
 
-def test_check_vocab_trusts_what_the_stream_says():
-    """Reading a file of hundreds of gigabytes to check its header would take minutes."""
+def test_check_vocab_trusts_what_the_tokenizer_made():
     check_vocab(TokenStream(name="unread", tokens=np.array([999]), eos=256, vocab_size=257), 257, "tiny")
+
+
+def test_ids_of_a_file_are_held_against_its_header(tmp_path, monkeypatch):
+    header = write_texts(tmp_path / "a.bin", "abcd", "zz")
+    (tmp_path / "a.bin.json").write_text(json.dumps(dataclasses.asdict(header) | {"vocab_size": 120}))
+    stream, _ = read_token_file(tmp_path / "a.bin", BYTES)
+    message = r"outside of its own vocabulary\n.*token id 256 at position 4; the vocabulary is 120\n.*scripts/tokenize.py"
+    with pytest.raises(DataError, match=message):
+        check_vocab(stream, 257, "tiny")
+    monkeypatch.setattr(tokens_module, "_CHECKED_TOKENS", 3)
+    check_vocab(stream, 257, "tiny")  # too long a file to be read before training
+    cut_examples(stream, np.array([0]), seq_len=3, respect_documents=True)
+    with pytest.raises(DataError, match=message):
+        cut_examples(stream, np.array([0, 1]), seq_len=3, respect_documents=True)
+
+
+@pytest.mark.parametrize("limit", [1 << 26, 8])
+def test_a_digest_tells_contents_apart(monkeypatch, limit):
+    monkeypatch.setattr(tokens_module, "_DIGEST_TOKENS", limit)
+    monkeypatch.setattr(tokens_module, "_DIGEST_BLOCKS", 4)
+    digest = content_digest(stream_of("0123456789" * 3))
+    assert re.fullmatch("[0-9a-f]{16}", digest)
+    assert content_digest(stream_of("0123456789" * 3)) == digest
+    for other in ("0123456789" * 4, "1123456789" + "0123456789" * 2, "0123456789" * 2 + "0123456780"):
+        assert content_digest(stream_of(other)) != digest
 
 
 def test_a_token_file_comes_back(tmp_path):
