@@ -18,6 +18,8 @@ from optimus_jax.errors import ConfigError, explain
 Precision = Literal["f32", "bf16", "f16"]
 RematPolicy = Literal["none", "selective", "dots", "full"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
+DERIVED = "derived"
+"""Where config.json says what was derived."""
 LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
@@ -83,6 +85,8 @@ class ModelConfig:
                 "model.num_heads must be a multiple of model.num_kv_heads",
                 given=f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}",
                 do=f"set model.num_kv_heads to a divisor of {self.num_heads}"))
+        if self.init_std < 0:
+            raise ConfigError(explain("model.init_std cannot be negative", given=self.init_std, do="choose 0 or more"))
         if not 0 <= self.dropout < 1:
             raise ConfigError(explain("model.dropout is a probability", given=self.dropout, do="choose 0 <= dropout < 1"))
 
@@ -105,6 +109,8 @@ class DataConfig:
     """Share of documents held out."""
     text_field: str = "text"
     """Name of the text in a JSONL line or a Parquet column."""
+    allow_change: bool = False
+    """Resume although the data is not what it was when the run saved; holds for one start and is not saved."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "seq_len", "global_batch")
@@ -176,7 +182,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "lr", "epsilon")
-        for name in ("beta1", "beta2", "min_lr_ratio", "decay_fraction"):
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1, and 1 would never forget", given=getattr(self, name),
+                                          do="choose 0 or more and less than 1"))
+        for name in ("min_lr_ratio", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1", given=getattr(self, name), do="choose a value in [0, 1]"))
         for name in ("warmup_steps", "weight_decay", "clip_norm"):
@@ -247,6 +257,12 @@ class DistributedConfig:
         if any(given) and not all(given):
             raise ConfigError(explain("a run of several processes needs all three distributed settings",
                                       given=self, do="give --coordinator HOST:PORT --num-processes N --process-id I"))
+        _check_positive(self, "num_processes")
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise ConfigError(explain("--coordinator names a host and a port", given=self.coordinator,
+                                          do="give HOST:PORT, such as 10.0.0.1:1234"))
         if self.num_processes is not None and self.process_id is not None and not 0 <= self.process_id < self.num_processes:
             raise ConfigError(explain("--process-id must lie below --num-processes", given=self,
                                       do=f"choose 0 to {self.num_processes - 1}"))
@@ -267,7 +283,7 @@ class Config:
     steps: int = 300
     """Optimizer steps of the whole run."""
     seed: int = 0
-    """Of initial weights, data order and dropout."""
+    """Of initial weights, data order and dropout; below 2^31."""
     eval_every: int = 100
     """Steps between held-out evaluations, and one at the end; 0: never."""
     eval_batches: int = 8
@@ -279,9 +295,11 @@ class Config:
 
     def __post_init__(self) -> None:
         _check_positive(self, "steps", "eval_batches", "cpu_devices")
-        if self.seed < 0 or self.eval_every < 0 or self.checkpoint.every < 0:
-            raise ConfigError(explain("seed, eval_every and checkpoint.every cannot be negative",
-                                      given=f"{self.seed}, {self.eval_every}, {self.checkpoint.every}", do="choose 0 or more"))
+        if not 0 <= self.seed < 2**31:  # it is an int32 where weights are drawn
+            raise ConfigError(explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}"))
+        if self.eval_every < 0 or self.checkpoint.every < 0:
+            raise ConfigError(explain("eval_every and checkpoint.every cannot be negative",
+                                      given=f"{self.eval_every}, {self.checkpoint.every}", do="choose 0 or more"))
         if self.seq_len > self.model.max_length:
             raise ConfigError(explain(
                 f"a sequence is longer than the positions of {self.model.name}",
@@ -303,10 +321,15 @@ class Config:
         given = self.optimizer.warmup_steps
         return min(2000, math.ceil(self.steps * 0.05)) if given is None else given
 
-    def to_json(self) -> str:
-        """The config as indented JSON, without what belongs to one process only."""
-        value = dataclasses.replace(self, distributed=DistributedConfig())
-        return json.dumps(dataclasses.asdict(value), indent=2) + "\n"
+    def to_json(self, *, derived: Mapping[str, Any] | None = None) -> str:
+        """The config as indented JSON, without what belongs to one process or one start only.
+
+        Args:
+          derived: what a run made of the settings left open, by dotted name; to be read by people, not by `from_json`.
+        """
+        value = dataclasses.asdict(dataclasses.replace(
+            self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False)))
+        return json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Config":
@@ -315,6 +338,8 @@ class Config:
             value = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(explain("a config is not JSON", given=str(error), do="restore the file, or start a new run")) from error
+        if isinstance(value, dict):
+            value.pop(DERIVED, None)
         return settings.build(cls, value)
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":

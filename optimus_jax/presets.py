@@ -106,6 +106,6 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 
 def model_preset(name: str) -> ModelConfig:
     """The preset called `name`. Raises ConfigError naming the nearest one."""
-    if name not in PRESETS:
-        raise ConfigError(explain(f"unknown model {name!r}", given=name, do=nearest(name, PRESETS)))
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ConfigError(explain(f"unknown model {name!r}", given=name, do=nearest(str(name), PRESETS)))
     return PRESETS[name]()

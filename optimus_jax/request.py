@@ -1,6 +1,8 @@
 """From what a user types, at the command line or in Python, to a Config."""
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from optimus_jax.config import Config
@@ -37,16 +39,28 @@ FIXED_FOR_A_RUN = ("model.", "data.", "seed")
 """What a resumed run keeps: another value would change what its steps mean."""
 
 
-def make_config(model: str, overrides: Mapping[str, Any]) -> Config:
+def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | None = None) -> Config:
     """A new run's config.
 
     Args:
-      model: name of a preset.
+      model: name of a preset; None: the base's model.
       overrides: short or dotted names of settings to values.
+      base: what to begin with; None: the defaults.
     Raises:
       ConfigError: a name is unknown or a value does not fit.
     """
-    return Config(model=model_preset(model)).with_values(_dotted(overrides))
+    # In one go: only the whole has to make sense.
+    preset = {} if model is None else {"model": dataclasses.asdict(model_preset(model))}
+    return (base or Config()).with_values(preset | _dotted(overrides))
+
+
+def read_config(path: str | Path) -> Config:
+    """The config in a file, such as a run's config.json. Raises ConfigError if there is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(explain("a config cannot be read", given=f"{path}: {error}", do="give --config the config.json of a run")) from error
+    return Config.from_json(text)
 
 
 def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -> Config:
@@ -61,7 +75,7 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
     old = Config.from_json(text)
     settings = _dotted(overrides)
     new = old.with_values(settings)
-    changed = [name for name in settings if name.startswith(FIXED_FOR_A_RUN) and _value(new, name) != _value(old, name)]
+    changed = [name for name in settings if name.startswith(FIXED_FOR_A_RUN) and name != "data.allow_change" and _value(new, name) != _value(old, name)]
     if model is not None and model != old.model.name:
         changed.append("model")
     if changed:
@@ -77,7 +91,9 @@ def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise ConfigError(explain(f"unknown setting {unknown[0]!r}", given=f"{unknown[0]}={overrides[unknown[0]]}",
                                   do=nearest(unknown[0], known)))
-    return {SHORT_NAMES.get(name, name): value for name, value in overrides.items()}
+    # A comma separates paths only in text that --set has: a string given in Python is one path.
+    return {SHORT_NAMES.get(name, name): (value,) if name == "data" and isinstance(value, str) else value
+            for name, value in overrides.items()}
 
 
 def _value(config: Config, name: str) -> Any:

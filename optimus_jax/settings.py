@@ -6,6 +6,7 @@ it, is converted to the type of the field that it is for.
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -82,6 +83,8 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
     """`value`, from JSON or the command line, as a `kind`."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else build(kind, value, name + ".")
+    if isinstance(value, os.PathLike):
+        value = (os.fspath(value),) if typing.get_origin(kind) is tuple else os.fspath(value)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         if value is None or (isinstance(value, str) and value.lower() == "none"):

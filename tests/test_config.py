@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,13 +21,13 @@ from optimus_jax.config import (
     RopeScaling,
 )
 from optimus_jax.errors import ConfigError
-from optimus_jax.models.families import FAMILIES, family_of
+from optimus_jax.models.families import FAMILIES, check_family, family_of
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.presets import PRESETS, model_preset
-from optimus_jax.request import SHORT_NAMES, make_config, resumed_config
+from optimus_jax.request import SHORT_NAMES, make_config, read_config, resumed_config
 from optimus_jax.settings import setting_names
 
-shares = st.floats(0, 1)
+shares = st.floats(0, 1, exclude_max=True)
 sizes = st.integers(1, 10_000)
 positive = st.floats(1e-12, 1e6)
 texts = st.text(st.characters(codec="utf-8", exclude_characters=","), min_size=1).filter(lambda text: text.lower() != "none")
@@ -46,7 +47,7 @@ def configs(draw: st.DrawFn) -> Config:
                                 remat=draw(st.sampled_from(("none", "selective", "dots", "full")))),
         optimizer=OptimizerConfig(lr=draw(st.none() | positive), beta1=draw(shares), epsilon=draw(positive),
                                   warmup_steps=draw(st.none() | sizes)),
-        steps=draw(sizes), seed=draw(st.integers(0, 2**31)))
+        steps=draw(sizes), seed=draw(st.integers(0, 2**31 - 1)))
 
 
 @given(config=configs())
@@ -85,6 +86,46 @@ def test_what_belongs_to_one_process_is_not_saved():
     assert "h:1" not in config.to_json()
 
 
+def test_what_holds_for_one_start_is_not_saved():
+    config = Config(data=DataConfig(allow_change=True))
+    assert not Config.from_json(config.to_json()).data.allow_change
+    resumed = resumed_config(config.to_json(), None, {"data.allow_change": "true"})
+    assert resumed.data.allow_change
+
+
+def test_what_was_derived_is_there_to_read_and_not_to_use():
+    config = Config(steps=7)
+    text = config.to_json(derived={"optimizer.lr": 0.5})
+    assert json.loads(text)["derived"] == {"optimizer.lr": 0.5}
+    assert Config.from_json(text) == config
+
+
+def test_a_config_can_begin_another_run(tmp_path):
+    (tmp_path / "config.json").write_text(make_config("llama-nano", {"steps": 7, "lr": 0.5}).to_json())
+    base = read_config(tmp_path / "config.json")
+    assert make_config(None, {"lr": 0.25}, base) == make_config("llama-nano", {"steps": 7, "lr": 0.25})
+    assert make_config("gpt2-nano", {}, base) == make_config("gpt2-nano", {"steps": 7, "lr": 0.5})
+    (tmp_path / "config.json").write_bytes(b"\xff")
+    for path in (tmp_path / "config.json", tmp_path / "missing.json", tmp_path):
+        with pytest.raises(ConfigError, match="a config cannot be read"):
+            read_config(path)
+
+
+def test_paths_given_in_python(tmp_path):
+    for data in ("a,b.txt", Path("a,b.txt"), [Path("a,b.txt")]):
+        assert make_config("gpt2", {"data": data}).data.sources == ("a,b.txt",)
+    assert make_config("gpt2", {"data": ["a", Path("b")]}).data.sources == ("a", "b")
+    assert make_config("gpt2", {"tokenizer": tmp_path / "t.json"}).data.tokenizer == str(tmp_path / "t.json")
+    assert make_config("gpt2", {"data.sources": "a,b.txt"}).data.sources == ("a", "b.txt"), "as --set has it"
+
+
+def test_rotary_positions_need_pairs():
+    check_family(ModelConfig(family="llama", head_dim=34))
+    check_family(ModelConfig(family="gpt2", head_dim=33))
+    with pytest.raises(ConfigError, match=r"odd number(.|\n)*model.head_dim=33(.|\n)*32 or 34"):
+        check_family(ModelConfig(family="llama", head_dim=33))
+
+
 def test_settings_left_open_are_derived():
     assert Config(model=ModelConfig(max_length=4096)).seq_len == 1024
     assert Config(model=ModelConfig(max_length=256)).seq_len == 256
@@ -117,11 +158,19 @@ def test_settings_left_open_are_derived():
     ({"parallel.zero": 4}, r"parallel.zero is a ZeRO stage(.|\n)*choose 0, 1, 2 or 3"),
     ({"optimizer.beta1": 1.5}, r"optimizer.beta1 lies between 0 and 1"),
     ({"optimizer.clip_norm": -1}, r"optimizer.clip_norm cannot be negative"),
-    ({"seed": -1}, r"cannot be negative"),
+    ({"optimizer.beta1": 1}, r"optimizer.beta1 lies between 0 and 1(.|\n)*less than 1"),
+    ({"optimizer.beta2": 1.0}, r"optimizer.beta2 lies between 0 and 1"),
+    ({"model.init_std": -1}, r"model.init_std cannot be negative"),
+    ({"seed": -1}, r"seed is out of range"),
+    ({"seed": 3_000_000_000}, r"seed is out of range(.|\n)*3000000000(.|\n)*0 to 2147483647"),
+    ({"eval_every": -1}, r"cannot be negative"),
     ({"data.seq_len": 2048}, r"longer than the positions of custom(.|\n)*data.seq_len=2048, model.max_length=1024(.|\n)*--seq-len 1024"),
     ({"control": "auto"}, r"no controller yet"),
     ({"distributed.process_id": 1}, r"needs all three distributed settings"),
     ({"distributed.coordinator": "h:1", "distributed.num_processes": 2, "distributed.process_id": 2}, r"process-id must lie below(.|\n)*0 to 1"),
+    ({"distributed.coordinator": "h:1", "distributed.num_processes": 0, "distributed.process_id": 0}, r"num_processes must be positive"),
+    *(({"distributed.coordinator": address, "distributed.num_processes": 2, "distributed.process_id": 0}, r"a host and a port(.|\n)*HOST:PORT")
+      for address in ("foo", "foo:", ":1", "foo:bar", "foo:0", "foo:65536")),
 ])
 def test_settings_that_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
@@ -139,6 +188,9 @@ def test_unknown_names_are_answered_with_the_nearest():
         make_config("lama3-8b", {})
     with pytest.raises(ConfigError, match=r"unknown model 'xyz'(.|\n)*choose one of: gpt2-nano, "):
         model_preset("xyz")
+    for model in (3, ["gpt2"], Path("gpt2")):
+        with pytest.raises(ConfigError, match=r"unknown model (.|\n)*choose one of|did you mean"):
+            model_preset(model)
     with pytest.raises(ConfigError, match=r"unknown model family 'gpt'(.|\n)*did you mean 'gpt2'"):
         family_of("gpt")
     with pytest.raises(ConfigError, match=r"unknown setting 'global_bach'(.|\n)*global_bach=3(.|\n)*did you mean 'global_batch'"):
