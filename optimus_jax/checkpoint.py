@@ -7,17 +7,21 @@ renamed when it is whole. It holds
 * `manifest`: JSON with the caller's metadata, the shape, dtype and checksum of every leaf, and
   a checksum of that text itself.
 
-Two kinds of trouble are kept apart. A *damaged* checkpoint (truncated, unreadable, a checksum
+Three kinds of trouble are kept apart. A *damaged* checkpoint (truncated, pieces missing, a checksum
 that differs) is passed over for an older one. A checkpoint of *another model* is an error: to
-fall back from it would only hide the wrong config.
+fall back from it would only hide the wrong config. So is one that *cannot be reached* (permissions,
+a network disk that does not answer): it may be good, and a run that went on from an older one would
+delete it.
 
 Importing this takes a quarter of a second beyond JAX, nearly all of it Orbax.
 """
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import os
 import shutil
 import time
 import warnings
@@ -43,8 +47,9 @@ T = TypeVar("T")
 STATE = "state"
 MANIFEST = "manifest"
 
-# Orbax tells every phase of every save at level INFO, which a program that logs at INFO would show.
-logging.getLogger("absl").setLevel(logging.WARNING)
+# Orbax tells every phase of every save at level INFO, which a program that logs at INFO would show; and every error with
+# pages of traceback, once for each thread that it passes, although it raises it as well and we report it.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,17 @@ class Restored(Saved):
 
 
 class _DamagedError(Exception):
-    """A checkpoint cannot be read, or holds something else than was saved."""
+    """A checkpoint lacks something, or holds something else than was saved."""
+
+
+class _UnreachableError(Exception):
+    """The machine, not the checkpoint, is why it cannot be read."""
+
+
+_GOOD, _DAMAGED, _UNREACHABLE = range(3)
+"""How reading went on one process; the largest counts."""
+_UNREACHABLE_IN_TENSORSTORE = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "Input/output error")
+"""TensorStore raises ValueError for everything; these of its words are the machine's trouble."""
 
 
 class Checkpoints:
@@ -76,15 +91,21 @@ class Checkpoints:
       directory: where checkpoints are; nothing is written elsewhere.
       config: how many are kept.
       warn: told what happened to a checkpoint when the run goes on regardless.
+      saved: told, by the next call of any method that waits, that a save is complete: its step, and for how many
+        seconds `save` kept its caller.
     """
 
     def __init__(self, directory: epath.PathLike, config: CheckpointConfig,
-                 warn: Callable[[str], object] = warnings.warn) -> None:
+                 warn: Callable[[str], object] = warnings.warn,
+                 saved: Callable[[int, float], object] = lambda step, blocked_s: None) -> None:
         self._directory = epath.Path(directory).absolute()  # TensorStore refuses relative paths
         self._config = config
         self._warn = warn
         self._manager: ocp.CheckpointManager | None = None
+        self._saved = saved
         self._saving = (0, 0)  # step and bytes of the newest save
+        self._blocked_s: float | None = None  # of the save under way
+        self._loops = contextlib.ExitStack()
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
@@ -113,6 +134,7 @@ class Checkpoints:
           CheckpointError: this save cannot start, or the one before it failed. Then this one has
             not started, and trying again is safe.
         """
+        started = time.perf_counter()
         self.wait()
         leaves, sums = named_leaves(state), checksums(state)
         manifest = {
@@ -122,6 +144,7 @@ class Checkpoints:
         manifest = json.loads(json.dumps(manifest))  # a copy: it is written after this returns
         self._saving = (step, sum(leaf.nbytes for leaf in leaves.values()))
         try:
+            self._loops.enter_context(_event_loops_that_finish())  # until `wait` has seen the end of this save
             manager = self._open_manager()
             for stale in (other for other in manager.all_steps() if other >= step):
                 self._warn(f"the checkpoint of step {stale} is deleted: this run has come to step {step} without it")
@@ -131,6 +154,7 @@ class Checkpoints:
                 MANIFEST: ocp.args.JsonSave({"content": manifest, "crc32": _crc32(manifest)})}))
         except Exception as error:
             raise self._failure(error) from error
+        self._blocked_s = time.perf_counter() - started
 
     def wait(self) -> None:
         """Return when nothing is being written any more. Raises CheckpointError if the save under way failed."""
@@ -139,6 +163,10 @@ class Checkpoints:
                 self._manager.wait_until_finished()
         except Exception as error:
             raise self._failure(error) from error
+        self._loops.close()
+        if self._blocked_s is not None:
+            blocked_s, self._blocked_s = self._blocked_s, None
+            self._saved(self._saving[0], blocked_s)
 
     def close(self) -> None:
         """`wait`, then end Orbax's threads."""
@@ -159,7 +187,7 @@ class Checkpoints:
           partial: whether leaves that `abstract_state` does not have are left unread (sampling needs no
             moments); otherwise they are an error.
         Raises:
-          CheckpointError: there is no such checkpoint, none is good, or it is of another model.
+          CheckpointError: there is no such checkpoint, none is good, or it is of another model or cannot be reached.
         """
         self.wait()
         steps = self.steps()
@@ -171,6 +199,11 @@ class Checkpoints:
                 damage[candidate] = str(error)
                 if step is None:
                     self._warn(f"the checkpoint of step {candidate} is damaged and passed over: {error}")
+            except _UnreachableError as error:
+                raise CheckpointError(explain(
+                    f"the checkpoint of step {candidate} cannot be reached, and may be good",
+                    given=f"{self._directory / str(candidate)}: {error}",
+                    do="mend permissions or the disk, then try again")) from error
         raise CheckpointError(explain(
             "there is no good checkpoint" + ("" if step is None else f" of step {step}"),
             given=f"{self._directory}, steps {_listed(steps)}"
@@ -236,6 +269,8 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # the error that we are about to report
                 self._manager.close()
             self._manager = None
+        self._loops.close()
+        self._blocked_s = None
         try:
             free = f"{shutil.disk_usage(self._directory).free:,}"
         except OSError:
@@ -243,11 +278,13 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             self._remove_unfinished()
         step, num_bytes = self._saving
-        steps = self.steps()
+        steps, reason = self.steps(), _reason(error)
+        # A limit on the size of a file is met however much room there is.
+        remedy = "raise the limit on the size of a file (ulimit -f)" if os.strerror(errno.EFBIG) in reason else "make room"
         return CheckpointError(explain(
-            f"saving the checkpoint of step {step} failed: {_reason(error)}",
+            f"saving the checkpoint of step {step} failed: {reason}",
             given=f"{num_bytes:,} bytes to write before compression, {free} free, in {self._directory}",
-            do="make room or choose another run directory; " + (
+            do=f"{remedy} or choose another run directory; " + (
                 f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet")))
 
 
@@ -267,19 +304,35 @@ def _check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, A
 
 
 def _on_every_process(read: Callable[[], T]) -> T:
-    """What `read` returns; _DamagedError on every process if it fails on one, so that all fall back together."""
+    """What `read` returns; _DamagedError on every process if it fails on one, so that all fall back together.
+
+    Raises _UnreachableError, on every process too, if one cannot get at the files.
+    """
+    code, reason = _GOOD, ""
+    outcome: Any = None
     try:
         outcome = read()
     except (jax.errors.JaxRuntimeError, MemoryError):  # the machine's trouble, not the checkpoint's
         raise
     except Exception as error:
-        outcome = _DamagedError(_reason(error))
-    failed = isinstance(outcome, _DamagedError)
-    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(failed)).any() and not failed:
-        outcome = _DamagedError("another process cannot read it")
-    if isinstance(outcome, _DamagedError):
-        raise outcome
+        code, reason = _UNREACHABLE if _is_unreachable(error) else _DAMAGED, _reason(error)
+    if jax.process_count() > 1:
+        worst = int(multihost_utils.process_allgather(np.array(code)).max())
+        if worst > code:
+            code, reason = worst, "another process cannot read it"
+    if code == _UNREACHABLE:
+        raise _UnreachableError(reason)
+    if code == _DAMAGED:
+        raise _DamagedError(reason)
     return outcome
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether an error of reading says nothing about what is on the disk."""
+    root = _root(error)
+    if isinstance(root, OSError):
+        return not isinstance(root, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return any(word in str(root) for word in _UNREACHABLE_IN_TENSORSTORE)
 
 
 class _FinishingLoop(asyncio.SelectorEventLoop):
@@ -296,7 +349,7 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def _event_loops_that_finish() -> Iterator[None]:
-    """After one failed read Orbax closes its event loop while others are under way. Each of those would
+    """After one failed read or write Orbax closes its event loop while others are under way. Each of those would
     print a traceback for not finding the loop again: pages of them around the one warning that matters.
     """
     plain, asyncio.new_event_loop = asyncio.new_event_loop, _FinishingLoop
@@ -306,10 +359,15 @@ def _event_loops_that_finish() -> Iterator[None]:
         asyncio.new_event_loop = plain
 
 
-def _reason(error: BaseException) -> str:
-    """The error at the root in one line: TensorStore adds pages of its specification, and long paths."""
+def _root(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """The error at the root in one line: TensorStore adds pages of its specification, and long paths."""
+    error = _root(error)
     text = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: " + (text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}")
 

@@ -1,6 +1,7 @@
 """What is saved comes back bit by bit on any mesh, or an error says why not."""
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -312,6 +314,47 @@ def full_disk():
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_save_is_told_when_it_is_complete(tmp_path):
+    told, state = [], place(make_state())
+    checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig(), saved=lambda step, blocked_s: told.append((step, blocked_s > 0, checkpoints.steps())))
+    checkpoints.save(1, state, {})
+    assert told == []
+    checkpoints.save(2, state, {})
+    assert told == [(1, True, [1])]
+    checkpoints.close()
+    checkpoints.wait()
+    assert told == [(1, True, [1]), (2, True, [1, 2])]
+
+
+def test_a_save_that_fails_makes_one_error_and_no_noise(tmp_path, capfd):
+    told = []
+    checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig(), saved=lambda step, blocked_s: told.append(step))
+    state = place({str(i): np.random.default_rng(i).standard_normal((128, 512)).astype(np.float32) for i in range(20)})
+    with full_disk():
+        checkpoints.save(1, state, {})
+        with pytest.raises(CheckpointError, match=r"(?s)step 1 failed: .*File too large.*ulimit -f"):
+            checkpoints.close()
+    checkpoints.save(2, state, {})
+    checkpoints.close()
+    assert told == [2]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("error", [
+    PermissionError(errno.EACCES, "Permission denied"), OSError(errno.ESTALE, "Stale file handle"),
+    ValueError("PERMISSION_DENIED: Error opening a file"), ValueError("Input/output error [os_error_code='5']")])
+def test_what_cannot_be_reached_is_not_damaged(two_saved, opened, warned, tmp_path, monkeypatch, error):
+    shutil.copytree(two_saved, tmp_path / "run")
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", refuse)
+    with pytest.raises(CheckpointError, match=r"(?s)step 2 cannot be reached, and may be good.*then try again"):
+        opened().restore(abstract(make_state()))
+    assert warned == []
 
 
 @pytest.mark.parametrize("surfaces_in", ["wait", "save"])
