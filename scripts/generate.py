@@ -16,6 +16,8 @@ from optimus_jax.errors import OptimusError
 
 USER_ERROR = 2
 INTERRUPTED = 130
+NO_READER = 141
+"""What a shell has for a program that ended because nobody read on (128 + SIGPIPE)."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +54,7 @@ def note(text: str) -> None:
 
 
 def main() -> int:
-    """Exit code: 0 done, 2 the user's error, 130 Ctrl-C."""
+    """Exit code: 0 done, 2 the user's error, 130 Ctrl-C, 141 nobody read on."""
     args = parser().parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
@@ -69,6 +71,9 @@ def main() -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # as of `| head`: who reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer must go somewhere
+        return NO_READER
     return 0
 
 

@@ -1,6 +1,7 @@
 """Sampling with a cache says what a full pass over the text would say, and the script shows it."""
 
 import json
+import os
 import runpy
 import shutil
 import subprocess
@@ -314,3 +315,23 @@ def test_script_shows_text_on_a_terminal_as_it_is_made(monkeypatch):
     runpy.run_path(str(SCRIPT))["show"]("> ", pieces())
     assert seen == ["> ", "> a", "> ab"]
     assert terminal.written == f"> abc\n\n{'-' * 40}\n> ABC\n"
+
+
+def test_the_script_ends_quietly_when_nobody_reads_on():
+    """As of `| head -c 1`: the pipe is closed while text is still being made."""
+    program = f"""
+import os, runpy, sys
+from optimus_jax import generation
+class Model:
+    config, step = type("", (), {{"name": "tiny"}}), 1
+    def generate(self, prompt, **_):
+        return iter([["x" * 100000]] * 3)
+generation.load_text_model = lambda *_, **__: Model()
+sys.argv = ["generate.py", "--run", "r", "--prompt", "p"]
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "tiny after step 1\n")
