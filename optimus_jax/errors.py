@@ -29,6 +29,10 @@ class CheckpointError(OptimusError):
     """A checkpoint cannot be written, found, read or trusted."""
 
 
+class RunDirectoryError(OptimusError):
+    """A run's directory cannot be made, read or written, or is another process's."""
+
+
 def explain(what: str, *, given: object, do: str) -> str:
     """The three lines of every error: what happened, what was given, what to do."""
     return f"{what}\n  given: {given}\n  do:    {do}"

@@ -8,7 +8,21 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
+from optimus_jax.training.stopping import (
+    EXIT_INTERRUPT,
+    EXIT_RESTART,
+    NOT_BEGUN,
+    StoppedAtOnce,
+    Terminated,
+    exit_when_asked,
+    raise_when_asked,
+)
+
+if __name__ == "__main__":
+    exit_when_asked()
+
 import argparse
+from typing import NoReturn
 
 from optimus_jax.config import Config
 from optimus_jax.errors import ConfigError, OptimusError, explain, nearest
@@ -22,10 +36,11 @@ def parser() -> argparse.ArgumentParser:
     """Every flag; only those given on the command line appear in the parsed result."""
     default = Config()
     flags = argparse.ArgumentParser(
-        usage="train.py --model NAME [flags]   or   train.py --run-dir DIR --resume [flags]",
+        usage="train.py --model NAME | --config FILE [flags]   or   train.py --run-dir DIR --resume [flags]",
         description="Train a GPT or Llama on any data x fsdp x tensor mesh.", argument_default=argparse.SUPPRESS,
         allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
+    flags.add_argument("--config", metavar="FILE", help="a run's config.json to begin with; flags change it (default: none)")
     flags.add_argument("--data", nargs="+", metavar="PATH", help="files, globs or `stdlib` (default: stdlib)")
     flags.add_argument("--tokenizer", metavar="PATH", help=f"`bytes` or a tokenizer.json (default: {default.data.tokenizer})")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
@@ -65,7 +80,8 @@ def settings(given: dict) -> dict:
 
 
 def main() -> int:
-    """Exit code: 0 done or Ctrl-C, 2 the user's error, 75 stopped on request and worth restarting."""
+    """Exit code: 0 done or stopped by Ctrl-C and saved, 2 the user's error, 75 stopped by SIGTERM and worth restarting,
+    130 ended by Ctrl-C before the first step or, asked twice, without saving."""
     flags = parser()
     parsed, unknown = flags.parse_known_args()
     given = vars(parsed)
@@ -80,10 +96,26 @@ def main() -> int:
 
         if "cpu_devices" in given:
             restart_with_huge_pages()
-        return train(given.get("model"), run_dir=given.get("run_dir"), resume=given.get("resume", False), **overrides).exit_code
+        raise_when_asked()
+        return train(given.get("model"), config=given.get("config"), run_dir=given.get("run_dir"), resume=given.get("resume", False),
+                     **overrides).exit_code
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
+    except StoppedAtOnce:
+        return end_now("stopped without saving; checkpoints from before are whole", EXIT_INTERRUPT)
+    except KeyboardInterrupt:
+        return end_now(NOT_BEGUN, EXIT_INTERRUPT)
+    except Terminated:
+        return end_now(NOT_BEGUN, EXIT_RESTART)
+
+
+def end_now(text: str, code: int) -> NoReturn:
+    """Say why and end, without waiting for saves, connections and compilers under way, as an orderly end of Python would."""
+    print(f"\n{text}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,19 @@ def test_two_processes_give_the_losses_of_one(tmp_path, text, one_process, mesh)
     assert "4 x cpu (cpu) in 2 processes" in started["devices"]
 
 
+def test_an_error_of_one_process_ends_both(tmp_path, text):
+    run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
+    alone = [["--data", "no-such-file.txt"], []]
+    processes = [start(run_dir, text, "--mesh", "fsdp=4", "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",
+                       "--process-id", str(number), *flags) for number, flags in enumerate(alone)]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert "no such data file" in errors[0]
+    assert "error: another process of this run cannot go on\n  given: process 0 of 2" in errors[1]
+    assert not any("Traceback" in text for text in errors)
+    assert not run_dir.exists()
+
+
 def test_a_checkpoint_of_two_processes_resumes_in_one(tmp_path, text, one_process):
     run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
     processes = [start(run_dir, text, "--mesh", "fsdp=4", "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",

@@ -1,5 +1,7 @@
 """Stopping and going on: bit for bit on the same mesh, within rounding on another, whatever stopped the run."""
 
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -9,8 +11,11 @@ import pytest
 from helpers import F32_RELATIVE
 
 import optimus_jax
-from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
+from optimus_jax import api
+from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError, PlanError, RunDirectoryError
+from optimus_jax.training import run_directory
 from optimus_jax.training.display import Display
+from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.stopping import EXIT_RESTART
 
 STEPS = 7
@@ -86,6 +91,94 @@ def test_steps_run_again_after_a_crash_are_not_written_twice(uninterrupted, tmp_
     (crashed / "metrics.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:20])
     resumed = optimus_jax.train(run_dir=crashed, resume=True)
     assert losses(resumed) == losses_before
+    abandoned = (crashed / "metrics.abandoned.jsonl").read_bytes()
+    assert abandoned == b"".join(lines[:4]), "what the run went back behind is kept"
+
+
+def test_steps_are_those_of_the_course_that_goes_on(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted[1], run_dir)
+    shutil.rmtree(run_dir / "checkpoints")
+    again = optimus_jax.train(run_dir=run_dir, resume=True, steps=2, lr=1e-3)
+    assert [record.lr for record in again.history] == [pytest.approx(1e-3), pytest.approx(1e-4)]
+    assert len((run_dir / "metrics.abandoned.jsonl").read_bytes().splitlines()) == STEPS
+
+
+def test_steps_that_are_done_cannot_be_undone(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted[1], run_dir)
+    before = {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match=f"has come to step {STEPS} already(.|\\n)*--steps 3"):
+        optimus_jax.train(run_dir=run_dir, resume=True, steps=3)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_run_has_one_process(uninterrupted):
+    with contextlib.closing(RunDirectory.resume(uninterrupted[1])), pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on "):
+        optimus_jax.train(run_dir=uninterrupted[1], resume=True)
+
+
+def test_changed_data_is_noticed(text, tmp_path, capsys):
+    data, run_dir = tmp_path / "text.txt", tmp_path / "run"
+    shutil.copyfile(text, data)
+    small = TINY | {"model.num_layers": 1, "progress": "plain"}
+    optimus_jax.train("gpt2-nano", run_dir=run_dir, data=data, **small | {"steps": 1})
+    data.write_text(data.read_text().replace("beer", "cola"))
+    with pytest.raises(DataError, match=r"not what this run was trained on(.|\n)*content was \w+ and is \w+(.|\n)*data.allow_change=true"):
+        optimus_jax.train(run_dir=run_dir, resume=True, steps=2)
+    optimus_jax.train(run_dir=run_dir, resume=True, steps=2, **{"data.allow_change": True})
+    assert "the data has changed" in capsys.readouterr().out
+    optimus_jax.train(run_dir=run_dir, resume=True, steps=3)  # the new data is the run's from here on
+    shutil.copyfile(text, data)
+    with pytest.raises(DataError, match="not what this run was trained on"):
+        optimus_jax.train(run_dir=run_dir, resume=True, steps=4)
+
+
+def test_a_log_that_cannot_be_written_costs_no_state(text, tmp_path, monkeypatch):
+    run_dir, plain = tmp_path / "run", run_directory._append
+
+    def full(path, lines):
+        if path.name == "metrics.jsonl" and b'"step": 2' in lines:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(path, lines)
+
+    monkeypatch.setattr(run_directory, "_append", full)
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl of the run cannot be read or written: No space left"):
+        optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, **TINY | {"model.num_layers": 1})
+    saved = [int(path.name) for path in (run_dir / "checkpoints").iterdir()]
+    assert saved in ([3], [4]), "the step in which it was noticed, or the one under way then"
+    monkeypatch.undo()
+    resumed = optimus_jax.train(run_dir=run_dir, resume=True, steps=5)
+    assert resumed.history[-1].step == 5
+
+
+@pytest.mark.parametrize("problem", ["data", "tensorboard"])
+def test_a_start_that_fails_leaves_nothing(text, tmp_path, monkeypatch, problem):
+    if problem == "data":
+        settings = TINY | {"data": tmp_path / "missing.txt"}
+    else:
+        settings = TINY | {"data": text, "log.tensorboard": True}
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(OptimusError, match=r"no such data file|pip install"):
+        optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_too_large_for_the_device_leaves_nothing(text, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PlanError("too large")
+
+    monkeypatch.setattr(api, "_compiled", refuse)
+    with pytest.raises(PlanError, match="too large"):
+        optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", data=text, **TINY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_config_says_what_was_derived(uninterrupted):
+    derived = json.loads((uninterrupted[1] / "config.json").read_text())["derived"]
+    assert derived["optimizer.warmup_steps"] == 1
+    assert derived["parallel.zero"] == 3
+    assert derived["parallel.mesh"] == "data=2,fsdp=2,tensor=2"
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_path, capsys):

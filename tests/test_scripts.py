@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from optimus_jax.request import make_config
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SCREEN_LINES, SCREEN_COLUMNS = 40, 120
 
@@ -55,6 +57,11 @@ def test_help_fits_a_screen_and_shows_defaults():
     (("--resume",), "which run to resume"),
     (("--run-dir", "no-such-run", "--resume"), "no run to resume"),
     (("--model", "gpt2-nano", "--coordinator", "localhost:1"), "needs all three distributed settings"),
+    (("--model", "gpt2-nano", "--coordinator", "foo", "--num-processes", "2", "--process-id", "0"), "a host and a port"),
+    (("--model", "gpt2-nano", "--seed", "3000000000"), "seed is out of range"),
+    (("--model", "llama-nano", "--set", "model.head_dim=33"), "odd number[\\s\\S]*32 or 34"),
+    (("--config", "no-such-file.json"), "a config cannot be read"),
+    (("--resume", "--run-dir", "no-such-run", "--config", "no-such-file.json"), "has its own config"),
 ])
 def test_the_users_mistakes_end_with_one_message(arguments, message, tmp_path):
     failed = train(*arguments, *(() if "--run-dir" in arguments or "--resume" in arguments else ("--run-dir", tmp_path / "run")))
@@ -62,7 +69,7 @@ def test_the_users_mistakes_end_with_one_message(arguments, message, tmp_path):
     assert re.search(message, failed.stderr), failed.stderr
     assert "Traceback" not in failed.stderr
     assert "do: " in failed.stderr
-    assert not list((tmp_path).glob("run/*")), "nothing was written"
+    assert not list(tmp_path.iterdir()), "nothing was written"
 
 
 @pytest.mark.parametrize(("content", "message"), [("", "empty"), ("too short", "shorter than one example")])
@@ -71,6 +78,7 @@ def test_unusable_text(tmp_path, content, message):
     failed = train("--model", "gpt2-nano", "--data", tmp_path / "text.txt", "--run-dir", tmp_path / "run")
     assert failed.returncode == 2
     assert message in failed.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_ends_where_it_says(tmp_path, text):
@@ -80,9 +88,68 @@ def test_a_run_ends_where_it_says(tmp_path, text):
     for shown in ("attention kernel", "xla", "zero=3", "fsdp=2", "step 2/2", "held-out loss", str(tmp_path / "run")):
         assert shown in done.stdout
     run = tmp_path / "run"
-    assert {path.name for path in run.iterdir()} == {"config.json", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints"}
+    assert {path.name for path in run.iterdir()} == {"config.json", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints", "lock"}
     assert json.loads((run / "plan.json").read_text())["axes"] == {"pipe": 1, "data": 1, "fsdp": 2, "tensor": 1}
     # On one device, with other steps than planned before: what was saved on two goes on.
     resumed = train("--run-dir", run, "--resume", "--steps", 3, "--mesh", "auto", "--cpu-devices", 1)
     assert resumed.returncode == 0, resumed.stderr
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def driven(program, *arguments):
+    """scripts/train.py after `program` has changed something in the package."""
+    start = f"{program}\nimport runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", start, SCRIPTS / "train.py", *map(str, arguments)], capture_output=True, text=True, timeout=300)
+
+
+ONE_LAYER = ("--model", "gpt2-nano", "--set", "model.num_layers=1", "--seq-len", 32, "--eval-every", 0,
+             "--progress", "plain")
+SIGNALS = """
+import os, signal
+from optimus_jax.training.display import PlainDisplay
+from optimus_jax.training.trainer import Trainer
+from optimus_jax import api
+compiled = api._compiled
+"""
+
+
+@pytest.mark.parametrize(("when", "code", "message"), [
+    ("PlainDisplay.step = lambda self, record: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]", 130, "stopped without saving"),
+    ("api._compiled = lambda *_: os.kill(os.getpid(), signal.SIGINT)", 130, "stopped before training had begun"),
+    ("api._compiled = lambda *_: os.kill(os.getpid(), signal.SIGTERM)", 75, "stopped before training had begun"),
+], ids=["twice", "while compiling", "terminated while compiling"])
+def test_signals_end_with_a_line(tmp_path, text, when, code, message):
+    ended = driven(SIGNALS + when, *ONE_LAYER, "--data", text, "--steps", 1000, "--run-dir", tmp_path / "run")
+    assert ended.returncode == code, ended.stderr
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    # A cluster may start it again with --resume.
+    assert (tmp_path / "run" / "config.json").exists() == (message == "stopped without saving" or code == 75)
+
+
+def test_an_unreachable_coordinator_is_given_up_in_words(tmp_path):
+    ended = driven("from optimus_jax.mesh import distributed; distributed.CONNECT_TIMEOUT_S = 0.1",
+                   "--model", "gpt2-nano", "--coordinator", "127.0.0.1:9", "--num-processes", 2, "--process-id", 1, "--run-dir", tmp_path / "run")
+    assert ended.returncode == 2, ended.stderr
+    assert re.match(r"error: the processes of this run have not found one another[\s\S]*127.0.0.1:9[\s\S]*do: ", ended.stderr)
+    assert "Traceback" not in ended.stderr
+
+
+def test_sigterm_is_heard_while_processes_connect(tmp_path):
+    ended = driven("import os, signal, threading\nfrom optimus_jax.mesh import distributed\n"
+                   "class Thread(threading.Thread):\n"
+                   "    def join(self, timeout):\n"
+                   "        os.kill(os.getpid(), signal.SIGTERM)\n"
+                   "        super().join(timeout)\n"
+                   "distributed.threading = type('', (), {'Thread': Thread})\n",
+                   "--model", "gpt2-nano", "--coordinator", "127.0.0.1:9", "--num-processes", 2, "--process-id", 1, "--run-dir", tmp_path / "run")
+    assert (ended.returncode, ended.stderr) == (75, "\nstopped before training had begun\n")
+
+
+def test_a_config_of_a_run_begins_another(tmp_path, text):
+    (tmp_path / "config.json").write_text(make_config("gpt2-nano", {
+        "steps": 2, "seq_len": 32, "data": str(text), "model.num_layers": 1, "eval_every": 0, "global_batch": 4}).to_json(derived={"lr": 1}))
+    done = train("--config", tmp_path / "config.json", "--steps", 1, "--cpu-devices", 1, "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "step 1/1" in done.stdout
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["global_batch"] == 4

@@ -2,29 +2,38 @@
 
     config.json     the Config            plan.json       the Plan now in use
     metrics.jsonl   a line per step       events.jsonl    a line per event
-    checkpoints/    states
+    checkpoints/    states                lock            held by the process that writes (run_lock.py)
+    metrics.abandoned.jsonl               lines of steps that a resume went back behind, if there were any
 
 The two logs only grow, so that they can be read while a run goes on and after it was killed at any moment. A line
 without its newline is torn: readers pass over it and `RunDirectory.resume` cuts it off.
 """
 
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
+import shutil
 import time
 import typing
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, RunDirectoryError, explain
+from optimus_jax.training.run_lock import RunLock
+
+T = TypeVar("T")
 
 EventName = Literal[
     "start", "plan", "compile", "checkpoint", "decision", "remesh", "rollback", "fault", "resume", "end", "eval"]
 
 DEFAULT_PARENT = Path("runs")
+LOCK = "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +69,30 @@ class StepRecord:
 class RunDirectory:
     """One run on disk. Process 0 is its writer; in the others everything that would write does nothing.
 
-    Making one touches nothing: `create` and `resume` do. The name that `create` chooses holds the time, so process 0
-    calls it and tells the other processes `path`, for `RunDirectory(path, writer=False)`.
+    Making one touches nothing: `create` and `resume` do, and lock the directory until `close`. The name that `create`
+    chooses holds the time, so process 0 calls it and tells the other processes `path`, for
+    `RunDirectory(path, writer=False)`.
+
+    Args:
+      path: the directory.
+      writer: whether this process writes.
+      warn: told what was passed over when the run goes on regardless.
     """
 
-    def __init__(self, path: str | Path, *, writer: bool = True) -> None:
+    def __init__(self, path: str | Path, *, writer: bool = True, warn: Callable[[str], object] = warnings.warn) -> None:
         self.path = Path(path).absolute()
         self.writer = writer
+        self.failure: RunDirectoryError | None = None
+        """Why a log could not be written, the first time that it could not."""
+        self._warn = warn
+        self._told: set[str] = set()
         self._last_step = 0
+        self._unwritten: list[tuple[Path, bytes]] = []
+        self._lock: RunLock | None = None
+        self._is_new = self._is_made_here = False
 
     @classmethod
-    def create(cls, path: str | Path | None, model_name: str) -> "RunDirectory":
+    def create(cls, path: str | Path | None, model_name: str, *, warn: Callable[[str], object] = warnings.warn) -> "RunDirectory":
         """Make the directory of a new run; it can be resumed from its first `write_config` on.
 
         Args:
@@ -78,37 +100,69 @@ class RunDirectory:
           model_name: preset, or a Hugging Face name or directory, whose last part is used.
         Raises:
           ConfigError: `path` holds a run or other files, or cannot be made.
+          RunDirectoryError: another process is about to write there.
         """
-        if path is None:
-            return cls(_make_default(Path(model_name).name))
-        run = cls(path)
-        run.check_free()
         try:
+            run = cls(path if path is not None else _make_default(Path(model_name).name), warn=warn)
+            if path is not None:
+                run.check_free()
+            run._is_new, run._is_made_here = True, path is None or not run.path.is_dir()
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(explain(
-                "the run directory cannot be made", given=f"{path}: {error.strerror}",
-                do="choose another --run-dir")) from error
+                "the run directory cannot be made",
+                given=f"{path if path is not None else DEFAULT_PARENT.absolute()}: {error.strerror}",
+                do="name a place that can be written with --run-dir")) from error
+        run._lock = RunLock(run.path / LOCK, warn)
+        try:
+            run.check_free()  # once more: until now another process could have come first
+        except ConfigError:
+            run.close()
+            raise
         return run
 
     @classmethod
-    def resume(cls, path: str | Path, *, writer: bool = True) -> "RunDirectory":
+    def resume(cls, path: str | Path, *, writer: bool = True, warn: Callable[[str], object] = warnings.warn) -> "RunDirectory":
         """Open the directory of a run that is to go on, and mend logs that it was killed while writing.
 
         Raises:
           ConfigError: `path` does not hold a run.
+          RunDirectoryError: another process writes this run, or its logs cannot be read or written.
         """
-        run = cls(path, writer=writer)
+        run = cls(path, writer=writer, warn=warn)
         if not run._config.exists():
             found = "has no config.json" if run.path.is_dir() else "is not a directory"
             raise ConfigError(explain(
                 "there is no run to resume", given=f"{path}, which {found}",
                 do="give --run-dir the directory of a run, or start a new run without --resume"))
         if writer:
-            _cut_torn_line(run._metrics)
-            _cut_torn_line(run._events)
-            run._last_step = max((record.step for record in run.metrics()), default=0)
+            run._lock = RunLock(run.path / LOCK, warn)
+            try:
+                for log in (run._metrics, run._events):
+                    with _explained(log):
+                        _cut_torn_line(log)
+                run._last_step = max((record.step for record in run.metrics()), default=0)
+            except BaseException:
+                run.close()
+                raise
         return run
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def discard(self) -> None:
+        """Remove what `create` has begun if no step came of it, so that its name is free again; the files of others stay."""
+        if not self._is_new or self._metrics.exists() or (self.checkpoints.exists() and any(self.checkpoints.iterdir())):
+            return
+        with contextlib.suppress(OSError):
+            for path in (self._config, self._plan, self._events, self.path / LOCK):
+                path.unlink(missing_ok=True)
+            if self.checkpoints.exists():
+                self.checkpoints.rmdir()
+            if self._is_made_here:
+                self.path.rmdir()
 
     def check_free(self) -> None:
         """Raise ConfigError if the directory holds a run or other files; touches nothing."""
@@ -116,10 +170,16 @@ class RunDirectory:
             raise ConfigError(explain(
                 "the run directory already holds a run, and runs are never overwritten", given=self.path,
                 do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
-        if self.path.is_dir() and (in_the_way := next(self.path.iterdir(), None)):
+        files = (path for path in self.path.iterdir() if path.name != LOCK) if self.path.is_dir() else iter(())
+        if in_the_way := next(files, None):
             raise ConfigError(explain(
                 "the run directory holds files that are not a run's", given=in_the_way,
                 do="choose a --run-dir that is new or empty"))
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is a config, so that the run can be resumed."""
+        return self._config.exists()
 
     @property
     def checkpoints(self) -> Path:
@@ -129,26 +189,34 @@ class RunDirectory:
     def write_config(self, text: str) -> None:
         """Put the config in place; from here on the directory is a run."""
         if self.writer:
-            _replace(self._config, text)
-            self.checkpoints.mkdir(exist_ok=True)
+            with _explained(self._config):
+                _replace(self._config, text.encode())
+                self.checkpoints.mkdir(exist_ok=True)
 
     def write_plan(self, text: str) -> None:
         """Put the plan now in use in place of the one before."""
         if self.writer:
-            _replace(self._plan, text)
+            with _explained(self._plan):
+                _replace(self._plan, text.encode())
 
     def config_text(self) -> str:
-        """The config as it was written."""
-        return self._config.read_text(encoding="utf-8")
+        """The config as it was written. Raises RunDirectoryError if it is there and cannot be read."""
+        try:
+            return self._config.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunDirectoryError(explain("a run's config cannot be read", given=f"{self._config}: {error}",
+                                            do="restore the file, or start a new run")) from error
 
     def plan_text(self) -> str | None:
         """The plan in use, or None if the run ended before it had one."""
         return self._plan.read_text(encoding="utf-8") if self._plan.exists() else None
 
     def log_step(self, record: StepRecord) -> None:
-        """Append a step, unless it is recorded: steps run again after a crash or a rollback give the same numbers."""
+        """Append a step. One that is recorded is left out: who runs steps again calls `go_back_to` first."""
         if self.writer and record.step > self._last_step:
-            _append(self._metrics, _metrics_values(record))
+            self._append(self._metrics, _metrics_values(record))
             self._last_step = record.step
 
     def log_event(self, event: EventName, step: int, **fields: object) -> None:
@@ -162,15 +230,66 @@ class RunDirectory:
         assert event in typing.get_args(EventName), event
         assert "time_s" not in fields, "time_s is when the event happened; call a duration by what it measures"
         if self.writer:
-            _append(self._events, {"event": event, "step": step, "time_s": time.time(), **fields})
+            self._append(self._events, {"event": event, "step": step, "time_s": time.time(), **fields})
+
+    def check(self) -> None:
+        """Raise `failure`, if there was one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def go_back_to(self, step: int) -> int:
+        """Move the lines of later steps to metrics.abandoned.jsonl: the run goes on from here, perhaps on another course.
+
+        A kill between the two writes leaves lines in both files, and the next call moves them again.
+
+        Returns:
+          How many lines were moved.
+        """
+        if not self.writer:
+            return 0
+        kept, left = [], []
+        side = kept
+        for line in _complete_lines(self._metrics):
+            if (record := _record(line)) is not None:  # what cannot be read stays with the line before
+                side = left if record.step > step else kept
+            side.append(line)
+        with _explained(self._metrics):
+            if left:
+                _append(self._abandoned, b"".join(line + b"\n" for line in left))
+                _replace(self._metrics, b"".join(line + b"\n" for line in kept))
+        self._last_step = min(self._last_step, step)
+        return len(left)
 
     def metrics(self) -> list[StepRecord]:
-        """Every recorded step, in order; a number that was not finite comes back as NaN."""
-        return [_record(values) for values in _complete_lines(self._metrics)]
+        """Every recorded step, in order; a number that was not finite comes back as NaN.
+
+        A line that is no step's record, as a failing disk may leave, is passed over with a warning.
+        """
+        return self._read(self._metrics, _record)
 
     def events(self) -> list[dict[str, Any]]:
-        """Every recorded event, in order."""
-        return _complete_lines(self._events)
+        """Every recorded event, in order; as `metrics`."""
+        return self._read(self._events, _json_object)
+
+    def _read(self, path: Path, parse: Callable[[bytes], T | None]) -> list[T]:
+        with _explained(path):
+            found = [parse(line) for line in _complete_lines(path)]
+        for number, item in enumerate(found, 1):
+            if item is None and (told := f"{path}, line {number}, is damaged and passed over") not in self._told:
+                self._told.add(told)
+                self._warn(told)
+        return [item for item in found if item is not None]
+
+    def _append(self, path: Path, values: Mapping[str, Any]) -> None:
+        """Append a line, after those that could not be written before. Trouble is kept in `failure`: a log that cannot
+        be written must not cost the state, which the trainer saves before it raises."""
+        self._unwritten.append((path, json.dumps(_finite(values), allow_nan=False).encode() + b"\n"))
+        try:
+            while self._unwritten:
+                _append(*self._unwritten[0])
+                del self._unwritten[0]
+        except OSError as error:
+            self.failure = self.failure or _failure(self._unwritten[0][0], error)
 
     @property
     def _config(self) -> Path:
@@ -183,6 +302,10 @@ class RunDirectory:
     @property
     def _metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def _abandoned(self) -> Path:
+        return self.path / "metrics.abandoned.jsonl"
 
     @property
     def _events(self) -> Path:
@@ -198,6 +321,8 @@ def _make_default(model_name: str) -> Path:
             path.mkdir(parents=True)
             return path
         except FileExistsError:
+            if not path.exists():  # a part of the path is a file
+                raise
             number += 1
             path = first.with_name(f"{first.name}-{number}")
 
@@ -215,12 +340,29 @@ def _metrics_values(record: StepRecord) -> dict[str, Any]:
     return values
 
 
-def _record(values: dict[str, Any]) -> StepRecord:
-    """The inverse of `_metrics_values`, as far as null allows."""
+def _json_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _record(line: bytes) -> StepRecord | None:
+    """The inverse of `_metrics_values`, as far as null allows; None for what is not a step's record."""
+    values = _json_object(line)
+    if values is None:
+        return None
     for name in ("loss", "grad_norm"):
-        if values[name] is None:
+        if name in values and values[name] is None:
             values[name] = math.nan
-    return StepRecord(**values)
+    # Another version's further fields are none of ours.
+    known = {field.name: values[field.name] for field in dataclasses.fields(StepRecord) if field.name in values}
+    try:
+        record = StepRecord(**known)
+    except TypeError:
+        return None
+    return record if type(record.step) is int and isinstance(record.loss, float | int) else None
 
 
 def _finite(value: Any) -> Any:
@@ -235,17 +377,18 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _append(path: Path, values: Mapping[str, Any]) -> None:
-    """Add a line by one unbuffered write: it outlives this process. Opening each time leaves nothing to close."""
-    line = json.dumps(_finite(values), allow_nan=False).encode() + b"\n"
+def _append(path: Path, lines: bytes) -> None:
+    """Add whole lines or nothing, by one unbuffered write: they outlive this process. Opening each time leaves nothing to close."""
     with open(path, "ab", buffering=0) as file:
-        if file.write(line) != len(line):
-            raise OSError(f"{path}: the disk took only a part of a line")
+        size = os.fstat(file.fileno()).st_size
+        if file.write(lines) != len(lines):
+            os.ftruncate(file.fileno(), size)  # or the next line would be added to half of this one
+            raise OSError(errno.ENOSPC, "the disk took only a part of a line")
 
 
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
+def _complete_lines(path: Path) -> list[bytes]:
     data = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in data[:data.rfind(b"\n") + 1].splitlines()]
+    return data[:data.rfind(b"\n") + 1].split(b"\n")[:-1]
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -253,11 +396,34 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a reader sees the old text or the new."""
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: a reader sees the old content or the new."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Trouble with a file becomes an error that says which."""
+    try:
+        yield
+    except OSError as error:
+        raise _failure(path, error) from error
+
+
+def _failure(path: Path, error: OSError) -> RunDirectoryError:
+    try:
+        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
+    except OSError:
+        free = "how much is free there is unknown"
+    return RunDirectoryError(explain(
+        f"{path.name} of the run cannot be read or written: {error.strerror or error}", given=f"{path}; {free}",
+        do="make room, raise the limit or mend the permissions; then start again, with --resume if the run had begun"))

@@ -1,4 +1,9 @@
-"""Stopping when asked: signals become a request that the trainer reads between two steps.
+"""Stopping when asked.
+
+What a signal does depends on what there is to lose. While a program starts, nothing: SIGINT (Ctrl-C) ends it with exit
+code 130, and SIGTERM, which is how clusters take a machine away, with 75, as it is worth starting again. Once steps are
+run, signals become a request that the trainer reads between two steps, after which it saves: exit code 0 for Ctrl-C, 75
+for SIGTERM. Ctrl-C while a stop is asked for ends without saving: 130.
 
 `jax.distributed.initialize` starts a preemption service that puts its own SIGTERM handler underneath Python's, which
 then never runs although `signal.getsignal` still shows it. So whoever calls it does this first, on every process:
@@ -9,19 +14,50 @@ Orbax takes that to mean "no preemption". A request is known only to the process
 train together have to agree on the step that they stop after.
 """
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Literal, Self
+from typing import Literal, NoReturn, Self
 
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a run that was stopped and is worth starting again with --resume."""
+EXIT_INTERRUPT = 130
+"""Exit code of a program that Ctrl-C has ended at once, as a shell has it (128 + SIGINT)."""
+NOT_BEGUN = "stopped before training had begun"
+
+
+class Terminated(BaseException):
+    """SIGTERM came before training had begun."""
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """Ctrl-C came while a stop was already asked for."""
+
+
+def exit_when_asked() -> None:
+    """From now on SIGINT and SIGTERM end the program with one line: for imports, in which an exception may get lost."""
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        os.write(2, f"\n{NOT_BEGUN}\n".encode())
+        os._exit(EXIT_INTERRUPT if number == signal.SIGINT else EXIT_RESTART)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+def raise_when_asked() -> None:
+    """From now on SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated, so that what was begun is put in order."""
+    def terminate(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, terminate)
 
 
 class StopRequest:
-    """While entered, remembers the first SIGINT (Ctrl-C) or SIGTERM instead of dying of it.
+    """While entered, remembers the first SIGINT (Ctrl-C) or SIGTERM instead of dying of it, and says so on stderr.
 
-    Ctrl-C while a stop is already asked for raises KeyboardInterrupt at once. Python hands signals to its main thread
+    Ctrl-C while a stop is already asked for raises StoppedAtOnce. Python hands signals to its main thread
     alone: entered from another one, this changes nothing and never has a reason.
     """
 
@@ -48,5 +84,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.reason is None:
             self.reason = "interrupt" if number == signal.SIGINT else "terminate"
+            # Not by print: a handler may run in the middle of one.
+            os.write(2, b"\nstopping: this step is finished and saved first; Ctrl-C (again) ends at once, without saving\n")
         elif number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise StoppedAtOnce

@@ -1,11 +1,20 @@
 """The same numbers as in metrics.jsonl, for people who watch runs in TensorBoard."""
 
+import importlib.util
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.training.run_directory import StepRecord
+
+
+def check_installed() -> None:
+    """Raise ConfigError if the extra `tensorboard` is not installed."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ConfigError(explain(
+            "TensorBoard scalars need a package that is not installed", given="log.tensorboard=true",
+            do="pip install 'optimus-jax[tensorboard]', or leave log.tensorboard out"))
 
 
 class TensorBoardWriter:
@@ -19,12 +28,9 @@ class TensorBoardWriter:
     """
 
     def __init__(self, directory: Path, *, first_step: int = 1) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ModuleNotFoundError as error:
-            raise ConfigError(explain(
-                "TensorBoard scalars need a package that is not installed", given="log.tensorboard=true",
-                do="pip install 'optimus-jax[tensorboard]', or leave log.tensorboard out")) from error
+        check_installed()
+        from tensorboardX import SummaryWriter
+
         self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def step(self, record: StepRecord) -> None:

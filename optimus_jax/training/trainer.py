@@ -6,7 +6,7 @@ for the host.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.sampler import Batch as HostBatch
+from optimus_jax.errors import RunDirectoryError, explain
 from optimus_jax.mesh.distributed import Agreement
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
@@ -27,8 +28,8 @@ from optimus_jax.training.step import Metrics, Program
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
 
-Reason = Literal["done", "interrupt", "terminate"]
-_REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate")
+Reason = Literal["done", "interrupt", "terminate", "fault"]
+_REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
 """By the number that processes agree on: the larger wins."""
 
 
@@ -56,6 +57,8 @@ class Trainer:
     """A fresh pass over the held-out batches; None: there are none."""
     bits_per_token: bool
     """Whether a token is a byte, so that loss / ln 2 is bits per byte."""
+    metadata: Mapping[str, Any]
+    """What checkpoints say beside config, plan and step."""
     checkpoints: Checkpoints
     run: RunDirectory
     display: Display
@@ -63,7 +66,12 @@ class Trainer:
     stop: StopRequest
 
     def train(self, state: TrainState) -> Outcome:
-        """Run from the step after `state.step` to the config's last, or until asked to stop; save at the end."""
+        """Run from the step after `state.step` to the config's last, or until asked to stop; save at the end.
+
+        Raises:
+          RunDirectoryError: a log cannot be written. The state of the step was saved first.
+          CheckpointError: a checkpoint cannot be written.
+        """
         config, step, last_loss = self._config, int(state.step), math.nan
         agree = Agreement(self.program.mesh) if self.topology.num_processes > 1 else None
         reason: Reason = "done"
@@ -74,12 +82,15 @@ class Trainer:
             while step < config.steps and reason == "done":
                 step, host_batch = next(batches)
                 state, metrics = self.train_step(state, put_batch(host_batch, self.program.batch_sharding, config.data.global_batch))
-                wish = _REASONS.index(self.stop.reason or "done")
+                wish = _REASONS.index("fault" if self.run.failure else self.stop.reason or "done")
                 evaluates = self.eval_batches is not None and (_due(step, config.eval_every) or step == config.steps)
                 saves = _due(step, config.checkpoint.every) or step == config.steps
                 # Alone, we can stop at once. Several processes stop a step later, at which all have read the wish.
                 reads_now = evaluates or saves or (agree is None and wish > 0)
-                waiting = [unread, _Unread(step, metrics, wish if agree is None else agree(wish))]
+                agreed = wish if agree is None else agree(wish)
+                # Collectives on a CPU are waited for when the next is dispatched: then this is the end of the step.
+                finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
+                waiting = [unread, _Unread(step, metrics, agreed, finished_at)]
                 unread = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
                     last_loss, clock = self._record(item, clock)
@@ -95,7 +106,13 @@ class Trainer:
         finally:
             batches.close()
         self.checkpoints.wait()
-        self.run.log_event("end", step, reason=reason)
+        self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
+        if self.run.failure:
+            self.display.message(f"stopped after step {step}, whose state is saved")
+        self.run.check()
+        if reason == "fault":
+            raise RunDirectoryError(explain("another process of this run cannot write its logs", given=f"stopped and saved at step {step}",
+                                            do="see what process 0 has printed"))
         return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
 
     @property
@@ -110,7 +127,7 @@ class Trainer:
     def _record(self, item: "_Unread", clock: float) -> tuple[float, float]:
         """Write a step down; returns its loss and the time at which it was finished."""
         metrics = jax.device_get(item.metrics)
-        now = time.perf_counter()
+        now = time.perf_counter() if item.finished_at is None else item.finished_at
         seconds = now - clock
         tokens = int(metrics["tokens"])
         peak = self.topology.dense_peak_flops(self.program.plan.precision)
@@ -141,11 +158,9 @@ class Trainer:
             watcher.evaluation(step, loss, perplexity, bits)
 
     def _save(self, state: TrainState, step: int) -> None:
-        started = time.perf_counter()
         self.checkpoints.save(step, state, {
             "config": self._config.to_json(), "plan": self.program.plan.to_json(), "next_step": step + 1,
-            "seed": self._config.seed})
-        self.run.log_event("checkpoint", step, blocked_s=time.perf_counter() - started)
+            "seed": self._config.seed, **self.metadata})
 
 
 @dataclass(frozen=True)
@@ -156,10 +171,16 @@ class _Unread:
     metrics: Metrics
     wish: Any
     """Index into _REASONS: a number, or the processes' agreed one as an array."""
+    finished_at: float | None
+    """Time on the trainer's clock if it was finished as soon as dispatched; None: reading its numbers will tell."""
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _is_ready(array: Any) -> bool:
+    return array.is_ready()
 
 
 def _peak_bytes() -> int | None:

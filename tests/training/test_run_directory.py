@@ -1,11 +1,14 @@
 """What a run leaves on disk: numbers to the last digit, and logs that survive being cut anywhere."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
+import resource
 import tempfile
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, RunDirectoryError
 from optimus_jax.training.run_directory import EventName, RunDirectory, StepRecord
 
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -37,10 +40,11 @@ records = st.lists(values, min_size=1, max_size=5).map(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     run.write_config("{}")
-    return run
+    yield run
+    run.close()
 
 
 @given(records)
@@ -86,6 +90,7 @@ def test_a_run_cut_anywhere_and_run_again_has_the_same_metrics(logged: list[Step
 
         assert run.metrics() == logged[:kept.count(b"\n")]
         resumed = RunDirectory.resume(path)
+        resumed.close()  # the lock; it writes as before
         checkpoint = data.draw(st.integers(0, len(logged)), label="step of the checkpoint")
         for item in logged[min(checkpoint, kept.count(b"\n")):]:
             resumed.log_step(item)
@@ -97,6 +102,7 @@ def test_a_torn_event_is_dropped_and_the_next_one_is_whole(run: RunDirectory):
     with (run.path / "events.jsonl").open("ab") as file:
         file.write(b'{"event": "checkpoi')
     assert [event["event"] for event in run.events()] == ["start"]
+    run.close()
     resumed = RunDirectory.resume(run.path)
     resumed.log_event("resume", 3)
     assert [event["event"] for event in resumed.events()] == ["start", "resume"]
@@ -150,7 +156,7 @@ def test_texts_are_replaced_whole(run: RunDirectory):
     run.write_plan("a long plan")
     run.write_plan("plan")
     assert (run.config_text(), run.plan_text()) == ('{"a": 1}', "plan")
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.json", "plan.json"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.json", "lock", "plan.json"]
 
 
 def test_a_write_that_fails_leaves_the_old_text(run: RunDirectory):
@@ -210,3 +216,136 @@ def test_only_the_writer_writes(run: RunDirectory):
     other.log_event("end", 2)
     assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
     assert (other.config_text(), [item.step for item in other.metrics()]) == ("{}", [1])
+
+
+def test_going_back_moves_the_lines_of_later_steps_away(run: RunDirectory):
+    for step in (1, 2, 3):
+        run.log_step(record(step))
+    metrics, abandoned = run.path / "metrics.jsonl", run.path / "metrics.abandoned.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    assert run.go_back_to(3) == 0
+    assert not abandoned.exists()
+    assert run.go_back_to(1) == 2
+    run.log_step(record(2, loss=4.5))
+    assert [(item.step, item.loss) for item in run.metrics()] == [(1, 5.125), (2, 4.5)]
+    assert abandoned.read_bytes() == b"".join(lines[1:])
+    assert run.go_back_to(0) == 2
+    assert len(abandoned.read_bytes().splitlines()) == 4, "nothing is lost"
+    assert run.metrics() == []
+
+
+@pytest.mark.parametrize("garbage", [b"garbage", b"\xff\xfe\x00", b"[1, 2]", b'{"step": 2}', b'{"step": "2", "loss": 1}', b""])
+def test_a_damaged_line_is_passed_over_with_one_warning(run: RunDirectory, garbage: bytes):
+    run.log_step(record(1))
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(garbage + b"\n")
+    run.log_step(record(2))
+    run.close()
+    warned: list[str] = []
+    resumed = RunDirectory.resume(run.path, warn=warned.append)
+    assert [item.step for item in resumed.metrics()] == [1, 2]
+    assert resumed.go_back_to(1) == 1
+    resumed.log_step(record(2))
+    assert [item.step for item in resumed.metrics()] == [1, 2]
+    assert warned == [f"{run.path / 'metrics.jsonl'}, line 2, is damaged and passed over"]
+    resumed.close()
+
+
+def test_fields_of_another_version_are_no_damage(run: RunDirectory):
+    run.log_step(record(1))
+    metrics = run.path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("}", ', "colour": "red"}'))
+    assert run.metrics() == [record(1)]
+
+
+def test_a_config_that_is_no_text_is_an_error(run: RunDirectory):
+    (run.path / "config.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(RunDirectoryError, match=r"cannot be read(.|\n)*config\.json"):
+        run.config_text()
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_lines_wait_for_room_and_the_error_is_kept(run: RunDirectory):
+    run.log_step(record(1))
+    size = (run.path / "metrics.jsonl").stat().st_size
+    with full_disk(size + 20):
+        run.log_step(record(2))
+        run.log_event("eval", 2)
+        run.log_step(record(3))
+        assert (run.path / "metrics.jsonl").stat().st_size == size, "no torn line"
+    assert run.failure is not None
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl of the run cannot be read or written(.|\n)*do: "):
+        run.check()
+    run.log_step(record(4))
+    assert [item.step for item in run.metrics()] == [1, 2, 3, 4]
+    assert [event["event"] for event in run.events()] == ["eval"]
+
+
+def test_a_config_that_does_not_fit_on_the_disk_is_an_error(run: RunDirectory):
+    with full_disk(10), pytest.raises(RunDirectoryError, match="File too large"):
+        run.write_config("{" + " " * 100 + "}")
+    assert run.config_text() == "{}"
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_a_default_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    with pytest.raises(ConfigError, match=f"cannot be made(.|\\n)*{tmp_path / 'runs'}(.|\\n)*--run-dir"):
+        RunDirectory.create(None, "gpt2")
+    (tmp_path / "runs").unlink()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    for path in (None, tmp_path / "run"):
+        with pytest.raises(ConfigError, match=r"cannot be made(.|\n)*Permission denied"):
+            RunDirectory.create(path, "gpt2")
+
+
+def test_what_came_to_nothing_is_removed(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    for name, is_left in (("new", False), ("mine", True)):
+        run = RunDirectory.create(tmp_path / name, "gpt2")
+        run.write_config("{}")
+        run.write_plan("{}")
+        run.log_event("start", 0)
+        run.discard()
+        run.close()
+        assert run.path.exists() == is_left
+        assert not list(run.path.glob("*"))
+
+
+def test_a_run_that_has_something_is_not_removed(run: RunDirectory):
+    (run.checkpoints / "1").mkdir()
+    run.discard()
+    assert run.config_text() == "{}"
+    (run.checkpoints / "1").rmdir()
+    run.log_step(record(1))
+    run.discard()
+    run.close()
+    RunDirectory.resume(run.path).discard()
+    assert run.config_text() == "{}"
+
+
+def test_one_writer_at_a_time(run: RunDirectory):
+    with pytest.raises(RunDirectoryError, match="another process is writing this run"):
+        RunDirectory.resume(run.path)
+    (run.path / "config.json").unlink()
+    (run.path / "checkpoints").rmdir()
+    with pytest.raises(RunDirectoryError, match="another process is writing this run"):
+        RunDirectory.create(run.path, "gpt2")
+    assert RunDirectory(run.path, writer=False).metrics() == [], "reading needs no lock"
+    run.close()
+    RunDirectory.create(run.path, "gpt2").close()

@@ -2,12 +2,22 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from optimus_jax.training.stopping import EXIT_RESTART, StopRequest
+from optimus_jax.training.stopping import (
+    EXIT_INTERRUPT,
+    EXIT_RESTART,
+    NOT_BEGUN,
+    StoppedAtOnce,
+    StopRequest,
+    Terminated,
+    raise_when_asked,
+)
 
 
 def send(number: int) -> None:
@@ -35,8 +45,31 @@ def test_ctrl_c_asks_once_and_insists_the_second_time():
     with StopRequest() as stop:
         send(signal.SIGINT)
         assert (stop.reason, stop.exit_code) == ("interrupt", 0)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StoppedAtOnce):
             send(signal.SIGINT)
+
+
+def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]):
+    with StopRequest():
+        send(signal.SIGINT)
+        assert "finished and saved first; Ctrl-C (again) ends at once" in capfd.readouterr().err
+        send(signal.SIGTERM)
+        assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, EXIT_INTERRUPT), (signal.SIGTERM, EXIT_RESTART)])
+def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
+    program = f"import os; from optimus_jax.training import stopping; stopping.exit_when_asked(); os.kill(os.getpid(), {int(number)})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (code, f"\n{NOT_BEGUN}\n")
+
+
+def test_before_training_signals_are_exceptions():
+    raise_when_asked()  # handlers of before come back with the fixture
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+    with pytest.raises(Terminated):
+        send(signal.SIGTERM)
 
 
 def test_sigterm_asks_for_a_restart_however_often_it_comes():

@@ -1,0 +1,57 @@
+"""One writer per run: a lock that dies with its process."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from optimus_jax.errors import RunDirectoryError, explain
+
+
+class RunLock:
+    """Held on a file in the run's directory from the moment this is made until `release`, or the end of the process.
+
+    The system drops an `flock` however its holder ends, so no lock is ever stale; the file stays and only says who was
+    last. Another thread of this program is refused just as another program is.
+
+    On network file systems: NFS (Linux, version 4, or 3 with its lock daemon) and Lustre mounted with `flock` keep out
+    other machines too. Where a mount keeps locks to one machine (`local_lock`, Lustre's `localflock`), only writers on
+    that machine see one another. Where it has none at all, the run goes on unlocked, with a warning.
+
+    Args:
+      path: the lock's file; its directory exists.
+      warn: told if this file system has no locks.
+    Raises:
+      RunDirectoryError: another process holds it, or the file cannot be written.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], object] = warnings.warn) -> None:
+        try:
+            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RunDirectoryError(explain("the run directory cannot be written", given=f"{path}: {error.strerror}",
+                                            do="mend its permissions, or choose another --run-dir")) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            self.release()
+            raise RunDirectoryError(explain(
+                "another process is writing this run", given=f"{path.parent}, in use by {holder or 'a process that has just begun'}",
+                do="wait for it or stop it, or choose another --run-dir")) from error
+        except OSError as error:
+            warn(f"{path}: no lock ({errno.errorcode.get(error.errno or 0, error)}), so nothing keeps a second process out of this run")
+            return
+        with contextlib.suppress(OSError):  # on a full disk the lock holds, it only does not say whose it is
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others in; again is no harm."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

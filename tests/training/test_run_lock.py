@@ -1,0 +1,51 @@
+"""One writer per run, whatever becomes of it."""
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimus_jax.errors import RunDirectoryError
+from optimus_jax.training.run_lock import RunLock
+
+HOLD = "import sys, pathlib; from optimus_jax.training.run_lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+
+
+def test_the_second_is_refused_and_told_who_is_first(tmp_path: Path):
+    first = RunLock(tmp_path / "lock")
+    with pytest.raises(RunDirectoryError, match=f"another process is writing(.|\\n)*process {os.getpid()} on {socket.gethostname()}"):
+        RunLock(tmp_path / "lock")
+    first.release()
+    first.release()
+    RunLock(tmp_path / "lock").release()
+
+
+def test_a_lock_dies_with_its_process(tmp_path: Path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunDirectoryError, match=f"process {holder.pid} on"):
+            RunLock(tmp_path / "lock")
+        holder.kill()
+        holder.wait()
+    RunLock(tmp_path / "lock").release()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    warned: list[str] = []
+    RunLock(tmp_path / "lock", warned.append).release()
+    assert "ENOLCK" in warned[0]
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path):
+    with pytest.raises(RunDirectoryError, match=r"cannot be written(.|\n)*No such file"):
+        RunLock(tmp_path / "missing" / "lock")
