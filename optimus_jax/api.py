@@ -24,14 +24,14 @@ from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
 from optimus_jax.mesh.distributed import connect, is_writer
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.shapes import VOCABULARY_LEAVES, planned_shapes
+from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import Choice, choose_plan, gib
 from optimus_jax.request import make_config, resumed_config
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import RunDirectory, StepRecord
-from optimus_jax.training.state import TrainState, abstract_state
+from optimus_jax.training.state import TrainState, abstract_stored_state, check_stored_model, from_stored, may_be_padded
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import EXIT_RESTART, StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
@@ -160,10 +160,12 @@ def _run(config: Config, topology: Topology, choice: Choice, run: RunDirectory, 
 def _first_state(config: Config, program: Program, checkpoints: Checkpoints, resume: bool, display: Display) -> TrainState:
     """Fresh, or restored onto this plan's mesh whatever mesh saved it."""
     if resume and checkpoints.steps():
-        target = abstract_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
-        restored = checkpoints.restore(target, paddable=lambda path: path.endswith(VOCABULARY_LEAVES))
+        if (latest := checkpoints.latest()) is not None:
+            check_stored_model(latest.metadata, config.model)
+        target = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
+        restored = checkpoints.restore(target, paddable=may_be_padded)
         display.message(f"resumed from the checkpoint of step {restored.step}")
-        return restored.state
+        return from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
     if resume:
         display.message("the run has no checkpoint yet: it starts again at step 1")
     return program.init(jnp.int32(config.seed))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optimus_jax.config import ModelConfig, PrecisionConfig
 from optimus_jax.errors import CheckpointError, explain
-from optimus_jax.mesh.axes import LAYERS, PIPE
+from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.restack import is_stacked, restack, with_empty_slots_zero
 from optimus_jax.mesh.sharding import layouts_of, named
 from optimus_jax.mesh.slots import canonical_slots
