@@ -4,6 +4,7 @@ Order: config, devices, plan, data, program, state (fresh or restored), compile,
 user can get wrong is found before anything expensive begins.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -27,7 +28,7 @@ from optimus_jax.mesh.distributed import connect, is_writer, together
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
-from optimus_jax.models.shapes import VOCABULARY_LEAVES, planned_shapes
+from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import Choice, choose_plan, gib
 from optimus_jax.request import make_config, read_config, resumed_config
@@ -35,7 +36,14 @@ from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import RunDirectory, StepRecord
-from optimus_jax.training.state import TrainState, abstract_state, initial_loss_scale
+from optimus_jax.training.state import (
+    TrainState,
+    abstract_stored_state,
+    check_stored_model,
+    from_stored,
+    initial_loss_scale,
+    may_be_padded,
+)
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import EXIT_RESTART, StopRequest, Terminated
 from optimus_jax.training.tensorboard import TensorBoardWriter, check_installed
@@ -231,11 +239,14 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
 def _first_state(config: Config, program: Program, inputs: _Inputs, checkpoints: Checkpoints, resume: bool, display: Display) -> TrainState:
     """Fresh, or restored onto this plan's mesh whatever mesh saved it."""
     if resume and checkpoints.steps():
-        target = abstract_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
-        restored = checkpoints.restore(target, paddable=lambda path: path.endswith(VOCABULARY_LEAVES))
+        if (latest := checkpoints.latest()) is not None:
+            check_stored_model(latest.metadata, config.model)
+        target = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
+        restored = checkpoints.restore(target, paddable=may_be_padded)
         display.message(f"resumed from the checkpoint of step {restored.step}")
         _check_same_data(restored.metadata.get("data"), inputs.data, config, display)
-        return _in_precision(config, Plan.from_json(restored.metadata["plan"]).precision, restored.state, program, display)
+        state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
+        return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display)
     if resume:
         display.message("the run has no checkpoint yet: it starts again at step 1")
     return program.init(jnp.int32(config.seed))

@@ -183,7 +183,7 @@ class Checkpoints:
           abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
           step: which checkpoint; None: the newest good one, with a warning for each that is passed over.
           paddable: whether the leaf of a path may be cropped, or padded with zeros, to the shape
-            asked for. What is cropped must be zero, as the rows that pad a vocabulary are.
+            asked for along its first dimension. What is cropped must be zero, as the rows that pad a vocabulary are.
           partial: whether leaves that `abstract_state` does not have are left unread (sampling needs no
             moments); otherwise they are an error.
         Raises:
@@ -294,7 +294,7 @@ def _check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, A
     for name in [*asked, *saved]:
         have = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else None
         want = (asked[name].dtype.name, tuple(asked[name].shape)) if name in asked else None
-        padded = have and want and paddable(name) and have[0] == want[0] and len(have[1]) == len(want[1])
+        padded = have and want and paddable(name) and have[0] == want[0] and have[1][1:] == want[1][1:]
         if have != want and not padded:
             saved_as, asked_as = (f"{leaf[0]}{list(leaf[1])}" if leaf else "no such leaf" for leaf in (have, want))
             raise CheckpointError(explain(

@@ -147,7 +147,7 @@ class ParallelConfig:
     attention: AttentionKernel = "auto"
     """Attention kernel; auto is cudnn on a GPU in bf16 or f16, else xla."""
     loss_chunk_tokens: int | None = None
-    """Tokens of a device whose logits exist at the same time; None: 256 on a CPU, 2048 elsewhere."""
+    """Tokens of a device whose logits exist at the same time; None: 256 on a CPU, 2048 elsewhere, times the vocabulary's shards."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "microbatches", "loss_chunk_tokens", "repeats")

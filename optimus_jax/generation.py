@@ -26,9 +26,10 @@ from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.kernels import Visibility
-from optimus_jax.models.shapes import VOCABULARY_LEAVES, ModelShapes, Params, model_shapes
+from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.state import check_stored_model, may_be_padded
 from optimus_jax.training.step import COMPUTE_DTYPES
 
 SHORTEST = 32
@@ -166,8 +167,10 @@ def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Calla
     tokenizer = load_tokenizer(config.data.tokenizer)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), unpadded(config.model).params)
-    restored = Checkpoints(run.checkpoints, config.checkpoint, warn=warn).restore(
-        {"params": params}, step, paddable=lambda path: path.endswith(VOCABULARY_LEAVES), partial=True)
+    checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)
+    if (latest := checkpoints.latest()) is not None:
+        check_stored_model(latest.metadata, config.model)
+    restored = checkpoints.restore({"params": params}, step, paddable=may_be_padded, partial=True)
     params = jax.tree.map(lambda leaf: leaf.astype(COMPUTE_DTYPES[config.precision.compute]), restored.state["params"])
     return TextModel(config=config.model, params=params, tokenizer=tokenizer, step=restored.step)
 

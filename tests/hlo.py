@@ -100,3 +100,54 @@ def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
         groups = [[int(n) for n in group.split(",")] for group in found[1].strip("{}").split("},{")]
     differing = {dim for group in groups for dim in range(mesh.devices.ndim) if len({place[n][dim] for n in group}) > 1}
     return tuple(mesh.axis_names[dim] for dim in sorted(differing))
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One product of two matrices, perhaps of many pairs."""
+
+    flops: int
+    """Once, a multiplication and an addition counted as two."""
+    operands: tuple[tuple[int, ...], tuple[int, ...]]
+    """Shapes."""
+    loops: tuple[int, ...]
+    """Trip counts of the loops around it, outermost first."""
+    source: str
+    """JAX's name for where it comes from."""
+
+    @property
+    def total_flops(self) -> int:
+        """In a run of the program."""
+        return self.flops * math.prod(self.loops)
+
+
+def matmuls(text: str) -> list[Matmul]:
+    """Every matrix product of a compiled program, those inside fusions too; both branches of a conditional count."""
+    computations, entry = _computations(text)
+    return list(_walk_matmuls(computations, entry, ()))
+
+
+_RESULT = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[([\d,]*)\]")
+_DOT = re.compile(r" dot\(%?([\w.-]+), %?([\w.-]+)\).*?lhs_contracting_dims=\{([\d,]*)\}")
+
+
+def _walk_matmuls(computations: dict[str, list[str]], name: str, loops: tuple[int, ...]) -> Iterator[Matmul]:
+    shapes = {found[1]: _sizes(found[3]) for line in computations[name] if (found := _RESULT.match(line))}
+    for line in computations[name]:
+        if dot := _DOT.search(line):
+            left, right = shapes[dot[1]], shapes[dot[2]]
+            result = _RESULT.match(line)
+            assert result
+            contracted = math.prod(left[dim] for dim in _sizes(dot[3]))
+            source = re.search(r'op_name="([^"]*)"', line)
+            yield Matmul(2 * math.prod(_sizes(result[3])) * contracted, (left, right), loops, source[1] if source else "")
+            continue
+        trips = _TRIPS.search(line)
+        inner = (*loops, int(trips[1]) if trips else 0) if " while(" in line else loops
+        for names in _CALLED.findall(line):
+            for called in names.strip("{}").split(","):
+                yield from _walk_matmuls(computations, called.strip().lstrip("%"), inner)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)

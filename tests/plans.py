@@ -43,6 +43,11 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 KV_HEADS_OVER_3 = 6
 """Two key/value heads can be neither split nor shared over tensor=3, so the Llama has these there."""
 
+LAYERS_IN_STAGES = 10
+"""Of models under plans with stages: they divide by neither 3, 4 nor 8."""
+LAYERS_IN_VISITS = 17
+"""Under those of eight stages that are visited twice."""
+
 
 @dataclass(frozen=True)
 class PlanCase:
@@ -60,7 +65,7 @@ class PlanCase:
 
 
 def _text(value: Any) -> str:
-    return "+".join(value) if isinstance(value, tuple) else str(value)
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def case(mesh: str, **parallel: Any) -> PlanCase:
@@ -90,6 +95,20 @@ PLANS = [
     case("data=2,tensor=3", microbatches=2),
     # Four of the eight devices.
     case("fsdp=2,tensor=2", zero=3, rules=("vocab=none", "mlp=none")),
+    # Pipeline stages: every schedule on 2, 4 and 8 of them, alone and with every other axis; few are of equal length.
+    case("pipe=2,data=2,tensor=2", microbatches=4),
+    case("pipe=4,data=2", microbatches=8, stage_residuals="recompute", remat="full"),
+    case("pipe=8", microbatches=16),
+    case("pipe=2,data=2,fsdp=2", microbatches=4, zero=3, remat="selective"),
+    case("pipe=3,tensor=2", microbatches=3, layers_per_stage=(2, 5, 3), loss_chunk_tokens=50),
+    case("pipe=4,data=2", microbatches=3, send_slack=True),
+    case("pipe=2,fsdp=4", schedule="gpipe", microbatches=2, zero=2),
+    case("pipe=4,tensor=2", schedule="gpipe", microbatches=6, rules=("vocab=pipe",), stage_residuals="recompute"),
+    case("pipe=8", schedule="gpipe", microbatches=1),
+    case("pipe=2,fsdp=2,tensor=2", schedule="interleaved", microbatches=6, zero=1, remat="dots"),
+    case("pipe=4,fsdp=2", schedule="interleaved", microbatches=4, zero=3, stage_residuals="recompute"),
+    case("pipe=2,tensor=4", schedule="interleaved", repeats=4, microbatches=16, send_slack=True, rules=("mlp=none",)),
+    case("pipe=8", schedule="interleaved", microbatches=8, zero=0),
 ]
 
 
@@ -104,8 +123,11 @@ class Built:
 
 
 def model_for(case: PlanCase, name: str) -> ModelConfig:
-    """The model called `name`, with key/value heads that the case's tensor axis can have."""
-    model = MODELS[name]
+    """The model called `name`, with layers for the case's stages and key/value heads that its tensor axis can have."""
+    model, settings = MODELS[name], dict(case.settings)
+    if case.axes.pipe > 1:
+        visits = case.axes.pipe * (2 if settings.get("parallel.schedule") == "interleaved" else 1)
+        model = replace(model, num_layers=LAYERS_IN_STAGES if visits <= LAYERS_IN_STAGES else LAYERS_IN_VISITS)
     shared = model.num_kv_heads % case.axes.tensor and case.axes.tensor % model.num_kv_heads
     return replace(model, num_kv_heads=KV_HEADS_OVER_3) if shared else model
 
@@ -150,14 +172,22 @@ def random_state(program: Program) -> TrainState:
         if not name.startswith("params/"):
             return np.zeros(like.shape, like.dtype)
         random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
-        shape = (VOCAB_SIZE, *like.shape[1:]) if name.endswith("/table") else like.shape
+        in_layers, slots = "/layers/" in name, np.array(program.shapes.slots)
+        first = VOCAB_SIZE if name.endswith("/table") else program.config.model.num_layers if in_layers else like.shape[0]
         mean = 1 if name.endswith("/scale") else 0
-        return fitted((mean + 0.1 * random.standard_normal(shape)).astype(like.dtype), like.shape)
+        values = (mean + 0.1 * random.standard_normal((first, *like.shape[1:]))).astype(like.dtype)
+        return fitted(values[np.maximum(slots, 0)] if in_layers else values, like.shape)
 
     state = jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(program.init, jnp.int32(0)))
     scale = np.float32(program.config.precision.loss_scale if program.plan.precision == "f16" else 1)
     state = replace(state, loss_scale=replace(state.loss_scale, scale=scale))
     return jax.device_put(state, program.state_shardings)
+
+
+def in_order(program: Program, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Whole leaves by path, as `host_leaves` gives them, with the layers of stacks one after the other."""
+    places = [program.shapes.slots.index(layer) for layer in range(program.config.model.num_layers)]
+    return {path: leaf[places] if "/layers/" in path else leaf for path, leaf in leaves.items()}
 
 
 def batch_of_step(program: Program, step: int) -> Batch:

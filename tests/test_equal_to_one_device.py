@@ -48,7 +48,7 @@ def run_case(model: ModelConfig, case: plans.PlanCase, settings: Mapping[str, An
     for number in (1, 2):
         state, found = step(state, plans.batch_of_step(built.program, number))
         metrics.append(jax.device_get(found))
-        states.append(host_leaves(state))
+        states.append(plans.in_order(built.program, host_leaves(state)))
     return Run(built, step.as_text() or "", metrics, states, named_leaves(state))
 
 
@@ -134,6 +134,8 @@ def test_devices_speak_along_the_axes_that_the_plan_splits(runs):
     for moved in hlo.collectives(run.text, run.built.program.mesh):
         spoken.setdefault(moved.kind, set()).update(moved.axes)
     expected = {"all-reduce": {axis for axis in MESH_AXES if plan.axes[axis] > 1}}
+    if plan.axes.pipe > 1:
+        expected |= {"collective-permute": {"pipe"}}
     if plan.zero:
         expected |= {"all-gather": {"fsdp"}, "reduce-scatter": {"fsdp"}}
     assert spoken == expected

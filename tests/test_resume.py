@@ -6,16 +6,29 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
+import jax
+import numpy as np
 import pytest
-from helpers import F32_RELATIVE
+from helpers import F32_RELATIVE, fitted, host_leaves
+from plans import in_order, make_plan
 
 import optimus_jax
 from optimus_jax import api
+from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.config import CheckpointConfig, Config
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError, PlanError, RunDirectoryError
+from optimus_jax.generation import load_text_model
+from optimus_jax.mesh.build import build_mesh
+from optimus_jax.mesh.restack import is_stacked
+from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.training import run_directory
 from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, to_stored
+from optimus_jax.training.step import build_program
 from optimus_jax.training.stopping import EXIT_RESTART
 
 STEPS = 7
@@ -32,6 +45,10 @@ def text(tmp_path_factory):
     return str(path)
 
 
+LAYERS_IN_STAGES = 9
+"""One for every virtual stage of pipe=4 interleaved, and one more: no pipe size divides them."""
+
+
 @pytest.fixture(scope="session")
 def uninterrupted(text, tmp_path_factory):
     """Losses of every step of a run that nothing disturbed, and its directory."""
@@ -45,6 +62,24 @@ def losses(result):
     history = result.history
     assert [record.step for record in history] == list(range(1, len(history) + 1)), "each step once, in order"
     return [record.loss for record in history]
+
+
+@pytest.fixture(scope="session")
+def through_stages(text, tmp_path_factory):
+    """A run through two stages of uneven length."""
+    result = optimus_jax.train(
+        "gpt2-nano", run_dir=tmp_path_factory.mktemp("runs") / "staged", data=text, mesh="pipe=2,data=2,tensor=2",
+        **TINY | {"model.num_layers": LAYERS_IN_STAGES, "checkpoint_every": STEPS - 3})
+    assert result.plan.pipeline.layers_per_stage == (4, 5)
+    return result
+
+
+@pytest.fixture
+def crashed(through_stages, tmp_path):
+    """The same, killed before its last checkpoint was written."""
+    run_dir = shutil.copytree(through_stages.run_dir, tmp_path / "run")
+    shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
+    return run_dir
 
 
 @pytest.fixture
@@ -195,6 +230,78 @@ def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_pat
     assert losses(resumed) == uninterrupted[0]
 
 
+def test_a_pipeline_resumed_is_bit_identical(through_stages, crashed):
+    resumed = optimus_jax.train(run_dir=crashed, resume=True)
+    assert losses(resumed) == losses(through_stages)
+    expected = host_leaves(through_stages.state)
+    for path, leaf in host_leaves(resumed.state).items():
+        np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+@pytest.mark.parametrize("settings", [
+    {"mesh": "data=4,tensor=2"}, {"mesh": "pipe=4,fsdp=2", "schedule": "interleaved"}], ids=lambda settings: settings["mesh"])
+def test_a_pipeline_resumed_on_another_mesh_agrees(through_stages, crashed, settings):
+    resumed = optimus_jax.train(run_dir=crashed, resume=True, **settings)
+    assert resumed.plan.axes != through_stages.plan.axes
+    assert losses(resumed) == pytest.approx(losses(through_stages), rel=F32_RELATIVE)
+
+
+def test_a_pipeline_resumed_on_one_device_agrees(through_stages, crashed):
+    script = f"import optimus_jax; optimus_jax.train(run_dir={str(crashed)!r}, resume=True, mesh='data=1', cpu_devices=1)"
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "XLA_FLAGS": ""}, check=True)
+    found = [json.loads(line)["loss"] for line in (crashed / "metrics.jsonl").read_text().splitlines()]
+    assert found == pytest.approx(losses(through_stages), rel=F32_RELATIVE)
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("pipe=4,fsdp=2", "interleaved"), ("pipe=2", "1f1b"), ("data=2,tensor=2", "auto"), ("data=1", "auto")])
+def test_checkpoints_move_between_pipelines_bit_for_bit(through_stages, tmp_path, mesh, schedule):
+    """Saved by two stages, restored under another plan, saved by that and restored by two stages again."""
+    here, there = program_of(through_stages), program_of(through_stages, mesh, schedule)
+    state = moved_through(Checkpoints(through_stages.run_dir / "checkpoints", CheckpointConfig()), there)
+    original = in_order(here, host_leaves(through_stages.state))
+    for path, leaf in in_order(there, host_leaves(state)).items():
+        np.testing.assert_array_equal(leaf, fitted(original[path], leaf.shape), err_msg=path)
+    again = Checkpoints(tmp_path, CheckpointConfig())
+    again.save(1, to_stored(state, there.shapes, there.plan, there.state_shardings), {})
+    back = moved_through(again, here)
+    again.close()
+    expected = host_leaves(through_stages.state)
+    for path, leaf in host_leaves(back).items():
+        np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+def program_of(result, mesh=None, schedule="auto"):
+    """The program of a run's config, on another mesh if one is given."""
+    config = Config.from_json((result.run_dir / "config.json").read_text())
+    config = config.with_values({"parallel.mesh": mesh or config.parallel.mesh, "parallel.schedule": schedule})
+    plan = make_plan(config)
+    return build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan, jax.devices()[:plan.num_devices]))
+
+
+def moved_through(checkpoints, program):
+    """The newest checkpoint's state under a program."""
+    target = abstract_stored_state(program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh)
+    return from_stored(checkpoints.restore(target, paddable=may_be_padded).state, program.shapes, program.plan, program.state_shardings)
+
+
+def test_empty_slots_stay_zero(through_stages):
+    """Else they would be padding that is not zero in the checkpoint of a plan whose slots are in order."""
+    slots = np.array(program_of(through_stages).shapes.slots)
+    assert slots.tolist() == [0, 1, 2, 3, -1, 4, 5, 6, 7, 8]
+    stacked = {path: leaf for path, leaf in host_leaves(through_stages.state).items() if is_stacked(path)}
+    assert {path.partition("/layers/")[0] for path in stacked} == {"params", "opt_state/0/mu", "opt_state/0/nu"}
+    for path, leaf in stacked.items():
+        assert not leaf[slots < 0].view(np.uint32).any(), path  # nor -0.0, whose bits count in a checksum
+        assert leaf[slots >= 0].any(), path
+
+
+def test_a_pipeline_is_sampled_from_on_one_device(through_stages):
+    params = load_text_model(through_stages.run_dir).params
+    expected = in_order(program_of(through_stages), host_leaves(through_stages.state))
+    for path, leaf in host_leaves({"params": params}).items():
+        np.testing.assert_array_equal(leaf, fitted(expected[path], leaf.shape), err_msg=path)
+
+
 def test_events_tell_the_story(uninterrupted):
     events = [json.loads(line) for line in (uninterrupted[1] / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "plan", "compile", "checkpoint", "end"]
@@ -233,11 +340,15 @@ def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, ca
     assert max(losses(again)) < 7, "entropy of bytes, not a multiple of it"
 
 
-def test_a_checkpoint_of_another_model_is_refused(uninterrupted, text, tmp_path):
+@pytest.mark.parametrize(("name", "size"), [("mlp_dim", 128), ("mlp_dim", 32), ("num_layers", 3), ("num_layers", 1)])
+def test_a_checkpoint_of_another_model_is_refused(uninterrupted, tmp_path, name, size):
+    """Neither larger nor smaller: what is missing is not padding, what is too much is not damage."""
     run_dir = tmp_path / "other"
     shutil.copytree(uninterrupted[1], run_dir)
     config = json.loads((run_dir / "config.json").read_text())
-    config["model"]["mlp_dim"] = 128
+    config["model"][name] = size
     (run_dir / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match=f"of another model\n.*model.{name}"):
         optimus_jax.train(run_dir=run_dir, resume=True)
+    with pytest.raises(CheckpointError, match="of another model"):
+        load_text_model(run_dir)

@@ -82,7 +82,7 @@ def active_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> dict[str
     """The rules that split something on a mesh of these sizes.
 
     Axes of size 1 are dropped. Key and value heads that are fewer than the devices which share
-    the query heads stay whole, and each device takes the one it needs (`Collectives.take`).
+    the query heads stay whole, and each device takes the one it needs (`Collectives.kv_heads_needed`).
     """
     active = {logical: tuple(axis for axis in axes if sizes[axis] > 1) for logical, axes in rules}
     if model.num_kv_heads % _ways(active.get(KV_HEADS, ()), sizes):

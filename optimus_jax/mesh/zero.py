@@ -95,7 +95,7 @@ class LeafLayout:
     def in_loss(self, differentiated: Array, param: Array) -> Array | Tracked:
         """The leaf as the model receives it; `weight` turns it into a matrix."""
         if self.fsdp_dim is not None and self.zero == 2:
-            return Tracked(vary(lax.stop_gradient(param), self.summed_axes), differentiated)
+            return Tracked(vary(param, self.summed_axes), differentiated)
         return differentiated
 
     def used(self, param: Array) -> Array:

@@ -126,22 +126,22 @@ class Decoder(nnx.Module):
         layer, stacked = self._layer(positions_BL, run)
         return lax.scan(layer, x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
 
-    def run_some_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, slots: Array, num_full: int) -> Array:
-        """Layers of a stack that may have empty slots, in the order of its slots.
+    def run_some_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, slots: Array, *, all_full: bool) -> Array:
+        """Layers of a stack in the order of its slots, of which some may be empty.
+
+        An empty slot computes like the others and its result is dropped: in a pipeline its stage would only wait
+        for a longer one, and no device takes another branch than the rest.
 
         Args:
           slots: int32, the layer that each slot holds, -1 where it is empty.
-          num_full: the first so many are full on every device; only those after it are asked.
+          all_full: whether no slot is empty, on this device or another.
         """
         layer, stacked = self._layer(positions_BL, run)
 
         def if_full(x_BLD: Array, slot: tuple) -> tuple[Array, None]:
-            return lax.cond(slot[1] >= 0, layer, lambda x_BLD, _: (x_BLD, None), x_BLD, slot)
+            return jnp.where(slot[1] >= 0, layer(x_BLD, slot)[0], x_BLD), None
 
-        for body, part in ((layer, slice(num_full)), (if_full, slice(num_full, len(slots)))):
-            if len(slots[part]):
-                x_BLD, _ = lax.scan(body, x_BLD, (jax.tree.map(lambda leaf, part=part: leaf[part], stacked), slots[part], None))
-        return x_BLD
+        return lax.scan(layer if all_full else if_full, x_BLD, (stacked, slots, None))[0]
 
     def _layer(self, positions_BL: Array, run: Pass) -> tuple[Callable, nnx.State]:
         """The body of a scan over layers, and the parameters that it is given one layer at a time."""

@@ -19,12 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from optimus_jax.mesh.axes import PIPE
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
+from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
 from optimus_jax.pipeline.schedule import Phase, Schedule, Share
 
 Microbatch = Any
@@ -91,11 +91,11 @@ class _Run:
         self.tables = {"forward": schedule.forward, "backward": schedule.backward, "head": schedule.head,
                        **self.buffers.tables}
         if self.keeps:
-            self.tables["backward_residual"] = _last_written_if_idle(
+            self.tables["backward_residual"] = last_written_if_idle(
                 self.buffers.forward_residual, self.buffers.backward_residual, self.buffers.num_residuals)
         self.stage = lax.axis_index(PIPE)
         self.num_stages = schedule.num_stages
-        self.residuals: _Residuals | None = None
+        self.residuals: Residuals | None = None
 
     # What is carried from tick to tick
 
@@ -104,14 +104,14 @@ class _Run:
         axes = sorted({PIPE, *embedded.mat.varying})
         hidden = vary(jnp.zeros(embedded.shape, embedded.dtype), axes)
         loss_axes = sorted(set(axes) - {PIPE})
-        carry = {"loss": vary(jnp.zeros((), jnp.float32), loss_axes), "sent_forward": hidden,
+        carry: dict[str, Any] = {"loss": vary(jnp.zeros((), jnp.float32), loss_axes), "sent_forward": hidden,
                  "inputs": _ring(self.buffers.num_inputs, hidden)}
         if not self.differentiate:
             return carry
         carry |= {"sent_backward": hidden, "cotangents": _ring(self.buffers.num_cotangents, hidden),
                   "d_outer": _float32_zeros(self.p.outer), "d_params": _float32_zeros(self.p.params)}
         if self.keeps:
-            self.residuals = _Residuals(self.p.functions.layers, self._repeat(jnp.int32(0)), hidden,
+            self.residuals = Residuals(self.p.functions.layers, self._repeat(jnp.int32(0)), hidden,
                                         self._microbatch(vary(jnp.int32(0), [PIPE])))
             carry["residuals"] = [_ring(self.buffers.num_residuals, like) for like in self.residuals.like]
         return carry
@@ -245,76 +245,6 @@ class _Run:
         if self.p.schedule.num_repeats == 1:
             return jax.tree.map(lambda t, d: t + d[None].astype(t.dtype), total, part)
         return jax.tree.map(lambda t, d: t.at[index].add(d.astype(t.dtype)), total, part)
-
-
-class _Residuals:
-    """Takes the closure of a stage's vjp apart into arrays for rings, and puts it together again.
-
-    Its leaves that are the stage's own parameters or constants (the same objects) are not kept:
-    backward has them anyway. Keys of random numbers are kept as their integers.
-    """
-
-    def __init__(self, layers: Callable[..., Array], repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch):
-        self._layers = layers
-        self._places: list[_Given | _Kept] = []
-        self._treedef: Any = None
-        # Traced, not run: the rings must be there before the first forward.
-        kept = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(repeat, x, microbatch).out_avals
-        self.like = [vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in kept]
-        """An array of zeros for every array that is kept."""
-
-    def forward(self, repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch) -> tuple[Array, list[Array]]:
-        """The stage's result, and what its backward needs."""
-        params, constants = repeat
-        result, pull = jax.vjp(lambda params, x: self._layers(params, constants, x, microbatch), params, x)
-        leaves, self._treedef = jax.tree.flatten(pull)
-        given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(repeat))}
-        kept: dict[int, Array] = {}
-        self._places = []
-        for leaf in leaves:
-            if id(leaf) in given:
-                self._places.append(_Given(given[id(leaf)]))
-                continue
-            kept.setdefault(id(leaf), leaf)
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            self._places.append(_Kept(list(kept).index(id(leaf)), jax.random.key_impl(leaf) if is_key else None))
-        return result, [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in kept.values()]
-
-    def backward(self, repeat: tuple[Tree, Tree], kept: list[Array], cotangent: Array) -> tuple[Tree, Array]:
-        """Gradients by the stage's parameters and by its input."""
-        given = jax.tree.leaves(repeat)
-        leaves = [given[place.index] if isinstance(place, _Given) else
-                  kept[place.index] if place.key_impl is None else jax.random.wrap_key_data(kept[place.index], impl=place.key_impl)
-                  for place in self._places]
-        return jax.tree.unflatten(self._treedef, leaves)(cotangent)
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A leaf of the closure that is one of the stage's parameters or constants."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A leaf of the closure that is kept in a ring."""
-
-    index: int
-    key_impl: Any
-
-
-def _last_written_if_idle(written: np.ndarray, read: np.ndarray, spare: int) -> np.ndarray:
-    """`read` [ticks, stages], idle entries turned into the slot that the stage wrote last.
-
-    An idle backward has a cotangent of zero, which gives zeros from any residuals that a forward has
-    left. The zeros that a ring begins with are none: backward may divide by them, and 0/0 is NaN.
-    """
-    read, last = read.copy(), np.full(read.shape[1], spare)
-    for tick in range(len(read)):
-        last = np.where(written[tick] != spare, written[tick], last)
-        read[tick] = np.where(read[tick] == spare, last, read[tick])
-    return read
 
 
 def _ring(num_slots: int, like: Array) -> Array:

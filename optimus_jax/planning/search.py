@@ -5,12 +5,13 @@ The rule: all devices along `data` if a whole copy of the training state fits on
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.axes import VOCAB, AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
@@ -22,7 +23,10 @@ from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 USABLE_SHARE = 0.9
 """Of a device's memory; the rest is for the runtime and for what an estimate misses."""
 LOSS_CHUNK_TOKENS = {"cpu": 256}
-"""A CPU wants a chunk's logits near its caches (docs/decisions/0003); a GPU wants large matmuls."""
+"""For a whole vocabulary; as many times more for a part of it.
+
+A CPU wants a chunk's logits near its caches (docs/decisions/0003); a GPU wants large matmuls.
+"""
 DEFAULT_ZERO = 3
 """fsdp means sharded parameters unless the user says otherwise."""
 DEFAULT_REPEATS = 2
@@ -63,12 +67,14 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
     parallel, model = config.parallel, config.model
     zero = parallel.zero if parallel.zero is not None else DEFAULT_ZERO if axes.fsdp > 1 else 0
     pipeline = _pipelining(config, axes)
+    rules = make_rules(model, parallel.rules)
+    vocab_ways = math.prod(axes[axis] for axis in dict(rules).get(VOCAB, ()))
     return Plan(
-        axes=axes, rules=make_rules(model, parallel.rules), zero=zero, pipeline=pipeline,
+        axes=axes, rules=rules, zero=zero, pipeline=pipeline,
         microbatches=parallel.microbatches or _microbatches(config.data.global_batch, axes, interleaved=pipeline is not None and pipeline.repeats > 1),
         remat=parallel.remat, precision=config.precision.compute,
         attention=choose_kernel(parallel.attention, platform=topology.platform, precision=config.precision.compute, model=model),
-        loss_chunk_tokens=parallel.loss_chunk_tokens or LOSS_CHUNK_TOKENS.get(topology.platform, 2048))
+        loss_chunk_tokens=parallel.loss_chunk_tokens or LOSS_CHUNK_TOKENS.get(topology.platform, 2048) * vocab_ways)
 
 
 def _pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:

@@ -74,13 +74,12 @@ def _pipeline(objective: Objective, whole: Params, layouts: Params | None, batch
         schedule = forward_only(schedule.num_stages, schedule.num_microbatches, num_repeats=repeats, latency=schedule.latency)
     outer, stack = {name: part for name, part in whole.items() if name != LAYERS}, whole[LAYERS]
     slots = np.array(objective.shapes.slots).reshape(plan.axes.pipe, repeats, -1)
-    num_full = min(plan.pipeline.layers_per_stage)
     by_repeat = lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:])  # noqa: E731
 
     def layers(differentiated: Params, constants: dict, x_BLD: Array, rows: Batch) -> Array:
         leaves = differentiated if layouts is None else \
             jax.tree.map(lambda layout, d, p: layout.in_loss(d, p), layouts, differentiated, constants["params"])
-        return objective.layers({**outer, LAYERS: leaves}, x_BLD, rows, constants["slots"], num_full)
+        return objective.layers({**outer, LAYERS: leaves}, x_BLD, rows, constants["slots"])
 
     differentiated = stack if layouts is None else jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, stack)
     return Pipeline(

@@ -11,6 +11,7 @@ from jax import Array
 
 from optimus_jax.config import Config
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.models.transformer import Pass
@@ -56,9 +57,10 @@ class Objective:
         """[B, L, D], the residual stream before the first layer."""
         return self.shapes.merged(whole).embed(rows["tokens"], rows["positions"], self._pass(rows))
 
-    def layers(self, whole: Params, x_BLD: Array, rows: Batch, slots: Array, num_full: int) -> Array:
+    def layers(self, whole: Params, x_BLD: Array, rows: Batch, slots: Array) -> Array:
         """The residual stream after the layers in `slots` (`Decoder.run_some_layers`)."""
-        return self.shapes.merged(whole).run_some_layers(x_BLD, rows["positions"], self._pass(rows), slots, num_full)
+        return self.shapes.merged(whole).run_some_layers(
+            x_BLD, rows["positions"], self._pass(rows), slots, all_full=EMPTY not in self.shapes.slots)
 
     def loss(self, whole: Params, x_BLD: Array, rows: Batch) -> Array:
         """Final norm, head and cross-entropy: the weighted sum over these rows' tokens, a float32 scalar."""

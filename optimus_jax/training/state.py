@@ -1,5 +1,12 @@
-"""All that a run carries from step to step, as one pytree."""
+"""All that a run carries from step to step, as one pytree; and the form in which checkpoints hold it.
 
+On disk layers lie in order, with rows of zeros at the end so that `pipe` divides them: every plan
+can read what any other has saved.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +16,13 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from optimus_jax.config import PrecisionConfig
+from optimus_jax.config import ModelConfig, PrecisionConfig
+from optimus_jax.errors import CheckpointError, explain
+from optimus_jax.mesh.axes import LAYERS
+from optimus_jax.mesh.restack import is_stacked, restack, with_empty_slots_zero
 from optimus_jax.mesh.sharding import layouts_of, named
-from optimus_jax.models.shapes import ModelShapes, Params
+from optimus_jax.mesh.slots import canonical_slots
+from optimus_jax.models.shapes import VOCABULARY_LEAVES, ModelShapes, Params, model_shapes
 from optimus_jax.plan import Plan
 
 
@@ -43,8 +54,12 @@ class TrainState:
 
 
 def initial_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig, seed: Array) -> TrainState:
-    """The state before step 1; a function to be jitted with `state_shardings` so that it is born sharded."""
+    """The state before step 1; a function to be jitted with `state_shardings` so that it is born sharded.
+
+    Empty slots are zero, and stay so: their gradient is.
+    """
     params = shapes.initial(seed)
+    params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], shapes.slots)}
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params),
                       loss_scale=initial_loss_scale(precision))
 
@@ -77,3 +92,41 @@ def abstract_state(shapes: ModelShapes, optimizer: optax.GradientTransformation,
     return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), leaves, shardings)
 
 
+def abstract_stored_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig,
+                          plan: Plan, mesh: Mesh) -> TrainState:
+    """`abstract_state` with layers as on disk."""
+    slots = _stored_slots(shapes, plan)
+    stored = shapes if slots == shapes.slots else model_shapes(shapes.config, shapes.vocab_rows, slots)
+    return abstract_state(stored, optimizer, precision, plan, mesh)
+
+
+def to_stored(state: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState) -> TrainState:
+    """The state with layers as on disk. Where that is another order, a copy of the layers; the state itself stays."""
+    return restack(state, shardings, source=shapes.slots, target=_stored_slots(shapes, plan))
+
+
+def from_stored(stored: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState) -> TrainState:
+    """The inverse of `to_stored`; leaves of `stored` that have to move are deleted."""
+    return restack(stored, shardings, source=_stored_slots(shapes, plan), target=shapes.slots, keep=False)
+
+
+def may_be_padded(path: str) -> bool:
+    """Whether a stored leaf has rows of zeros at the end, whose number is the plan's."""
+    return path.endswith(VOCABULARY_LEAVES) or is_stacked(path)
+
+
+def check_stored_model(metadata: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise CheckpointError unless a checkpoint with this metadata is of a model of the same sizes.
+
+    Another number of layers, say, would pass for padding.
+    """
+    saved = json.loads(metadata["config"])["model"]
+    for name, size in dataclasses.asdict(model).items():
+        if isinstance(size, int) and saved.get(name) != size:
+            raise CheckpointError(explain(
+                "the checkpoint is of another model", given=f"saved with model.{name}={saved.get(name)}, asked for {size}",
+                do="use the model of the run that saved it, or start a new run"))
+
+
+def _stored_slots(shapes: ModelShapes, plan: Plan) -> tuple[int, ...]:
+    return canonical_slots(shapes.config.num_layers, plan.axes.pipe)

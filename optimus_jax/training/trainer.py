@@ -23,7 +23,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
 from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory, StepRecord
-from optimus_jax.training.state import TrainState
+from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import Metrics, Program
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
@@ -158,7 +158,10 @@ class Trainer:
             watcher.evaluation(step, loss, perplexity, bits)
 
     def _save(self, state: TrainState, step: int) -> None:
-        self.checkpoints.save(step, state, {
+        program = self.program
+        # A copy of all layers where the plan has them in another order, until they have been copied to the host.
+        stored = to_stored(state, program.shapes, program.plan, program.state_shardings)
+        self.checkpoints.save(step, stored, {
             "config": self._config.to_json(), "plan": self.program.plan.to_json(), "next_step": step + 1,
             "seed": self._config.seed, **self.metadata})
 

@@ -1,0 +1,177 @@
+"""What pipeline schedules cost: memory of the compiled step, work per step, and time against the ideal.
+
+    python benchmarks/pipeline.py memory       bytes of the compiled step by schedule and microbatches
+    python benchmarks/pipeline.py ticks        seconds of each kind of tick, and the critical path and work they make
+    python benchmarks/pipeline.py processes    two processes pinned to a core each, pipe=2: step time against (m + 1) / m
+
+Eight virtual devices share the cores of one machine: they show work, not latency. `ticks` therefore
+measures what a tick costs and puts the ticks of a schedule together; `processes` measures wall time,
+with a core for each stage.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+ROWS_PER_MICROBATCH = 2
+SEQ_LEN = 256
+NUM_LAYERS = 8
+STAGES = 4
+SCHEDULES = (("gpipe", "keep"), ("gpipe", "recompute"), ("1f1b", "keep"), ("1f1b", "recompute"), ("interleaved", "keep"),
+             ("interleaved", "recompute"))
+
+
+def built(mesh: str, microbatches: int, settings: dict, *, num_layers: int = NUM_LAYERS, vocab_size: int = 8192):
+    """Program, and the abstract state and batch that it is compiled for."""
+    import jax
+    import jax.numpy as jnp
+
+    from optimus_jax.config import Config, DataConfig, ModelConfig
+    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.mesh.build import build_mesh, discover
+    from optimus_jax.models.shapes import planned_shapes
+    from optimus_jax.planning.search import plan_for
+    from optimus_jax.training.step import build_program
+
+    axes = AxisSizes.parse(mesh)
+    batch = ROWS_PER_MICROBATCH * microbatches * axes.data
+    model = ModelConfig(name="bench", vocab_size=vocab_size, num_layers=num_layers, embed_dim=256, num_heads=4, num_kv_heads=4,
+                        head_dim=64, mlp_dim=1024, max_length=SEQ_LEN)
+    config = Config(model=model, data=DataConfig(global_batch=batch, respect_documents=False)).with_values(
+        {"parallel.mesh": mesh, "parallel.microbatches": microbatches, **settings})
+    plan = plan_for(config, axes, discover())
+    plan.validate(model, global_batch=batch)
+    program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan, jax.devices()[: plan.num_devices]))
+    rows = {"tokens": (SEQ_LEN,), "targets": (SEQ_LEN,), "positions": (SEQ_LEN,), "segments": (SEQ_LEN,), "loss_mask": (SEQ_LEN,), "examples": ()}
+    abstract = {name: jax.ShapeDtypeStruct((batch, *shape), jnp.bool_ if name == "loss_mask" else jnp.int32, sharding=program.batch_sharding)
+                for name, shape in rows.items()}
+    return program, jax.eval_shape(program.init, jnp.int32(0)), abstract
+
+
+def memory(microbatches: tuple[int, ...]) -> None:
+    """A table of temporary bytes per device, and of what the rings alone take."""
+    import jax.numpy as jnp
+
+    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.pipeline.buffers import Buffers
+
+    use_cpu_devices(STAGES)
+    hidden_mb = ROWS_PER_MICROBATCH * SEQ_LEN * 256 * jnp.float32(0).nbytes / 1e6
+    print(f"pipe={STAGES}, {NUM_LAYERS} layers of width 256, microbatches of {ROWS_PER_MICROBATCH} x {SEQ_LEN} tokens, f32; "
+          f"one stage input {hidden_mb:.2f} MB; MB per device")
+    print(f"{'schedule':24} {'m':>4} {'temp':>8}   slots: inputs residuals cotangents   most in flight")
+    for schedule, residuals in SCHEDULES:
+        for count in microbatches:
+            program, state, batch = built(f"pipe={STAGES}", count, {"parallel.schedule": schedule, "parallel.stage_residuals": residuals})
+            # Layouts and buffers are decided before LLVM optimises.
+            compiled = program.train_step.lower(state, batch).compile({"xla_backend_optimization_level": 0})
+            table = program.plan.schedule()
+            rings = Buffers.of(table, keep_residuals=residuals == "keep")
+            print(f"{schedule + ' ' + residuals:24} {count:4} {compiled.memory_analysis().temp_size_in_bytes / 1e6:8.2f}   "
+                  f"{rings.num_inputs:13} {rings.num_residuals:9} {rings.num_cotangents:10}   {int(table.in_flight().max()):14}", flush=True)
+
+
+def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tuple[float, float]:
+    """Least CPU-seconds and wall seconds of a step, of this process."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from optimus_jax.mesh.sharding import local_rows, put_batch
+
+    state = program.init(jnp.int32(0))
+    size = batch_shapes["tokens"].shape[0]
+    random, rows = np.random.default_rng(0), local_rows(program.batch_sharding, size)
+    values = {"tokens": random.integers(0, 8192, (size, SEQ_LEN), dtype=np.int32), "targets": random.integers(0, 8192, (size, SEQ_LEN), dtype=np.int32),
+              "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (size, 1)), "segments": np.zeros((size, SEQ_LEN), np.int32),
+              "loss_mask": np.ones((size, SEQ_LEN), bool), "examples": np.arange(size, dtype=np.int32)}
+    batch = put_batch({name: value[rows] for name, value in values.items()}, program.batch_sharding, size)
+    step = program.train_step.lower(state, batch).compile()
+    cpu, wall = [], []
+    for _ in range(steps + 2):
+        cpu_before, wall_before = time.process_time(), time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready(metrics)
+        cpu.append(time.process_time() - cpu_before)
+        wall.append(time.perf_counter() - wall_before)
+    return min(cpu[2:]), min(wall[2:])
+
+
+def ticks(microbatches: tuple[int, ...]) -> None:
+    """Work of a step by schedule, beside the same model's on one device, and the critical path that the ticks make.
+
+    From steps with different numbers of microbatches: what one microbatch adds is a forward and a
+    backward tick of all stages and a head; what is left are the ticks of filling and draining.
+    """
+    from optimus_jax.mesh.cpu import use_cpu_devices
+
+    use_cpu_devices(STAGES)
+    one, _, shapes = built("data=1", 1, {})
+    per_microbatch_s = cpu_seconds_per_step(one, shapes)[0]
+    two, _, shapes = built("data=1", 2, {})
+    per_microbatch_s = cpu_seconds_per_step(two, shapes)[0] - per_microbatch_s
+    print(f"one device: a microbatch of {ROWS_PER_MICROBATCH} x {SEQ_LEN} tokens takes {per_microbatch_s:.3f} CPU-s more")
+    print(f"{'schedule':24} {'m':>4} {'CPU-s/step':>10} {'useful':>8} {'idle slots':>10} {'work * (1 - idle)':>17}")
+    for schedule, residuals in SCHEDULES:
+        for count in microbatches:
+            program, _, shapes = built(f"pipe={STAGES}", count, {"parallel.schedule": schedule, "parallel.stage_residuals": residuals})
+            cpu_s, _ = cpu_seconds_per_step(program, shapes)
+            idle = program.plan.schedule().idle_fraction
+            print(f"{schedule + ' ' + residuals:24} {count:4} {cpu_s:10.3f} {count * per_microbatch_s:8.3f} {idle:10.3f} {cpu_s * (1 - idle):17.3f}", flush=True)
+
+
+def processes(microbatches: tuple[int, ...]) -> None:
+    """Step time of two processes with a core each; the ideal is the time per microbatch, taken from the largest m, times m + 1."""
+    times = {}
+    for count in microbatches:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        workers = [subprocess.Popen(["taskset", "-c", str(number), sys.executable, __file__, "worker", "--microbatches", str(count),
+                                     "--process-id", str(number), "--port", str(port)], stdout=subprocess.PIPE, text=True, env=environment)
+                   for number in range(2)]
+        times[count] = max(json.loads(worker.communicate()[0].splitlines()[-1])["wall_s"] for worker in workers)
+    per_microbatch_s = min(time_s / (count + 1) for count, time_s in times.items())
+    print(f"pipe=2, a process and a core for each stage; {per_microbatch_s:.4f} s a tick at best")
+    print(f"{'m':>4} {'s/step':>8} {'s per microbatch':>16} {'(m+1)/m':>8} {'measured / ideal':>16}")
+    for count, time_s in times.items():
+        print(f"{count:4} {time_s:8.3f} {time_s / count:16.4f} {(count + 1) / count:8.3f} {time_s / (per_microbatch_s * (count + 1)):16.3f}")
+
+
+def worker(count: int, process_id: int, port: int) -> None:
+    """One of the two processes."""
+    from optimus_jax.mesh.cpu import use_cpu_devices
+
+    use_cpu_devices(1)
+    import jax
+
+    jax.distributed.initialize(f"localhost:{port}", 2, process_id)
+    program, _, shapes = built("pipe=2", count, {})
+    _, wall_s = cpu_seconds_per_step(program, shapes)
+    print(json.dumps({"wall_s": wall_s}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("memory", "ticks", "processes", "worker"))
+    parser.add_argument("--microbatches", type=int, nargs="+", help="numbers of microbatches to try")
+    parser.add_argument("--process-id", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    defaults: dict[str, tuple[Callable, tuple[int, ...]]] = {"memory": (memory, (4, 8, 16, 64)), "ticks": (ticks, (4, 16)), "processes": (processes, (1, 2, 4, 8, 16))}
+    if args.what == "worker":
+        worker(args.microbatches[0], args.process_id, args.port)
+        return
+    function, counts = defaults[args.what]
+    print(f"{os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}")
+    function(tuple(args.microbatches or counts))
+
+
+if __name__ == "__main__":
+    main()
