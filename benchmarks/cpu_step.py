@@ -23,7 +23,9 @@ import sys
 import time
 from collections.abc import Callable
 
-MESHES = ("data=1", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2")
+MESHES = ("data=1", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2", "pipe=4,data=2", "pipe=4,data=2")
+MICROBATCHES = (1, 1, 1, 1, 1, 4, 8)
+"""Of each."""
 PEER, MATMULS = "huggingface", "matmuls"
 STEPS, WARMUP = 10, 2
 
@@ -148,10 +150,13 @@ def main() -> None:
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}")
     print(f"{'mesh':24} {'CPU s/step':>10} {'least':>7} {'wall s/step':>11} {'first loss s':>12} {'peak GB':>8}")
-    for mesh in (MATMULS, *([PEER] if args.peer else []), *MESHES):
-        command = [sys.executable, __file__, "--mesh", mesh, *(word for entry in args.set for word in ("--set", entry))]
+    rows = [(MATMULS, 1), *([(PEER, 1)] if args.peer else []), *zip(MESHES, MICROBATCHES, strict=True)]
+    for mesh, microbatches in rows:
+        changes = [f"parallel.microbatches={microbatches}", *args.set]
+        command = [sys.executable, __file__, "--mesh", mesh, *(word for entry in changes for word in ("--set", entry))]
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        print(f"{row['mesh']:24} {row['cpu_s_per_step']:10.3f} {row['cpu_s_least']:7.3f} {row['wall_s_per_step']:11.3f} "
+        name = row["mesh"] + (f" m={microbatches}" if microbatches > 1 else "")
+        print(f"{name:24} {row['cpu_s_per_step']:10.3f} {row['cpu_s_least']:7.3f} {row['wall_s_per_step']:11.3f} "
               f"{row['first_loss_s']:12.1f} {row['peak_rss_gb']:8.2f}", flush=True)
 
 

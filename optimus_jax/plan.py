@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optimus_jax.config import AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.errors import PlanError, explain
@@ -107,36 +107,12 @@ class Plan:
     def validate(self, model: ModelConfig, *, global_batch: int) -> None:
         """Raise PlanError, with the nearest legal choices, if `model` cannot be trained this way."""
         check_rules(self.rules, self.axes, model)
-        self._check_pipeline(model)
-        if self.zero and self.axes.fsdp == 1:
-            raise PlanError(explain(
-                f"zero={self.zero} splits over mesh axis 'fsdp', which has one device", given=f"mesh {self.axes}",
-                do=f"use fsdp={self.axes.data} in place of data={self.axes.data}, or --zero 0"
-                   if self.axes.data > 1 else "use fsdp=2 or more, or --zero 0"))
-        if self.zero and FSDP not in dict(self.rules).get(EMBED, ()):
-            raise PlanError(explain(
-                f"zero={self.zero} splits {EMBED!r} over mesh axis 'fsdp', and a rule keeps it whole", given=f"{EMBED}=none",
-                do=f"leave out the rule for {EMBED!r}, or use --zero 0"))
-        parts = self.batch_ways() * self.microbatches
-        if global_batch % parts:
-            fits = [parts * (global_batch // parts), parts * (global_batch // parts + 1)]
-            devices = neighbouring_divisors(global_batch // self.microbatches, self.batch_ways()) \
-                if global_batch % self.microbatches == 0 else []
-            raise PlanError(explain(
-                "the global batch cannot be dealt out evenly",
-                given=f"global_batch={global_batch} over data*fsdp={self.batch_ways()} x microbatches={self.microbatches}",
-                do="choose --global-batch " + " or ".join(str(n) for n in fits if n)
-                   + (f", or data*fsdp={' or '.join(map(str, devices))}" if devices else "")))
+        self._check_stages(model)
+        self._check_zero()
+        self._check_microbatches(global_batch)
+        self._check_schedule()
 
-    def schedule(self) -> Schedule:
-        """The table that the pipeline runs. Raises PlanError if there is none for these microbatches and stages."""
-        assert self.pipeline is not None, "one stage has no schedule"
-        if self.pipeline.table is not None:
-            return Schedule.from_json(self.pipeline.table)
-        return make_schedule(self.pipeline.schedule, num_stages=self.axes.pipe, num_microbatches=self.microbatches,
-                             num_repeats=self.pipeline.repeats, latency=2 if self.pipeline.send_slack else 1)
-
-    def _check_pipeline(self, model: ModelConfig) -> None:
+    def _check_stages(self, model: ModelConfig) -> None:
         pipe, pipeline = self.axes.pipe, self.pipeline
         if (pipe > 1) != (pipeline is not None):
             raise PlanError(explain("a plan has a schedule exactly if it has pipeline stages",
@@ -149,14 +125,68 @@ class Plan:
                 f"the stages do not share the {model.num_layers} layers of {model.name}",
                 given=f"layers_per_stage={','.join(map(str, stages))} for pipe={pipe} x repeats={pipeline.repeats}",
                 do=f"give {pipe * pipeline.repeats} numbers above 0 whose sum is {model.num_layers}, or leave layers_per_stage out"))
-        schedule = self.schedule()
+
+    def _check_zero(self) -> None:
+        if self.zero and self.axes.fsdp == 1:
+            raise PlanError(explain(
+                f"zero={self.zero} splits over mesh axis 'fsdp', which has one device", given=f"mesh {self.axes}",
+                do=f"use fsdp={self.axes.data} in place of data={self.axes.data}, or --zero 0"
+                   if self.axes.data > 1 else "use fsdp=2 or more, or --zero 0"))
+        if self.zero and FSDP not in dict(self.rules).get(EMBED, ()):
+            raise PlanError(explain(
+                f"zero={self.zero} splits {EMBED!r} over mesh axis 'fsdp', and a rule keeps it whole", given=f"{EMBED}=none",
+                do=f"leave out the rule for {EMBED!r}, or use --zero 0"))
+
+    def _check_microbatches(self, global_batch: int) -> None:
+        ways, microbatches = self.batch_ways(), self.microbatches
+        own_table = self.pipeline is not None and self.pipeline.table is not None
+        unit = self.axes.pipe if self.pipeline is not None and self.pipeline.repeats > 1 and not own_table else 1
+        legal = [n for n in range(unit, global_batch // ways + 1, unit) if global_batch % (ways * n) == 0 and not own_table]
+        choose = "--microbatches " + " or ".join(map(str, nearest_numbers(legal, microbatches))) if legal else ""
+        if microbatches % unit:
+            raise PlanError(explain(
+                "interleaving needs a multiple of the stages as microbatches",
+                given=f"microbatches={microbatches}, pipe={self.axes.pipe}, global_batch={global_batch} over data*fsdp={ways}",
+                do=f"choose {choose or f'--microbatches {unit} and --global-batch {ways * unit}'}"
+                   + (", or --schedule 1f1b, which needs no multiple" if global_batch % (ways * microbatches) == 0 else "")))
+        parts = ways * microbatches
+        if global_batch % parts:
+            fits = [parts * (global_batch // parts), parts * (global_batch // parts + 1)]
+            devices = neighbouring_divisors(global_batch // microbatches, ways) if global_batch % microbatches == 0 else []
+            raise PlanError(explain(
+                "the global batch cannot be dealt out evenly",
+                given=f"global_batch={global_batch} over data*fsdp={ways} x microbatches={microbatches}",
+                do="choose --global-batch " + " or ".join(str(n) for n in fits if n)
+                   + (f", or data*fsdp={' or '.join(map(str, devices))}" if devices else "") + (f", or {choose}" if choose else "")))
+
+    def schedule(self) -> Schedule:
+        """The table that the pipeline runs. Raises PlanError if there is none for these microbatches and stages."""
+        assert self.pipeline is not None, "one stage has no schedule"
+        if self.pipeline.table is not None:
+            return Schedule.from_json(self.pipeline.table)
+        return make_schedule(self.pipeline.schedule, num_stages=self.axes.pipe, num_microbatches=self.microbatches,
+                             num_repeats=self.pipeline.repeats, latency=2 if self.pipeline.send_slack else 1)
+
+    def _check_schedule(self) -> None:
+        """That there is a schedule for these stages and microbatches, and that it trains."""
+        if self.pipeline is None:
+            return
+        pipe, pipeline, schedule = self.axes.pipe, self.pipeline, self.schedule()
+        if schedule.is_forward_only:
+            raise PlanError(explain(f"schedule {schedule.name!r} does not train", given="a table whose 'backward' is null",
+                                    do="write every backward task into 'backward'"))
+        if pipeline.send_slack and schedule.latency == 1:
+            raise PlanError(explain("a table says itself when results are used", given="send_slack, and a table with latency 1",
+                                    do="use a table with latency 2, or leave send_slack out"))
         asked = (pipe, self.microbatches, pipeline.repeats)
         if (schedule.num_stages, schedule.num_microbatches, schedule.num_repeats) != asked:
+            share = self.axes.data * pipe
+            data = share // schedule.num_stages if share % schedule.num_stages == 0 else self.axes.data
             raise PlanError(explain(
-                "a table is for another pipeline",
+                f"the table of schedule {schedule.name!r} is for another pipeline",
                 given=f"{schedule.num_stages} stages, {schedule.num_microbatches} microbatches, {schedule.num_repeats} repeats in the table; "
                       "pipe={}, microbatches={}, repeats={} in the plan".format(*asked),
-                do=f"use --mesh pipe={schedule.num_stages},... --microbatches {schedule.num_microbatches} "
+                do=f"use --mesh {replace(self.axes, pipe=schedule.num_stages, data=data)} --microbatches {schedule.num_microbatches} "
                    f"--set parallel.repeats={schedule.num_repeats}, or another table"))
 
     def describe(self) -> str:
@@ -166,7 +196,8 @@ class Plan:
         if self.pipeline is not None:
             stages = "+".join(map(str, self.pipeline.layers_per_stage))
             residuals = "residuals kept" if self.pipeline.keep_residuals else "stages recomputed"
-            parts.insert(1, f"schedule {self.pipeline.schedule} with layers {stages}, {residuals}")
+            slack = ", a tick of slack" if self.pipeline.send_slack else ""
+            parts.insert(1, f"schedule {self.pipeline.schedule} with layers {stages}, {residuals}{slack}")
         return ", ".join(parts)
 
     def to_json(self) -> str:

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     default = Config()
     flags = argparse.ArgumentParser(
         usage="train.py --model NAME | --config FILE [flags]   or   train.py --run-dir DIR --resume [flags]",
-        description="Train a GPT or Llama on any data x fsdp x tensor mesh.", argument_default=argparse.SUPPRESS,
+        description="Train a GPT or Llama on any data x fsdp x tensor x pipe mesh.", argument_default=argparse.SUPPRESS,
         allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
     flags.add_argument("--config", metavar="FILE", help="a run's config.json to begin with; flags change it (default: none)")
@@ -47,10 +47,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--global-batch", metavar="N", help=f"examples per step, all devices (default: {default.data.global_batch})")
     flags.add_argument("--steps", metavar="N", help=f"steps of the whole run (default: {default.steps})")
     flags.add_argument("--lr", metavar="X", help="peak learning rate (default: by model size)")
-    flags.add_argument("--mesh", metavar="SIZES", help=f"`auto` or data=2,fsdp=2,tensor=2 (default: {default.parallel.mesh})")
+    flags.add_argument("--mesh", metavar="SIZES", help=f"`auto` or sizes of data, fsdp, tensor and pipe: data=2,pipe=4 (default: {default.parallel.mesh})")
     flags.add_argument("--zero", metavar="N", help="0-3: what is split over fsdp (default: 3 if fsdp > 1)")
-    flags.add_argument("--microbatches", metavar="N", help=f"parts of a step, gradients added (default: {default.parallel.microbatches})")
-    flags.add_argument("--schedule", metavar="NAME", help=f"pipeline schedule (default: {default.parallel.schedule})")
+    flags.add_argument("--microbatches", metavar="N", help="parts of a step, gradients added (default: 1; with pipe=N about 4 N)")
+    flags.add_argument("--schedule", metavar="NAME", help=f"of pipe stages: gpipe, 1f1b, interleaved or FILE.json (default: {default.parallel.schedule}, which is 1f1b)")
     flags.add_argument("--remat", metavar="NAME", help=f"none, selective, dots, full (default: {default.parallel.remat})")
     flags.add_argument("--precision", metavar="NAME", help=f"f32, bf16, f16 (default: {default.precision.compute})")
     flags.add_argument("--control", metavar="NAME", help=f"off, advise, auto (default: {default.control})")

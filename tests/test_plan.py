@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import plans as listed
 import pytest
@@ -14,11 +15,16 @@ from optimus_jax.config import Config, DataConfig, ModelConfig, ParallelConfig
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.pipeline.gpipe import forward_only
+from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Plan, check_devices
 from optimus_jax.planning.search import choose_plan
 
 MODEL = listed.GPT
 PLAN = listed.make_plan(listed.make_config(MODEL, listed.case("data=2,fsdp=4", zero=3, microbatches=2)))
+DEEP = dataclasses.replace(MODEL, num_layers=10)
+PIPED = listed.make_plan(listed.make_config(DEEP, listed.case("pipe=4,data=2", schedule="interleaved", microbatches=4)))
+assert PIPED.pipeline is not None
 
 
 @given(axes=axis_sizes())
@@ -46,13 +52,13 @@ def test_another_plan_has_another_digest(data):
 
 @pytest.mark.parametrize("case", listed.PLANS, ids=str)
 def test_the_listed_plans_differ_and_cover_their_devices(case):
-    plan = listed.make_plan(listed.make_config(MODEL, case))
+    plan = listed.make_plan(listed.make_config(listed.model_for(case, "gpt"), case))
     assert 1 < plan.num_devices == case.axes.num_devices <= 8
     assert [other for other in listed.PLANS if other == case] == [case]
 
 
 def test_the_list_has_what_it_promises():
-    made = [listed.make_plan(listed.make_config(MODEL, case)) for case in listed.PLANS]
+    made = [listed.make_plan(listed.make_config(listed.model_for(case, "gpt"), case)) for case in listed.PLANS]
     three = {(p.axes.data, p.axes.fsdp, p.axes.tensor) for p in made if p.num_devices == 8 and p.axes.pipe == 1}
     assert len(three) == 10, "ordered factorisations of eight into three"
     assert {p.zero for p in made if p.axes.fsdp > 1} == {0, 1, 2, 3}
@@ -62,6 +68,15 @@ def test_the_list_has_what_it_promises():
     for tensor, splits in ((2, True), (4, False), (8, False)):
         rules = [p.active_rules(listed.LLAMA) for p in made if p.axes.tensor == tensor]
         assert {"kv_heads" in active for active in rules if "heads" in active} == {splits}
+    piped = [(p, p.pipeline) for p in made if p.pipeline is not None]
+    assert {(p.axes.pipe, pipeline.schedule) for p, pipeline in piped} >= {
+        (pipe, schedule) for pipe in (2, 4, 8) for schedule in ("1f1b", "gpipe", "interleaved")}
+    assert {p.zero for p, _ in piped if p.axes.fsdp > 1} >= {1, 2, 3}
+    assert {p.remat for p, _ in piped} == {"none", "selective", "dots", "full"}
+    for field in ("keep_residuals", "send_slack"):
+        assert {getattr(pipeline, field) for _, pipeline in piped} == {True, False}
+    assert {len(set(pipeline.layers_per_stage)) > 1 for _, pipeline in piped} == {True, False}
+    assert {p.microbatches < p.axes.pipe for p, _ in piped} == {True, False}
 
 
 def validate(message: str, *, global_batch: int = 48, model: ModelConfig = MODEL, **changes: object) -> None:
@@ -73,9 +88,61 @@ def test_what_the_refusals_begin_from_is_legal():
     PLAN.validate(MODEL, global_batch=48)
 
 
-def test_pipeline_stages_are_refused():
-    validate(r"pipeline stages are not built yet(.|\n)*pipe=3, schedule=none(.|\n)*pipe=1", axes=AxisSizes(pipe=3, fsdp=2))
-    validate(r"pipeline stages are not built yet(.|\n)*schedule=1f1b", schedule="1f1b")
+def test_stages_without_a_schedule_or_a_schedule_without_stages_are_refused():
+    validate(r"exactly if it has pipeline stages(.|\n)*pipe=2", axes=AxisSizes(pipe=2, fsdp=4))
+    validate(r"exactly if it has pipeline stages(.|\n)*pipe=1", pipeline=PIPED.pipeline)
+
+
+@pytest.mark.parametrize("layers", [(2, 1, 1, 1, 1, 1, 1, 1), (1,) * 10, (3, 1, 1, 1, 1, 1, 2, 0)])
+def test_stages_that_do_not_share_the_layers_are_refused(layers):
+    with pytest.raises(PlanError, match=r"share the 10 layers of test-gpt(.|\n)*for pipe=4 x repeats=2(.|\n)*give 8 numbers above 0 whose sum is 10"):
+        piped(layers_per_stage=layers).validate(DEEP, global_batch=48)
+
+
+def piped(*, microbatches: int = 4, axes: AxisSizes = PIPED.axes, **changes: object) -> Plan:
+    """PIPED with other microbatches, axes or pipelining."""
+    assert PIPED.pipeline is not None
+    pipeline = dataclasses.replace(PIPED.pipeline, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(PIPED, axes=axes, microbatches=microbatches, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(("microbatches", "global_batch", "message"), [
+    (6, 48, r"needs a multiple of the stages(.|\n)*microbatches=6, pipe=4, global_batch=48 over data\*fsdp=2(.|\n)*--microbatches 4 or 8, or --schedule 1f1b"),
+    (6, 40, r"needs a multiple of the stages(.|\n)*choose --microbatches 4 or 20$"),
+    (2, 16, r"needs a multiple of the stages(.|\n)*choose --microbatches 4, or --schedule 1f1b"),
+    (3, 12, r"needs a multiple of the stages(.|\n)*--microbatches 4 and --global-batch 8, or --schedule 1f1b"),
+    (8, 24, r"cannot be dealt out evenly(.|\n)*--global-batch 16 or 32, or data\*fsdp=1 or 3, or --microbatches 4 or 12"),
+    (4, 5, r"cannot be dealt out evenly(.|\n)*--global-batch 8$"),
+])
+def test_microbatches_that_interleaving_cannot_have_are_refused(microbatches, global_batch, message):
+    with pytest.raises(PlanError, match=message):
+        piped(microbatches=microbatches).validate(DEEP, global_batch=global_batch)
+
+
+def own_table(**counts: int) -> str:
+    return make_schedule("1f1b", **({"num_stages": 4, "num_microbatches": 4} | counts)).to_json()
+
+
+@pytest.mark.parametrize(("table", "message"), [
+    (own_table(num_stages=2), r"'1f1b' is for another pipeline(.|\n)*2 stages, 4 microbatches, 1 repeats in the table(.|\n)*"
+                              r"use --mesh pipe=2,data=4 --microbatches 4 --set parallel.repeats=1, or another table"),
+    (own_table(num_stages=3), r"pipe=4, microbatches=4, repeats=1 in the plan(.|\n)*use --mesh pipe=3,data=2 --microbatches 4"),
+    (own_table(num_microbatches=8), r"use --mesh pipe=4,data=2 --microbatches 8 --set parallel.repeats=1"),
+    (make_schedule("interleaved", 4, 8, 2).to_json(), r"use --mesh pipe=4,data=2 --microbatches 8 --set parallel.repeats=2"),
+    (forward_only(4, 4).to_json(), r"'forward' does not train(.|\n)*'backward'"),
+])
+def test_tables_of_another_pipeline_are_refused(table, message):
+    plan = piped(table=table, repeats=1, layers_per_stage=(3, 3, 2, 2))
+    with pytest.raises(PlanError, match=message):
+        plan.validate(DEEP, global_batch=48)
+
+
+def test_a_table_has_its_own_latency():
+    plan = piped(table=own_table(), repeats=1, layers_per_stage=(3, 3, 2, 2), send_slack=True)
+    with pytest.raises(PlanError, match=r"a table with latency 1(.|\n)*leave send_slack out"):
+        plan.validate(DEEP, global_batch=48)
+    assert plan.pipeline is not None
+    dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, table=own_table(latency=2))).validate(DEEP, global_batch=48)
 
 
 def test_zero_without_fsdp_is_refused():
@@ -90,7 +157,7 @@ def test_zero_without_embed_is_refused():
 
 
 def test_a_batch_that_cannot_be_dealt_out_is_refused():
-    validate(r"global_batch=24 over data\*fsdp=8 x microbatches=2(.|\n)*--global-batch 16 or 32, or data\*fsdp=6 or 12", global_batch=24)
+    validate(r"global_batch=24 over data\*fsdp=8 x microbatches=2(.|\n)*--global-batch 16 or 32, or data\*fsdp=6 or 12, or --microbatches 1 or 3", global_batch=24)
     validate(r"global_batch=5 over(.|\n)*--global-batch 16$", global_batch=5)
 
 
@@ -156,6 +223,94 @@ def test_what_is_chosen_is_legal(model, num_devices, zero):
         assert choice.plan.num_devices == num_devices
         assert zero is None or choice.plan.zero == zero, "what was asked is done or refused"
         assert choice.why
+
+
+def asked(mesh: str, *, model: ModelConfig = MODEL, global_batch: int = 48, **parallel: object) -> Config:
+    return Config(model=model, data=DataConfig(seq_len=16, global_batch=global_batch),
+                  parallel=ParallelConfig(mesh=mesh, **parallel))  # type: ignore[arg-type]
+
+
+def chosen(config: Config) -> Plan:
+    return choose_plan(config, topology(AxisSizes.parse(config.parallel.mesh).num_devices, None)).plan
+
+
+@given(data=st.data())
+def test_what_a_refusal_of_microbatches_suggests_is_legal(data):
+    pipe = data.draw(st.sampled_from((1, 2, 3, 4)))
+    schedules = ("auto", "gpipe", "1f1b", "interleaved") if pipe > 1 else ("auto",)
+    config = asked(f"pipe={pipe},data={data.draw(st.sampled_from((1, 2, 3)))}", model=DEEP, schedule=data.draw(st.sampled_from(schedules)),
+                   microbatches=data.draw(st.one_of(st.none(), st.integers(1, 12))), global_batch=data.draw(st.integers(1, 60)))
+    try:
+        assert chosen(config).num_devices
+    except PlanError as error:
+        do = str(error).splitlines()[-1]
+        suggested = {name: re.findall(r"\d+", numbers) for name, numbers in re.findall(r"--(microbatches|global-batch) (\d+(?: or \d+)?)", do)}
+        assert suggested, error  # noqa: PT017
+        together = " and --global-batch" in do
+        for name, values in suggested.items():
+            for value in values:
+                changes = {key: options[0] for key, options in suggested.items()} if together else {name: value}
+                chosen(config.with_values({"parallel.microbatches" if key == "microbatches" else "data.global_batch": int(number)
+                                           for key, number in changes.items()}))
+
+
+@pytest.mark.parametrize(("mesh", "parallel", "message"), [
+    ("pipe=4,data=2", {"schedule": "interleaved"}, r"fewer layers than there are stages(.|\n)*num_layers=6, pipe=4 x repeats=2(.|\n)*"
+                                                   r"use --schedule 1f1b or --mesh pipe=2,data=4"),
+    ("pipe=2,data=4", {"repeats": 4}, r"num_layers=6, pipe=2 x repeats=4(.|\n)*use --set parallel.repeats=3$"),
+    ("pipe=8", {}, r"num_layers=6, pipe=8\n(.|\n)*use --mesh pipe=4,data=2"),
+    ("pipe=7", {}, r"num_layers=6, pipe=7\n(.|\n)*use --mesh data=7"),
+])
+def test_more_stages_than_layers_are_refused(mesh, parallel, message):
+    with pytest.raises(PlanError, match=message):
+        chosen(asked(mesh, model=dataclasses.replace(MODEL, num_layers=6), **parallel))
+
+
+@pytest.mark.parametrize(("mesh", "parallel", "message"), [
+    ("pipe=3", {"schedule": "1f1"}, r"unknown schedule '1f1'(.|\n)*did you mean '1f1b'"),
+    ("pipe=3", {"schedule": "atuo"}, r"unknown schedule 'atuo'(.|\n)*did you mean 'auto'"),
+    ("data=2", {"schedule": "zigzag"}, r"unknown schedule 'zigzag'(.|\n)*choose one of: auto, gpipe, 1f1b, interleaved \(or name a table"),
+    ("pipe=3", {"schedule": "none"}, r"stages need a schedule(.|\n)*leave --schedule out, or use pipe=1"),
+    ("pipe=3", {"schedule": "1f1b", "repeats": 2}, r"fewer layers than there are stages|visits each device once"),
+    ("data=2", {"schedule": "gpipe", "stage_residuals": "recompute"}, r"no pipeline stages(.|\n)*schedule, stage_residuals on mesh data=2"),
+])
+def test_schedules_that_there_are_not_are_refused(mesh, parallel, message):
+    with pytest.raises(PlanError, match=message):
+        chosen(asked(mesh, **parallel))
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, r"cannot be read(.|\n)*own.json: No such file(.|\n)*auto, gpipe, 1f1b, interleaved"),
+    (b"\xff\xfe\x00", r"cannot be read(.|\n)*own.json: not text"),
+    (b"stages: 4", r"--schedule .*own.json: this schedule is not JSON"),
+    (b"{}", r"--schedule .*own.json: the schedule has no 'name'"),
+    (own_table(num_microbatches=8).encode(), r"another pipeline(.|\n)*use --mesh pipe=4 --microbatches 8 --set parallel.repeats=1"),
+])
+def test_files_that_hold_no_table_for_this_pipeline_are_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "own.json").write_bytes(content)
+    with pytest.raises(PlanError, match=message):
+        chosen(asked("pipe=2,data=2", model=DEEP, schedule=str(tmp_path / "own.json")))
+
+
+def test_a_table_in_a_file_becomes_part_of_the_plan(tmp_path):
+    (tmp_path / "own.json").write_text(own_table(num_microbatches=6))
+    plan = chosen(asked("pipe=4,data=2", model=DEEP, schedule=str(tmp_path / "own.json"), microbatches=6))
+    assert plan.schedule() == make_schedule("1f1b", 4, 6)
+    (tmp_path / "own.json").unlink()
+    assert Plan.from_json(plan.to_json()).schedule() == plan.schedule()
+
+
+def test_stages_that_do_not_fit_are_told_what_else_to_try():
+    config = asked("pipe=4", model=DEEP, microbatches=12)
+    kept = choose_plan(config, topology(4, None)).memory.total / 2**30
+    with pytest.raises(PlanError, match=r"do:    --mesh pipe=4 ") as caught:
+        choose_plan(config, topology(4, kept))
+    options = re.findall(r"--mesh pipe=4 --zero 0 --microbatches (\d+) --remat (\w+)( --set parallel.stage_residuals=recompute)?", str(caught.value))
+    assert any(recompute for *_, recompute in options)
+    for microbatches, remat, recompute in options:
+        other = asked("pipe=4", model=DEEP, microbatches=int(microbatches), remat=remat, stage_residuals="recompute" if recompute else "keep")
+        choose_plan(other, topology(4, kept))
 
 
 def test_a_model_that_does_not_fit_whole_is_split():

@@ -8,14 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from optimus_jax.pipeline.buffers import Buffers
+from optimus_jax.pipeline.schedule import Schedule
+from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.request import make_config
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SCREEN_LINES, SCREEN_COLUMNS = 40, 120
 
 
+def run_script(name, *arguments, **options):
+    return subprocess.run([sys.executable, SCRIPTS / name, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options)
+
+
 def train(*arguments):
-    return subprocess.run([sys.executable, SCRIPTS / "train.py", *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    return run_script("train.py", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,9 @@ def test_help_fits_a_screen_and_shows_defaults():
     (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "dat=2"), "did you mean 'data'"),
     (("--model", "gpt2-nano", "--cpu-devices", "3", "--mesh", "tensor=3"), "'heads' of gpt2-nano[\\s\\S]*num_heads=8[\\s\\S]*tensor=2 or 4"),
     (("--model", "gpt2-nano", "--cpu-devices", "3", "--mesh", "data=3"), "global_batch=16 over data\\*fsdp=3[\\s\\S]*15 or 18"),
-    (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "pipe=2"), "pipeline stages are not built yet"),
+    (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "pipe=2", "--microbatches", "3"), "microbatches=3[\\s\\S]*--global-batch 15 or 18, or --microbatches 2 or 4"),
+    (("--model", "gpt2-nano", "--cpu-devices", "4", "--mesh", "pipe=4", "--schedule", "interleaved"), "fewer layers[\\s\\S]*--mesh pipe=2,data=2"),
+    (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "pipe=2", "--schedule", "no.json"), "cannot be read[\\s\\S]*no.json: No such file"),
     (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=2", "--zero", "1"), "mesh axis 'fsdp'[\\s\\S]*fsdp=2"),
     (("--model", "gpt2-nano", "--control", "auto"), "no controller yet"),
     (("--model", "gpt2-nano", "--cpu-devices", "1", "--set", "parallel.attention=cudnn"), "cannot run here[\\s\\S]*cpu"),
@@ -153,3 +162,52 @@ def test_a_config_of_a_run_begins_another(tmp_path, text):
     assert done.returncode == 0, done.stderr
     assert "step 1/1" in done.stdout
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["global_batch"] == 4
+
+
+def test_a_schedule_is_shown_written_and_shown_again(tmp_path):
+    asked = ("--schedule", "1f1b", "--stages", 4, "--microbatches", 6)
+    shown = run_script("schedule.py", *asked, "--json", "own.json", "--picture", "own.svg", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    for line in ("1f1b: stages 4, microbatches 6", "stage 3 F  .  .  .  0  1  2", "12 ticks, bubble 50.0%, at most 6 tasks in flight",
+                 "residuals 6, inputs 1, cotangents 1 if residuals are kept; inputs 6, cotangents 1 if stages are recomputed"):
+        assert line in shown.stdout
+    assert Schedule.from_json((tmp_path / "own.json").read_text()) == make_schedule("1f1b", 4, 6)
+    assert (tmp_path / "own.svg").read_bytes().startswith(b"<?xml")
+    again = run_script("schedule.py", "--table", tmp_path / "own.json")
+    assert again.stdout in shown.stdout
+    refused = run_script("schedule.py", *asked[:-1], 8, "--json", "own.json", cwd=tmp_path)
+    assert (refused.returncode, "never overwritten" in refused.stderr) == (2, True)
+    assert json.loads((tmp_path / "own.json").read_text())["microbatches"] == 6
+
+
+def test_the_page_about_pipelines_shows_what_the_script_shows():
+    page = (SCRIPTS.parent / "docs" / "pipelines.md").read_text()
+    chart = run_script("schedule.py", "--schedule", "1f1b", "--stages", 4, "--microbatches", 6).stdout
+    assert "".join(chart.splitlines(keepends=True)[:-2]) in page
+    table = re.search(r"```json\n(.*?)```", page, re.DOTALL)
+    assert table is not None
+    assert Schedule.from_json(table[1]).num_ticks == 5
+    slots = re.findall(r"^\| (gpipe|1f1b|interleaved)(?:, V=(\d))?( with slack)? \| ([\d.]+)% \| (\d+), (\d+), (\d+)[^|]*\| (\d+), (\d+) \|$", page, re.MULTILINE)
+    assert len(slots) == 5
+    for name, repeats, slack, bubble, *counts in slots:
+        schedule = make_schedule(name, 4, 16, int(repeats or 1), 2 if slack else 1)
+        kept, recomputed = Buffers.of(schedule, keep_residuals=True), Buffers.of(schedule)
+        assert [kept.num_residuals, kept.num_inputs, kept.num_cotangents, recomputed.num_inputs, recomputed.num_cotangents] == list(map(int, counts))
+        assert f"{schedule.bubble():.1%}" == f"{bubble}%"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "how many stages"),
+    (("--stages", 4, "--microbatches", 6, "--schedule", "gpip"), "did you mean 'gpipe'"),
+    (("--stages", 4, "--microbatches", 6, "--schedule", "interleaved", "--repeats", 2), "choose microbatches=4 or 8"),
+    (("--stages", 4, "--table", "own.json"), "a table says itself[\\s\\S]*leave out --stages"),
+    (("--table", "no-such-file.json"), "no-such-file.json"),
+    (("--stages", 4, "--microbatches", 6, "--json", "own"), "ends in .json[\\s\\S]*own.json"),
+])
+def test_mistakes_about_a_schedule_end_with_one_message(arguments, message, tmp_path):
+    failed = run_script("schedule.py", *arguments, cwd=tmp_path)
+    assert failed.returncode == 2
+    assert re.search(message, failed.stderr), failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert "do: " in failed.stderr
+    assert not list(tmp_path.iterdir()), "nothing was written"

@@ -5,18 +5,20 @@ The rule: all devices along `data` if a whole copy of the training state fits on
 """
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from optimus_jax.config import Config
-from optimus_jax.errors import PlanError, explain
+from optimus_jax.errors import PlanError, explain, nearest
 from optimus_jax.mesh.axes import VOCAB, AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.pipeline.schedule import Schedule
+from optimus_jax.pipeline.tables import SCHEDULES
 from optimus_jax.plan import Pipelining, Plan, check_devices
 from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 
@@ -31,6 +33,8 @@ DEFAULT_ZERO = 3
 """fsdp means sharded parameters unless the user says otherwise."""
 DEFAULT_REPEATS = 2
 """Of an interleaved schedule: halves the bubble for twice the sends."""
+TABLE_SUFFIX = ".json"
+"""Of what --schedule names, when it is a file."""
 MICROBATCHES_PER_STAGE = 4
 """1F1B then idles (p - 1) / 4p of its time, a fifth at most."""
 
@@ -80,9 +84,11 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
 def _pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
     """What the user fixed of the pipeline; the rest is 1F1B on stages as even as the layers divide."""
     parallel = config.parallel
+    _check_schedule_name(parallel.schedule)
     if axes.pipe == 1:
         given = {"schedule": parallel.schedule not in ("auto", "none"), "repeats": parallel.repeats is not None,
-                 "layers_per_stage": bool(parallel.layers_per_stage), "send_slack": parallel.send_slack}
+                 "layers_per_stage": bool(parallel.layers_per_stage), "send_slack": parallel.send_slack,
+                 "stage_residuals": parallel.stage_residuals != "keep"}
         if any(given.values()):
             raise PlanError(explain(
                 "there are no pipeline stages to schedule", given=f"{', '.join(name for name in given if given[name])} on mesh {axes}",
@@ -92,25 +98,51 @@ def _pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
     if name == "none":
         raise PlanError(explain("pipeline stages need a schedule", given=f"--schedule none on mesh {axes}",
                                 do="leave --schedule out, or use pipe=1"))
-    if name.endswith(".json"):
-        table = _read_table(name)
-        own = Schedule.from_json(table)
+    if name.endswith(TABLE_SUFFIX):
+        table, own = _read_table(name)
         name, repeats = own.name, repeats or own.num_repeats
     elif name == "auto":
         name = "1f1b" if (repeats or 1) == 1 else "interleaved"
     repeats = repeats or (DEFAULT_REPEATS if name == "interleaved" else 1)
+    if axes.pipe * repeats > config.model.num_layers:
+        raise PlanError(_too_few_layers(config, axes, repeats))
     return Pipelining(
         schedule=name, repeats=repeats, send_slack=parallel.send_slack, table=table,
         keep_residuals=parallel.stage_residuals == "keep",
         layers_per_stage=parallel.layers_per_stage or layers_per_stage(config.model.num_layers, axes.pipe * repeats))
 
 
-def _read_table(path: str) -> str:
+def _check_schedule_name(name: str) -> None:
+    if name not in ("auto", "none", *SCHEDULES) and not name.endswith(TABLE_SUFFIX):
+        raise PlanError(explain(f"unknown schedule {name!r}", given=f"--schedule {name}",
+                                do=nearest(name, ("auto", *SCHEDULES)) + f" (or name a table in a {TABLE_SUFFIX} file)"))
+
+
+def _read_table(path: str) -> tuple[str, Schedule]:
+    """The text of a user's own table, and the schedule that it is."""
     try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise PlanError(explain("a schedule's table cannot be read", given=f"--schedule {path}: {error.strerror}",
-                                do="name a file that exists, or gpipe, 1f1b, interleaved")) from error
+        text = Path(path).read_text()
+        return text, Schedule.from_json(text)
+    except (OSError, UnicodeDecodeError) as error:
+        what = error.strerror if isinstance(error, OSError) else "not text"
+        raise PlanError(explain("a schedule's table cannot be read", given=f"--schedule {path}: {what}",
+                                do=f"name a file that exists, or a schedule: {', '.join(('auto', *SCHEDULES))}")) from error
+    except PlanError as error:
+        raise PlanError(f"--schedule {path}: {error}") from error
+
+
+def _too_few_layers(config: Config, axes: AxisSizes, repeats: int) -> str:
+    """What is asked, and the nearest numbers of repeats and of stages that are legal."""
+    model, options = config.model, []
+    if repeats > 1 and (fewer := model.num_layers // axes.pipe):
+        options.append("--schedule 1f1b" if fewer == 1 and config.parallel.repeats is None else f"--set parallel.repeats={fewer}")
+    stages = [n for n in range(2, axes.pipe) if axes.pipe % n == 0 and n * repeats <= model.num_layers]
+    if stages or not options:
+        pipe = stages[-1] if stages else 1
+        options.append(f"--mesh {dataclasses.replace(axes, pipe=pipe, data=axes.data * axes.pipe // pipe)}")
+    return explain(
+        f"{model.name} has fewer layers than there are stages", do="use " + " or ".join(options),
+        given=f"model.num_layers={model.num_layers}, pipe={axes.pipe}" + (f" x repeats={repeats}" if repeats > 1 else ""))
 
 
 def _microbatches(global_batch: int, axes: AxisSizes, *, interleaved: bool) -> int:
@@ -150,23 +182,27 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
     """Needed, present, and the nearest options that are estimated to fit."""
     others = []
     for axes in {plan.axes, AxisSizes(fsdp=topology.num_devices)}:
-        for microbatches in (plan.microbatches, max(1, config.data.global_batch // topology.num_devices)):
-            for remat in (plan.remat, "full"):
-                zero = DEFAULT_ZERO if axes.fsdp > 1 else 0
-                other = dataclasses.replace(plan, axes=axes, microbatches=microbatches, remat=remat, zero=zero)
-                try:
-                    other.validate(config.model, global_batch=config.data.global_batch)
-                except PlanError:
-                    continue
-                others.append((_estimate(config, other), other))
-    fitting = sorted({f"--mesh {p.axes} --zero {p.zero} --microbatches {p.microbatches} --remat {p.remat}"
-                      for estimate, p in others if fits(estimate, topology)})
+        zero = DEFAULT_ZERO if axes.fsdp > 1 else 0
+        recomputing = dataclasses.replace(plan.pipeline, keep_residuals=False) if plan.pipeline else None
+        for microbatches, remat, pipeline in itertools.product(
+                {plan.microbatches, max(1, config.data.global_batch // topology.num_devices)}, {plan.remat, "full"},
+                {plan.pipeline, recomputing} if axes.pipe > 1 else (None,)):
+            other = dataclasses.replace(plan, axes=axes, microbatches=microbatches, remat=remat, zero=zero, pipeline=pipeline)
+            try:
+                other.validate(config.model, global_batch=config.data.global_batch)
+            except PlanError:
+                continue
+            others.append((_estimate(config, other), other))
+    fitting = sorted((p.axes != plan.axes, f"--mesh {p.axes} --zero {p.zero} --microbatches {p.microbatches} --remat {p.remat}"
+                      + (" --set parallel.stage_residuals=recompute" if p.pipeline and not p.pipeline.keep_residuals else "")
+                      + (" --schedule auto" if plan.pipeline and not p.pipeline else ""))
+                     for estimate, p in others if fits(estimate, topology))
     least = min((estimate.total for estimate, _ in others), default=memory.total)
     return explain(
         f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed, {gib(topology.bytes_per_device or 0)} are there",
         given=f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer {gib(memory.moments)}, "
               f"gradients {gib(memory.gradients)}, activations {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)",
-        do="; or ".join(fitting[:3]) if fitting else
+        do="; or ".join(text for _, text in fitting[:3]) if fitting else
            f"no layout of this model fits these devices (the least is about {gib(least)} each): use more devices or a smaller --model")
 
 

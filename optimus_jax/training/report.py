@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from optimus_jax.config import Config
 from optimus_jax.data.dataset import Data
+from optimus_jax.mesh.restack import is_stacked
+from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.plan import ZERO_STAGES
+from optimus_jax.plan import ZERO_STAGES, Plan
 from optimus_jax.training.display import Display
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.step import Program
@@ -39,6 +42,7 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         ["sharded over fsdp", f"zero={plan.zero}: {ZERO_STAGES[plan.zero]}" if plan.axes.fsdp > 1 else "nothing (fsdp=1)"],
         ["batch", f"{config.data.global_batch} sequences x {config.seq_len} tokens, {plan.microbatches} microbatch(es), "
                   f"documents {'kept apart' if config.data.respect_documents else 'not regarded'}"],
+        *_pipeline_rows(plan),
         ["attention kernel", plan.attention],
         ["precision", f"{plan.precision} compute, f32 master weights, moments and gradient sums"],
         ["remat", plan.remat],
@@ -49,15 +53,40 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
     display.table("largest tensors: shape, parameter / gradient while summed / moments on one device", _tensor_rows(program))
 
 
+def _pipeline_rows(plan: Plan) -> list[list[str]]:
+    """What the stages do and what it costs; nothing without stages."""
+    if plan.pipeline is None:
+        return []
+    pipeline, schedule = plan.pipeline, plan.schedule()
+    table = " from your own table" if pipeline.table is not None else ""
+    visits = f", each visited {pipeline.repeats} times (layers by visit, in order)" if pipeline.repeats > 1 else ""
+    # A stage that is computed again in backward costs another forward there.
+    bubble = schedule.bubble(backward_s=2.0 if pipeline.keep_residuals else 3.0)
+    slack = ", a tick of slack for sends" if schedule.latency > 1 else ""
+    longest = max(pipeline.layers_per_stage)
+    uneven = f"; each tick takes as long as {longest} layers" if longest > min(pipeline.layers_per_stage) else ""
+    return [
+        ["stages", f"{plan.axes.pipe} with {'+'.join(map(str, pipeline.layers_per_stage))} layers{visits}{uneven}"],
+        ["schedule", f"{pipeline.schedule}{table}, {plan.microbatches} microbatches in {schedule.num_ticks} ticks{slack}: "
+                     f"bubble {bubble:.1%} of the time without waiting"],
+        ["in flight", f"at most {schedule.in_flight().max()} tasks of a stage, each with "
+                      + ("its residuals (kept)" if pipeline.keep_residuals else "the stage's input (residuals recomputed)")],
+    ]
+
+
 def _tensor_rows(program: Program) -> list[list[str]]:
     plan = program.plan
     opt_state: Any = program.state_shardings.opt_state
     leaves = jax.tree_util.tree_leaves_with_path(program.shapes.params)
+    layouts = jax.tree.leaves(layouts_of(program.shapes.names, plan, program.config.model))
     params = jax.tree.leaves(program.state_shardings.params)
     moments = jax.tree.leaves(opt_state[0].mu)
-    rows = [[_path(path), "x".join(map(str, leaf.shape)), str(param.spec), _bytes(leaf, param),
-             _bytes(leaf, moment if plan.zero >= 2 else param), _bytes(leaf, moment)]
-            for (path, leaf), param, moment in zip(leaves, params, moments, strict=True)]
+    rows = []
+    for (path, leaf), layout, param, moment in zip(leaves, layouts, params, moments, strict=True):
+        # Stages sum the gradient of what they share whole, and scatter the sum (training/gradients.py).
+        split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(_path(path)))
+        gradient = NamedSharding(program.mesh, layout.spec(split=split))
+        rows.append([_path(path), "x".join(map(str, leaf.shape)), str(param.spec), _bytes(leaf, param), _bytes(leaf, gradient), _bytes(leaf, moment)])
     order = sorted(range(len(rows)), key=lambda i: -leaves[i][1].size)
     return [["tensor", "shape", "spec", "parameter", "gradient", "each moment"], *(rows[i] for i in order[:LARGEST])]
 
@@ -66,6 +95,6 @@ def _path(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _bytes(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> str:
+def _bytes(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> str:
     size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     return f"{size / 2**20:,.2f} MiB"

@@ -52,8 +52,18 @@ def test_every_leaf_of_a_legal_plan_is_cut_into_equal_shards_by_different_axes(d
         assert tuple(size * way for size, way in zip(shard, ways, strict=True)) == leaf.shape, path
         over_fsdp = plan.axes.fsdp > 1 and "embed" in names_of(shapes, path)
         assert ("fsdp" in axes) == (over_fsdp and plan.zero >= (3 if path.startswith("params") else 1)), path
+        assert ("pipe" in axes) == (plan.axes.pipe > 1 and not {"layers", "vocab"}.isdisjoint(names_of(shapes, path))), path
+        if "layers" in names_of(shapes, path):
+            assert leaf.shape[0] == len(shapes.slots) == slots_of(plan, model), path
+    assert sorted(layer for layer in shapes.slots if layer >= 0) == list(range(model.num_layers))
     rows = [axis for entry in batch_spec(plan, model) for axis in axes_of(entry)]
     assert math.prod(plan.axes[axis] for axis in rows) == plan.axes.data * plan.axes.fsdp == plan.batch_ways()
+
+
+def slots_of(plan: Plan, model: ModelConfig) -> int:
+    """Rows of the stack: room for the longest piece in every one."""
+    pieces = plan.pipeline.layers_per_stage if plan.pipeline else (model.num_layers,)
+    return len(pieces) * max(pieces)
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -80,13 +90,13 @@ def test_active_rules_drop_axes_of_one_device(model, axes):
 @given(vocab_size=st.integers(1, 300_000), axes=axis_sizes())
 def test_vocabulary_is_padded_to_whole_shards_and_little_more(vocab_size, axes):
     rows = padded_vocab(vocab_size, make_rules(MODEL), axes)
-    unit = math.lcm(128 if vocab_size >= 4096 else 8, axes.tensor * axes.fsdp)
+    unit = math.lcm(128 if vocab_size >= 4096 else 8, axes.pipe * axes.tensor * axes.fsdp)
     assert rows % unit == 0
     assert 0 <= rows - vocab_size < unit
 
 
 def test_padding_does_not_depend_on_the_mesh_for_usual_sizes():
-    meshes = [AxisSizes(tensor=n) for n in (1, 2, 4, 8)] + [AxisSizes(fsdp=n) for n in (2, 8)]
+    meshes = [AxisSizes(tensor=n) for n in (1, 2, 4, 8)] + [AxisSizes(fsdp=n) for n in (2, 8)] + [AxisSizes(pipe=8), AxisSizes(pipe=2, tensor=4)]
     for vocab_size in (257, 50257, 32000, 128256):
         assert len({padded_vocab(vocab_size, make_rules(MODEL), axes) for axes in meshes}) == 1
 
@@ -113,7 +123,8 @@ def test_rules_that_are_refused(overrides, message):
     (AxisSizes(tensor=5), MODEL, [], r"'heads' of m (.|\n)*num_heads=24 over tensor=5(.|\n)*tensor=4 or 6(.|\n)*heads=none"),
     (AxisSizes(tensor=8), replace(MODEL, mlp_dim=100), [], r"'mlp' of m (.|\n)*mlp_dim=100 over tensor=8(.|\n)*tensor=5 or 10"),
     (AxisSizes(fsdp=5), MODEL, [], r"'embed' of m (.|\n)*embed_dim=48 over fsdp=5(.|\n)*fsdp=4 or 6"),
-    (AxisSizes(pipe=2), MODEL, [], r"'layers' of m (.|\n)*num_layers=3 over pipe=2(.|\n)*pipe=1 or 3"),
+    (AxisSizes(pipe=2), MODEL, ["layers=none"], r"2 devices along mesh axis 'pipe' would(.|\n)*set pipe=1(.|\n)*'layers'"),
+    (AxisSizes(pipe=2, tensor=2), MODEL, ["vocab=tensor"], r"2 devices along mesh axis 'pipe' would(.|\n)*set pipe=1(.|\n)*'vocab'"),
     (AxisSizes(tensor=3), MODEL, [], r"'kv_heads' of m (.|\n)*num_kv_heads=2 over tensor=3(.|\n)*tensor=2 or 4"),
     (AxisSizes(data=2), MODEL, ["batch=none"], r"2 devices along mesh axis 'data' would all do the same work"),
     (AxisSizes(fsdp=4), MODEL, ["batch=data"], r"4 devices along mesh axis 'fsdp' would(.|\n)*set fsdp=1(.|\n)*'batch'"),

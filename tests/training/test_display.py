@@ -2,16 +2,21 @@
 
 import dataclasses
 import io
+import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import plans
 import pytest
 
 from optimus_jax.config import LogConfig
 from optimus_jax.errors import ConfigError
+from optimus_jax.mesh.build import discover
 from optimus_jax.training.display import Display, PlainDisplay, RichDisplay, make_display, short_count, short_duration
+from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import StepRecord
 from optimus_jax.training.tensorboard import TensorBoardWriter
 
@@ -151,6 +156,48 @@ def test_rich_table_holds_every_cell():
     make("rich", stream).table("gpt2", ROWS)
     text = shown(stream)
     assert all(cell in text for cell in ("gpt2", *ROWS[0], *ROWS[1]))
+
+
+@pytest.mark.parametrize(("case", "rows"), [
+    (plans.case("pipe=4,data=2", microbatches=8), {
+        "stages": "4 with 2+2+3+3 layers; each tick takes as long as 3 layers",
+        "schedule": "1f1b, 8 microbatches in 14 ticks: bubble 37.5% of the time without waiting",
+        "in flight": "at most 7 tasks of a stage, each with its residuals (kept)"}),
+    (plans.case("pipe=2,tensor=2", schedule="interleaved", microbatches=4, send_slack=True, stage_residuals="recompute"), {
+        "stages": "2 with 2+2+3+3 layers, each visited 2 times (layers by visit, in order); each tick takes as long as 3 layers",
+        "schedule": "interleaved, 4 microbatches in 16 ticks, a tick of slack for sends: bubble 25.0% of the time without waiting",
+        "in flight": "at most 8 tasks of a stage, each with the stage's input (residuals recomputed)"}),
+    (plans.case("data=2"), {}),
+])
+def test_what_you_got_tells_of_the_pipeline(case: plans.PlanCase, rows: dict[str, str]):
+    assert dict(re.findall(r"^  (stages|schedule|in flight)  +(.*)$", what_you_got(case), re.MULTILINE)) == rows
+
+
+def what_you_got(case: plans.PlanCase) -> str:
+    built = plans.build(plans.model_for(case, "gpt"), case)
+    stream = io.StringIO()
+    data: Any = SimpleNamespace(description="words")
+    start_report(make("plain", stream), config=built.config, topology=discover(), why="given", program=built.program, data=data,
+                 compile_s=1.0, step_bytes=2**20, run_dir=Path("runs/x"))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("case", "table", "layers"), [
+    (plans.case("fsdp=4", zero=0), (1, 1, 1), (1, 1, 1)),
+    (plans.case("fsdp=4", zero=1), (1, 1, 4), (1, 1, 4)),
+    (plans.case("fsdp=4", zero=2), (1, 4, 4), (1, 4, 4)),
+    (plans.case("fsdp=4", zero=3), (4, 4, 4), (4, 4, 4)),
+    # Stages share the table's rows, and sum its gradient whole along fsdp.
+    (plans.case("pipe=2,fsdp=4", zero=2, microbatches=2), (2, 2, 8), (2, 8, 8)),
+    (plans.case("pipe=2,fsdp=4", zero=3, microbatches=2), (8, 2, 8), (8, 8, 8)),
+])
+def test_what_you_got_tells_what_each_device_holds(case: plans.PlanCase, table: tuple[int, ...], layers: tuple[int, ...]):
+    """Parts that the parameter, its gradient and its moments are cut into."""
+    shown = what_you_got(case)
+    for name, parts in (("embedding/table", table), ("layers/mlp/up", layers)):
+        shape, *sizes = re.findall(rf"{name} +([\dx]+) .*?([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", shown)[0]
+        whole = math.prod(map(int, shape.split("x"))) * 4 / 2**20
+        assert [float(size) for size in sizes] == [round(whole / n, 2) for n in parts]
 
 
 def test_no_display_is_silent(capsys: pytest.CaptureFixture[str]):
