@@ -24,11 +24,10 @@ from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 
 USABLE_SHARE = 0.9
 """Of a device's memory; the rest is for the runtime and for what an estimate misses."""
-LOSS_CHUNK_TOKENS = {"cpu": 256}
-"""For a whole vocabulary; as many times more for a part of it.
-
-A CPU wants a chunk's logits near its caches (docs/decisions/0003); a GPU wants large matmuls.
-"""
+LOSS_CHUNK_TOKENS = 2048
+"""For a whole vocabulary; as many times more for a part of it. A GPU wants large matmuls."""
+LOSS_CHUNK_TOKENS_CPU = {False: 256, True: 128}
+"""A CPU wants a chunk's logits near its caches (docs/decisions/0003), and several virtual devices share its memory."""
 DEFAULT_ZERO = 3
 """fsdp means sharded parameters unless the user says otherwise."""
 DEFAULT_REPEATS = 2
@@ -78,7 +77,8 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         microbatches=parallel.microbatches or _microbatches(config.data.global_batch, axes, interleaved=pipeline is not None and pipeline.repeats > 1),
         remat=parallel.remat, precision=config.precision.compute,
         attention=choose_kernel(parallel.attention, platform=topology.platform, precision=config.precision.compute, model=model),
-        loss_chunk_tokens=parallel.loss_chunk_tokens or LOSS_CHUNK_TOKENS.get(topology.platform, 2048) * vocab_ways)
+        loss_chunk_tokens=parallel.loss_chunk_tokens or vocab_ways * (
+            LOSS_CHUNK_TOKENS_CPU[axes.num_devices > 1] if topology.platform == "cpu" else LOSS_CHUNK_TOKENS))
 
 
 def _pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
