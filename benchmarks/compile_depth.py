@@ -35,7 +35,7 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
     from optimus_jax.mesh.axes import AxisSizes
     from optimus_jax.mesh.build import build_mesh, discover
     from optimus_jax.models.shapes import planned_shapes
-    from optimus_jax.planning.search import plan_for
+    from optimus_jax.planning.assemble import plan_for
     from optimus_jax.training.state import abstract_state
     from optimus_jax.training.step import build_program
 

@@ -1,12 +1,13 @@
 """What pipeline schedules cost: memory of the compiled step, work per step, and time against the ideal.
 
     python benchmarks/pipeline.py memory       bytes of the compiled step by schedule and microbatches
-    python benchmarks/pipeline.py ticks        seconds of each kind of tick, and the critical path and work they make
+    python benchmarks/pipeline.py ticks        work of a step against the useful work and the idle entries
+    python benchmarks/pipeline.py path         seconds of each kind of tick, and the critical path that they make
     python benchmarks/pipeline.py processes    two processes pinned to a core each, pipe=2: step time against (m + 1) / m
 
-Eight virtual devices share the cores of one machine: they show work, not latency. `ticks` therefore
-measures what a tick costs and puts the ticks of a schedule together; `processes` measures wall time,
-with a core for each stage.
+Virtual devices share the cores of one machine: they show work, not latency. `path` therefore measures
+what a tick costs and puts the ticks of a schedule together; `processes` measures wall time, with a
+core for each stage.
 """
 
 import argparse
@@ -16,8 +17,11 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+
+import numpy as np
 
 ROWS_PER_MICROBATCH = 2
 SEQ_LEN = 256
@@ -36,7 +40,7 @@ def built(mesh: str, microbatches: int, settings: dict, *, num_layers: int = NUM
     from optimus_jax.mesh.axes import AxisSizes
     from optimus_jax.mesh.build import build_mesh, discover
     from optimus_jax.models.shapes import planned_shapes
-    from optimus_jax.planning.search import plan_for
+    from optimus_jax.planning.assemble import plan_for
     from optimus_jax.training.step import build_program
 
     axes = AxisSizes.parse(mesh)
@@ -81,7 +85,6 @@ def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tupl
     """Least CPU-seconds and wall seconds of a step, of this process."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
     from optimus_jax.mesh.sharding import local_rows, put_batch
 
@@ -104,11 +107,7 @@ def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tupl
 
 
 def ticks(microbatches: tuple[int, ...]) -> None:
-    """Work of a step by schedule, beside the same model's on one device, and the critical path that the ticks make.
-
-    From steps with different numbers of microbatches: what one microbatch adds is a forward and a
-    backward tick of all stages and a head; what is left are the ticks of filling and draining.
-    """
+    """Work of a step by schedule, beside the same model's on one device."""
     from optimus_jax.mesh.cpu import use_cpu_devices
 
     use_cpu_devices(STAGES)
@@ -124,6 +123,52 @@ def ticks(microbatches: tuple[int, ...]) -> None:
             cpu_s, _ = cpu_seconds_per_step(program, shapes)
             idle = program.plan.schedule().idle_fraction
             print(f"{schedule + ' ' + residuals:24} {count:4} {cpu_s:10.3f} {count * per_microbatch_s:8.3f} {idle:10.3f} {cpu_s * (1 - idle):17.3f}", flush=True)
+
+
+def path(microbatches: tuple[int, ...]) -> None:
+    """Cost of a tick by kind, measured, and what it says of whole steps, beside their measured times.
+
+    Forward ticks are dear by what a table costs more whose microbatches go through the stages one after
+    the other, backward ticks likewise; the head by what a microbatch more costs beyond one tick of each.
+    No other schedule is used for that: their times are foretold.
+    """
+    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.pipeline.schedule import lay_out
+    from optimus_jax.pipeline.tables import make_schedule
+
+    use_cpu_devices(STAGES)
+    few, many = min(microbatches), max(microbatches)
+    ran_late = (few - 1) * (STAGES - 1)
+
+    def measured(name: str, count: int, repeats: int = 1) -> float:
+        program, _, shapes = built(f"pipe={STAGES}", count, {"parallel.schedule": name, "parallel.repeats": repeats})
+        return cpu_seconds_per_step(program, shapes, steps=8)[0] / STAGES
+
+    def with_spacing(count: int, forward: int, backward: int) -> float:
+        start = np.arange(count)[:, None]
+        turn = forward * (count - 1) + STAGES
+        table = lay_out("spaced", forward * start, turn + backward * start, num_stages=STAGES, latency=1)
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(table.to_json())
+            file.flush()
+            return measured(file.name, count)
+
+    together = with_spacing(few, 1, 1)
+    forward_s = (with_spacing(few, STAGES, 1) - together) / ran_late
+    backward_s = (with_spacing(few, 1, STAGES) - together) / ran_late
+    per_microbatch_s = (with_spacing(many, 1, 1) - together) / (many - few)
+    head_s = per_microbatch_s - forward_s - backward_s
+    rest_s = together - few * per_microbatch_s - (STAGES - 1) * (forward_s + backward_s)
+    print(f"a stage's CPU-s: forward tick {forward_s:.4f}, backward tick {backward_s:.4f}, head {head_s:.4f}, once per step {rest_s:.4f}")
+    print(f"{'schedule':14} {'m':>4} {'ticks':>6} {'foretold s':>10} {'measured s':>10} {'ratio':>6} {'bubble, foretold':>16} {'formula':>8} {'measured':>9}")
+    for name, repeats in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        for count in (few, 2 * few, many):
+            table = make_schedule(name, num_stages=STAGES, num_microbatches=count, num_repeats=repeats)
+            costs = forward_s / repeats, backward_s / repeats, head_s
+            foretold_s, measured_s = table.critical_path(*costs) + rest_s, measured(name, count, repeats)
+            ideal_s = table.ideal_time(*costs)
+            print(f"{name:14} {count:4} {table.num_ticks:6} {foretold_s:10.3f} {measured_s:10.3f} {measured_s / foretold_s:6.3f} "
+                  f"{table.bubble(*costs):16.3f} {(STAGES - 1) / (count * repeats):8.3f} {(measured_s - rest_s) / ideal_s - 1:9.3f}", flush=True)
 
 
 def processes(microbatches: tuple[int, ...]) -> None:
@@ -163,12 +208,12 @@ def worker(count: int, process_id: int, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("memory", "ticks", "processes", "worker"))
+    parser.add_argument("what", choices=("memory", "ticks", "path", "processes", "worker"))
     parser.add_argument("--microbatches", type=int, nargs="+", help="numbers of microbatches to try")
     parser.add_argument("--process-id", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    defaults: dict[str, tuple[Callable, tuple[int, ...]]] = {"memory": (memory, (4, 8, 16, 64)), "ticks": (ticks, (4, 16)), "processes": (processes, (1, 2, 4, 8, 16))}
+    defaults: dict[str, tuple[Callable, tuple[int, ...]]] = {"memory": (memory, (4, 8, 16, 64)), "ticks": (ticks, (4, 16)), "path": (path, (4, 16)), "processes": (processes, (1, 2, 4, 8, 16))}
     if args.what == "worker":
         worker(args.microbatches[0], args.process_id, args.port)
         return

@@ -1,7 +1,8 @@
 """optimus_jax: dynamic parallelism for JAX.
 
-`train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` is the whole main job. Names are loaded
-when first used, so that importing a small module does not import JAX.
+`train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` is the whole main job, and
+`find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster. Names are
+loaded when first used, so that importing a small module does not import JAX.
 """
 
 from importlib import import_module
@@ -11,10 +12,11 @@ if TYPE_CHECKING:
     from optimus_jax.api import RunResult, train
     from optimus_jax.config import Config
     from optimus_jax.plan import Plan
+    from optimus_jax.planner import RankedPlan, find_plans
 
-_HOMES = {"train": "api", "RunResult": "api", "Config": "config", "Plan": "plan"}
+_HOMES = {"train": "api", "RunResult": "api", "Config": "config", "Plan": "plan", "RankedPlan": "planner", "find_plans": "planner"}
 
-__all__ = ["Config", "Plan", "RunResult", "train"]
+__all__ = ["Config", "Plan", "RankedPlan", "RunResult", "find_plans", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from optimus_jax.data.loader import BatchLoader, eval_batches
 from optimus_jax.data.sampler import Batch
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError, DataError, OptimusError, PlanError, explain
+from optimus_jax.first_plan import fastest_tried, own_plan
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
 from optimus_jax.mesh.distributed import connect, is_writer, together
@@ -30,8 +31,10 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.search import Choice, choose_plan, gib
-from optimus_jax.request import make_config, read_config, resumed_config
+from optimus_jax.planning.choice import Choice, choose_plan
+from optimus_jax.planning.explain import gib
+from optimus_jax.planning.here import known_devices
+from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, resumed_config
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.report import start_report
@@ -92,7 +95,9 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
         use_cpu_devices(config.cpu_devices)
     connect(config.distributed)
     topology = discover()
-    choice = choose_plan(config, topology)
+    here = known_devices(topology) if config.parallel.mesh == "auto" else None
+    choice = own_plan(config, topology, run_dir, overrides) if resume and run_dir is not None else None
+    choice = choice or choose_plan(config, topology, here and here.pricing(config), kept=FIXED_FOR_A_RUN if resume else ())
     display = make_display(config.log, config.steps, show=is_writer())
     program = build_program(config, planned_shapes(config.model, choice.plan), choice.plan, build_mesh(choice.plan))
     run: RunDirectory | None = None
@@ -105,6 +110,12 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
             inputs = _inputs(config, program)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
+        if here is not None and choice.ranked and not resume:
+            tried = fastest_tried(config, topology, choice, here, run, display)
+            if tried.plan != choice.plan:
+                program = build_program(config, planned_shapes(config.model, tried.plan), tried.plan, build_mesh(tried.plan))
+                inputs = _inputs(config, program)
+            choice = tried
         outcome = _run(config, topology, choice, program, inputs, run, display, resume)
         return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=choice.plan,
                          history=run.metrics(), run_dir=run.path)

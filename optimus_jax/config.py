@@ -8,6 +8,7 @@ from both is a `Plan`. `None` in a field means "derive it", and the run prints w
 import dataclasses
 import json
 import math
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +18,9 @@ from optimus_jax.errors import ConfigError, explain
 
 Precision = Literal["f32", "bf16", "f16"]
 RematPolicy = Literal["none", "selective", "dots", "full"]
+REMAT_POLICIES: tuple[RematPolicy, ...] = typing.get_args(RematPolicy)
+"""From the least recomputing to the most."""
+RematChoice = Literal["auto", "none", "selective", "dots", "full"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
 DERIVED = "derived"
 """Where config.json says what was derived."""
@@ -140,17 +144,19 @@ class ParallelConfig:
     """Layers of each stage (with repeats: of each visit, in order); empty: as even as they divide."""
     send_slack: bool = False
     """A tick between sending and use, so that sends between stages overlap compute, for more ticks and memory."""
-    stage_residuals: Literal["keep", "recompute"] = "keep"
-    """Whether a stage's backward reads what forward has kept (remat says what), or computes the stage again."""
-    remat: RematPolicy = "none"
-    """What backward computes again: none (only norms and activations), selective (+ attention), dots (all but matmuls), full (layers)."""
+    stage_residuals: Literal["auto", "keep", "recompute"] = "auto"
+    """Whether a stage's backward reads what forward has kept (remat says what), or computes the stage again; auto keeps if that fits."""
+    remat: RematChoice = "auto"
+    """Computed again: none (only norms and activations), selective (+ attention), dots (all but matmuls), full (layers); auto: the least that fits."""
     attention: AttentionKernel = "auto"
     """Attention kernel; auto is cudnn on a GPU in bf16 or f16, else xla."""
     loss_chunk_tokens: int | None = None
-    """Tokens of a device whose logits exist at the same time; None: 256 on a CPU, 2048 elsewhere, times the vocabulary's shards."""
+    """Tokens of a device whose logits exist at the same time; None: 2048, on a CPU 128 (one device: 256), times the vocabulary's shards."""
+    trials: int = 3
+    """With mesh=auto: how many of the planner's best are run for a few steps at the start, where that is expected to pay; 1: none."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "microbatches", "loss_chunk_tokens", "repeats")
+        _check_positive(self, "microbatches", "loss_chunk_tokens", "repeats", "trials")
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(explain("parallel.zero is a ZeRO stage", given=self.zero, do="choose 0, 1, 2 or 3"))
 

@@ -8,7 +8,8 @@ import dataclasses
 import hashlib
 import json
 import typing
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from optimus_jax.config import AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.errors import PlanError, explain
@@ -17,8 +18,6 @@ from optimus_jax.mesh.rules import (
     Rules,
     active_rules,
     check_rules,
-    nearest_numbers,
-    neighbouring_divisors,
     padded_vocab,
 )
 from optimus_jax.mesh.slots import layer_slots
@@ -85,7 +84,7 @@ class Plan:
         """Twelve hexadecimal digits that name this Plan in logs."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
-    def active_rules(self, model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    def active_rules(self, model: ModelConfig) -> Mapping[str, tuple[str, ...]]:
         """The rules that split something: logical axis -> mesh axes with more than one device."""
         return active_rules(self.rules, self.axes, model)
 
@@ -105,7 +104,10 @@ class Plan:
         return ways
 
     def validate(self, model: ModelConfig, *, global_batch: int) -> None:
-        """Raise PlanError, with the nearest legal choices, if `model` cannot be trained this way."""
+        """Raise PlanError if `model` cannot be trained this way.
+
+        Its text says what would have to hold. What to change, planning/neighbours.py finds out, which knows what is fixed.
+        """
         check_rules(self.rules, self.axes, model)
         self._check_stages(model)
         self._check_zero()
@@ -124,40 +126,29 @@ class Plan:
             raise PlanError(explain(
                 f"the stages do not share the {model.num_layers} layers of {model.name}",
                 given=f"layers_per_stage={','.join(map(str, stages))} for pipe={pipe} x repeats={pipeline.repeats}",
-                do=f"give {pipe * pipeline.repeats} numbers above 0 whose sum is {model.num_layers}, or leave layers_per_stage out"))
+                do=f"give {pipe * pipeline.repeats} numbers above 0 whose sum is {model.num_layers}"))
 
     def _check_zero(self) -> None:
         if self.zero and self.axes.fsdp == 1:
             raise PlanError(explain(
                 f"zero={self.zero} splits over mesh axis 'fsdp', which has one device", given=f"mesh {self.axes}",
-                do=f"use fsdp={self.axes.data} in place of data={self.axes.data}, or --zero 0"
-                   if self.axes.data > 1 else "use fsdp=2 or more, or --zero 0"))
+                do="use two devices or more along fsdp, or zero=0"))
         if self.zero and FSDP not in dict(self.rules).get(EMBED, ()):
             raise PlanError(explain(
                 f"zero={self.zero} splits {EMBED!r} over mesh axis 'fsdp', and a rule keeps it whole", given=f"{EMBED}=none",
-                do=f"leave out the rule for {EMBED!r}, or use --zero 0"))
+                do=f"use zero=0, or no rule for {EMBED!r}"))
 
     def _check_microbatches(self, global_batch: int) -> None:
-        ways, microbatches = self.batch_ways(), self.microbatches
-        own_table = self.pipeline is not None and self.pipeline.table is not None
-        unit = self.axes.pipe if self.pipeline is not None and self.pipeline.repeats > 1 and not own_table else 1
-        legal = [n for n in range(unit, global_batch // ways + 1, unit) if global_batch % (ways * n) == 0 and not own_table]
-        choose = "--microbatches " + " or ".join(map(str, nearest_numbers(legal, microbatches))) if legal else ""
-        if microbatches % unit:
+        pipe, ways, microbatches = self.axes.pipe, self.batch_ways(), self.microbatches
+        if self.pipeline is not None and self.pipeline.repeats > 1 and self.pipeline.table is None and microbatches % pipe:
             raise PlanError(explain(
-                "interleaving needs a multiple of the stages as microbatches",
-                given=f"microbatches={microbatches}, pipe={self.axes.pipe}, global_batch={global_batch} over data*fsdp={ways}",
-                do=f"choose {choose or f'--microbatches {unit} and --global-batch {ways * unit}'}"
-                   + (", or --schedule 1f1b, which needs no multiple" if global_batch % (ways * microbatches) == 0 else "")))
-        parts = ways * microbatches
-        if global_batch % parts:
-            fits = [parts * (global_batch // parts), parts * (global_batch // parts + 1)]
-            devices = neighbouring_divisors(global_batch // microbatches, ways) if global_batch % microbatches == 0 else []
+                "interleaving needs a multiple of the stages as microbatches", given=f"microbatches={microbatches}, pipe={pipe}",
+                do=f"choose a number that {pipe} divides, or a schedule that visits each device once"))
+        if global_batch % (ways * microbatches):
             raise PlanError(explain(
                 "the global batch cannot be dealt out evenly",
                 given=f"global_batch={global_batch} over data*fsdp={ways} x microbatches={microbatches}",
-                do="choose --global-batch " + " or ".join(str(n) for n in fits if n)
-                   + (f", or data*fsdp={' or '.join(map(str, devices))}" if devices else "") + (f", or {choose}" if choose else "")))
+                do=f"choose a global batch that {ways * microbatches} divides"))
 
     def schedule(self) -> Schedule:
         """The table that the pipeline runs. Raises PlanError if there is none for these microbatches and stages."""
@@ -177,17 +168,13 @@ class Plan:
                                     do="write every backward task into 'backward'"))
         if pipeline.send_slack and schedule.latency == 1:
             raise PlanError(explain("a table says itself when results are used", given="send_slack, and a table with latency 1",
-                                    do="use a table with latency 2, or leave send_slack out"))
+                                    do="use a table with latency 2, or no send_slack"))
         asked = (pipe, self.microbatches, pipeline.repeats)
         if (schedule.num_stages, schedule.num_microbatches, schedule.num_repeats) != asked:
-            share = self.axes.data * pipe
-            data = share // schedule.num_stages if share % schedule.num_stages == 0 else self.axes.data
             raise PlanError(explain(
                 f"the table of schedule {schedule.name!r} is for another pipeline",
-                given=f"{schedule.num_stages} stages, {schedule.num_microbatches} microbatches, {schedule.num_repeats} repeats in the table; "
-                      "pipe={}, microbatches={}, repeats={} in the plan".format(*asked),
-                do=f"use --mesh {replace(self.axes, pipe=schedule.num_stages, data=data)} --microbatches {schedule.num_microbatches} "
-                   f"--set parallel.repeats={schedule.num_repeats}, or another table"))
+                given="pipe={}, microbatches={}, repeats={}".format(*asked),
+                do=f"use pipe={schedule.num_stages}, microbatches={schedule.num_microbatches} and repeats={schedule.num_repeats}, or another table"))
 
     def describe(self) -> str:
         """One line for people."""
@@ -224,12 +211,7 @@ class Plan:
 
 
 def check_devices(axes: AxisSizes, num_devices: int) -> None:
-    """Raise PlanError, naming a mesh that fits, unless the axes use exactly the devices there are."""
+    """Raise PlanError unless the axes use exactly the devices there are."""
     if axes.num_devices != num_devices:
-        others = axes.num_devices // axes.data
-        fits = nearest_numbers([n for n in range(1, num_devices + 1) if num_devices % n == 0], others)
-        do = f"set data={num_devices // others}" if num_devices % others == 0 else \
-            "choose pipe*fsdp*tensor=" + " or ".join(map(str, fits)) + " and data for the rest"
-        raise PlanError(explain(
-            f"the mesh needs {axes.num_devices} devices; this run has {num_devices}", given=f"--mesh {axes}",
-            do=do + f", use --mesh auto, or on a CPU --cpu-devices {axes.num_devices}"))
+        raise PlanError(explain(f"the mesh needs {axes.num_devices} devices; this run has {num_devices}", given=f"--mesh {axes}",
+                                do=f"choose axis sizes whose product is {num_devices}"))

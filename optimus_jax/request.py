@@ -85,6 +85,23 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
     return new
 
 
+def typed(changes: Mapping[str, Any]) -> str:
+    """What to type for these settings: a flag where there is one, else `--set`.
+
+    Args:
+      changes: dotted names to values.
+    """
+    flags = {dotted: short.replace("_", "-") for short, dotted in SHORT_NAMES.items()}
+    return " ".join(f"--{flags[name]} {_text(value)}" if name in flags else f"--set {name}={_text(value)}" for name, value in changes.items())
+
+
+def _text(value: Any) -> str:
+    """A value as `--set` takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
     known = {*SHORT_NAMES, *setting_names(Config)}
     unknown = [name for name in overrides if "." not in name and name not in known]

@@ -50,7 +50,7 @@ def schedule_of(given: dict) -> Schedule:
             raise ConfigError(explain(f"how many {name}?", given=" ".join(describing) or "no flags", do=f"give --{name} N, or --table FILE.json"))
     name, repeats = given.get("schedule", "1f1b"), given.get("repeats", 1)
     if name in REPEATING and "repeats" not in given:
-        from optimus_jax.planning.search import DEFAULT_REPEATS  # here, because JAX comes with it
+        from optimus_jax.planning.assemble import DEFAULT_REPEATS  # here, because JAX comes with it
 
         repeats = DEFAULT_REPEATS
     return make_schedule(name, given["stages"], given["microbatches"], repeats, 2 if "slack" in given else 1)

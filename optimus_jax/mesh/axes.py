@@ -4,8 +4,6 @@ A *mesh axis* is a dimension of the device grid; a *logical axis* is a model's w
 dimension of an array. `mesh/rules.py` maps the second onto the first.
 """
 
-import dataclasses
-import math
 from dataclasses import dataclass
 
 from optimus_jax.errors import PlanError, explain, nearest
@@ -49,14 +47,14 @@ class AxisSizes:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in dataclasses.asdict(self).items():
-            if size < 1:
+        for name in MESH_AXES:
+            if (size := self[name]) < 1:
                 raise PlanError(explain(f"mesh axis {name!r} needs at least one device", given=f"{name}={size}", do=f"set {name}=1 or more"))
 
     @property
     def num_devices(self) -> int:
         """Product of all sizes."""
-        return math.prod(dataclasses.astuple(self))
+        return self.pipe * self.data * self.fsdp * self.tensor
 
     def __getitem__(self, axis: str) -> int:
         return getattr(self, axis)

@@ -6,15 +6,16 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from optimus_jax.mesh.axes import MESH_AXES
+from optimus_jax.mesh.hosts import count_hosts
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan, check_devices
 
 
 def discover() -> Topology:
-    """The devices that JAX sees in all processes."""
+    """The devices that JAX sees in all processes. Every process has to call it."""
     devices = jax.devices()
     return Topology(
-        num_devices=len(devices), num_processes=jax.process_count(), platform=devices[0].platform,
+        num_devices=len(devices), num_processes=jax.process_count(), num_hosts=count_hosts(), platform=devices[0].platform,
         device_kind=devices[0].device_kind, bytes_per_device=_bytes_per_device())
 
 

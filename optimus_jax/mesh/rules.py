@@ -8,6 +8,8 @@ the layers and, as all stages work on the head together, the vocabulary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.errors import PlanError, explain, nearest
@@ -78,16 +80,22 @@ def make_rules(model: ModelConfig, overrides: Sequence[str] = ()) -> Rules:
     return tuple((logical, axes) for logical, axes in rules.items() if axes)
 
 
-def active_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> dict[str, tuple[str, ...]]:
+def active_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> Mapping[str, tuple[str, ...]]:
     """The rules that split something on a mesh of these sizes.
 
     Axes of size 1 are dropped. Key and value heads that are fewer than the devices which share
     the query heads stay whole, and each device takes the one it needs (`Collectives.kv_heads_needed`).
     """
+    return _active_rules(rules, sizes, model.num_kv_heads)
+
+
+@lru_cache(maxsize=1 << 12)
+def _active_rules(rules: Rules, sizes: AxisSizes, num_kv_heads: int) -> Mapping[str, tuple[str, ...]]:
+    """The planner asks for the same ones thousands of times."""
     active = {logical: tuple(axis for axis in axes if sizes[axis] > 1) for logical, axes in rules}
-    if model.num_kv_heads % _ways(active.get(KV_HEADS, ()), sizes):
+    if num_kv_heads % _ways(active.get(KV_HEADS, ()), sizes):
         active[KV_HEADS] = ()
-    return {logical: axes for logical, axes in active.items() if axes}
+    return MappingProxyType({logical: axes for logical, axes in active.items() if axes})
 
 
 def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
@@ -98,7 +106,7 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
             raise PlanError(explain(
                 f"the {sizes[axis]} devices along mesh axis {axis!r} would all do the same work",
                 given=f"{axis}={sizes[axis]}, and rules that keep {', '.join(map(repr, work))} whole over it",
-                do=f"set {axis}=1, or leave out the rule for " + " or ".join(map(repr, work))))
+                do=f"use {axis}=1, or no rule for " + " or ".join(map(repr, work))))
     for logical, size, setting in (
         (HEADS, model.num_heads, "num_heads"),
         (MLP, model.mlp_dim, "mlp_dim"),
@@ -110,16 +118,13 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
             raise PlanError(explain(
                 f"dimension {logical!r} of {model.name} cannot be split evenly",
                 given=f"model.{setting}={size} over {'*'.join(axes)}={ways}",
-                do=f"choose {axes[0]}=" + " or ".join(map(str, neighbouring_divisors(size, ways)))
-                   + f", or keep it whole with --set parallel.rules={logical}=none"))
+                do=f"choose {'*'.join(axes)} so that it divides {size}, or a rule that keeps {logical!r} whole"))
     heads_ways = _ways(active.get(HEADS, ()), sizes)
     if model.num_kv_heads % heads_ways and heads_ways % model.num_kv_heads:
-        legal = [t for t in range(1, model.num_heads + 1)
-                 if model.num_heads % t == 0 and (model.num_kv_heads % t == 0 or t % model.num_kv_heads == 0)]
         raise PlanError(explain(
             f"dimension {KV_HEADS!r} of {model.name} can be neither split nor shared evenly",
             given=f"model.num_kv_heads={model.num_kv_heads} over {TENSOR}={heads_ways}",
-            do=f"choose {TENSOR}=" + " or ".join(map(str, nearest_numbers(legal, heads_ways)))))
+            do=f"choose {TENSOR} so that it divides {model.num_kv_heads} or is a multiple of it"))
 
 
 def padded_vocab(vocab_size: int, rules: Rules, sizes: AxisSizes) -> int:
@@ -131,17 +136,6 @@ def padded_vocab(vocab_size: int, rules: Rules, sizes: AxisSizes) -> int:
     while multiple % ways:
         multiple += VOCAB_MULTIPLE if vocab_size >= SMALL_VOCAB else 8
     return -(-vocab_size // multiple) * multiple
-
-
-def neighbouring_divisors(size: int, wanted: int) -> list[int]:
-    """The divisors of `size` next below and next above `wanted`."""
-    return nearest_numbers([d for d in range(1, size + 1) if size % d == 0], wanted)
-
-
-def nearest_numbers(numbers: Iterable[int], wanted: int) -> list[int]:
-    """The largest number below `wanted` and the smallest above it, where there are such."""
-    numbers = sorted(numbers)
-    return [n for n in numbers if n <= wanted][-1:] + [n for n in numbers if n > wanted][:1]
 
 
 def _ways(axes: Iterable[str], sizes: AxisSizes) -> int:

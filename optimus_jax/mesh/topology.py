@@ -2,14 +2,7 @@
 
 from dataclasses import dataclass
 
-DENSE_PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
-"""bf16 and f16 FLOP/s without sparsity, by the beginning of the device's name; from NVIDIA's data sheets."""
+from optimus_jax.mesh.accelerators import accelerator_of_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +11,8 @@ class Topology:
 
     num_devices: int
     num_processes: int
+    num_hosts: int | None = None
+    """Machines that the devices are in; None: not known (a process may have a machine to itself, or part of one)."""
     platform: str
     """`cpu`, `gpu` or `tpu`."""
     device_kind: str
@@ -33,4 +28,5 @@ class Topology:
         """Peak FLOP/s of one device in 16-bit matmuls; None where it is not known (never a guess)."""
         if precision not in ("bf16", "f16"):
             return None
-        return next((peak for name, peak in DENSE_PEAK_FLOPS.items() if self.device_kind.startswith(name)), None)
+        accelerator = accelerator_of_kind(self.device_kind)
+        return None if accelerator is None else accelerator.dense_peak_flops

@@ -78,7 +78,7 @@ def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, 
         return jax.nn.dot_product_attention(q_BLHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation="cudnn")
     heads, groups = q_BLHK.shape[2], k_BTGK.shape[2]
     q_BHLK, k_BGTK, v_BGTK = (x.transpose(0, 2, 1, 3) for x in (q_BLHK, k_BTGK, v_BTGK))
-    size = _block_size(length) if length == num_keys else length
+    size = block_size(length) if length == num_keys else length
     masks, keys = [], []
     for start in range(0, length, size):
         seen = start + size if length == num_keys else num_keys
@@ -89,7 +89,7 @@ def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, 
     return out_BHLK.transpose(0, 2, 1, 3)
 
 
-def _block_size(length: int) -> int:
+def block_size(length: int) -> int:
     return next((length // n for n in range(MAX_BLOCKS, 1, -1) if length % n == 0 and length // n >= MIN_BLOCK), length)
 
 

@@ -1,48 +1,56 @@
 """Bytes that a plan needs on each device, estimated before anything is compiled.
 
-States are exact (their shapes are known); activations and logits are closed forms per remat policy
-for this project's own decoder, and labelled an estimate. The compiled program's own figure is
-checked against the device afterwards.
+States are exact (planning/sizes.py), and so is what backward keeps (models/activations.py, planning/rings.py).
+On top of these comes what XLA holds when most is alive. That may be in one of several places of the step:
 
-Without stages a device holds what all of its layers keep of one microbatch. With stages it holds
-rings (pipeline/buffers.py) through all ticks, and in each tick what one stage needs or what the head
-needs, whichever is more, because they run one after the other.
+* *head*: forward is done and the loss of a chunk of tokens is computed. The zeros that gradients are summed in
+  are there already, because XLA makes them early, and if layers are computed again, the last one has begun;
+* *layer*: backward is at a layer and works on activations, their gradients and that layer's gradient;
+* *embedding*: backward is at the embedding, whose gradient is as large as its table, as is the head's;
+* *update*: the optimizer turns the gradient into new parameters, which stages 1 and 2 of ZeRO gather.
+
+How much each holds was read off the buffers of some fifty plans compiled for H100s that are not there
+(benchmarks/planner_memory.py keeps the estimate beside their totals). On a CPU buffers differ in detail. The
+compiled program's own figure is checked against the device afterwards (planning/compile_check.py).
 """
 
-import math
 from dataclasses import dataclass
+from functools import lru_cache
 
-import jax
-
-from optimus_jax.config import ModelConfig
-from optimus_jax.mesh.axes import HEADS, LAYERS, MLP, VOCAB
-from optimus_jax.mesh.sharding import layouts_of
-from optimus_jax.mesh.zero import LeafLayout
-from optimus_jax.models.families import family_of
-from optimus_jax.models.shapes import Params, planned_shapes
-from optimus_jax.pipeline.buffers import Buffers
-from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
+from optimus_jax.models.activations import kept_bytes, kept_once_bytes
+from optimus_jax.models.flops import block_size, computed_pairs, mlp_matrices
+from optimus_jax.plan import Plan
+from optimus_jax.planning.rings import rings_of
+from optimus_jax.planning.sizes import sizes_of
 
 F32 = 4
-CAUSAL_SHARE = 0.6
-"""Of the square of attention weights that causal blocks keep (models/kernels.py)."""
-WORKING_LAYERS = 2
-"""Backward works on about this many layers' worth of activations and their gradients at once."""
-WORKING_LAYERS_RECOMPUTED = 3
-"""The same where it first computes a layer again."""
+FORWARD_SCORES: dict[RematPolicy, float] = {"none": 1.0, "selective": 2.0, "dots": 1.6, "full": 1.6}
+"""Of XLA's attention scores of one layer, in float32, that forward has at once. Under remat most of it are the constants that masked scores are
+replaced by (1) and the masks (1/4), which XLA takes out of the loop over layers."""
+BACKWARD_SCORES: dict[RematPolicy, float] = {"none": 0.75, "selective": 1.5, "dots": 1.5, "full": 1.5}
+"""The same in backward: weights that were kept, a block at a time (none), or the scores again (1) and their weights in 16 bits (1/2)."""
+HIDING_SCORES: dict[RematPolicy, float] = {"none": 0.75, "selective": 3.0, "dots": 2.5, "full": 2.5}
+"""The same where collectives in a layer are to be hidden: blocks are then begun early, and the gradients of most scores (1) exist beside them; and where
+layers are not taken apart, the constants (1/2 to 1)."""
+WORKING_STREAMS = 6
+"""Values of the residual stream's size that work on a layer has at once: norms in float32, sums, and what neighbours send."""
+UPDATE_COPIES = 2.5
+"""Of a device's share of the layers, while new parameters are gathered: parameters and moments of the larger matrices, before they are put in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the most loaded device."""
+    """Bytes on the most loaded device, when most is alive."""
 
     params: int
     moments: int
     gradients: int
-    """Sums over microbatches, and what one microbatch adds to them."""
+    """Sums over microbatches, what one microbatch adds to them, and what the update makes of them."""
     activations: int
+    """What backward keeps, or has in rings, and what it works on."""
     logits: int
-    """What the head needs, its own matrix and gradient included; with stages, what it needs beyond a stage's backward."""
+    """What the head needs, its matrix as it is used and that matrix's gradient included."""
 
     @property
     def states(self) -> int:
@@ -57,119 +65,138 @@ class MemoryEstimate:
 
 def estimate_memory(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> MemoryEstimate:
     """What a training step of `plan` needs on each device."""
-    sizes = _Sizes(model, plan, seq_len=seq_len, global_batch=global_batch)
-    in_a_step = _one_after_the_other(sizes) if plan.pipeline is None else _through_stages(sizes, plan.pipeline)
-    return MemoryEstimate(
-        params=sizes.layers(split=plan.zero >= 3) + sizes.outer(split=plan.zero >= 3),
-        moments=2 * (sizes.layers(split=plan.zero >= 1) + sizes.outer(split=plan.zero >= 1)), **in_a_step)
+    parts = _Parts(model, plan, seq_len, global_batch)
+    places = parts.without_stages() if plan.pipeline is None else parts.through_stages()
+    gradients, activations, logits = max([*places, *parts.update()], key=sum)
+    return MemoryEstimate(params=parts.parameters(split=plan.zero >= 3), moments=2 * parts.parameters(split=plan.zero >= 1),
+                          gradients=int(gradients), activations=int(activations), logits=int(logits))
 
 
-class _Sizes:
-    """Bytes of a device's arrays."""
+Place = tuple[float, float, float]
+"""Bytes of gradients, activations and the head in one place of the step."""
 
-    def __init__(self, model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int):
-        self.model, self.plan = model, plan
-        self._shapes = planned_shapes(model, plan)
-        self._layouts = layouts_of(self._shapes.names, plan, model)
-        self._rules = plan.active_rules(model)
-        self.width = F32 if plan.precision == "f32" else 2
-        self.tokens = global_batch * seq_len // plan.batch_ways() // plan.microbatches
-        self.hidden = self.tokens * model.embed_dim * self.width
-        """The residual stream of a microbatch."""
-        kept, worked_on = _bytes_per_token(model, plan, seq_len=seq_len, width=self.width, heads_ways=self._ways(HEADS), mlp_ways=self._ways(MLP))
-        self.kept = self.tokens * kept
-        """What backward keeps of a layer."""
-        working_layers = WORKING_LAYERS_RECOMPUTED if plan.remat in ("dots", "full") else WORKING_LAYERS
-        self.working = working_layers * self.tokens * worked_on + self.gathers * self._layer_matrices
-        """What it needs besides while it is at a layer."""
-        self.table = self._shapes.vocab_rows // self._ways(VOCAB) * model.embed_dim
-        """Elements of the head's matrix, whole along fsdp."""
+
+class _Parts:
+    """Bytes on one device, of which each place of the step has some."""
+
+    def __init__(self, model: ModelConfig, plan: Plan, seq_len: int, global_batch: int):
+        self.plan, pipeline = plan, plan.pipeline
+        width = F32 if plan.precision == "f32" else 2
+        self.sizes = sizes = sizes_of(model, plan.rules, plan.axes)
+        token = _token(model, plan.remat, plan.attention, width, seq_len, sizes.heads_ways, sizes.mlp_ways)
+        tokens = max(1, global_batch * seq_len // plan.batch_ways() // plan.microbatches)
+        self.repeats = pipeline.repeats if pipeline else 1
+        self.visited = max(pipeline.layers_per_stage) if pipeline else model.num_layers
+        """Layers that a microbatch visits in a row."""
+        self.stream = tokens * token.stream
+        self.kept = tokens * (self.visited * token.kept + token.kept_once)
+        """By a visit, for its backward."""
+        self.reordered = tokens * self.visited * token.reordered
+        self.scatters, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
+        hides = self.scatters or (plan.remat == "selective" and sizes.heads_ways > 1)
+        self.forward, self.backward = tokens * token.forward, tokens * (token.backward_hiding if hides else token.backward)
+        self.again = tokens * token.backward_hiding if self.scatters and again else 0.0
+        """By the last layer, which backward computes again beside the head."""
+        waiting = 2 if again else 1
+        # Scattered gradients of a layer are whole before; of the layer before too, where its scatter goes on under the next one's work.
+        self.backward += waiting * F32 * sizes.layer_whole if self.scatters else width * sizes.largest_whole
+        self.table, self.table_used = F32 * sizes.table_whole, width * sizes.table_whole
+        self.outer_used = width * sizes.outer_whole if width < F32 or (plan.zero >= 3 and plan.axes.fsdp > 1) else 0
+        num_chunks = -(-tokens // plan.loss_chunk_tokens)
+        self.logits = F32 * -(-tokens // num_chunks) * sizes.table_whole // model.embed_dim
+        # The gradient of a single chunk's logits waits, in 16 bits, until there is room for what it gives.
+        self.head_left = min(self.table, self.logits * width // F32) if num_chunks == 1 else self.table
 
     def layers(self, *, split: bool) -> int:
-        """The stack in float32, empty slots included; `split` says whether fsdp splits it."""
-        return self._float32(self._shapes.params[LAYERS], self._layouts[LAYERS], split)
+        """The device's layers in float32, empty slots included."""
+        return F32 * self.visited * self.repeats * (self.sizes.layer_split if split else self.sizes.layer_whole)
 
     def outer(self, *, split: bool) -> int:
-        """The same for all parameters outside the stack."""
-        return self._float32(self._shapes.params, self._layouts, split) - self.layers(split=split)
+        """The parameters outside the layers in float32."""
+        return F32 * (self.sizes.outer_split if split else self.sizes.outer_whole)
 
-    def outer_in_use(self) -> int:
-        """Matrices outside the stack as they are used, where that is a copy."""
-        return self.outer(split=False) // F32 * self.width if self.gathers or self.width < F32 else 0
+    def parameters(self, *, split: bool) -> int:
+        """All of them."""
+        return self.layers(split=split) + self.outer(split=split)
 
-    def head(self) -> int:
-        """A chunk's logits, their exponentials and gradient; the gradient of the head's matrix, summed and transposed."""
-        chunk = min(self.plan.loss_chunk_tokens, self.tokens)
-        return 3 * chunk * self._shapes.vocab_rows // self._ways(VOCAB) * F32 + 2 * self.table * F32
+    def without_stages(self) -> list[Place]:
+        """One microbatch after the other through all layers."""
+        split = self.plan.zero >= 2
+        total = self.parameters(split=split) if self.plan.microbatches > 1 else 0
+        gradient = self.layers(split=split) + total
+        head = self.table + self.logits + self.table_used
+        return [(gradient, self.kept + max(self.reordered, self.forward), head),
+                (gradient, self.kept + self.again, head + self.logits / 2),  # with these logits' gradient in 16 bits
+                (gradient, self.kept + self.backward, self.head_left),
+                (max(gradient - total, total), 4 * self.stream, 3 * self.table)]  # two tables' gradients, one of them in two orders
 
-    def _float32(self, shapes: Params, layouts: Params, split: bool) -> int:
-        def leaf_bytes(shape: jax.ShapeDtypeStruct, layout: LeafLayout) -> int:
-            ways = math.prod(self.plan.axes[axis] for axes in layout.axes(split=split) for axis in axes)
-            return shape.size * F32 // ways
+    def through_stages(self) -> list[Place]:
+        """In each tick what one stage needs or what the head needs; rings are there through all of them."""
+        pipeline, rings = self.plan.pipeline, rings_of(self.plan)
+        assert pipeline is not None
+        split = self.plan.zero >= 2
+        slots = (rings.inputs + 1 + rings.cotangents + 1 + 2) * self.stream  # with spare ones, and what goes to and comes from neighbours
+        if pipeline.keep_residuals:
+            slots += (rings.residuals + 1) * self.kept
+        gradient, visit_gradient = self.layers(split=split) + self.outer(split=False), self.layers(split=split) / self.repeats
+        visit = self.kept
+        if self.repeats > 1:
+            visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # taken out of the stack
+        places, zeros = [], 0
+        if rings.ends_alone:
+            # XLA makes no loop of one tick, and the zeros that its scans begin with are then there all the time.
+            zeros = self.table
+            visit += 0 if pipeline.keep_residuals else self.kept
+            # Nor is its gradient added in place: the largest matrix's sum has a new place.
+            largest = F32 * self.visited * (self.sizes.largest_split if split else self.sizes.largest_whole)
+            places = [(gradient + visit_gradient + largest, 4 * self.stream, zeros)]
+        return [*places, (gradient + visit_gradient, slots + visit + self.backward, self.outer_used + zeros + self.head_left),
+                (gradient, slots + 4 * self.stream, self.outer_used + self.table + self.logits)]
 
-        return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, shapes, layouts)))
-
-    def _ways(self, logical: str) -> int:
-        return math.prod(self.plan.axes[axis] for axis in self._rules.get(logical, ()))
-
-    @property
-    def gathers(self) -> bool:
-        """Whether matrices are made whole for every use."""
-        return self.plan.zero >= 3 and self.plan.axes.fsdp > 1
-
-    @property
-    def _layer_matrices(self) -> int:
-        """One layer's matrices, whole along fsdp."""
-        model = self.model
-        matrices = 3 if family_of(model.family).activation == "swiglu" else 2
-        attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-        return (attention + matrices * model.embed_dim * model.mlp_dim) * self.width // self._ways(HEADS)
-
-
-def _one_after_the_other(sizes: _Sizes) -> dict[str, int]:
-    """Gradients, activations and logits of a step without stages."""
-    plan = sizes.plan
-    gradient = sizes.layers(split=plan.zero >= 2) + sizes.outer(split=plan.zero >= 2)
-    return {"gradients": gradient * (2 if plan.microbatches > 1 else 1),
-            "activations": sizes.model.num_layers * sizes.kept + sizes.working + 4 * sizes.hidden,
-            "logits": sizes.head() + (sizes.table * sizes.width if sizes.gathers else 0)}
-
-
-def _through_stages(sizes: _Sizes, pipeline: Pipelining) -> dict[str, int]:
-    """The same with stages. A *visit* is a device's work on one microbatch: all of its layers, or one repeat's."""
-    plan, schedule = sizes.plan, sizes.plan.schedule()
-    buffers = Buffers.of(schedule, keep_residuals=pipeline.keep_residuals)
-    residuals = max(pipeline.layers_per_stage) * sizes.kept
-    # Each ring with its spare slot, and what goes to and comes from the neighbours.
-    rings = (buffers.num_inputs + 1 + buffers.num_cotangents + 1 + 2) * sizes.hidden
-    if pipeline.keep_residuals:
-        rings += (buffers.num_residuals + 1) * residuals
-    gradient = sizes.layers(split=plan.zero >= 2)
-    visit_gradient = gradient // pipeline.repeats
-    visit = residuals + sizes.working
-    if pipeline.repeats > 1:
-        visit += sizes.layers(split=plan.zero >= 3) // pipeline.repeats  # taken out of the stack
-    if max(pipeline.layers_per_stage) > 1 and any(p.num_ticks == 1 and p.backward and not p.forward for p in schedule.phases()):
-        # To XLA one tick is no loop, and the zeros that its scans over layers begin with are there through all other ticks.
-        visit += visit_gradient + (0 if pipeline.keep_residuals else residuals)
-    return {"gradients": gradient + sizes.outer(split=False) + visit_gradient,
-            "activations": rings + visit,
-            "logits": sizes.outer_in_use() + max(0, sizes.head() - visit - visit_gradient)}
+    def update(self) -> list[Place]:
+        """New parameters, gathered while shares of the rest are still there; tables one at a time."""
+        if self.plan.zero not in (1, 2) or self.plan.axes.fsdp == 1:
+            return []
+        layers = self.layers(split=False) + UPDATE_COPIES * self.layers(split=True)
+        return [(layers + self.table * (1 + 1 / self.plan.axes.fsdp), 0, 0)]
 
 
-def _bytes_per_token(model: ModelConfig, plan: Plan, *, seq_len: int, width: int, heads_ways: int, mlp_ways: int) -> tuple[int, int]:
-    """For each token of one layer: what backward keeps, and what it works on, the arguments of its parts (models/transformer.py, Block)."""
+@dataclass(frozen=True)
+class _Token:
+    """Bytes of one token in one layer."""
+
+    kept: float
+    """By forward, for backward."""
+    kept_once: float
+    """The same for all layers together."""
+    stream: int
+    """The residual stream."""
+    reordered: int
+    """Attention's results in the order that backward wants, made for all layers before it begins."""
+    forward: float
+    """Worked on in forward."""
+    backward: float
+    """Worked on in backward."""
+    backward_hiding: float
+    """The same, with collectives to hide."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _token(model: ModelConfig, remat: RematPolicy, kernel: AttentionKernel, width: int, seq_len: int, heads_ways: int, mlp_ways: int) -> _Token:
+    split = {"kernel": kernel, "seq_len": seq_len, "itemsize": width}
     heads, kv_heads = model.num_heads // heads_ways, max(1, model.num_kv_heads // heads_ways)
+    query, key_value = (count * model.head_dim * width for count in (heads, 2 * kv_heads))
     stream = model.embed_dim * width
-    query, key_value = heads * model.head_dim * width, 2 * kv_heads * model.head_dim * width
-    hidden = model.mlp_dim // mlp_ways * width * (2 if family_of(model.family).activation == "swiglu" else 1)
-    keeps_scores = plan.attention == "xla" and plan.remat == "none"
-    scores = int(heads * seq_len * width * CAUSAL_SHARE) if keeps_scores else 0
-    # Attention's result is there twice, as its kernel and, transposed, as the next matmul has it.
-    parts = 2 * stream + 3 * query + key_value + scores + hidden
-    match plan.remat:
-        case "full":
-            return stream, parts
-        case "dots":
-            return 2 * stream + query + key_value + hidden, parts
-    return parts, parts
+    hidden = mlp_matrices(model) * model.mlp_dim // mlp_ways * width
+    fused = kernel == "cudnn"
+    seen = 0 if fused else computed_pairs(seq_len, kernel) / seq_len
+    scores = F32 * heads * seen
+    # Each block of queries is given its own copy of the keys and values that it looks at.
+    copies = key_value * seen / block_size(seq_len) if remat != "none" else 0
+    common = WORKING_STREAMS * stream + hidden + copies
+    return _Token(
+        kept=kept_bytes(model, remat, heads_ways=heads_ways, mlp_ways=mlp_ways, **split).total,
+        kept_once=kept_once_bytes(model, remat, respect_documents=True, **split), stream=stream,
+        reordered=0 if fused or remat in ("dots", "full") else query,
+        forward=FORWARD_SCORES[remat] * scores + common,
+        backward=BACKWARD_SCORES[remat] * scores + hidden + common, backward_hiding=HIDING_SCORES[remat] * scores + hidden + common)

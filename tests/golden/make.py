@@ -19,7 +19,7 @@ from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.shapes import planned_shapes
-from optimus_jax.planning.search import plan_for
+from optimus_jax.planning.assemble import plan_for
 from optimus_jax.presets import model_preset
 from optimus_jax.training.step import build_program
 

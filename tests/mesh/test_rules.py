@@ -120,14 +120,14 @@ def test_rules_that_are_refused(overrides, message):
 
 
 @pytest.mark.parametrize(("axes", "model", "overrides", "message"), [
-    (AxisSizes(tensor=5), MODEL, [], r"'heads' of m (.|\n)*num_heads=24 over tensor=5(.|\n)*tensor=4 or 6(.|\n)*heads=none"),
-    (AxisSizes(tensor=8), replace(MODEL, mlp_dim=100), [], r"'mlp' of m (.|\n)*mlp_dim=100 over tensor=8(.|\n)*tensor=5 or 10"),
-    (AxisSizes(fsdp=5), MODEL, [], r"'embed' of m (.|\n)*embed_dim=48 over fsdp=5(.|\n)*fsdp=4 or 6"),
-    (AxisSizes(pipe=2), MODEL, ["layers=none"], r"2 devices along mesh axis 'pipe' would(.|\n)*set pipe=1(.|\n)*'layers'"),
-    (AxisSizes(pipe=2, tensor=2), MODEL, ["vocab=tensor"], r"2 devices along mesh axis 'pipe' would(.|\n)*set pipe=1(.|\n)*'vocab'"),
-    (AxisSizes(tensor=3), MODEL, [], r"'kv_heads' of m (.|\n)*num_kv_heads=2 over tensor=3(.|\n)*tensor=2 or 4"),
+    (AxisSizes(tensor=5), MODEL, [], r"'heads' of m (.|\n)*num_heads=24 over tensor=5(.|\n)*choose tensor so that it divides 24, or a rule that keeps 'heads' whole"),
+    (AxisSizes(tensor=8), replace(MODEL, mlp_dim=100), [], r"'mlp' of m (.|\n)*mlp_dim=100 over tensor=8(.|\n)*divides 100"),
+    (AxisSizes(fsdp=5), MODEL, [], r"'embed' of m (.|\n)*embed_dim=48 over fsdp=5(.|\n)*choose fsdp so that it divides 48"),
+    (AxisSizes(pipe=2), MODEL, ["layers=none"], r"2 devices along mesh axis 'pipe' would(.|\n)*use pipe=1(.|\n)*'layers'"),
+    (AxisSizes(pipe=2, tensor=2), MODEL, ["vocab=tensor"], r"2 devices along mesh axis 'pipe' would(.|\n)*use pipe=1(.|\n)*'vocab'"),
+    (AxisSizes(tensor=3), MODEL, [], r"'kv_heads' of m (.|\n)*num_kv_heads=2 over tensor=3(.|\n)*choose tensor so that it divides 2 or is a multiple of it"),
     (AxisSizes(data=2), MODEL, ["batch=none"], r"2 devices along mesh axis 'data' would all do the same work"),
-    (AxisSizes(fsdp=4), MODEL, ["batch=data"], r"4 devices along mesh axis 'fsdp' would(.|\n)*set fsdp=1(.|\n)*'batch'"),
+    (AxisSizes(fsdp=4), MODEL, ["batch=data"], r"4 devices along mesh axis 'fsdp' would(.|\n)*use fsdp=1(.|\n)*'batch'"),
     (AxisSizes(tensor=2), MODEL, ["heads=none", "mlp=none", "vocab=none"], r"2 devices along mesh axis 'tensor' would"),
 ])
 def test_splits_that_are_refused(axes, model, overrides, message):

@@ -28,7 +28,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.huggingface import HEAD, config_from_huggingface, from_huggingface, to_huggingface
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes, planned_shapes
 from optimus_jax.models.transformer import Pass
-from optimus_jax.planning.search import plan_for
+from optimus_jax.planning.assemble import plan_for
 from optimus_jax.presets import gpt2, llama3_2_1b
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program

@@ -19,10 +19,9 @@ from jax import lax
 from optimus_jax.config import Config, DataConfig
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.models.shapes import planned_shapes
-from optimus_jax.pipeline.buffers import Buffers
-from optimus_jax.pipeline.gpipe import gpipe
 from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
-from optimus_jax.pipeline.schedule import Share
+from optimus_jax.pipeline.schedule import Phase, Schedule, Share, lay_out
+from optimus_jax.pipeline.tables import SCHEDULES, make_schedule
 from optimus_jax.training.step import build_program
 
 MODEL = replace(plans.GPT, dropout=0.0, num_layers=4)
@@ -58,17 +57,23 @@ def test_no_gradient_is_reduced_inside_a_tick(case):
     assert {moved.loops for moved in reduced} == {()}
 
 
-def test_a_tick_sends_an_activation_each_way():
-    case = plans.case("pipe=2,data=2", microbatches=4)
+@pytest.mark.parametrize("case", [
+    plans.case("pipe=2,data=2", microbatches=4), plans.case("pipe=2,data=2", schedule="gpipe", microbatches=4),
+    plans.case("pipe=2,fsdp=2", zero=1, schedule="interleaved", microbatches=4)], ids=str)
+def test_ticks_send_an_activation_in_the_directions_that_their_phase_needs(case):
     built, _ = compiled(case)
     schedule = built.plan.schedule()
     sends = [moved for moved in collectives(case) if moved.kind == "collective-permute"]
     rows = plans.GLOBAL_BATCH // 2 // 4
     assert {moved.shape for moved in sends} == {(rows, plans.SEQ_LEN, MODEL.embed_dim)}
-    arrivals = Buffers.of(schedule, keep_residuals=True)
-    needed = sum(((table != spare).any(axis=1)).sum() for table, spare in (
-        (arrivals.arrival_input, arrivals.num_inputs), (arrivals.arrival_cotangent, arrivals.num_cotangents)))
-    assert needed <= sum(moved.times for moved in sends) <= 2 * schedule.num_ticks
+    needed = sum(phase.num_ticks * ways_sent(schedule, phase) for phase in schedule.phases())
+    assert sum(moved.times for moved in sends) == needed < 2 * schedule.num_ticks
+
+
+def ways_sent(schedule: Schedule, phase: Phase) -> int:
+    """Directions, of two, in which a tick of the phase brings what a neighbour computed the tick before."""
+    arrivals = schedule.forward_ticks[:, :-1] + 1, schedule.backward_ticks[:, 1:] + 1
+    return sum(bool(((ticks >= phase.start) & (ticks < phase.stop)).any()) for ticks in arrivals)
 
 
 def test_zero_2_and_3_pay_in_every_tick():
@@ -135,16 +140,26 @@ def test_memory_of_1f1b_is_flat_in_microbatches_and_gpipes_grows(residuals):
         assert many - few > added_slots * (1 + 5 * MODEL.num_layers // 2) * hidden_bytes, "a cotangent and residuals each"
 
 
+def two_halves() -> Schedule:
+    """On two stages, forward and backward of two microbatches and then of two more: no schedule with a name ever does that."""
+    return lay_out("mine", [[0], [1], [6], [7]], [[3], [4], [9], [10]], num_stages=2, latency=1)
+
+
 def test_a_users_table_is_run(tmp_path: Path):
-    table = gpipe(2, 4)
-    (tmp_path / "mine.json").write_text(table.to_json().replace('"gpipe"', '"mine"'))
-    case = plans.case("pipe=2", schedule=str(tmp_path / "mine.json"), microbatches=4)
+    (tmp_path / "mine.json").write_text(two_halves().to_json())
+    case = plans.case("pipe=2", schedule=str(tmp_path / "mine.json"))
     built, one = plans.build(MODEL, case), plans.build(MODEL, plans.ONE_DEVICE)
     assert built.plan.pipeline is not None
-    assert built.plan.pipeline.schedule == "mine"
+    assert (built.plan.pipeline.schedule, built.plan.microbatches) == ("mine", 4)
+    step = plans.compiled_step(built)
+    # Three ticks of forward, three of backward, and again: each is a loop of its own that sends one way.
+    sends = [moved for moved in hlo.collectives(step.as_text() or "", built.program.mesh) if moved.kind == "collective-permute"]
+    assert [moved.loops for moved in sends] == [(3,), (3,), (3,), (3,)]
+    for name in SCHEDULES:
+        assert len(make_schedule(name, 2, 4).phases()) < 4
     losses = [float(side.program.eval_step(plans.random_state(side.program).params, side.batch)[0]) for side in (built, one)]
     assert losses[0] == pytest.approx(losses[1], rel=F32_RELATIVE)
-    metrics = [plans.compiled_step(side)(plans.random_state(side.program), side.batch)[1] for side in (built, one)]
+    metrics = [compiled(plans.random_state(side.program), side.batch)[1] for side, compiled in ((built, step), (one, plans.compiled_step(one)))]
     assert float(metrics[0]["grad_norm"]) == pytest.approx(float(metrics[1]["grad_norm"]), rel=F32_RELATIVE)
 
 

@@ -1,72 +1,78 @@
-"""What is chosen when the user leaves it open, and what is said when nothing fits; no devices needed."""
+"""The ranking: that of an exhaustive search, the same every time, with reasons."""
 
-import re
 from dataclasses import replace
 
 import pytest
 
 from optimus_jax.config import Config, DataConfig
-from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.memory import estimate_memory
-from optimus_jax.planning.search import choose_plan, fits, plan_for
+from optimus_jax.mesh.accelerators import Accelerator
+from optimus_jax.plan import Plan
+from optimus_jax.planning.assemble import recomputing_more
+from optimus_jax.planning.calibrate import Calibration, Record
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.layouts import layouts
+from optimus_jax.planning.rates import Rates
+from optimus_jax.planning.search import Pricing, fits, search
 from optimus_jax.presets import model_preset
 
-GIB = 2**30
-EIGHT = Topology(num_devices=8, num_processes=1, platform="gpu", device_kind="NVIDIA H100 80GB HBM3", bytes_per_device=80 * GIB)
+ALL = 10**6
+CLUSTER = Cluster.parse("h100:8")
+PRICING = Pricing(Config(model=model_preset("gpt2-xl"), data=DataConfig(global_batch=32, seq_len=1024)).with_values({"precision.compute": "bf16"}),
+                  CLUSTER, Rates.of(CLUSTER.accelerator))
 
 
-def config(model, **settings):
-    return Config(model=model_preset(model), data=DataConfig(global_batch=16, seq_len=256)).with_values(settings)
+def with_memory(num_bytes: int) -> Pricing:
+    """The same devices with less memory."""
+    accelerator: Accelerator = replace(CLUSTER.accelerator, memory_bytes=num_bytes)
+    return replace(PRICING, cluster=replace(CLUSTER, accelerator=accelerator))
 
 
-@pytest.mark.parametrize(("model", "settings", "gib", "axes", "zero", "why"), [
-    ("gpt2", {}, 80, AxisSizes(data=8), 0, "fits on each device"),
-    ("llama3-8b", {"parallel.remat": "full"}, 80, AxisSizes(fsdp=8), 3, "does not fit on a device"),
-    ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was asked for"),
-    ("gpt2", {"parallel.mesh": "data=2,fsdp=4"}, 80, AxisSizes(data=2, fsdp=4), 3, "was given"),
-    ("gpt2-xl", {}, None, AxisSizes(data=8), 0, "fits on each device"),
-])
-def test_what_is_chosen(model, settings, gib, axes, zero, why):
-    topology = replace(EIGHT, bytes_per_device=gib and gib * GIB)
-    choice = choose_plan(config(model, **settings), topology)
-    assert (choice.plan.axes, choice.plan.zero) == (axes, zero)
-    assert why in choice.why
-    assert fits(choice.memory, topology)
+@pytest.mark.parametrize("gib", [80, 12, 6])
+def test_the_best_are_those_of_an_exhaustive_search(gib):
+    pricing = with_memory(gib * 2**30)
+    times: dict[object, float] = {}
+    for layout in layouts(pricing.config, pricing.cluster.topology()):
+        if isinstance(layout, Plan):
+            for plan in recomputing_more(pricing.config, layout):
+                if fits(pricing.memory(plan), gib * 2**30):
+                    kind = (plan.axes, plan.rules, plan.pipeline and plan.pipeline.repeats)
+                    times[kind] = min(times.get(kind, float("inf")), pricing.predicted(plan).step_time_s)
+    found = search(pricing, top=8).best
+    assert [candidate.prediction.step_time_s for candidate in found] == pytest.approx(sorted(times.values())[:8], rel=0.02)
+    assert found[0].prediction.step_time_s == pytest.approx(min(times.values()))
+    assert all(fits(candidate.memory, gib * 2**30) for candidate in found)
 
 
-def test_one_device_has_no_choice():
-    assert choose_plan(config("gpt2"), replace(EIGHT, num_devices=1)).plan.axes == AxisSizes()
+def test_scarce_memory_changes_the_answer_and_says_what_does_not_fit():
+    plenty, scarce = search(PRICING, top=3), search(with_memory(6 * 2**30), top=3)
+    assert not plenty.rejections or "needs about" not in plenty.rejections[-1].reason
+    assert any("needs about" in rejection.reason and "6.00 GiB" in rejection.reason for rejection in scarce.rejections)
+    assert scarce.best[0].prediction.step_time_s > plenty.best[0].prediction.step_time_s
 
 
-def test_what_does_not_fit_names_bytes_and_options_that_do():
-    asked = config("llama3-8b", **{"parallel.mesh": "data=8"})
-    with pytest.raises(PlanError, match=r"about [\d.]+ GiB per device are needed, 80.00 GiB are there") as caught:
-        choose_plan(asked, EIGHT)
-    options = re.findall(r"--mesh (\S+) --zero (\d) --microbatches (\d+) --remat (\w+)", str(caught.value))
-    assert options
-    for mesh, zero, microbatches, remat in options:
-        fixed = asked.with_values({"parallel.mesh": mesh, "parallel.zero": zero, "parallel.microbatches": microbatches, "parallel.remat": remat})
-        assert fits(choose_plan(fixed, EIGHT).memory, EIGHT)
+def test_nothing_fits_into_nothing():
+    ranking = search(with_memory(2**20))
+    assert ranking.best == ()
+    assert ranking.num_priced > 100
 
 
-def test_what_fits_nowhere_says_so():
-    with pytest.raises(PlanError, match="no layout of this model fits these devices"):
-        choose_plan(config("llama3.3-70b"), EIGHT)
+def test_the_same_every_time():
+    assert search(PRICING, top=5) == search(PRICING, top=5)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama3.2-1b"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_every_measure_lowers_the_estimate(model, microbatches):
-    def total(mesh, **settings):
-        asked = config(model, **{"parallel.microbatches": microbatches}, **{f"parallel.{name}": value for name, value in settings.items()})
-        plan = plan_for(asked, AxisSizes.parse(mesh), EIGHT)
-        return estimate_memory(asked.model, plan, seq_len=256, global_batch=16).total
+def test_fewer_are_the_first_of_more():
+    assert search(PRICING, top=12).best[:4] == search(PRICING, top=4).best
 
-    stages = [total("fsdp=8", zero=zero) for zero in range(4)]
-    assert stages == sorted(stages, reverse=True)
-    assert len(set(stages)) == 4
-    policies = [total("data=8", remat=remat) for remat in ("none", "selective", "full")]
-    assert policies == sorted(policies, reverse=True)
-    assert len(set(policies)) == 3
+
+def test_what_was_measured_changes_the_order():
+    """Tensor parallelism found to be ten times as dear as predicted is no longer chosen."""
+    tensor = replace(PRICING, config=PRICING.config.with_values({"parallel.mesh": "tensor=8"}))
+    prediction = search(tensor, top=1).best[0].prediction
+    terms = {term.name: term.time_s for term in prediction.terms}
+    measured = sum(terms.values()) + 9 * terms["tensor"]
+    record = Record(model="gpt2-xl", plan="", measured_at="", measured_s=measured, terms_s=terms)
+    learnt = replace(tensor, calibration=Calibration.of([record] * 10))
+    after = search(learnt, top=1).best[0].prediction
+    assert after.step_time_s == pytest.approx(measured, rel=0.25)
+    assert after.step_time_s > 1.5 * prediction.step_time_s
+    assert after.high_s / after.low_s < prediction.high_s / prediction.low_s

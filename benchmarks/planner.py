@@ -1,0 +1,269 @@
+"""How well the planner's time model predicts measured steps.
+
+    python benchmarks/planner.py --vtrain DIR              # whole models, and whole widths, left out; DIR has the CSV files
+    python benchmarks/planner.py --fit A.csv --test B.csv  # fitted to some rows, asked about others; several files may be given
+    python benchmarks/planner.py --published               # layouts and throughputs that NVIDIA has published
+    ... --json                                             # every figure as JSON
+
+Rows are iteration times of GPT under Megatron on A100s, published by vTrain (Bang et al., MICRO 2024,
+https://github.com/VIA-Research/vTrain). They are read from a folder and are no part of this project. A row is turned
+into (ModelConfig, Plan, Cluster) and priced by `optimus_jax.planning.cost.predict`, as the planner's own candidates
+are; only the style is Megatron's. What the rows do not say is told from them, and written where it is used.
+"""
+
+import argparse
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.rules import make_rules
+from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.cost import predict
+from optimus_jax.planning.fit import FITTED, Sample, fit_rates
+from optimus_jax.planning.rates import Rates
+from optimus_jax.planning.style import MEGATRON
+
+DEVICES_PER_HOST = 8
+NETWORK = "between=12.5GB/s"
+"""Of vTrain's cluster: four ports of 200 Gb/s for the eight devices of a host."""
+VOCAB_SIZES = {True: 50257, False: 51200}
+"""On one node, and on several. GPT-2's has rows that are not aligned, and at tensor=1 the head is three times as slow as its FLOPs at
+tensor=2 say. On several nodes it is not; models and devices there are those of arXiv:2104.04473, which has 51200."""
+STATE_BYTES, MEMORY_BYTES = 18, 80e9
+"""Of a parameter with Adam in mixed precision; of a device."""
+ONE_NODE, SEVERAL_NODES = "single_node.csv", "multi_node.csv"
+TARGETS = {"mape": "0.08 on one node, 0.10 on several", "spearman_mean": 0.9, "top1_regret": 0.03, "top3_regret": 0.005}
+"""What is to be reached with whole models left out."""
+
+
+def gpt(embed: int, layers: int, heads: int, seq_len: int, vocab_size: int) -> ModelConfig:
+    """A GPT of these sizes."""
+    return ModelConfig(name=f"gpt-{embed}x{layers}", vocab_size=vocab_size, num_layers=layers, embed_dim=embed, num_heads=heads,
+                       num_kv_heads=heads, head_dim=embed // heads, mlp_dim=4 * embed, max_length=seq_len)
+
+
+def megatron_plan(model: ModelConfig, axes: AxisSizes, microbatches: int, *, recomputes: bool, repeats: int = 1) -> Plan:
+    """What Megatron-LM ran."""
+    pipeline = None if axes.pipe == 1 else Pipelining(
+        schedule="interleaved" if repeats > 1 else "1f1b", layers_per_stage=(model.num_layers // (axes.pipe * repeats),) * (axes.pipe * repeats),
+        repeats=repeats, send_slack=False, keep_residuals=True)
+    return Plan(axes=axes, rules=make_rules(model), zero=0, pipeline=pipeline, microbatches=microbatches, remat="full" if recomputes else "none",
+                precision="f16", attention="xla", loss_chunk_tokens=model.max_length)
+
+
+class Row:
+    """One line of a file."""
+
+    def __init__(self, line: Mapping[str, str]):
+        number = {name.strip(): float(value) for name, value in line.items()}
+        self.devices, self.global_batch, self.rows = (int(number[name]) for name in ("# GPUs", "global batch", "micro batch"))
+        self.embed, self.layers, self.heads = (int(number[name]) for name in ("hidden size", "# layers", "attention heads"))
+        self.seq_len = int(number["sequence length"])
+        self.tensor, self.data, self.pipe = (int(number[f"{name} parallelism"]) for name in ("tensor", "data", "pipeline"))
+        self.step_time_s = number["iteration time (ms)"] / 1e3
+
+    @property
+    def model(self) -> tuple[int, ...]:
+        """What makes it another model."""
+        return self.embed, self.layers, self.heads, self.seq_len
+
+    @property
+    def group(self) -> Hashable:
+        """The rows among which a planner would choose."""
+        return *self.model, self.devices, self.global_batch
+
+    def fits_whole(self) -> bool:
+        """Whether 1F1B's activations fit beside the states (Korthikanti et al. 2022, arXiv:2205.05198, equation 2)."""
+        ways = self.tensor
+        layer = self.rows * self.seq_len * self.embed * (10 + 24 / ways + 5 * self.heads * self.seq_len / (self.embed * ways))
+        in_flight = min(self.pipe, self.global_batch // (self.data * self.rows))
+        params = 12 * self.layers * self.embed**2 / (ways * self.pipe)
+        return STATE_BYTES * params + layer * self.layers / self.pipe * in_flight < MEMORY_BYTES
+
+    def sample(self, *, recomputes: bool) -> Sample:
+        """The row in the planner's words."""
+        hosts = -(-self.devices // DEVICES_PER_HOST)
+        model = gpt(self.embed, self.layers, self.heads, self.seq_len, VOCAB_SIZES[hosts == 1])
+        return Sample(
+            model=model, plan=megatron_plan(model, AxisSizes(pipe=self.pipe, data=self.data, tensor=self.tensor),
+                                            self.global_batch // (self.data * self.rows), recomputes=recomputes),
+            cluster=Cluster.parse(f"a100:{hosts}x{DEVICES_PER_HOST}", [NETWORK] if hosts > 1 else []), seq_len=self.seq_len,
+            global_batch=self.global_batch, step_time_s=self.step_time_s, style=MEGATRON)
+
+
+class Rows:
+    """Rows and, in the same order, samples.
+
+    A model is taken to have been run with full recomputation if one of its rows would not fit otherwise.
+    """
+
+    def __init__(self, rows: Iterable[Row]):
+        self.rows = list(rows)
+        needs = {row.model for row in self.rows if not row.fits_whole()}
+        self.samples = [row.sample(recomputes=row.model in needs) for row in self.rows]
+
+    @classmethod
+    def read(cls, *paths: Path) -> "Rows":
+        """From files, with or without the first column that some have."""
+        lines = []
+        for path in paths:
+            with path.open(newline="") as file:
+                lines += list(csv.DictReader(file))
+        return cls(map(Row, lines))
+
+    def where(self, wanted: Callable[[Row], bool]) -> "Rows":
+        """Some of them."""
+        return Rows(filter(wanted, self.rows))
+
+
+def start() -> Rates:
+    """The rates of an A100 before anything is fitted."""
+    return Rates.of(Cluster.parse("a100:8").accelerator)
+
+
+Asked = list[tuple[Row, float, bool]]
+"""Rows with the predicted time, and whether the measured one lies in its interval."""
+
+
+def ask(rates: Rates, rows: Rows) -> Asked:
+    """Predict every row."""
+    predictions = [sample.predicted(rates) for sample in rows.samples]
+    return [(row, p.step_time_s, p.low_s <= row.step_time_s <= p.high_s) for row, p in zip(rows.rows, predictions, strict=True)]
+
+
+def left_out(rows: Rows, kind: Callable[[Row], Hashable], also: Sequence[Sample] = ()) -> Asked:
+    """Every kind of row predicted by rates fitted to the other kinds, and to some samples more."""
+    asked: Asked = []
+    for each in dict.fromkeys(map(kind, rows.rows)):
+        others = [sample for row, sample in zip(rows.rows, rows.samples, strict=True) if kind(row) != each]
+        asked += ask(fit_rates([*others, *also], start()), rows.where(lambda row, each=each: kind(row) == each))
+    return asked
+
+
+def scores(asked: Asked) -> dict[str, float]:
+    """How good predictions are.
+
+    Regret: how much longer the fastest of the k steps that were predicted to be fastest takes than the fastest of all, averaged over
+    the groups that a planner would choose in. Ranks are compared in groups of three rows and more.
+    """
+    error = np.array([predicted / row.step_time_s - 1.0 for row, predicted, _ in asked])
+    groups: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
+    for row, predicted, _ in asked:
+        groups[row.group].append((predicted, row.step_time_s))
+    choices = [sorted(group) for group in groups.values() if len(group) > 1]
+    ranks = np.array([spearman(group) for group in choices if len(group) > 2])
+    regrets = {k: [min(time for _, time in group[:k]) / min(time for _, time in group) - 1.0 for group in choices] for k in (1, 3)}
+    return {"rows": len(asked), "mape": float(abs(error).mean()), "median_error": float(np.median(abs(error))), "bias": float(error.mean()),
+            "within_interval": float(np.mean([within for *_, within in asked])),
+            "groups": len(choices), "spearman_mean": float(ranks.mean()) if len(ranks) else 1.0,
+            "spearman_least": float(ranks.min()) if len(ranks) else 1.0, "groups_with_spearman_below_0.9": int((ranks < 0.9).sum()),
+            **{f"top{k}_regret": float(np.mean(regret or [0.0])) for k, regret in regrets.items()},
+            **{f"top{k}_regret_worst": float(max(regret, default=0.0)) for k, regret in regrets.items()}}
+
+
+def spearman(pairs: Iterable[tuple[float, float]]) -> float:
+    """Correlation of ranks; equal values share their mean rank. 1 where all values of a side are equal."""
+    sides = [np.array(values) for values in zip(*pairs, strict=True)]
+    ranks = [np.array([(values < each).sum() + (values <= each).sum() for each in values]) for values in sides]
+    return float(np.corrcoef(ranks)[0, 1]) if all(np.ptp(rank) for rank in ranks) else 1.0
+
+
+def vtrain_report(folder: Path) -> dict[str, dict[str, float]]:
+    """Everything that is asked of the time model on vTrain's rows."""
+    one, several = Rows.read(folder / ONE_NODE), Rows.read(folder / SEVERAL_NODES)
+    return {
+        "one node, each model left out": scores(left_out(one, lambda row: row.model)),
+        "one node, each width left out": scores(left_out(one, lambda row: row.embed)),
+        "several nodes, each model left out": scores(left_out(several, lambda row: row.model)),
+        "several nodes, each model left out, one node's rows known": scores(left_out(several, lambda row: row.model, one.samples)),
+        "several nodes, from one node alone": scores(ask(fit_rates(one.samples, start()), several)),
+        "one node, nothing fitted": scores(ask(start(), one)),
+        "several nodes, nothing fitted": scores(ask(start(), several))}
+
+
+def fitted_report(fit: Sequence[Path], test: Sequence[Path]) -> dict[str, Any]:
+    """Rates fitted to the rows of some files and asked about those of others; with every prediction, in milliseconds."""
+    known, asked_rows = Rows.read(*fit), Rows.read(*test)
+    rates = fit_rates(known.samples, start())
+    asked = ask(rates, asked_rows)
+    by_nodes = {name: [each for each in asked if (each[0].devices <= DEVICES_PER_HOST) == is_one]
+                for name, is_one in (("one node", True), ("several nodes", False))}
+    predictions = [{**vars(row), "predicted_s": predicted, "within_interval": within} for row, predicted, within in asked]
+    return {**scores(asked), "fit_rows": len(known.rows), **{name: scores(part) for name, part in by_nodes.items() if part and len(part) < len(asked)},
+            "rates": {name: getattr(rates, name) for name in (*FITTED, "spread", "spread_nearby")}, "predictions": predictions}
+
+
+PUBLISHED_VOCAB, PUBLISHED_SEQ_LEN = VOCAB_SIZES[False], 2048
+PUBLISHED = (
+    # layers, embed, heads, tensor, pipe, devices, global batch, TFLOP/s per device
+    (24, 2304, 24, 1, 1, 32, 512, 137), (30, 3072, 32, 2, 1, 64, 512, 138), (36, 4096, 32, 4, 1, 128, 512, 142),
+    (40, 6144, 48, 8, 1, 256, 1024, 135), (48, 8192, 64, 8, 2, 512, 1536, 138), (60, 10240, 80, 8, 4, 1024, 1792, 140),
+    (80, 12288, 96, 8, 8, 1536, 2304, 148), (96, 16384, 128, 8, 16, 1920, 2160, 155), (105, 20480, 128, 8, 35, 2520, 2520, 163),
+    (128, 25600, 160, 8, 64, 3072, 3072, 163))
+"""Narayanan et al. 2021, arXiv:2104.04473, table 1: 1.7 to 1008 billion parameters on DGX A100s, everything recomputed."""
+
+
+def published_report() -> dict[str, dict[str, float]]:
+    """Published throughputs, and what is predicted with nothing fitted.
+
+    The table does not say how large microbatches were, nor how often interleaved stages were visited: the fastest predicted counts.
+    """
+    report = {}
+    for layers, embed, heads, tensor, pipe, devices, global_batch, measured in PUBLISHED:
+        model, data = gpt(embed, layers, heads, PUBLISHED_SEQ_LEN, PUBLISHED_VOCAB), devices // (tensor * pipe)
+        cluster = Cluster.parse(f"a100:{devices // DEVICES_PER_HOST}x{DEVICES_PER_HOST}")
+        plans = [megatron_plan(model, AxisSizes(pipe=pipe, data=data, tensor=tensor), global_batch // (data * rows), recomputes=True, repeats=repeats)
+                 for rows in (1, 2, 4, 8, 16) if global_batch % (data * rows) == 0
+                 for repeats in range(1, layers // pipe + 1)
+                 if (layers // pipe) % repeats == 0 and (repeats == 1 or (pipe > 1 and global_batch // (data * rows) % pipe == 0))]
+        step_s, plan = min(((predict(model, plan, cluster, start(), seq_len=PUBLISHED_SEQ_LEN, global_batch=global_batch, style=MEGATRON).step_time_s, plan)
+                            for plan in plans), key=lambda each: each[0])
+        flops = 96 * global_batch * PUBLISHED_SEQ_LEN * layers * embed**2 * (1 + PUBLISHED_SEQ_LEN / (6 * embed) + PUBLISHED_VOCAB / (16 * layers * embed))
+        predicted = flops / (step_s * devices) / 1e12
+        params = 12 * layers * embed**2 + 13 * layers * embed + (PUBLISHED_VOCAB + PUBLISHED_SEQ_LEN) * embed
+        report[f"{params / 1e9:.1f}B on {devices}"] = {
+            "measured_tflops": float(measured), "predicted_tflops": predicted, "error": predicted / measured - 1.0,
+            "microbatch": global_batch // (data * plan.microbatches), "repeats": plan.pipeline.repeats if plan.pipeline else 1}
+    return report
+
+
+def lines(report: Mapping[str, Any], indent: str = "") -> list[str]:
+    """For people: a line for each figure, and its target where there is one; single predictions are left to JSON."""
+    text = []
+    for name, value in report.items():
+        if isinstance(value, Mapping):
+            text += [indent + name, *lines(value, indent + "    ")]
+        elif not isinstance(value, list):
+            text.append(f"{indent}{name:32} {value:.4g}" + (f"   (target {TARGETS[name]})" if name in TARGETS else ""))
+    return text
+
+
+def main() -> None:
+    """Parse, report."""
+    parser = argparse.ArgumentParser(description="How well the planner's time model predicts measured steps.")
+    parser.add_argument("--vtrain", type=Path, metavar="DIR", help=f"folder with {ONE_NODE} and {SEVERAL_NODES}")
+    parser.add_argument("--fit", type=Path, nargs="+", metavar="CSV", help="rows to fit to")
+    parser.add_argument("--test", type=Path, nargs="+", metavar="CSV", help="rows to predict")
+    parser.add_argument("--published", action="store_true", help="published layouts and throughputs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    if bool(options.fit) != bool(options.test) or not (options.vtrain or options.fit or options.published):
+        parser.error("give --vtrain DIR, --fit CSV --test CSV, or --published")
+    report: dict[str, Any] = vtrain_report(options.vtrain) if options.vtrain else {}
+    if options.fit:
+        report |= fitted_report(options.fit, options.test)
+    if options.published:
+        report |= published_report()
+    print(json.dumps(report, indent=2) if options.json else "\n".join(lines(report)))
+
+
+if __name__ == "__main__":
+    main()

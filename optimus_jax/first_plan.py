@@ -1,0 +1,55 @@
+"""The plan that a run begins with, beyond what can be said before it: the one it had, or the fastest of those tried."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from optimus_jax.config import Config
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.plan import Plan
+from optimus_jax.planning.choice import Choice
+from optimus_jax.planning.here import Here
+from optimus_jax.planning.measure import TRIAL_STEPS, measure
+from optimus_jax.planning.memory import estimate_memory
+from optimus_jax.planning.trial import Trial, run_trial
+from optimus_jax.request import SHORT_NAMES
+from optimus_jax.training.display import Display
+from optimus_jax.training.run_directory import RunDirectory
+
+LAYOUT_SETTINGS = ("parallel.", "precision.")
+"""A resumed run keeps its plan unless one of these is given."""
+
+
+def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides: dict[str, Any]) -> Choice | None:
+    """The plan that the run had, unless its layout was asked to change or the devices have changed."""
+    text = RunDirectory.resume(run_dir, writer=False).plan_text()
+    layout = {name for name, dotted in SHORT_NAMES.items() if dotted.startswith(LAYOUT_SETTINGS)}
+    if text is None or any(name in layout or name.startswith(LAYOUT_SETTINGS) for name in overrides):
+        return None
+    plan = Plan.from_json(text)
+    if plan.num_devices != topology.num_devices:
+        return None
+    plan.validate(config.model, global_batch=config.data.global_batch)
+    return Choice(plan=plan, why="the run's own plan",
+                  memory=estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch))
+
+
+def fastest_tried(config: Config, topology: Topology, choice: Choice, here: Here, run: RunDirectory, display: Display) -> Choice:
+    """The fastest of the planner's best, measured where that pays."""
+    if topology.num_processes > 1:
+        return choice  # their clocks would have to agree on every decision
+
+    def run_one(plan: Plan) -> Trial:
+        display.message(f"trying {plan.describe()}")
+        trial = run_trial(config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device)
+        here.remember(config, plan, trial.step_time_s)
+        return trial
+
+    measured = measure(choice.ranked, run_one, num_steps=config.steps, most=config.parallel.trials, spread=here.rates.spread)
+    for trial in measured.trials:
+        foretold = next(candidate.prediction for candidate in choice.ranked if candidate.plan == trial.plan)
+        run.log_event("decision", 0, plan=trial.plan.digest, layout=trial.plan.describe(), predicted_step_time_s=foretold.step_time_s,
+                      measured_step_time_s=trial.step_time_s, compile_time_s=trial.compile_s, step_bytes_per_device=trial.step_bytes)
+    if not measured.trials:
+        return replace(choice, why=f"{choice.why}; {measured.why}")
+    return replace(choice, plan=measured.plan, why=f"auto: {measured.why}, {min(trial.step_time_s for trial in measured.trials):.3g} s per step")

@@ -1,0 +1,144 @@
+"""`find_plans`: the best layouts of a model on a cluster, there or not, with predictions and reasons."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from optimus_jax.config import Config
+from optimus_jax.errors import PlanError, explain
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.models.families import check_family
+from optimus_jax.plan import Plan
+from optimus_jax.planning.calibrate import Calibration
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.cost import Prediction
+from optimus_jax.planning.explain import flags, gib, why_best, why_not
+from optimus_jax.planning.layouts import Rejection
+from optimus_jax.planning.memory import MemoryEstimate
+from optimus_jax.planning.rates import Rates
+from optimus_jax.planning.search import Pricing, Ranking, search
+from optimus_jax.request import make_config
+
+SEQUENCES_PER_DEVICE = 8
+"""Of a global batch that nobody gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedPlan:
+    """A plan and its place among all; every figure is a prediction."""
+
+    rank: int
+    """1 is the best."""
+    plan: Plan
+    prediction: Prediction
+    memory: MemoryEstimate
+    why: str
+    """Why it wins, or what makes it lose against the winner."""
+
+    @property
+    def axes(self) -> AxisSizes:
+        """Devices along each mesh axis."""
+        return self.plan.axes
+
+    @property
+    def schedule(self) -> str | None:
+        """Of pipeline stages; None without stages."""
+        return None if self.plan.pipeline is None else self.plan.pipeline.schedule
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step."""
+        return self.prediction.step_time_s
+
+    @property
+    def memory_bytes(self) -> int:
+        """On the most loaded device."""
+        return self.memory.total
+
+    def as_json(self) -> dict[str, Any]:
+        """What `scripts/plan.py --json` prints."""
+        pipeline, prediction = self.plan.pipeline, self.prediction
+        return {
+            "rank": self.rank, "axes": dataclasses.asdict(self.axes), "schedule": self.schedule,
+            "repeats": 1 if pipeline is None else pipeline.repeats, "microbatches": self.plan.microbatches, "remat": self.plan.remat,
+            "stage_residuals": None if pipeline is None else "keep" if pipeline.keep_residuals else "recompute",
+            "zero": self.plan.zero, "rules": {name: list(axes) for name, axes in self.plan.rules}, "precision": self.plan.precision,
+            "step_time_s": prediction.step_time_s, "step_time_interval_s": [prediction.low_s, prediction.high_s],
+            "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "memory_bytes": self.memory_bytes,
+            "memory": dataclasses.asdict(self.memory), "bubble": prediction.bubble, "communication": prediction.communication,
+            "terms_s": {term.name: term.time_s for term in prediction.terms}, "why": self.why, "flags": flags(self.plan)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search has found, and for what."""
+
+    config: Config
+    """Resolved: what was searched for."""
+    cluster: Cluster
+    rates: Rates
+    plans: list[RankedPlan]
+    """Best first, at least one."""
+    rejections: tuple[Rejection, ...]
+    num_priced: int
+
+
+def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iterable[str] = (), rates: Rates | None = None,
+               **overrides: Any) -> list[RankedPlan]:
+    """The best plans for a model on a cluster, best first. Needs no accelerator.
+
+    Args:
+      model: name of a preset.
+      cluster: `h100:8x8` (hosts x devices), or a Cluster.
+      top: how many.
+      links: speeds that replace the cluster's usual ones, such as `between=50GB/s`.
+      rates: how fast its devices are; None: what is known of their kind.
+      overrides: settings as for `train`; those of the layout are then kept. Precision is bf16 on GPUs unless given, the global
+        batch SEQUENCES_PER_DEVICE for each device.
+    Raises:
+      OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
+    """
+    return look_for_plans(model, cluster, top=top, links=links, rates=rates, overrides=overrides).plans
+
+
+def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Iterable[str] = (), rates: Rates | None = None,
+                   calibration: Calibration | None = None, overrides: dict[str, Any]) -> Found:
+    """`find_plans` with everything that it looked at."""
+    where = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
+    defaults: dict[str, Any] = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
+    if where.accelerator.platform == "gpu":
+        defaults["precision"] = "bf16"
+    given = set(overrides)
+    defaults = {name: value for name, value in defaults.items() if not given & {name, *_DOTTED[name]}}
+    config = make_config(model, defaults | overrides)
+    check_family(config.model)
+    rates = rates or Rates.of(where.accelerator)
+    ranking = search(Pricing(config, where, rates, calibration or Calibration()), top=top)
+    if not ranking.best:
+        raise PlanError(_nothing_found(config, where, ranking))
+    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking), rejections=ranking.rejections, num_priced=ranking.num_priced)
+
+
+_DOTTED = {"global_batch": ("data.global_batch",), "precision": ("precision.compute",)}
+
+
+def ranked(ranking: Ranking) -> list[RankedPlan]:
+    """The ranking's best with a sentence for each."""
+    return [RankedPlan(
+        rank=rank, plan=candidate.plan, prediction=candidate.prediction, memory=candidate.memory,
+        why=why_best(candidate.prediction, ranking.num_priced) if rank == 1 else why_not(candidate.prediction, ranking.best[0].prediction))
+        for rank, candidate in enumerate(ranking.best, start=1)]
+
+
+def _nothing_found(config: Config, cluster: Cluster, ranking: Ranking) -> str:
+    """The commonest reasons, and what would help."""
+    capacity = cluster.accelerator.memory_bytes
+    if ranking.num_priced:
+        return explain(
+            f"no layout of {config.model.name} fits {cluster.accelerator.name} devices",
+            given=f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device; {ranking.rejections[-1].reason}",
+            do="give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer fixed settings")
+    reasons = dict.fromkeys(rejection.reason for rejection in ranking.rejections)
+    return explain(f"no layout of {config.model.name} is legal on {cluster.num_devices} devices", given="; ".join(list(reasons)[:3]),
+                   do="change the --global-batch, the number of devices, or the settings that were fixed")

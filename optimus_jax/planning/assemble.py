@@ -1,0 +1,155 @@
+"""From axis sizes and what the user fixed to a whole Plan: every field that is left open gets its plain default.
+
+Nothing here weighs one layout against another; planning/search.py does.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+
+from optimus_jax.config import REMAT_POLICIES, AttentionKernel, Config, RematPolicy
+from optimus_jax.errors import PlanError, explain, nearest
+from optimus_jax.mesh.axes import VOCAB, AxisSizes
+from optimus_jax.mesh.rules import Rules, make_rules
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.models.kernels import choose_kernel
+from optimus_jax.pipeline.partition import layers_per_stage
+from optimus_jax.pipeline.schedule import Schedule
+from optimus_jax.pipeline.tables import REPEATING, SCHEDULES
+from optimus_jax.plan import Pipelining, Plan
+
+LOSS_CHUNK_TOKENS = 2048
+"""For a whole vocabulary; as many times more for a part of it. A GPU wants large matmuls."""
+LOSS_CHUNK_TOKENS_CPU = {False: 256, True: 128}
+"""A CPU wants a chunk's logits near its caches (docs/decisions/0003), and several virtual devices share its memory."""
+RECOMPUTE_LEAST: RematPolicy = "none"
+DEFAULT_ZERO = 3
+"""fsdp means sharded parameters unless the user says otherwise."""
+DEFAULT_REPEATS = 2
+"""Of an interleaved schedule: halves the bubble for twice the sends."""
+TABLE_SUFFIX = ".json"
+"""Of what --schedule names, when it is a file."""
+MICROBATCHES_PER_STAGE = 4
+"""1F1B then idles (p - 1) / 4p of its time, a fifth at most."""
+
+
+def check_words(config: Config, topology: Topology) -> None:
+    """Raise PlanError for a setting that cannot be read, or cannot be had whatever the layout is."""
+    if config.parallel.mesh != "auto":
+        AxisSizes.parse(config.parallel.mesh)
+    make_rules(config.model, config.parallel.rules)
+    _check_schedule_name(config.parallel.schedule)
+    if config.parallel.schedule.endswith(TABLE_SUFFIX):
+        _read_table(config.parallel.schedule)
+    _kernel(config, topology)
+
+
+def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
+    """The Plan with these axis sizes and everything else as the config says."""
+    parallel, model = config.parallel, config.model
+    zero = parallel.zero if parallel.zero is not None else DEFAULT_ZERO if axes.fsdp > 1 else 0
+    pipeline = pipelining(config, axes)
+    rules = make_rules(model, parallel.rules)
+    return Plan(
+        axes=axes, rules=rules, zero=zero, pipeline=pipeline,
+        microbatches=fixed_microbatches(config, pipeline)
+        or _microbatches(config.data.global_batch, axes, interleaved=pipeline is not None and pipeline.repeats > 1),
+        remat=RECOMPUTE_LEAST if parallel.remat == "auto" else parallel.remat, precision=config.precision.compute,
+        attention=_kernel(config, topology), loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology))
+
+
+def fixed_microbatches(config: Config, pipeline: Pipelining | None) -> int | None:
+    """What the user said, else what the user's own table is for; None: it is open."""
+    own_table = None if pipeline is None or pipeline.table is None else Schedule.from_json(pipeline.table)
+    return config.parallel.microbatches or (own_table and own_table.num_microbatches)
+
+
+def _kernel(config: Config, topology: Topology) -> AttentionKernel:
+    return choose_kernel(config.parallel.attention, platform=topology.platform, precision=config.precision.compute, model=config.model)
+
+
+def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: Topology) -> int:
+    """Tokens of a device whose logits exist at the same time."""
+    whole = LOSS_CHUNK_TOKENS_CPU[axes.num_devices > 1] if topology.platform == "cpu" else LOSS_CHUNK_TOKENS
+    return config.parallel.loss_chunk_tokens or whole * math.prod(axes[axis] for axis in dict(rules).get(VOCAB, ()))
+
+
+def recomputing_more(config: Config, plan: Plan) -> list[Plan]:
+    """`plan` and, in rising order of work and falling order of memory, what it becomes where the user left recomputing open."""
+    policies: tuple[RematPolicy, ...] = REMAT_POLICIES if config.parallel.remat == "auto" else (plan.remat,)
+    plans = [dataclasses.replace(plan, remat=remat) for remat in policies]
+    if plan.pipeline is None or config.parallel.stage_residuals != "auto":
+        return plans
+    # A stage that is computed again has no use for layers that are computed again one by one, but for memory within a tick.
+    stage = dataclasses.replace(plan.pipeline, keep_residuals=False)
+    return plans + [dataclasses.replace(other, pipeline=stage) for other in plans]
+
+
+def pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
+    """What the user fixed of the pipeline; the rest is 1F1B on stages as even as the layers divide."""
+    parallel = config.parallel
+    _check_schedule_name(parallel.schedule)
+    if axes.pipe == 1:
+        given = {"schedule": parallel.schedule not in ("auto", "none"), "repeats": parallel.repeats is not None,
+                 "layers_per_stage": bool(parallel.layers_per_stage), "send_slack": parallel.send_slack,
+                 "stage_residuals": parallel.stage_residuals == "recompute"}
+        if any(given.values()):
+            raise PlanError(explain(
+                "there are no pipeline stages to schedule", given=f"{', '.join(name for name in given if given[name])} on mesh {axes}",
+                do="use pipe=2 or more, or none of these settings"))
+        return None
+    table, name, repeats = None, parallel.schedule, parallel.repeats
+    if name == "none":
+        raise PlanError(explain("pipeline stages need a schedule", given=f"--schedule none on mesh {axes}", do="use a schedule, or pipe=1"))
+    if name.endswith(TABLE_SUFFIX):
+        table, own = _read_table(name)
+        name, repeats = own.name, repeats or own.num_repeats
+    elif name == "auto":
+        name = "1f1b" if (repeats or 1) == 1 else "interleaved"
+    repeats = repeats or (DEFAULT_REPEATS if name == "interleaved" else 1)
+    _check_visits(config, axes, name, repeats, own_table=table is not None)
+    return Pipelining(
+        schedule=name, repeats=repeats, send_slack=parallel.send_slack, table=table,
+        keep_residuals=parallel.stage_residuals != "recompute",
+        layers_per_stage=parallel.layers_per_stage or layers_per_stage(config.model.num_layers, axes.pipe * repeats))
+
+
+def _check_schedule_name(name: str) -> None:
+    if name not in ("auto", "none", *SCHEDULES) and not name.endswith(TABLE_SUFFIX):
+        raise PlanError(explain(f"unknown schedule {name!r}", given=f"--schedule {name}",
+                                do=nearest(name, ("auto", *SCHEDULES)) + f" (or name a table in a {TABLE_SUFFIX} file)"))
+
+
+def _read_table(path: str) -> tuple[str, Schedule]:
+    """The text of a user's own table, and the schedule that it is."""
+    try:
+        text = Path(path).read_text()
+        return text, Schedule.from_json(text)
+    except (OSError, UnicodeDecodeError) as error:
+        what = error.strerror if isinstance(error, OSError) else "not text"
+        raise PlanError(explain("a schedule's table cannot be read", given=f"--schedule {path}: {what}",
+                                do=f"name a file that exists, or a schedule: {', '.join(('auto', *SCHEDULES))}")) from error
+    except PlanError as error:
+        raise PlanError(f"--schedule {path}: {error}") from error
+
+
+def _check_visits(config: Config, axes: AxisSizes, schedule: str, repeats: int, *, own_table: bool) -> None:
+    """That the schedule has such repeats, and that there is a layer for each."""
+    if repeats > 1 and schedule not in REPEATING and not own_table:
+        raise PlanError(explain(f"schedule {schedule!r} visits each device once", given=f"--schedule {schedule}, parallel.repeats={repeats}",
+                                do=f"use repeats=1, or schedule {' or '.join(REPEATING)}"))
+    if axes.pipe * repeats > config.model.num_layers:
+        visits = f" x repeats={repeats}" if repeats > 1 else ""
+        raise PlanError(explain(
+            f"{config.model.name} has fewer layers than there are stages", given=f"model.num_layers={config.model.num_layers}, pipe={axes.pipe}{visits}",
+            do=f"use {config.model.num_layers} stages at most"))
+
+
+def _microbatches(global_batch: int, axes: AxisSizes, *, interleaved: bool) -> int:
+    """About MICROBATCHES_PER_STAGE for each stage, as far as the batch divides; 1 without stages."""
+    if axes.pipe == 1:
+        return 1
+    rows = max(1, global_batch // (axes.data * axes.fsdp))
+    wanted = MICROBATCHES_PER_STAGE * axes.pipe
+    legal = [n for n in range(1, rows + 1) if rows % n == 0 and (n % axes.pipe == 0 or not interleaved)]
+    return min(legal, key=lambda n: (abs(n - wanted), n), default=axes.pipe)

@@ -1,0 +1,116 @@
+"""The Plan that a run starts with: what the user fixed, and the planner's choice for the rest.
+
+A mesh that was given is kept, and gets the least recomputing that is estimated to fit. With
+`--mesh auto` all legal layouts are ranked (planning/search.py) if it is known how fast the devices
+are, from a profile of this machine or from data sheets. If it is not known, nothing is invented but
+a simple rule holds: all devices along `data` if a whole copy of the training state fits on each, else
+along `fsdp`. What was chosen and why is part of the answer, so that it can be shown.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from optimus_jax.config import Config
+from optimus_jax.errors import PlanError, explain
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.plan import Plan, check_devices
+from optimus_jax.planning.assemble import DEFAULT_ZERO, check_words, plan_for, recomputing_more
+from optimus_jax.planning.explain import gib, why_best
+from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.neighbours import with_neighbours
+from optimus_jax.planning.search import USABLE_SHARE, Candidate, Pricing, fits, search
+
+RANKED = 10
+"""Candidates that a start looks at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A Plan, and the sentence that says where it comes from."""
+
+    plan: Plan
+    memory: MemoryEstimate
+    why: str
+    ranked: tuple[Candidate, ...] = ()
+    """The best that the planner found, `plan` first; empty where nothing was ranked."""
+
+
+def choose_plan(config: Config, topology: Topology, pricing: Pricing | None = None, *, kept: tuple[str, ...] = ()) -> Choice:
+    """The Plan that a run of `config` on `topology` starts with.
+
+    Args:
+      pricing: of this config, if it is known how fast the devices are.
+      kept: names, or beginnings of names, of settings that an error must not suggest to change.
+    Raises:
+      PlanError: what the user fixed is not legal, or no plan is estimated to fit into memory; the text says what would be accepted.
+    """
+    check_words(config, topology)
+    try:
+        return _choice(config, topology, pricing)
+    except PlanError as error:
+        # Without the pricing: what the rule accepts the search does too, and this is tried often.
+        raise with_neighbours(error, config, topology, lambda other, devices: _choice(other, devices, None), kept=kept) from error
+
+
+def _choice(config: Config, topology: Topology, pricing: Pricing | None) -> Choice:
+    if config.parallel.mesh == "auto" and topology.num_devices > 1:
+        return _by_rule(config, topology) if pricing is None else _by_search(config, topology, pricing)
+    if config.parallel.mesh == "auto":
+        return _on_axes(config, AxisSizes(), topology, "auto: there is one device")
+    axes = AxisSizes.parse(config.parallel.mesh)
+    check_devices(axes, topology.num_devices)
+    return _on_axes(config, axes, topology, "the mesh was given")
+
+
+def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> Choice:
+    """The plan with these axis sizes that recomputes the least and is estimated to fit."""
+    least = plan_for(config, axes, topology)
+    least.validate(config.model, global_batch=config.data.global_batch)
+    for plan in recomputing_more(config, least):
+        memory = _estimate(config, plan)
+        if fits(memory, topology.bytes_per_device):
+            return Choice(plan=plan, memory=memory, why=why)
+    raise PlanError(_no_room(config, plan, memory, topology))
+
+
+def _by_rule(config: Config, topology: Topology) -> Choice:
+    """Without rates: whole copies if they fit, else shards."""
+    num_devices, zero = topology.num_devices, config.parallel.zero
+    if zero:
+        return _on_axes(config, AxisSizes(fsdp=num_devices), topology, f"auto: zero={zero} was asked for, and is over fsdp")
+    whole = AxisSizes(data=num_devices)
+    if fits(_estimate(config, plan_for(config, whole, topology)), topology.bytes_per_device):
+        return _on_axes(config, whole, topology, "auto: a whole training state fits on each device, and plain data parallelism communicates least")
+    return _on_axes(config.with_values({"parallel.zero": zero if zero is not None else DEFAULT_ZERO}), AxisSizes(fsdp=num_devices), topology,
+                    "auto: a whole training state does not fit on a device, so it is split over all of them")
+
+
+def _by_search(config: Config, topology: Topology, pricing: Pricing) -> Choice:
+    """The fastest of all legal layouts that fit."""
+    ranking = search(pricing, top=RANKED)
+    if not ranking.best:
+        plan = plan_for(config, AxisSizes(fsdp=topology.num_devices), topology)
+        plan.validate(config.model, global_batch=config.data.global_batch)
+        raise PlanError(_no_room(config, plan, _estimate(config, plan), topology))
+    best = ranking.best[0]
+    best.plan.validate(config.model, global_batch=config.data.global_batch)
+    return Choice(plan=best.plan, memory=best.memory, ranked=ranking.best,
+                  why=f"auto: predicted to be {why_best(best.prediction, ranking.num_priced)}; rates: {pricing.rates.source}")
+
+
+def _estimate(config: Config, plan: Plan) -> MemoryEstimate:
+    return estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch)
+
+
+def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topology) -> str:
+    """Needed and present, and whether splitting everything would help."""
+    devices = topology.num_devices
+    split = dataclasses.replace(plan, axes=AxisSizes(fsdp=devices), zero=DEFAULT_ZERO if devices > 1 else 0, pipeline=None, remat="full")
+    least = min(_estimate(config, dataclasses.replace(split, microbatches=number)).total for number in (1, max(1, config.data.global_batch // devices)))
+    return explain(
+        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed, {gib(topology.bytes_per_device or 0)} are there",
+        given=f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer {gib(memory.moments)}, "
+              f"gradients {gib(memory.gradients)}, activations {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)",
+        do="split more over fsdp, or use more microbatches" if least <= USABLE_SHARE * (topology.bytes_per_device or 0) else
+           f"use more devices or a smaller model: all split and computed again, about {gib(least)} per device are needed")

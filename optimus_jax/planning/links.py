@@ -1,0 +1,63 @@
+"""What connects devices: its speed, where known, and how people write it."""
+
+import re
+from dataclasses import dataclass, replace
+
+from optimus_jax.errors import ConfigError, explain
+
+_BYTES = {"B": 1.0, "b": 1 / 8}
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_PER_SECOND = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
+_NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+_SPEED = re.compile(_NUMBER + r"\s*([kMGT]?)(B|b)(?:/s|ps)")
+_LATENCY = re.compile(_NUMBER + r"\s*(ns|us|µs|ms|s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects devices of one host, or hosts."""
+
+    name: str
+    """Such as "NVLink 4"."""
+    bytes_per_s: float | None
+    """In one direction, for each device; None: unknown."""
+    latency_s: float | None
+    """Of the smallest message; None: unknown."""
+    source: str
+    """Where the figures come from."""
+
+    def __str__(self) -> str:
+        speed = "unknown speed" if self.bytes_per_s is None else f"{self.bytes_per_s / 1e9:g} GB/s"
+        return f"{self.name} ({speed})" if self.latency_s is None else f"{self.name} ({speed}, {self.latency_s * 1e6:g} us)"
+
+    @classmethod
+    def unknown(cls, name: str) -> "Link":
+        """A link of which nothing has been published or measured."""
+        return cls(name=name, bytes_per_s=None, latency_s=None, source="unknown")
+
+
+def with_speed(link: Link, text: str) -> Link:
+    """`link` with the speed, the latency or both that a person gave, such as `50GB/s`, `400Gb/s,5us` or `2us`.
+
+    B is bytes and b bits, in one direction and for each device; k, M, G and T are powers of ten.
+
+    Raises:
+      ConfigError: it does not read as that.
+    """
+    changes: dict[str, float] = {}
+    for part in text.split(","):
+        speed, latency = _SPEED.fullmatch(part.strip()), _LATENCY.fullmatch(part.strip())
+        if speed:
+            field, value = "bytes_per_s", float(speed[1]) * _PREFIXES[speed[2]] * _BYTES[speed[3]]
+        elif latency:
+            field, value = "latency_s", float(latency[1]) / _PER_SECOND[latency[2].replace("µ", "u")]
+        else:
+            field, value = "", 0.0
+        if not field or field in changes or value == 0:
+            raise ConfigError(explain(
+                f"cannot read the link's speed {part.strip()!r}", given=text,
+                do="give bytes or bits per second of one device in one direction, such as 50GB/s or 400Gb/s, and if known a latency, such as 50GB/s,5us"))
+        changes[field] = value
+    # A link of another speed is another link, whatever the usual one is called.
+    name = "given link" if "bytes_per_s" in changes else link.name
+    return replace(link, name=name, source=f"given as {text}", **changes)

@@ -1,0 +1,188 @@
+"""What a model costs, by kind of layer, before anything is known of devices: parameters, FLOPs, activation bytes.
+
+Parameters come from abstract shapes; FLOPs and bytes are the closed forms of models/flops.py and
+models/activations.py, which say by which convention they count. All figures are of the whole model,
+per token of a sequence; nothing is measured.
+"""
+
+import enum
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import jax
+
+from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Precision, RematPolicy
+from optimus_jax.mesh.axes import LAYERS
+from optimus_jax.models import flops
+from optimus_jax.models.activations import KeptBytes, kept_bytes, kept_once_bytes
+from optimus_jax.models.shapes import Params, model_shapes
+
+ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+class LayerKind(enum.StrEnum):
+    """What all work of a step belongs to."""
+
+    EMBEDDING = "embedding"
+    """Tables of tokens and positions."""
+    NORMS = "norms"
+    """All norms; their activations are the residual stream that they begin from."""
+    ATTENTION = "attention"
+    """Projections of attention."""
+    ATTENTION_CORE = "attention core"
+    """softmax(q k / sqrt(K)) v: the part that grows with the square of the sequence."""
+    FEED_FORWARD = "feed-forward"
+    """The feed-forward blocks."""
+    HEAD = "head"
+    """Logits and loss; without parameters where it is the embedding's table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindProfile:
+    """One kind of layer, all layers of it together. FLOPs and bytes are per token."""
+
+    kind: LayerKind
+    num_params: int
+    """Elements, padding not counted."""
+    model_flops: float
+    """Forward and backward, as they count for MFU."""
+    forward_flops: float
+    """Computed in forward."""
+    backward_flops: float
+    """Computed in backward, without what it computes a second time."""
+    recomputed_flops: Mapping[RematPolicy, float]
+    """Computed a second time, by what remat says."""
+    activation_bytes: Mapping[RematPolicy, float]
+    """Kept from forward to backward, by what remat says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model at one length of sequence, in one precision, with one kernel of attention."""
+
+    name: str
+    """Of the model."""
+    seq_len: int
+    """Tokens of a sequence."""
+    precision: Precision
+    """Format of activations."""
+    kernel: AttentionKernel
+    """Of attention: xla or cudnn."""
+    kinds: tuple[KindProfile, ...]
+    """A profile for every LayerKind, in its order."""
+    kept_once_bytes: Mapping[RematPolicy, float]
+    """Kept for a token once for all layers: rotary angles, masks."""
+
+    def __getitem__(self, kind: LayerKind) -> KindProfile:
+        return next(profile for profile in self.kinds if profile.kind == kind)
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        return sum(kind.num_params for kind in self.kinds)
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs per token that count for MFU."""
+        return sum(kind.model_flops for kind in self.kinds)
+
+    def computed_flops(self, remat: RematPolicy) -> float:
+        """FLOPs per token that one device would compute: forward, backward, and what backward computes again."""
+        return sum(kind.forward_flops + kind.backward_flops + kind.recomputed_flops[remat] for kind in self.kinds)
+
+    def activation_bytes(self, remat: RematPolicy) -> float:
+        """Bytes per token that wait for backward."""
+        return sum(kind.activation_bytes[remat] for kind in self.kinds) + self.kept_once_bytes[remat]
+
+    def to_json(self) -> str:
+        """All figures as a JSON object."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def describe(self) -> str:
+        """A table for people: a row for each kind and one for all; MFLOPs and KiB per token."""
+        columns = ["layer kind", "parameters", "counts", "forward", "backward", *(f"again {p}" for p in REMAT_POLICIES),
+                   *(f"KiB {p}" for p in REMAT_POLICIES)]
+        rows = [columns, *(_row(kind.kind, kind.num_params, (kind.model_flops, kind.forward_flops, kind.backward_flops,
+                                                             *kind.recomputed_flops.values()), kind.activation_bytes.values())
+                           for kind in self.kinds), self._total_row()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        title = (f"{self.name}: {self.num_params:,} parameters; sequences of {self.seq_len:,} tokens, {self.precision}, attention {self.kernel}. "
+                 "MFLOPs per token (what counts for MFU has causal attention), KiB per token; closed forms, not measured")
+        return "\n".join([title, *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)]) + "\n"
+
+    def _total_row(self) -> list[str]:
+        total = [sum(numbers) for numbers in zip(*(
+            (kind.model_flops, kind.forward_flops, kind.backward_flops, *kind.recomputed_flops.values()) for kind in self.kinds), strict=True)]
+        return _row("all", self.num_params, total, [self.activation_bytes(remat) for remat in REMAT_POLICIES])
+
+
+def _row(name: str, num_params: int, num_flops: Iterable[float], num_bytes: Iterable[float]) -> list[str]:
+    return [name, f"{num_params:,}", *(f"{number / 1e6:,.2f}" for number in num_flops), *(f"{number / 1024:,.1f}" for number in num_bytes)]
+
+
+def profile_model(model: ModelConfig, *, seq_len: int, precision: Precision, kernel: AttentionKernel) -> ModelProfile:
+    """The profile of a model, as one device would run it.
+
+    Args:
+      seq_len: tokens of a sequence, documents not regarded.
+      kernel: attention's, as it was chosen: xla or cudnn.
+    """
+    assert kernel != "auto", "which kernel runs is known when a profile is made"
+    params, layers = _params_by_kind(model), model.num_layers
+    attention, feed_forward = layers * flops.attention_params(model), layers * flops.feed_forward_params(model)
+
+    def kept(part: Callable[[KeptBytes], float]) -> dict[RematPolicy, float]:
+        sizes = {"kernel": kernel, "seq_len": seq_len, "itemsize": ITEM_BYTES[precision]}
+        return {remat: layers * part(kept_bytes(model, remat, **sizes)) for remat in REMAT_POLICIES}
+
+    def again(index: int) -> dict[RematPolicy, float]:
+        return {remat: 2.0 * layers * flops.params_used_again(model, remat)[index] for remat in REMAT_POLICIES}
+
+    stream, nothing = model.embed_dim * ITEM_BYTES[precision], dict.fromkeys(REMAT_POLICIES, 0.0)
+    kinds = (
+        _matmuls(LayerKind.EMBEDDING, params, 0, nothing, nothing),
+        # The stream that the last norm begins from is kept like a layer's.
+        _matmuls(LayerKind.NORMS, params, 0, nothing, {p: n + stream for p, n in kept(lambda k: k.stream).items()}),
+        _matmuls(LayerKind.ATTENTION, params, attention, again(0), kept(lambda k: k.attention)),
+        _core(model, seq_len, kernel, kept(lambda k: k.weights)),
+        _matmuls(LayerKind.FEED_FORWARD, params, feed_forward, again(1), kept(lambda k: k.feed_forward)),
+        # Its forward computes the gradient by its input, which waits for backward (training/loss.py).
+        _matmuls(LayerKind.HEAD, params, flops.head_params(model), nothing, dict.fromkeys(REMAT_POLICIES, float(stream))))
+    return ModelProfile(
+        name=model.name, seq_len=seq_len, precision=precision, kernel=kernel, kinds=kinds,
+        kept_once_bytes={remat: kept_once_bytes(model, remat, kernel=kernel, seq_len=seq_len, itemsize=ITEM_BYTES[precision],
+                                                respect_documents=True) for remat in REMAT_POLICIES})
+
+
+def _matmuls(kind: LayerKind, params: Mapping[LayerKind, int], elements: int, again: Mapping[RematPolicy, float],
+             kept: Mapping[RematPolicy, float]) -> KindProfile:
+    """A kind whose FLOPs are every token times so many elements of matrices."""
+    return KindProfile(
+        kind=kind, num_params=params[kind], model_flops=6.0 * elements, forward_flops=2.0 * elements, backward_flops=4.0 * elements,
+        recomputed_flops=again, activation_bytes=kept)
+
+
+def _core(model: ModelConfig, seq_len: int, kernel: AttentionKernel, kept: Mapping[RematPolicy, float]) -> KindProfile:
+    counted, computed = flops.causal_pairs(seq_len) / seq_len, flops.computed_pairs(seq_len, kernel) / seq_len
+    forward = model.num_layers * flops.core_flops(model, computed)
+    return KindProfile(
+        kind=LayerKind.ATTENTION_CORE, num_params=0, model_flops=3 * model.num_layers * flops.core_flops(model, counted),
+        forward_flops=forward, backward_flops=2 * forward, activation_bytes=kept,
+        recomputed_flops={remat: model.num_layers * flops.core_flops_again(model, computed, remat, kernel) for remat in REMAT_POLICIES})
+
+
+_KIND_OF_PART = {
+    "embedding": LayerKind.EMBEDDING, "positions": LayerKind.EMBEDDING, "final_norm": LayerKind.NORMS, "head": LayerKind.HEAD,
+    "attention_norm": LayerKind.NORMS, "mlp_norm": LayerKind.NORMS, "attention": LayerKind.ATTENTION, "mlp": LayerKind.FEED_FORWARD}
+"""By the names of the modules in models/transformer.py."""
+
+
+def _params_by_kind(model: ModelConfig) -> dict[LayerKind, int]:
+    """Elements of all leaves of the abstract parameters, the vocabulary not padded."""
+    params: Params = model_shapes(model, model.vocab_size).params
+    parts = {**{name: part for name, part in params.items() if name != LAYERS}, **params[LAYERS]}
+    counts = dict.fromkeys(LayerKind, 0)
+    for name, part in parts.items():
+        counts[_KIND_OF_PART[name]] += sum(leaf.size for leaf in jax.tree.leaves(part))
+    return counts

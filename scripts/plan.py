@@ -1,0 +1,196 @@
+"""Rank the layouts of a model on a cluster. `python scripts/plan.py --model llama3-8b --cluster h100:8x8`"""
+
+import os
+import sys
+
+# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
+# place of the standard module `tokenize`, which inspect and linecache import, and jax with them.
+if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
+    sys.path.remove(folder)
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.presets import PRESETS
+from optimus_jax.request import SHORT_NAMES
+
+if TYPE_CHECKING:
+    from optimus_jax.planner import Found, RankedPlan
+    from optimus_jax.planning.compile_check import CompileReport
+    from optimus_jax.planning.here import Here
+
+USER_ERROR = 2
+HERE = "here"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag; only those given on the command line appear in the parsed result, but for the first few."""
+    flags = argparse.ArgumentParser(
+        description="Rank all layouts of a model on a cluster, which need not be there. Times and bytes are predictions.",
+        argument_default=argparse.SUPPRESS, allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+    flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
+    flags.add_argument("--cluster", metavar="NAME:HOSTSxDEVICES", default=HERE,
+                       help="such as h100:8x8, or a100:4 for one host (default: the devices that are here, measured once)")
+    flags.add_argument("--link", action="append", default=[], metavar="NAME=SPEED", help="another speed: inside=300GB/s or between=400Gb/s,5us")
+    flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
+    flags.add_argument("--global-batch", metavar="N", help="examples per step, all devices (default: 8 for each)")
+    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16 on GPUs, f32 on a CPU)")
+    flags.add_argument("--mesh", metavar="SIZES", help="only this one: data=2,pipe=4 (default: all)")
+    flags.add_argument("--schedule", metavar="NAME", help="only this one (default: all)")
+    flags.add_argument("--microbatches", metavar="N", help="only this number (default: all that divide the batch)")
+    flags.add_argument("--remat", metavar="NAME", help="only this one (default: the least recomputing that fits)")
+    flags.add_argument("--zero", metavar="N", help="only this stage (default: all)")
+    flags.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run")
+    flags.add_argument("--top", type=int, default=10, metavar="N", help="plans to show (default: 10)")
+    flags.add_argument("--explain", type=int, metavar="RANK", help="show what the time and memory of this plan consist of")
+    flags.add_argument("--rejected", action="store_true", default=False, help="list what is not legal or does not fit, and why")
+    flags.add_argument("--compile", action="store_true", default=False, help="compile the plans for the cluster's GPUs (extra plan-gpu)")
+    flags.add_argument("--profile", action="store_true", default=False, help="measure the devices that are here again")
+    flags.add_argument("--cpu-devices", metavar="N", type=int, default=None, help="virtual devices of a CPU")
+    flags.add_argument("--json", action="store_true", default=False, help="print JSON, best plan first")
+    return flags
+
+
+def overrides(given: dict) -> dict:
+    """Settings from parsed flags; `--set` entries by their dotted names."""
+    result = {name: value for name, value in given.items() if name in SHORT_NAMES and name != "cpu_devices"}
+    for entry in given["set"]:
+        name, equals, value = entry.partition("=")
+        if not equals:
+            raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
+        result[name] = value
+    return result
+
+
+def find(given: dict) -> "Found":
+    """Search as the flags say."""
+    # After parsing: --help need not wait for JAX.
+    from optimus_jax.planner import look_for_plans
+
+    if given["top"] < 1 or not 1 <= given.get("explain", 1) <= given["top"]:
+        raise ConfigError(explain("ranks count from 1 to --top", given=f"--top {given['top']}, --explain {given.get('explain', 1)}",
+                                  do="give a rank that is shown"))
+    asked = {"top": given["top"], "links": given["link"], "overrides": overrides(given)}
+    if given["cluster"] == HERE:
+        here = measured_here(given)
+        return look_for_plans(given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked)
+    if given["profile"] or given["cpu_devices"]:
+        raise ConfigError(explain("only devices that are here can be measured", given=f"--cluster {given['cluster']}",
+                                  do="leave out --cluster, or --profile and --cpu-devices"))
+    return look_for_plans(given["model"], given["cluster"], **asked)
+
+
+def measured_here(given: dict) -> "Here":
+    """The cluster that is here and how fast it is."""
+    from optimus_jax.mesh.build import discover
+    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.planning.here import measure_devices
+
+    if given["cpu_devices"] is not None:
+        use_cpu_devices(given["cpu_devices"])
+    return measure_devices(discover(), refresh=given["profile"], progress=show_progress if sys.stderr.isatty() else None)
+
+
+def show_progress(text: str, share: float) -> None:
+    """One line on the terminal, written over."""
+    print(f"\r\x1b[Kmeasuring this machine: {share:4.0%} {text}"[:100], end="" if share < 1 else "\n", file=sys.stderr, flush=True)
+
+
+def compiled(found: "Found") -> "list[CompileReport | None]":
+    """A report for each plan; None where compiling was not asked for."""
+    from optimus_jax.planning.compile_check import check
+
+    reports: list[CompileReport | None] = []
+    for ranked in found.plans:
+        print(f"compiling plan {ranked.rank} of {len(found.plans)}", file=sys.stderr, flush=True)
+        reports.append(check(found.config, ranked.plan, found.cluster))
+    return reports
+
+
+def show(found: "Found", reports: "Sequence[CompileReport | None]") -> None:
+    """The ranking as a table, and what it is a ranking of."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from optimus_jax.planning.explain import flags
+
+    console = Console()
+    config, best = found.config, found.plans[0]
+    console.print(f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens, {config.precision.compute}, on {found.cluster}", highlight=False)
+    console.print(f"{found.num_priced} legal layouts priced; predicted, not measured; rates: {found.rates.source}", highlight=False)
+    table = Table(show_lines=False, pad_edge=False)
+    for name in ("", "mesh", "schedule", "m", "remat", "zero", "step", "90% within", "tokens/s", "MFU", "GiB", "bubble", "comm.", "why"):
+        table.add_column(name, justify="left" if name in ("mesh", "schedule", "remat", "why") else "right", overflow="fold")
+    if any(reports):
+        table.add_column("compiled GiB")
+    for ranked, report in zip(found.plans, reports, strict=True):
+        table.add_row(*cells(ranked), *([f"{report.total_bytes / 2**30:.1f} {'fits' if report.fits else 'TOO MUCH'}"] if report else []))
+    console.print(table)
+    device = f" --precision {config.precision.compute} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
+    console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {flags(best.plan)}", highlight=False, soft_wrap=True)
+
+
+def cells(ranked: "RankedPlan") -> list[str]:
+    """A row of the table."""
+    from optimus_jax.planning.explain import seconds, whole_over_tensor
+
+    plan, prediction = ranked.plan, ranked.prediction
+    pipeline = plan.pipeline
+    schedule = "" if pipeline is None else pipeline.schedule + (f" x{pipeline.repeats}" if pipeline.repeats > 1 else "")
+    whole = "".join(f", {name} whole" for name in whole_over_tensor(plan))
+    remat = plan.remat + ("" if pipeline is None or pipeline.keep_residuals else ", stage")
+    return [str(ranked.rank), f"{plan.axes}{whole}", schedule, str(plan.microbatches), remat, str(plan.zero), seconds(prediction.step_time_s),
+            f"{seconds(prediction.low_s)} - {seconds(prediction.high_s)}", f"{prediction.tokens_per_s:,.0f}",
+            "?" if prediction.mfu is None else f"{prediction.mfu:.1%}", f"{ranked.memory_bytes / 2**30:.1f}",
+            f"{prediction.bubble:.1%}", f"{prediction.communication:.1%}", ranked.why]
+
+
+def show_terms(ranked: "RankedPlan") -> None:
+    """What a plan's time and memory consist of."""
+    import dataclasses
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from optimus_jax.planning.explain import gib, term_rows
+
+    console = Console()
+    table = Table("term", "time", "share", "how", title=f"plan {ranked.rank}: {ranked.plan.describe()}", title_justify="left")
+    for row in term_rows(ranked.prediction):
+        table.add_row(*row)
+    console.print(table)
+    memory = Table("memory of a device", "")
+    for name, num_bytes in dataclasses.asdict(ranked.memory).items():
+        memory.add_row(name, gib(num_bytes))
+    memory.add_row("together", gib(ranked.memory_bytes))
+    console.print(memory)
+
+
+def main() -> int:
+    """Exit code: 0 done, 2 the user's error."""
+    given = vars(parser().parse_args())
+    try:
+        found = find(given)
+        reports = compiled(found) if given["compile"] else [None] * len(found.plans)
+    except OptimusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    if given["json"]:
+        print(json.dumps([ranked.as_json() | ({"compiled_bytes": report.total_bytes, "compiled_fits": report.fits} if report else {})
+                          for ranked, report in zip(found.plans, reports, strict=True)], indent=2))
+        return 0
+    show(found, reports)
+    if (rank := given.get("explain")) is not None and rank <= len(found.plans):
+        show_terms(found.plans[rank - 1])
+    if given["rejected"]:
+        for rejection in found.rejections:
+            print(f"not {rejection.layouts}: {rejection.reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Plans and rates that tests of the time model share."""
+
+from dataclasses import replace
+from typing import Any
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.rules import make_rules
+from optimus_jax.pipeline.partition import layers_per_stage
+from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.rates import Rates
+from optimus_jax.presets import model_preset
+
+GPT, LLAMA = model_preset("gpt2-xl"), model_preset("llama3-8b")
+HOST = Cluster.parse("h100:8")
+HOSTS = Cluster.parse("h100:8x8")
+RATES = Rates.of(HOST.accelerator)
+
+
+def plan_of(mesh: str, model: ModelConfig = GPT, *, repeats: int = 1, schedule: str = "1f1b", keep: bool = True, slack: bool = False,
+            stages: tuple[int, ...] | None = None, overrides: tuple[str, ...] = (), **fields: Any) -> Plan:
+    """A plan on `mesh`; `fields` are the Plan's own."""
+    axes = AxisSizes.parse(mesh)
+    pipeline = None if axes.pipe == 1 else Pipelining(
+        schedule=schedule, layers_per_stage=stages or layers_per_stage(model.num_layers, axes.pipe * repeats), repeats=repeats,
+        send_slack=slack, keep_residuals=keep)
+    plan = Plan(axes=axes, rules=make_rules(model, overrides), zero=3 if axes.fsdp > 1 else 0, microbatches=1, pipeline=pipeline, remat="none",
+                precision="bf16", attention="cudnn", loss_chunk_tokens=2048)
+    return replace(plan, **fields)

@@ -1,0 +1,42 @@
+"""Every listed accelerator has a host, whose links are published or unknown."""
+
+import pytest
+
+from optimus_jax.mesh.accelerators import ACCELERATORS
+from optimus_jax.planning.catalogue import HOSTS, NETWORK, UNKNOWN_HOST, host_of
+
+NVLINK_BYTES_PER_S = {"a100": 300e9, "a100-40gb": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9, "v100": 150e9, "v100-16gb": 150e9}
+
+
+def test_hosts_are_of_listed_accelerators():
+    assert set(HOSTS) == {each.name for each in ACCELERATORS}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_links_have_a_source_or_are_unknown(name):
+    for link in (host_of(name).inside, host_of(name).between):
+        assert (link.bytes_per_s is None) == (link.source == "unknown")
+        assert link.latency_s is None, "nobody publishes one"
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_speeds_are_of_one_direction(name):
+    """Data sheets print both directions together: 600 GB/s for A100, 64 GB/s for PCIe 4."""
+    inside = host_of(name).inside
+    if name in NVLINK_BYTES_PER_S:
+        assert inside.name.startswith("NVLink")
+        assert inside.bytes_per_s == NVLINK_BYTES_PER_S[name]
+    elif name != "cpu":
+        assert inside.name.startswith("PCIe")
+        assert inside.bytes_per_s in (31.5e9, 63e9)
+
+
+def test_only_nvidia_s_own_hosts_have_a_network_of_known_speed():
+    assert {name for name in HOSTS if host_of(name).between is not NETWORK} == set(NVLINK_BYTES_PER_S)
+    assert host_of("a100").between.bytes_per_s * 8 == 200e9
+    assert host_of("h100").between.bytes_per_s * 8 == 400e9
+
+
+def test_an_unlisted_accelerator_has_unknown_links():
+    assert host_of("somebody's accelerator") is UNKNOWN_HOST
+    assert UNKNOWN_HOST.inside.bytes_per_s is None

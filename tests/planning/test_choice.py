@@ -1,0 +1,76 @@
+"""What is chosen when the user leaves it open, and what is said when nothing fits; no devices needed."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from optimus_jax.config import Config, DataConfig
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.choice import choose_plan
+from optimus_jax.planning.memory import estimate_memory
+from optimus_jax.planning.neighbours import NAMED
+from optimus_jax.planning.search import fits
+from optimus_jax.presets import model_preset
+from optimus_jax.request import make_config
+
+GIB = 2**30
+EIGHT = Topology(num_devices=8, num_processes=1, platform="gpu", device_kind="NVIDIA H100 80GB HBM3", bytes_per_device=80 * GIB)
+
+
+def config(model, **settings):
+    return Config(model=model_preset(model), data=DataConfig(global_batch=16, seq_len=256)).with_values(settings)
+
+
+@pytest.mark.parametrize(("model", "settings", "gib", "axes", "zero", "why"), [
+    ("gpt2", {}, 80, AxisSizes(data=8), 0, "fits on each device"),
+    ("llama3-8b", {"parallel.remat": "full"}, 80, AxisSizes(fsdp=8), 3, "does not fit on a device"),
+    ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was asked for"),
+    ("gpt2", {"parallel.mesh": "data=2,fsdp=4"}, 80, AxisSizes(data=2, fsdp=4), 3, "was given"),
+    ("gpt2-xl", {}, None, AxisSizes(data=8), 0, "fits on each device"),
+])
+def test_what_is_chosen(model, settings, gib, axes, zero, why):
+    topology = replace(EIGHT, bytes_per_device=gib and gib * GIB)
+    choice = choose_plan(config(model, **settings), topology)
+    assert (choice.plan.axes, choice.plan.zero) == (axes, zero)
+    assert why in choice.why
+    assert fits(choice.memory, topology.bytes_per_device)
+
+
+def test_one_device_has_no_choice():
+    assert choose_plan(config("gpt2"), replace(EIGHT, num_devices=1)).plan.axes == AxisSizes()
+
+
+def test_what_does_not_fit_names_bytes_and_options_that_do():
+    asked = config("llama3-8b", **{"parallel.mesh": "data=8"})
+    with pytest.raises(PlanError, match=r"about [\d.]+ GiB per device are needed, 80.00 GiB are there") as caught:
+        choose_plan(asked, EIGHT)
+    options = str(caught.value).partition(NAMED)[2].split(" or ")
+    assert any(option.startswith("--mesh ") and "fsdp" in option for option in options)
+    for option in options:
+        flags = re.findall(r"--(?:set )?(\S+)[ =](\S*)", option)
+        assert fits(choose_plan(make_config(None, dict(flags), asked), EIGHT).memory, EIGHT.bytes_per_device)
+
+
+def test_what_fits_nowhere_says_so():
+    with pytest.raises(PlanError, match="use more devices or a smaller model: all split and computed again"):
+        choose_plan(config("llama3.3-70b"), EIGHT)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama3.2-1b"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_every_measure_lowers_the_estimate(model, microbatches):
+    def total(mesh, **settings):
+        asked = config(model, **{"parallel.microbatches": microbatches}, **{f"parallel.{name}": value for name, value in settings.items()})
+        plan = plan_for(asked, AxisSizes.parse(mesh), EIGHT)
+        return estimate_memory(asked.model, plan, seq_len=256, global_batch=16).total
+
+    stages = [total("fsdp=8", zero=zero) for zero in range(4)]
+    assert stages == sorted(stages, reverse=True)
+    assert len(set(stages)) == 4
+    policies = [total("data=8", remat=remat) for remat in ("none", "selective", "full")]
+    assert policies == sorted(policies, reverse=True)
+    assert len(set(policies)) == 3

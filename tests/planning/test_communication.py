@@ -1,0 +1,126 @@
+"""Exchanges are the closed forms', and their time that of a ring over the slowest link."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from pricing import GPT, HOST, HOSTS, LLAMA, RATES, plan_of
+
+from optimus_jax.errors import PlanError
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.communication import Exchange, exchanges, speed_of, wires
+from optimus_jax.planning.links import Link
+from optimus_jax.planning.operators import LayerShape
+from optimus_jax.planning.rates import Rates
+from optimus_jax.planning.stage_time import layer_shape
+from optimus_jax.planning.style import MEGATRON, OURS, Style
+
+SEQ_LEN, BATCH = 1024, 64
+
+
+def exchanged(plan: Plan, model=GPT, style: Style = OURS) -> tuple[list[Exchange], LayerShape]:
+    shape = layer_shape(model, plan, seq_len=SEQ_LEN, global_batch=BATCH)
+    return exchanges(model, plan, shape, style), shape
+
+
+def exchange_time(exchange: Exchange, plan: Plan, cluster: Cluster, rates: Rates) -> float:
+    return wires(plan.axes, cluster, rates).time(exchange)
+
+
+def found(plan: Plan, kind: str, part: str, axes: tuple[str, ...], model=GPT, style: Style = OURS) -> list[tuple[float, float]]:
+    return [(each.num_bytes, each.count) for each in exchanged(plan, model, style)[0] if (each.kind, each.part, each.axes) == (kind, part, axes)]
+
+
+def test_one_device_exchanges_nothing():
+    assert exchanged(plan_of("data=1"))[0] == []
+
+
+def test_tensor_has_two_all_reduces_of_the_stream_each_way():
+    """Source: FORMULAS of Megatron, 4 all-reduces of 2 s b h bytes for each layer and microbatch."""
+    plan = plan_of("data=2,tensor=4", microbatches=4)
+    stream = 2 * SEQ_LEN * (BATCH // 2 // 4) * GPT.embed_dim
+    for part in ("layer forward", "layer backward"):
+        assert found(plan, "all-reduce", part, ("tensor",)) == [(stream, 2)]
+
+
+@pytest.mark.parametrize(("style", "again"), [(OURS, 1), (MEGATRON, 2)], ids=["ours", "megatron"])
+def test_recomputed_layers_repeat_all_reduces_that_backward_needs(style, again):
+    plan = plan_of("tensor=4", remat="full")
+    assert [count for _, count in found(plan, "all-reduce", "layer backward", ("tensor",), style=style)] == [2 + again]
+
+
+def test_a_block_that_is_kept_whole_has_no_all_reduce():
+    assert [count for _, count in found(plan_of("tensor=4", overrides=("mlp=none",)), "all-reduce", "layer forward", ("tensor",))] == [1]
+
+
+def matrices(model) -> int:
+    attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    return attention + (3 if model.family == "llama" else 2) * model.embed_dim * model.mlp_dim
+
+
+def test_zero_3_gathers_each_layer_twice_and_scatters_it_once():
+    plan, weights = plan_of("fsdp=8", LLAMA), matrices(LLAMA)
+    assert found(plan, "all-gather", "layer forward", ("fsdp",), LLAMA) == [(2 * weights, 1)]
+    assert found(plan, "all-gather", "layer backward", ("fsdp",), LLAMA) == [(2 * weights, 1)]
+    assert found(plan, "reduce-scatter", "layer backward", ("fsdp",), LLAMA) == [(4 * weights, 1)]
+
+
+def test_stages_that_are_computed_again_gather_once_more():
+    plan = plan_of("pipe=2,fsdp=4", keep=False, microbatches=8)
+    assert [count for _, count in found(plan, "all-gather", "layer backward", ("fsdp",))] == [2]
+
+
+@pytest.mark.parametrize(("zero", "wanted"), [(0, {("all-reduce", ("data", "fsdp")): 1.0}),
+                                              (1, {("all-reduce", ("data",)): 0.25, ("reduce-scatter", ("fsdp",)): 1.0, ("all-gather", ("fsdp",)): 1.0})])
+def test_replicas_reduce_float32_gradients_once(zero, wanted):
+    params = GPT.num_layers * matrices(GPT) + GPT.vocab_size * GPT.embed_dim
+    once = {(each.kind, each.axes): each.num_bytes * each.count for each in exchanged(plan_of("data=2,fsdp=4", zero=zero))[0] if each.part == "step"}
+    assert once == pytest.approx({key: 4 * share * params for key, share in wanted.items()})
+
+
+def test_stages_send_the_stream_and_share_the_head():
+    plan = plan_of("pipe=4,data=2", microbatches=8)
+    stream = 2 * SEQ_LEN * (BATCH // 2 // 8) * GPT.embed_dim
+    assert found(plan, "send", "tick", ("pipe",)) == [(stream, 1)]
+    assert sum(count for num_bytes, count in found(plan, "all-reduce", "head", ("pipe",)) if num_bytes == stream) == 4
+    assert found(plan, "all-reduce", "head", ("pipe",), style=MEGATRON) == []
+
+
+def test_time_inside_a_host_by_hand():
+    plan = plan_of("tensor=8")
+    speed = speed_of(HOST.inside) * RATES.collective_share
+    by_hand = 2 * (7 / 8 * 1e9 / speed + 7 * RATES.latency_s)
+    assert exchange_time(Exchange("all-reduce", ("tensor",), "step", 1e9, 1), plan, HOST, RATES) == pytest.approx(by_hand)
+
+
+def test_rings_between_hosts_share_the_links_of_devices_that_take_part():
+    """data=8 x tensor=8: one member a host, one link. data=64: eight members a host, eight links."""
+    message = {"kind": "all-gather", "part": "step", "num_bytes": 1e9, "count": 1}
+    assert HOSTS.between is not None
+    link = speed_of(HOSTS.between) * RATES.between_share
+    latency = min(7, 2 * math.log2(8)) * RATES.between_latency_s
+    one = exchange_time(Exchange(axes=("data",), **message), plan_of("data=8,tensor=8"), HOSTS, RATES)
+    assert one == pytest.approx(7 / 8 * 1e9 / link + latency)
+    all_of_them = exchange_time(Exchange(axes=("data",), **message), plan_of("data=64"), HOSTS, RATES)
+    inside = speed_of(HOSTS.inside) * RATES.collective_share
+    assert all_of_them == pytest.approx(63 / 64 * 1e9 / min(8 * link, inside) + latency + 7 * RATES.latency_s)
+
+
+def test_a_links_own_latency_counts():
+    plan, link = plan_of("tensor=8"), replace(HOST.inside, latency_s=1e-3)
+    times = [exchange_time(Exchange("all-gather", ("tensor",), "step", 8, 1), plan, replace(HOST, inside=each), RATES) for each in (HOST.inside, link)]
+    assert times[1] - times[0] == pytest.approx(7 * (1e-3 - RATES.latency_s))
+
+
+def test_an_unknown_link_is_named():
+    cluster = replace(HOST, inside=Link.unknown("somebody's cables"))
+    with pytest.raises(PlanError, match="somebody's cables"):
+        exchange_time(Exchange("all-reduce", ("tensor",), "step", 8, 1), plan_of("tensor=8"), cluster, RATES)
+
+
+def test_an_axis_of_one_device_takes_no_time_even_over_unknown_links():
+    cluster = Cluster.parse("rtx4090:2x4")
+    assert cluster.between is not None
+    assert cluster.between.bytes_per_s is None
+    assert exchange_time(Exchange("all-reduce", ("fsdp",), "step", 8, 1), plan_of("data=8"), cluster, RATES) == 0

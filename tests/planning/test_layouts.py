@@ -1,0 +1,104 @@
+"""The enumeration of layouts: nothing illegal in it, nothing legal left out."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from optimus_jax.config import Config, DataConfig, ModelConfig
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.plan import Plan
+from optimus_jax.planning.assemble import plan_for, recomputing_more
+from optimus_jax.planning.layouts import BLOCK_RULES, Rejection, axis_sizes, layouts
+
+MODEL = ModelConfig(name="tested", family="llama", vocab_size=1000, num_layers=6, embed_dim=48, num_heads=6, num_kv_heads=2, head_dim=8, mlp_dim=96)
+CPU = Topology(num_devices=12, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)
+
+
+def config(**settings):
+    return Config(model=MODEL, data=DataConfig(global_batch=24, seq_len=32)).with_values({f"parallel.{name}": value for name, value in settings.items()})
+
+
+def legal(topology=CPU, **settings):
+    return [layout for layout in layouts(config(**settings), topology) if isinstance(layout, Plan)]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 12, 60])
+def test_axis_sizes_are_all_factorisations(num_devices):
+    found = list(axis_sizes(num_devices))
+    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    wanted = [sizes for sizes in itertools.product(divisors, repeat=4) if sizes[0] * sizes[1] * sizes[2] * sizes[3] == num_devices]
+    assert sorted((s.pipe, s.data, s.fsdp, s.tensor) for s in found) == sorted(wanted)
+
+
+@pytest.mark.parametrize("num_devices", [1, 6, 8, 12])
+def test_every_layout_is_legal_and_there_only_once(num_devices):
+    topology = replace(CPU, num_devices=num_devices)
+    found = legal(topology)
+    for plan in found:
+        assert plan.num_devices == num_devices
+        plan.validate(MODEL, global_batch=24)
+    assert len(set(found)) == len(found) > 0
+
+
+def test_what_a_person_may_type_is_among_them():
+    """All meshes, ZeRO stages, rules, schedules and microbatches by brute force, but for those that the module leaves out."""
+    found, tried = set(legal()), 0
+    for axes, zero, rules, microbatches, repeats in itertools.product(
+            axis_sizes(12), (0, 1, 2, 3), BLOCK_RULES, (1, 2, 3, 4, 6, 8, 12, 24), (1, 2, 3, 6)):
+        if (axes.fsdp > 1 and zero == 0) or (axes.tensor == 1 and rules) or (axes.pipe == 1 and repeats > 1):
+            continue
+        if repeats > 1 and MODEL.num_layers % (axes.pipe * repeats):
+            continue
+        asked = config(zero=zero, rules=rules, microbatches=microbatches, repeats=repeats if repeats > 1 else None)
+        try:
+            plan = plan_for(asked, axes, CPU)
+            plan.validate(MODEL, global_batch=24)
+        except PlanError:
+            continue
+        tried += 1
+        assert plan in found
+    assert tried == len(found)
+
+
+def test_what_is_not_legal_says_why():
+    reasons = {rejection.layouts: rejection.reason for rejection in layouts(config(), CPU) if isinstance(rejection, Rejection)}
+    assert "12 stages" in reasons["pipe=12"]
+    assert "cannot be split evenly" in reasons["data=3,tensor=4"]
+
+
+@pytest.mark.parametrize(("settings", "holds"), [
+    ({"mesh": "data=2,tensor=6"}, lambda plan: plan.axes == AxisSizes(data=2, tensor=6)),
+    ({"zero": 2}, lambda plan: plan.zero == 2 and plan.axes.fsdp > 1),
+    ({"zero": 0}, lambda plan: plan.zero == 0 and plan.axes.fsdp == 1),
+    ({"microbatches": 4}, lambda plan: plan.microbatches == 4),
+    ({"rules": ("mlp=none",)}, lambda plan: "mlp" not in dict(plan.rules)),
+    ({"schedule": "gpipe"}, lambda plan: plan.pipeline is not None and plan.pipeline.schedule == "gpipe"),
+    ({"schedule": "none"}, lambda plan: plan.pipeline is None),
+    ({"repeats": 3}, lambda plan: plan.pipeline is not None and plan.pipeline.repeats == 3),
+    ({"layers_per_stage": (4, 2)}, lambda plan: plan.pipeline is not None and plan.pipeline.layers_per_stage == (4, 2)),
+    ({"remat": "full"}, lambda plan: plan.remat == "full"),
+])
+def test_what_the_user_fixed_is_kept(settings, holds):
+    found = legal(**settings)
+    assert found
+    assert all(holds(plan) for plan in found)
+    assert len(found) < len(legal()) or "remat" in settings
+
+
+def test_recomputing_rises_from_none():
+    plan = next(plan for plan in legal() if plan.pipeline is not None)
+    ladder = recomputing_more(config(), plan)
+    assert ladder[0] == plan
+    assert [(rung.remat, rung.pipeline.keep_residuals) for rung in ladder] == [
+        (remat, keep) for keep in (True, False) for remat in ("none", "selective", "dots", "full")]
+    fixed = next(plan for plan in legal(remat="dots", stage_residuals="keep") if plan.pipeline is not None)
+    assert recomputing_more(config(remat="dots", stage_residuals="keep"), fixed) == [fixed]
+    assert fixed.remat == "dots"
+
+
+def test_a_wrong_setting_is_an_error_and_no_rejection():
+    with pytest.raises(PlanError, match="cuDNN"):
+        list(layouts(config(attention="cudnn"), CPU))

@@ -1,0 +1,34 @@
+"""Link speeds as people write them."""
+
+import pytest
+
+from optimus_jax.errors import ConfigError
+from optimus_jax.planning.links import Link, with_speed
+
+USUAL = Link(name="NVLink 4", bytes_per_s=450e9, latency_s=None, source="a data sheet")
+
+
+@pytest.mark.parametrize(("text", "bytes_per_s", "latency_s"), [
+    ("50GB/s", 50e9, None), ("400Gb/s", 50e9, None), ("400Gbps", 50e9, None), (" 12.5 GB/s , 5 us", 12.5e9, 5e-6), ("5us", 450e9, 5e-6),
+    ("2µs,1TB/s", 1e12, 2e-6), ("1e3MB/s,0.1ms", 1e9, 1e-4), ("800kB/s", 8e5, None), ("10B/s,1s", 10, 1)])
+def test_speeds_and_latencies_are_read(text, bytes_per_s, latency_s):
+    link = with_speed(USUAL, text)
+    assert link.bytes_per_s == pytest.approx(bytes_per_s)
+    assert link.latency_s == (None if latency_s is None else pytest.approx(latency_s))
+    assert link.source == f"given as {text}"
+
+
+@pytest.mark.parametrize("text", ["", "50", "50GB", "GB/s", "50 gb/s", "-5GB/s", "50GB/s,60GB/s", "1us,2us", "0GB/s", "50GB/s,", "nan", "50KB/s", "5 m"])
+def test_anything_else_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match="50GB/s,5us"):
+        with_speed(USUAL, text)
+
+
+def test_a_link_of_another_speed_loses_its_name_and_one_of_another_latency_keeps_it():
+    assert with_speed(USUAL, "5us").name == "NVLink 4"
+    assert with_speed(USUAL, "50GB/s").name == "given link"
+
+
+def test_what_is_unknown_is_shown_as_unknown():
+    assert str(Link.unknown("network")) == "network (unknown speed)"
+    assert str(with_speed(Link.unknown("network"), "50GB/s,5us")) == "given link (50 GB/s, 5 us)"

@@ -1,0 +1,96 @@
+"""Work is counted as in closed form, and takes longer where a device is worse at it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pricing import GPT, LLAMA, RATES, plan_of
+
+from optimus_jax.models.flops import step_flops
+from optimus_jax.planning.operators import DeviceTime, device_time, head_work, layer_work, with_launches
+from optimus_jax.planning.stage_time import layer_shape, layer_time, place_of
+from optimus_jax.planning.style import MEGATRON, OURS
+from optimus_jax.planning.work import Work, matmul
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+def test_flops_of_a_step_without_remat_are_the_models(model):
+    """All but the fused kernel's backward, which computes the scores again: 3.5 times forward, where the model's FLOPs count 3."""
+    shape = layer_shape(model, plan_of("data=1", model), seq_len=1024, global_batch=2)
+    layer = layer_work(shape, OURS)
+    works = [*layer.attention, *layer.feed_forward]
+    fused = sum(work.fused_flops for work in works)
+    head = head_work(shape.tokens, model.embed_dim, model.vocab_size, shape.width, OURS)
+    counted = model.num_layers * (sum(work.flops for work in works) + fused * 3 / 3.5) + head.flops
+    assert counted == pytest.approx(step_flops(model, num_sequences=2, seq_len=1024), rel=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["xla", "cudnn"])
+def test_tensor_splits_all_matmuls_evenly(attention):
+    whole, split = (layer_work(layer_shape(LLAMA, plan_of(mesh, LLAMA, attention=attention), seq_len=2048, global_batch=4), OURS)
+                    for mesh in ("data=1", "tensor=4"))
+    for before, after in zip((*whole.attention, *whole.feed_forward), (*split.attention, *split.feed_forward), strict=True):
+        assert (before.flops, before.fused_flops) == pytest.approx((4 * after.flops, 4 * after.fused_flops))
+
+
+def test_fewer_key_value_heads_than_devices_are_computed_by_each_device_that_needs_them():
+    shape = layer_shape(LLAMA, plan_of("tensor=16", LLAMA), seq_len=128, global_batch=1)
+    assert (LLAMA.num_kv_heads, shape.heads, shape.kv_heads) == (8, 2, 1)
+
+
+def test_unfused_attention_moves_scores_and_computes_more_than_the_causal_half():
+    fused, unfused = (layer_work(layer_shape(GPT, plan_of("data=1", attention=kernel), seq_len=1024, global_batch=1), OURS) for kernel in ("cudnn", "xla"))
+    scores = GPT.num_heads * 1024**2 * 9 / 16  # eight blocks of queries
+    moved = unfused.attention[0].num_bytes - fused.attention[0].num_bytes
+    assert moved == pytest.approx(scores * OURS.score_bytes[0])
+    assert fused.core.fused_flops < unfused.core.flops < 2 * fused.core.fused_flops
+
+
+@pytest.mark.parametrize(("style", "whole"), [(OURS, False), (MEGATRON, True)], ids=["ours", "megatron"])
+def test_full_remat_repeats_the_last_product_only_where_nothing_drops_it(style, whole):
+    shape = layer_shape(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
+    quick = replace(RATES, memory_bytes_per_s=1e30, launch_s=0.0, interpreter_launch_s=0.0)
+    times = layer_time(shape, place_of(shape, 1), "full", False, (0, 0), quick, style)
+    last = device_time(matmul(shape.tokens, LLAMA.mlp_dim, LLAMA.embed_dim), quick, f32=False).total
+    assert times.again == pytest.approx(times.forward - (0 if whole else last))
+
+
+def test_softmax_that_cannot_be_fused_costs_more():
+    """Megatron's wants sequences times heads in fours."""
+    two, four = (layer_work(layer_shape(GPT, plan_of("data=1", attention="xla"), seq_len=64, global_batch=batch), MEGATRON) for batch in (2, 4))
+    assert two.core.kernels == MEGATRON.plain_softmax_kernels
+    assert four.core.kernels == 0
+
+
+def test_a_matmul_of_few_tiles_or_short_inner_dimension_runs_at_a_smaller_share():
+    def rate(*sizes: int) -> float:
+        return matmul(*sizes).flops / device_time(matmul(*sizes), RATES, f32=False).total
+
+    large = rate(16384, 16384, 16384)
+    assert 0.95 * RATES.matmul_flops_per_s < large < RATES.matmul_flops_per_s
+    assert rate(256, 16384, 256) < large / 4
+    assert rate(16384, 64, 16384) < large / 2
+
+
+def test_time_of_a_matmul_by_hand():
+    rates = replace(RATES, matmul_flops_per_s=1e12, num_cores=10.0, wave=0.5, inner=100.0)
+    by_hand = 2 * 256 * 400 * 384 / 1e12 * (1 + 0.5 * 10 / (2 * 3)) * (1 + 100 / 400)
+    assert device_time(matmul(256, 400, 384), rates, f32=False) == pytest.approx(DeviceTime(by_hand, 0.0))
+
+
+def test_unaligned_rows_and_float32_are_slower():
+    work = matmul(1024, 1024, 50257)
+    assert device_time(work, RATES, f32=False, aligned=False).total == pytest.approx(device_time(work, RATES, f32=False).total / RATES.unaligned_share)
+    assert device_time(work, RATES, f32=True).total > 1.9 * device_time(work, RATES, f32=False).total
+
+
+@given(device_s=st.floats(1e-9, 10), kernels=st.floats(0, 1e6))
+def test_launching_costs_at_least_the_longer_and_at_most_both(device_s, kernels):
+    host_s = kernels * RATES.launch_s
+    together = with_launches(device_s, kernels, RATES, OURS)
+    assert max(device_s, host_s) * (1 - 1e-9) <= together <= (device_s + host_s) * (1 + 1e-9)
+
+
+def test_work_adds_and_multiplies():
+    assert Work(1, 2, 3, 4, 5, 6, 7) + Work(1, 1, 1, 1, 1, 1, 1).times(2) == Work(3, 4, 5, 6, 7, 8, 9)
