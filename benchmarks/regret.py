@@ -24,7 +24,7 @@ MODELS = {
     "gpt": {"model.num_layers": 2, "model.embed_dim": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 64,
             "model.mlp_dim": 1024, "model.vocab_size": 2048, "data.seq_len": 256, "data.global_batch": 4},
     "llama": {"model.family": "llama", "model.tied": False, "model.num_layers": 3, "model.embed_dim": 192, "model.num_heads": 2,
-              "model.num_kv_heads": 1, "model.head_dim": 96, "model.mlp_dim": 512, "model.vocab_size": 4096, "data.seq_len": 256, "data.global_batch": 8},
+              "model.num_kv_heads": 1, "model.head_dim": 96, "model.mlp_dim": 512, "model.vocab_size": 4096, "data.seq_len": 256, "data.global_batch": 4},
 }
 
 

@@ -181,7 +181,8 @@ class Plan:
         parts = [f"mesh {self.axes}", f"zero {self.zero}", f"microbatches {self.microbatches}", f"remat {self.remat}",
                  self.precision, f"attention {self.attention}"]
         if self.pipeline is not None:
-            stages = "+".join(map(str, self.pipeline.layers_per_stage))
+            sizes = self.pipeline.layers_per_stage
+            stages = f"{len(sizes)} x {sizes[0]}" if len(sizes) > 4 and len(set(sizes)) == 1 else "+".join(map(str, sizes))
             residuals = "residuals kept" if self.pipeline.keep_residuals else "stages recomputed"
             slack = ", a tick of slack" if self.pipeline.send_slack else ""
             parts.insert(1, f"schedule {self.pipeline.schedule} with layers {stages}, {residuals}{slack}")

@@ -140,5 +140,7 @@ def _nothing_found(config: Config, cluster: Cluster, ranking: Ranking) -> str:
             given=f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device; {ranking.rejections[-1].reason}",
             do="give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer fixed settings")
     reasons = dict.fromkeys(rejection.reason for rejection in ranking.rejections)
+    unknown = [name for name, link in (("inside", cluster.inside), ("between", cluster.between)) if link is not None and link.bytes_per_s is None]
     return explain(f"no layout of {config.model.name} is legal on {cluster.num_devices} devices", given="; ".join(list(reasons)[:3]),
-                   do="change the --global-batch, the number of devices, or the settings that were fixed")
+                   do="change the --global-batch, the number of devices, or the settings that were fixed"
+                   + "".join(f"; say how fast a link is: --link {name}=25GB/s" for name in unknown))

@@ -1,12 +1,16 @@
-"""The ground that every test stands on: eight CPU devices, strict promotion of dtypes and ranks."""
+"""The ground that every test stands on: eight CPU devices, strict promotion of dtypes and ranks, no profile of this machine."""
 
 import os
+import tempfile
 
 # Read when jax is imported, which no test has done yet.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# A profile that somebody measured here would decide what `--mesh auto` means. Programs that tests start see this too.
+_cache = tempfile.TemporaryDirectory(prefix="optimus_jax-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 from hypothesis import settings
 

@@ -9,6 +9,7 @@ import bisect
 from dataclasses import dataclass, field
 
 from optimus_jax.config import Config
+from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import recomputing_more
 from optimus_jax.planning.calibrate import Calibration
@@ -95,8 +96,11 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
     for layout in layouts(pricing.config, pricing.cluster.topology()):
         if isinstance(layout, Rejection):
             rejections.append(layout)
-        else:
+            continue
+        try:
             priced.append((pricing.step_time_s(layout), len(priced), layout))
+        except PlanError as error:  # it would cross a link of unknown speed
+            rejections.append(Rejection(layouts=layout.describe(), reason=str(error).splitlines()[0]))
     best: dict[object, Candidate] = {}
     slowest_s: list[float] = []
     for least_s, _, layout in sorted(priced):

@@ -116,6 +116,7 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
   %near = f32[4,4]{1,0} fusion(%x), kind=kLoop, calls=%add
   %gather.1 = (f32[4,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%near), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
   %gather.2 = f32[16,4]{1,0} all-gather-done(%gather.1)
+  %between = f32[4,4]{1,0} fusion(%near), kind=kLoop, calls=%add
   %arrived = f32[4,4]{1,0} collective-permute-done(%send.1)
   %scatter.1 = ((f32[16,4]{1,0}), f32[4,4]{1,0}) async-start(%gather.2), calls=%async_computation
   %far = f32[4,4]{1,0} fusion(%arrived), kind=kLoop, calls=%add
@@ -129,7 +130,7 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
 def test_what_runs_while_a_collective_is_under_way():
     found = {each.kind: each for each in Program(GPU).collectives()}
     assert {kind: each.work_under for kind, each in found.items()} == {
-        "collective-permute": 1, "all-gather": 0, "reduce-scatter": 2, "all-reduce": 0}
+        "collective-permute": 2, "all-gather": 0, "reduce-scatter": 2, "all-reduce": 0}
     assert found["collective-permute"].source == "step/ppermute"
     assert found["collective-permute"].groups == ((0, 4), (4, 0))
     assert found["all-gather"].payload_bytes == found["reduce-scatter"].payload_bytes == 256

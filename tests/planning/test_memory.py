@@ -67,8 +67,8 @@ def test_the_estimate_is_near_what_xla_allocates(model, mesh, settings):
     assert estimate.states == pytest.approx(compiled.argument_size_in_bytes, rel=0.05), "states are known, not estimated"
 
 
-COMPILED_FOR_GPUS = 0.06
-"""The most that the estimate of any plan below may be off; -2 to +5% when it was written, and 1.5% on average over all of benchmarks/planner_memory.py."""
+COMPILED_FOR_GPUS = 0.04
+"""The most that the estimate of any plan below may be off; -0.3 to +2.2% when it was written, and 1.5% on average over all of benchmarks/planner_memory.py."""
 
 
 @pytest.mark.parametrize(("plan", "settings", "compiled_gib"), [

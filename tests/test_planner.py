@@ -1,0 +1,156 @@
+"""`find_plans`, `scripts/plan.py` and what a run makes of the planner."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import optimus_jax
+from optimus_jax.errors import ConfigError, OptimusError, PlanError
+from optimus_jax.mesh.build import discover
+from optimus_jax.pipeline.tables import make_schedule
+from optimus_jax.planner import find_plans
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.here import Here
+from optimus_jax.planning.rates import Rates
+from optimus_jax.presets import model_preset
+
+PLAN = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "plan.py")]
+CONTRACT = {"rank", "axes", "schedule", "microbatches", "remat", "zero", "step_time_s", "step_time_interval_s", "tokens_per_s", "mfu", "memory_bytes",
+            "bubble", "communication", "why"}
+
+
+def plan(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*PLAN, *flags], capture_output=True, text=True, check=False)
+
+
+def test_plans_come_best_first_with_a_reason_each():
+    found = find_plans("gpt2-xl", "h100:2x8", top=5, seq_len=1024)
+    assert [ranked.rank for ranked in found] == [1, 2, 3, 4, 5]
+    assert [ranked.step_time_s for ranked in found] == sorted(ranked.step_time_s for ranked in found)
+    assert found[0].plan.precision == "bf16"
+    assert "fastest of" in found[0].why
+    for ranked in found:
+        ranked.plan.validate(model_preset("gpt2-xl"), global_batch=8 * 16)
+        assert set(ranked.as_json()) >= CONTRACT
+        assert ranked.as_json() == json.loads(json.dumps(ranked.as_json()))
+        assert ranked.prediction.low_s < ranked.step_time_s < ranked.prediction.high_s
+
+
+def test_what_is_given_is_kept_and_its_flags_give_the_plan_again():
+    [best] = find_plans("gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, precision="bf16", **{"parallel.repeats": 3})
+    assert str(best.axes) == "pipe=4,data=2"
+    words = best.as_json()["flags"].split()
+    settings = dict(zip((word.removeprefix("--").replace("-", "_") for word in words[::2]), words[1::2], strict=True))
+    extra = settings.pop("set")
+    again = find_plans("gpt2-xl", "h100:8", top=1, global_batch=32, precision="bf16", **settings, **dict([extra.split("=", 1)]))
+    assert again[0].plan == best.plan
+
+
+def test_unknown_names_and_speeds_are_errors_that_say_what_to_do():
+    with pytest.raises(ConfigError, match="did you mean 'h100'"):
+        find_plans("gpt2", "h1oo:8")
+    with pytest.raises(OptimusError, match="nothing is known of how fast"):
+        find_plans("gpt2", "cpu:8")
+    unknown = Cluster.parse("h100:2x8")
+    assert unknown.between is not None
+    unknown = replace(unknown, between=replace(unknown.between, bytes_per_s=None))
+    with pytest.raises(PlanError, match="--link between="):
+        find_plans("gpt2", unknown)
+    assert find_plans("gpt2", unknown, links=["between=50GB/s"], top=1)
+
+
+def test_what_fits_nowhere_says_so():
+    with pytest.raises(PlanError, match=r"no layout of llama3\.3-70b fits l4 devices(.|\n)*legal layouts on 2 x l4"):
+        find_plans("llama3.3-70b", "l4:2", global_batch=2)
+
+
+def test_the_script_prints_a_table_and_json():
+    flags = ("--model", "gpt2", "--cluster", "a100:4", "--top", "3")
+    shown = plan(*flags, "--explain", "2", "--rejected")
+    assert shown.returncode == 0, shown.stderr
+    for text in ("predicted, not measured", "train with: python scripts/train.py --model gpt2 --precision bf16", "passes over", "memory of a device"):
+        assert text in shown.stdout
+    listed = json.loads(plan(*flags, "--json").stdout)
+    assert [entry["rank"] for entry in listed] == [1, 2, 3]
+    assert set(listed[0]) >= CONTRACT
+
+
+@pytest.mark.parametrize(("flags", "text"), [
+    (("--cluster", "h100"), "needs its numbers of hosts and devices"),
+    (("--cluster", "h100:8", "--explain", "11"), "ranks count from 1"),
+    (("--cluster", "h100:8", "--profile"), "only devices that are here can be measured"),
+    (("--cluster", "h100:8", "--set", "x"), "--set needs a name and a value"),
+    (("--cluster", "h100:8", "--link", "inside=fast"), "cannot read the link's speed 'fast'"),
+])
+def test_mistakes_end_with_one_message(flags, text):
+    ended = plan("--model", "gpt2", *flags)
+    assert ended.returncode == 2
+    assert text in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def profiled(topology, tmp_path) -> Here:
+    """Devices as if they had been measured."""
+    cluster = Cluster.parse("h100:8")
+    return Here(cluster=replace(cluster, accelerator=replace(cluster.accelerator, platform="cpu", memory_bytes=topology.bytes_per_device)),
+                rates=Rates.of(cluster.accelerator), records=tmp_path / "steps.jsonl")
+
+
+def run(tmp_path, **overrides):
+    return optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", progress="none", eval_every=0, seq_len=32, global_batch=8,
+                             **{"model.num_layers": 2, "model.embed_dim": 32, "model.mlp_dim": 64, "checkpoint.every": 0}, **overrides)
+
+
+def test_a_run_tries_the_best_and_goes_on_with_the_plan_it_had(tmp_path, monkeypatch):
+    here = profiled(discover(), tmp_path)
+    monkeypatch.setattr("optimus_jax.api.known_devices", lambda topology: here)
+    monkeypatch.setattr("optimus_jax.planning.measure.expected_gain", lambda *args: 1e9)  # a run for which trying pays
+    result = run(tmp_path, steps=1)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    trials = [event for event in events if event["event"] == "decision"]
+    assert len(trials) == 3
+    assert min(trials, key=lambda event: event["measured_step_time_s"])["plan"] == result.plan.digest
+    assert len(here.records.read_text().splitlines()) == 3
+    assert any("fastest of 3" in event.get("why", "") for event in events)
+
+    monkeypatch.setattr("optimus_jax.api.known_devices", lambda topology: None)  # the rule would say data=8
+    resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=2)
+    assert resumed.plan == result.plan
+    moved = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=3, mesh="tensor=8")
+    assert str(moved.plan.axes) == "tensor=8"
+    assert [record.step for record in moved.history] == [1, 2, 3]
+
+
+def test_a_short_run_tries_nothing(tmp_path, monkeypatch):
+    here = profiled(discover(), tmp_path)
+    monkeypatch.setattr("optimus_jax.api.known_devices", lambda topology: here)
+    run(tmp_path, steps=1)
+    assert '"decision"' not in (tmp_path / "run" / "events.jsonl").read_text()
+    assert not here.records.exists()
+
+
+def test_a_table_needs_its_file_only_once(tmp_path):
+    table = tmp_path / "own.json"
+    table.write_text(make_schedule("gpipe", 2, 2).to_json())
+    result = run(tmp_path, steps=1, mesh="pipe=2,data=4", schedule=str(table))
+    table.unlink()
+    assert optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=2).plan == result.plan
+
+
+def test_a_measured_machine_is_planned_for(tmp_path):
+    """Through the script, with a small profile made once; nothing here speaks of time."""
+    flags = ("--model", "gpt2-nano", "--cpu-devices", "2", "--global-batch", "4", "--seq-len", "32", "--json")
+    ended = plan(*flags)
+    assert ended.returncode == 0, ended.stderr
+    listed = json.loads(ended.stdout)
+    assert {tuple(entry["axes"].values()) for entry in listed} == {(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 1, 1, 1)}
+    assert all(entry["mfu"] is None and entry["precision"] == "f32" for entry in listed)
+
+
+def test_defaults_do_not_hide_what_the_user_fixed():
+    assert find_plans("gpt2", "h100:8", top=1, **{"precision.compute": "f16"})[0].plan.precision == "f16"
+    assert find_plans("gpt2", "h100:8", top=1, **{"data.global_batch": 24})[0].plan.batch_ways() in (1, 2, 4, 8)
