@@ -4,9 +4,10 @@
     python benchmarks/planner_memory.py --out memory.jsonl             # goes on where it stopped; about 10 s a plan
     python benchmarks/planner_memory.py --out memory.jsonl --write     # the table, into benchmarks/results/
 
-Plans of gpt2-xl, llama3-8b and llama3.3-70b on 8, 64 and 256 GPUs, in three lists. The estimate's formulas were made
-while looking at *studied*; *fresh* was compiled when they were done, and *drawn* is drawn at random from
-what is legal (--seed). A line is a plan: model, tokens of an example, examples of a microbatch on a device, mesh, settings.
+Plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b, in three lists. The estimate's formulas were made while
+looking at *studied* with XLA's attention; after *fresh* with XLA's attention they were changed once (the shares of
+attention scores). Nothing was changed after *drawn*, which is drawn at random from what is legal (--seed), nor after any plan with cuDNN's
+attention. A line is a plan: model, tokens of an example, examples of a microbatch on a device, mesh, settings.
 """
 
 import argparse

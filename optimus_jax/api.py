@@ -32,6 +32,7 @@ from optimus_jax.models.families import check_family
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import Choice, choose_plan
+from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.explain import gib
 from optimus_jax.planning.here import known_devices
 from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, resumed_config
@@ -298,13 +299,12 @@ def _compiled(program: Program, state: TrainState, loader: BatchLoader, topology
     compiled = program.train_step.lower(state, rows).compile()
     if topology.platform == "cpu":
         return_freed_memory()
-    memory = compiled.memory_analysis()
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    if topology.bytes_per_device is not None and needed > topology.bytes_per_device:
+    allocated = check_executable(compiled.memory_analysis(), topology.bytes_per_device)
+    if allocated.fits is False:
         raise PlanError(explain(
-            f"the compiled step needs {gib(needed)} per device, {gib(topology.bytes_per_device)} are there",
+            f"the compiled step needs {gib(allocated.total_bytes)} per device, {gib(topology.bytes_per_device or 0)} are there",
             given=program.plan.describe(), do="use more --microbatches, --remat full, or more devices along fsdp"))
-    return compiled, needed
+    return compiled, allocated.total_bytes
 
 
 def _say_goodbye(display: Display, outcome: Outcome, run: RunDirectory) -> None:

@@ -127,6 +127,9 @@ def show(found: "Found", reports: "Sequence[CompileReport | None]") -> None:
         table.add_column(name, justify="left" if name in ("mesh", "schedule", "remat", "why") else "right", overflow="fold")
     if any(reports):
         table.add_column("compiled GiB")
+        from optimus_jax.planning.compile_check import CAVEATS
+
+        console.print(f"compiled, not run: {'; '.join(CAVEATS)}", highlight=False)
     for ranked, report in zip(found.plans, reports, strict=True):
         table.add_row(*cells(ranked), *([f"{report.total_bytes / 2**30:.1f} {'fits' if report.fits else 'TOO MUCH'}"] if report else []))
     console.print(table)

@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+from hypothesis import settings
+
 # Read when jax is imported, which no test has done yet.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -11,8 +13,6 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A profile that somebody measured here would decide what `--mesh auto` means. Programs that tests start see this too.
 _cache = tempfile.TemporaryDirectory(prefix="optimus_jax-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
-
-from hypothesis import settings
 
 # What an example costs is mostly tracing and compiling, whose time says nothing about the code.
 settings.register_profile("optimus_jax", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI")))

@@ -14,6 +14,7 @@ from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.sharding import local_rows, put_batch
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
+from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.explain import gib
 from optimus_jax.training.step import build_program
 
@@ -50,10 +51,9 @@ def run_trial(config: Config, plan: Plan, *, num_steps: int, bytes_per_device: i
                             jax.eval_shape(program.init, jnp.int32(0)), program.state_shardings)
     step = program.train_step.lower(abstract, batch).compile()
     compile_s = time.perf_counter() - started
-    memory = step.memory_analysis()
-    step_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    if bytes_per_device is not None and step_bytes > bytes_per_device:
-        raise PlanError(explain(f"the compiled step needs {gib(step_bytes)} per device, {gib(bytes_per_device)} are there",
+    allocated = check_executable(step.memory_analysis(), bytes_per_device)
+    if allocated.fits is False:
+        raise PlanError(explain(f"the compiled step needs {gib(allocated.total_bytes)} per device, {gib(bytes_per_device or 0)} are there",
                                 given=plan.describe(), do="leave this plan out"))
     state, wall, cpu = program.init(jnp.int32(config.seed)), [], []
     for _ in range(WARM_UP + num_steps):
@@ -62,7 +62,8 @@ def run_trial(config: Config, plan: Plan, *, num_steps: int, bytes_per_device: i
         jax.block_until_ready(metrics)
         wall.append(time.perf_counter() - wall_before)
         cpu.append(time.process_time() - cpu_before)
-    return Trial(plan=plan, step_time_s=statistics.median(wall[WARM_UP:]), cpu_s=min(cpu[WARM_UP:]), compile_s=compile_s, step_bytes=step_bytes)
+    return Trial(plan=plan, step_time_s=statistics.median(wall[WARM_UP:]), cpu_s=min(cpu[WARM_UP:]), compile_s=compile_s,
+                 step_bytes=allocated.total_bytes)
 
 
 def _made_up_batch(config: Config, rows: np.ndarray) -> dict[str, np.ndarray]:
