@@ -113,7 +113,8 @@ class _Run:
         if self.keeps:
             self.residuals = Residuals(self.p.functions.layers, self._repeat(jnp.int32(0)), hidden,
                                         self._microbatch(vary(jnp.int32(0), [PIPE])))
-            carry["residuals"] = [_ring(self.buffers.num_residuals, like) for like in self.residuals.like]
+            # What is alike on all stages when a visit keeps it (cuDNN's mask of documents) is of another microbatch on each.
+            carry["residuals"] = [_ring(self.buffers.num_residuals, vary(like, [PIPE])) for like in self.residuals.like]
         return carry
 
     # One tick

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optimus_jax.mesh.axes import PIPE
 from optimus_jax.mesh.zero import vary
 
 Microbatch = Any
@@ -33,7 +32,7 @@ class Residuals:
         self._treedef: Any = None
         # Traced, not run: the rings must be there before the first forward.
         kept = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(repeat, x, microbatch).out_avals
-        self.like = [vary(jnp.zeros(aval.shape, aval.dtype), sorted({PIPE, *aval.mat.varying})) for aval in kept]
+        self.like = [vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in kept]
         """An array of zeros for every array that is kept."""
 
     def forward(self, repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch) -> tuple[Array, list[Array]]:

@@ -69,13 +69,13 @@ def test_blocks_of_queries_change_nothing(documents, monkeypatch):
     length = 48
     segments = jnp.asarray(np.arange(length)[None, :] // 20 + np.zeros((2, 1)), jnp.int32) if documents else None
     monkeypatch.setattr(kernels, "MIN_BLOCK", 8)
-    assert kernels._block_size(length) == 8
+    assert kernels.block_size(length) == 8
     assert_same(functools.partial(attend, visibility=Visibility(segments), kernel="xla"), functools.partial(plain, segments=segments),
                 arrays(length))
 
 
 def test_block_sizes():
-    assert [kernels._block_size(length) for length in (1, 64, 127, 128, 192, 256, 512, 1024, 4096, 1000)] == [
+    assert [kernels.block_size(length) for length in (1, 64, 127, 128, 192, 256, 512, 1024, 4096, 1000)] == [
         1, 64, 127, 64, 64, 64, 64, 128, 512, 125]
 
 
