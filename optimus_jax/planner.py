@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import Config
-from optimus_jax.errors import PlanError, explain
+from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
@@ -105,13 +105,19 @@ def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iter
 def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Iterable[str] = (), rates: Rates | None = None,
                    calibration: Calibration | None = None, overrides: dict[str, Any]) -> Found:
     """`find_plans` with everything that it looked at."""
+    if top < 1:
+        raise ConfigError(explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan"))
     where = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
     defaults: dict[str, Any] = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     if where.accelerator.platform == "gpu":
-        defaults["precision"] = "bf16"
+        defaults |= {"precision": "bf16" if where.accelerator.has_bf16 else "f16"}
     given = set(overrides)
     defaults = {name: value for name, value in defaults.items() if not given & {name, *_DOTTED[name]}}
     config = make_config(model, defaults | overrides)
+    if config.precision.compute == "bf16" and not where.accelerator.has_bf16:
+        raise PlanError(explain(f"a {where.accelerator.name} has no bf16", given="precision bf16", do="use --precision f16 or f32"))
+    if not where.accelerator.has_bf16 and config.parallel.attention == "auto":
+        config = config.with_values({"parallel.attention": "xla"})  # what has no bf16 is older than cuDNN's fused attention
     check_family(config.model)
     rates = rates or Rates.of(where.accelerator)
     ranking = search(Pricing(config, where, rates, calibration or Calibration()), top=top)

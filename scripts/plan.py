@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 USER_ERROR = 2
 HERE = "here"
+SAID_BY_FLAGS = ("parallel.mesh", "parallel.microbatches", "parallel.remat", "parallel.zero", "parallel.schedule", "parallel.repeats",
+                 "parallel.stage_residuals", "parallel.send_slack", "precision.compute", "data.seq_len", "data.global_batch")
+"""Settings that a plan's own flags give."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,7 +81,7 @@ def find(given: dict) -> "Found":
     if given["cluster"] == HERE:
         here = measured_here(given)
         return look_for_plans(given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked)
-    if given["profile"] or given["cpu_devices"]:
+    if given["profile"] or given["cpu_devices"] is not None:
         raise ConfigError(explain("only devices that are here can be measured", given=f"--cluster {given['cluster']}",
                                   do="leave out --cluster, or --profile and --cpu-devices"))
     return look_for_plans(given["model"], given["cluster"], **asked)
@@ -91,6 +94,8 @@ def measured_here(given: dict) -> "Here":
     from optimus_jax.planning.here import measure_devices
 
     if given["cpu_devices"] is not None:
+        if given["cpu_devices"] < 1:
+            raise ConfigError(explain("there is at least one device", given=f"--cpu-devices {given['cpu_devices']}", do="give 1 or more"))
         use_cpu_devices(given["cpu_devices"])
     return measure_devices(discover(), refresh=given["profile"], progress=show_progress if sys.stderr.isatty() else None)
 
@@ -111,7 +116,7 @@ def compiled(found: "Found") -> "list[CompileReport | None]":
     return reports
 
 
-def show(found: "Found", reports: "Sequence[CompileReport | None]") -> None:
+def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]") -> None:
     """The ranking as a table, and what it is a ranking of."""
     from rich.console import Console
     from rich.table import Table
@@ -134,7 +139,8 @@ def show(found: "Found", reports: "Sequence[CompileReport | None]") -> None:
         table.add_row(*cells(ranked), *([f"{report.total_bytes / 2**30:.1f} {'fits' if report.fits else 'TOO MUCH'}"] if report else []))
     console.print(table)
     device = f" --precision {config.precision.compute} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
-    console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {flags(best.plan)}", highlight=False, soft_wrap=True)
+    others = "".join(f" --set {entry}" for entry in given["set"] if entry.partition("=")[0] not in SAID_BY_FLAGS)
+    console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {flags(best.plan)}{others}", highlight=False, soft_wrap=True)
 
 
 def cells(ranked: "RankedPlan") -> list[str]:
@@ -186,7 +192,7 @@ def main() -> int:
         print(json.dumps([ranked.as_json() | ({"compiled_bytes": report.total_bytes, "compiled_fits": report.fits} if report else {})
                           for ranked, report in zip(found.plans, reports, strict=True)], indent=2))
         return 0
-    show(found, reports)
+    show(given, found, reports)
     if (rank := given.get("explain")) is not None and rank <= len(found.plans):
         show_terms(found.plans[rank - 1])
     if given["rejected"]:

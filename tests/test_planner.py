@@ -44,9 +44,11 @@ def test_what_is_given_is_kept_and_its_flags_give_the_plan_again():
     [best] = find_plans("gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, precision="bf16", **{"parallel.repeats": 3})
     assert str(best.axes) == "pipe=4,data=2"
     words = best.as_json()["flags"].split()
-    settings = dict(zip((word.removeprefix("--").replace("-", "_") for word in words[::2]), words[1::2], strict=True))
-    extra = settings.pop("set")
-    again = find_plans("gpt2-xl", "h100:8", top=1, global_batch=32, precision="bf16", **settings, **dict([extra.split("=", 1)]))
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    settings = {flag.removeprefix("--"): value for flag, value in pairs if flag != "--set"}
+    settings |= dict(value.split("=", 1) for flag, value in pairs if flag == "--set")
+    assert settings["parallel.stage_residuals"] == "keep"
+    again = find_plans("gpt2-xl", "h100:8", top=1, global_batch=32, precision="bf16", **settings)
     assert again[0].plan == best.plan
 
 
@@ -61,6 +63,33 @@ def test_unknown_names_and_speeds_are_errors_that_say_what_to_do():
     with pytest.raises(PlanError, match="--link between="):
         find_plans("gpt2", unknown)
     assert find_plans("gpt2", unknown, links=["between=50GB/s"], top=1)
+
+
+def test_a_schedule_that_is_given_keeps_its_repeats_open():
+    [best] = find_plans("gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, schedule="interleaved")
+    fixed = [find_plans("gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, **{"parallel.repeats": repeats})[0] for repeats in (2, 4, 12)]
+    assert best.step_time_s == min(ranked.step_time_s for ranked in fixed)
+
+
+def test_what_a_device_cannot_compute_is_not_planned():
+    assert find_plans("gpt2", "v100:2", top=1)[0].plan.precision == "f16"
+    assert find_plans("gpt2", "v100:2", top=1)[0].plan.attention == "xla"
+    with pytest.raises(PlanError, match="a v100 has no bf16"):
+        find_plans("gpt2", "v100:2", precision="bf16")
+
+
+@pytest.mark.parametrize(("settings", "text"), [
+    ({"mesh": "data=4"}, "the mesh needs 4 devices; this run has 8"),
+    ({"top": 0}, "ranks count from 1"),
+    ({"mesh": "data=8", "zero": 2}, "splits over fsdp"),
+])
+def test_what_is_not_legal_says_why(settings, text):
+    with pytest.raises(OptimusError, match=text):
+        find_plans("gpt2", "h100:8", **settings)
+
+
+def test_zero_0_on_a_given_mesh_is_planned():
+    assert find_plans("gpt2", "h100:8", top=1, mesh="fsdp=8", zero=0)[0].plan.zero == 0
 
 
 def test_what_fits_nowhere_says_so():

@@ -31,6 +31,8 @@ class Accelerator:
     """Bandwidth of that memory, reads and writes together."""
     num_cores: int | None
     """Streaming multiprocessors."""
+    has_bf16: bool = True
+    """Whether its matmuls take bf16 (NVIDIA: compute capability 8.0 on, which cuDNN's fused attention needs too)."""
     sources: tuple[str, ...]
     """Where the figures are published."""
 
@@ -63,10 +65,11 @@ def accelerator_of_kind(device_kind: str) -> Accelerator | None:
 
 
 def _nvidia(name: str, device_kind: str, *, tflops_16: float, tflops_32: float, memory_gb: int, memory_gb_per_s: float,
-            num_sms: int, sources: tuple[str, ...]) -> Accelerator:
+            num_sms: int, sources: tuple[str, ...], has_bf16: bool = True) -> Accelerator:
     return Accelerator(
         name=name, device_kind=device_kind, platform="gpu", dense_peak_flops=tflops_16 * 1e12, f32_peak_flops=tflops_32 * 1e12,
-        memory_bytes=memory_gb * 10**9, memory_bytes_per_s=memory_gb_per_s * 1e9, num_cores=num_sms, sources=sources)
+        memory_bytes=memory_gb * 10**9, memory_bytes_per_s=memory_gb_per_s * 1e9, num_cores=num_sms, sources=sources,
+        has_bf16=has_bf16)
 
 
 _AMPERE = "NVIDIA A100 Tensor Core GPU Architecture white paper: https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
@@ -103,7 +106,7 @@ ACCELERATORS = (
     _nvidia("l4", "NVIDIA L4", tflops_16=121, tflops_32=60, memory_gb=24, memory_gb_per_s=300, num_sms=58, sources=_L4),
     _nvidia("rtx4090", "NVIDIA GeForce RTX 4090", tflops_16=165.2, tflops_32=82.6, memory_gb=24, memory_gb_per_s=1008, num_sms=128, sources=(_ADA,)),
     _nvidia("rtx3090", "NVIDIA GeForce RTX 3090", tflops_16=71, tflops_32=35.6, memory_gb=24, memory_gb_per_s=936, num_sms=82, sources=_GA102),
-    _nvidia("v100", "Tesla V100-SXM2-32GB", tflops_16=125, tflops_32=15.7, memory_gb=32, memory_gb_per_s=900, num_sms=80, sources=_V100),
-    _nvidia("v100-16gb", "Tesla V100-SXM2-16GB", tflops_16=125, tflops_32=15.7, memory_gb=16, memory_gb_per_s=900, num_sms=80, sources=_V100),
+    _nvidia("v100", "Tesla V100-SXM2-32GB", tflops_16=125, tflops_32=15.7, memory_gb=32, memory_gb_per_s=900, num_sms=80, sources=_V100, has_bf16=False),
+    _nvidia("v100-16gb", "Tesla V100-SXM2-16GB", tflops_16=125, tflops_32=15.7, memory_gb=16, memory_gb_per_s=900, num_sms=80, sources=_V100, has_bf16=False),
 )
 """All that are listed."""

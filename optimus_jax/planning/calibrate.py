@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from optimus_jax.planning.cost import Prediction
+from optimus_jax.planning.cost import Prediction, shares_of
 
 PRIOR = 0.3
 """Standard deviation of how far off a term is, as a logarithm."""
@@ -89,7 +89,7 @@ class Calibration:
         unseen = 1.0 - shares.sum()
         spread = math.sqrt(shares @ self.covariance @ shares + (unseen * PRIOR) ** 2 + NOISE**2)
         return replace(
-            prediction, terms=terms, step_time_s=time_s, low_s=time_s * math.exp(-_90_PERCENT * spread), high_s=time_s * math.exp(_90_PERCENT * spread),
+            prediction, terms=terms, step_time_s=time_s, **shares_of({term.name: term.time_s for term in terms}), low_s=time_s * math.exp(-_90_PERCENT * spread), high_s=time_s * math.exp(_90_PERCENT * spread),
             tokens_per_s=prediction.tokens_per_s * before_s / time_s, mfu=prediction.mfu and prediction.mfu * before_s / time_s)
 
 
@@ -106,9 +106,10 @@ def read_records(path: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             record = Record(**json.loads(line))
-            math.log(record.measured_s / record.predicted_s)
+            if not 0 < record.measured_s < math.inf or not 0 < record.predicted_s < math.inf or min(record.terms_s.values()) < 0:
+                raise ValueError("times are finite and above 0")
             records.append(record)
-        except (ValueError, TypeError, ZeroDivisionError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             warnings.warn(f"{path}, line {number} is no measurement and does not count: {error}", stacklevel=2)
     return records[-KEPT:]
 

@@ -144,6 +144,8 @@ class _Way(NamedTuple):
     """Of the slowest link of a ring."""
     latency_s: float
     """Of once around."""
+    tree_latency_s: float = 0.0
+    """The same where hosts are joined by trees, as small all-reduces are."""
 
 
 class Wires:
@@ -165,23 +167,26 @@ class Wires:
             way = self._ways[exchange.axes, is_send] = self._send(exchange.axes) if is_send else self._ring(exchange.axes)
         if is_send:
             return exchange.num_bytes * way.s_per_byte + way.latency_s
-        return (2.0 if exchange.kind == "all-reduce" else 1.0) * ((way.size - 1) / way.size * exchange.num_bytes * way.s_per_byte + way.latency_s)
+        around_s = (way.size - 1) / way.size * exchange.num_bytes * way.s_per_byte
+        return 2.0 * (around_s + way.tree_latency_s) if exchange.kind == "all-reduce" else around_s + way.latency_s
 
     def _ring(self, names: tuple[str, ...]) -> _Way:
         cluster, rates, size = self._cluster, self._rates, math.prod([self._axes[name] for name in names])
         if size == 1:
-            return _Way(1, 0.0, 0.0)
+            return _Way(1, 0.0, 0.0, 0.0)
         hosts = cluster.hosts_crossed(self._axes, names)
-        on_host, speed, latency_s = size / hosts, math.inf, 0.0
+        on_host, speed, latency_s, tree_latency_s = size / hosts, math.inf, 0.0, 0.0
         if on_host > 1:
             speed = speed_of(cluster.inside) * rates.collective_share
-            latency_s = (on_host - 1) * _latency(cluster.inside, rates.latency_s)
+            latency_s = tree_latency_s = (on_host - 1) * _latency(cluster.inside, rates.latency_s)
         if hosts > 1:
             assert cluster.between is not None, "several hosts have a link between them"
             speed = min(speed, speed_of(cluster.between) * rates.between_share * on_host)
-            # Small messages go along trees.
-            latency_s += min(hosts - 1, 2 * math.log2(hosts)) * _latency(cluster.between, rates.between_latency_s)
-        return _Way(size, 1 / speed, latency_s)
+            hop_s = _latency(cluster.between, rates.between_latency_s)
+            latency_s += (hosts - 1) * hop_s
+            # NCCL sums small messages along trees; it gathers and scatters in rings.
+            tree_latency_s += min(hosts - 1, 2 * math.log2(hosts)) * hop_s
+        return _Way(size, 1 / speed, latency_s, tree_latency_s)
 
     def _send(self, names: tuple[str, ...]) -> _Way:
         cluster, rates = self._cluster, self._rates

@@ -7,6 +7,7 @@ say how often that happens; gradients, the optimizer and a fixed rest come once.
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optimus_jax.config import ModelConfig
@@ -87,8 +88,14 @@ def predict(model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, *, s
     flops = step_flops(model, num_sequences=global_batch, seq_len=seq_len)
     return Prediction(
         terms=step.terms(times), step_time_s=time_s, low_s=time_s / margin, high_s=time_s * margin,
-        bubble=times[BUBBLE] / time_s, communication=sum([times[name] for name in COMMUNICATION]) / time_s,
+        **shares_of(times),
         tokens_per_s=global_batch * seq_len / time_s, mfu=flops / (time_s * peak * plan.num_devices) if peak else None)
+
+
+def shares_of(times: Mapping[str, float]) -> dict[str, float]:
+    """The bubble's and the exchanges' shares of a step with these terms."""
+    time_s = sum(times.values())
+    return {"bubble": times.get(BUBBLE, 0.0) / time_s, "communication": sum([times.get(name, 0.0) for name in COMMUNICATION]) / time_s}
 
 
 def term_times(model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, *, seq_len: int, global_batch: int,
@@ -113,6 +120,8 @@ class _Step:
         self.head = head_time(self.shape.tokens, model.embed_dim, head_rows(model, plan, style), self.shape.width, self.place, rates, style)
         self.exposed: dict[tuple[Part, str], float] = defaultdict(float)
         """Seconds that exchanges add to a part of the step, by term."""
+        self.beside = {"layer forward": self.layer.forward, "layer backward": self.layer.backward}
+        """Seconds of compute that exchanges can still run beside."""
         time_of = wires(plan.axes, cluster, rates).time
         for each in exchanged:
             self.exposed[each.part, each.term] += self._exposed(each, time_of(each) * each.count)
@@ -121,8 +130,9 @@ class _Step:
         """What an exchange adds to its part of the step. Side by side, compute and exchange slow each other down."""
         if not exchange.hides:
             return time_s
-        beside_s = {"layer forward": self.layer.forward, "layer backward": self.layer.backward}.get(exchange.part, math.inf)
-        side_by_side = min(time_s * self.rates.overlap_share, beside_s)
+        side_by_side = min(time_s * self.rates.overlap_share, self.beside.get(exchange.part, math.inf))
+        if exchange.part in self.beside:
+            self.beside[exchange.part] -= side_by_side
         return time_s - max(0.0, 2.0 - self.rates.overlap_slowdown) * side_by_side
 
     def times(self) -> dict[str, float]:

@@ -54,7 +54,7 @@ def flags(plan: Plan) -> str:
     if pipeline := plan.pipeline:
         parts.append(f"--schedule {pipeline.schedule}")
         parts += [f"--set parallel.repeats={pipeline.repeats}"] if pipeline.repeats > 1 else []
-        parts += [] if pipeline.keep_residuals else ["--set parallel.stage_residuals=recompute"]
+        parts.append(f"--set parallel.stage_residuals={'keep' if pipeline.keep_residuals else 'recompute'}")
         parts += ["--set parallel.send_slack=true"] if pipeline.send_slack else []
     if whole := whole_over_tensor(plan):
         parts.append(f"--set parallel.rules={','.join(f'{name}=none' for name in whole)}")

@@ -23,9 +23,11 @@ from optimus_jax.mesh.rules import Rules, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
-from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.plan import Pipelining, Plan, check_devices
 from optimus_jax.planning.assemble import RECOMPUTE_LEAST, fixed_microbatches, loss_chunk_tokens, pipelining
 
+REPEATING = "interleaved"
+"""The schedule with repeats."""
 BLOCK_RULES = ((), ("mlp=none",), ("heads=none",))
 """Over tensor: both halves of a layer, attention alone, the feed-forward alone."""
 
@@ -55,6 +57,8 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
     """
     parallel = config.parallel
     kernel = choose_kernel(parallel.attention, platform=topology.platform, precision=config.precision.compute, model=config.model)
+    if parallel.mesh != "auto":
+        check_devices(AxisSizes.parse(parallel.mesh), topology.num_devices)
     for axes in [AxisSizes.parse(parallel.mesh)] if parallel.mesh != "auto" else axis_sizes(topology.num_devices):
         for rules in _rules(config, axes):
             common = Plan(
@@ -71,6 +75,9 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
         check_rules(common.rules, axes, config.model)
     except PlanError as error:
         yield Rejection(layouts=str(axes), reason=_first_line(error))
+        return
+    if not _zero_stages(config, axes):
+        yield Rejection(layouts=str(axes), reason=f"zero={config.parallel.zero} " + ("splits over fsdp" if config.parallel.zero else "over fsdp is data parallelism"))
         return
     if global_batch % ways:
         yield Rejection(layouts=str(axes), reason=f"the global batch of {global_batch} does not divide over data*fsdp={ways}")
@@ -91,7 +98,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
 
 def _fixes_pipeline(config: Config) -> bool:
     parallel = config.parallel
-    return parallel.schedule != "auto" or parallel.repeats is not None or bool(parallel.layers_per_stage)
+    return parallel.schedule not in ("auto", REPEATING) or parallel.repeats is not None or bool(parallel.layers_per_stage)
 
 
 def _checked(layout: Plan, config: Config) -> Plan | Rejection:
@@ -110,8 +117,10 @@ def _rules(config: Config, axes: AxisSizes) -> Iterator[Rules]:
 
 
 def _zero_stages(config: Config, axes: AxisSizes) -> tuple[int, ...]:
-    if config.parallel.zero is not None:
-        return (config.parallel.zero,) if (axes.fsdp > 1) == (config.parallel.zero > 0) else ()
+    parallel = config.parallel
+    if parallel.zero is not None:
+        # Zero over fsdp is data parallelism by another name: only who names the mesh means it.
+        return (parallel.zero,) if (axes.fsdp > 1) == (parallel.zero > 0) or (parallel.zero == 0 and parallel.mesh != "auto") else ()
     return (1, 2, 3) if axes.fsdp > 1 else (0,)
 
 
@@ -133,14 +142,14 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
         except PlanError as error:
             yield Rejection(layouts=str(axes), reason=_first_line(error))
         return
-    if num_layers < axes.pipe:
-        yield Rejection(layouts=str(axes), reason=f"{num_layers} layers cannot fill {axes.pipe} stages")
-        return
-    for repeats in range(1, num_layers // axes.pipe + 1):
+    fewest = 2 if parallel.schedule == REPEATING else 1
+    if num_layers < axes.pipe * fewest:
+        yield Rejection(layouts=str(axes), reason=f"{num_layers} layers cannot fill {axes.pipe} stages x {fewest} visits")
+    for repeats in range(fewest, num_layers // axes.pipe + 1):
         if repeats > 1 and num_layers % (axes.pipe * repeats):
             continue
         yield Pipelining(
-            schedule="interleaved" if repeats > 1 else "1f1b", repeats=repeats, send_slack=parallel.send_slack, table=None,
+            schedule=REPEATING if repeats > 1 else "1f1b", repeats=repeats, send_slack=parallel.send_slack, table=None,
             keep_residuals=parallel.stage_residuals != "recompute", layers_per_stage=layers_per_stage(num_layers, axes.pipe * repeats))
 
 
@@ -152,8 +161,9 @@ def _microbatches(config: Config, rows: int, axes: AxisSizes, pipeline: Pipelini
     legal = [number for number in ([asked] if asked is not None else _divisors(rows)) if rows % number == 0 and number % unit == 0]
     if legal:
         return legal
-    number = "no number of microbatches" if asked is None else f"microbatches={asked} is not what"
-    return Rejection(layouts=f"{axes}, repeats={repeats}", reason=f"{number} divides {rows} rows and is a multiple of {unit}")
+    asked_for = "" if asked is None else f", and microbatches={asked} was asked for"
+    stages = f" and are multiples of {unit} stages" if unit > 1 else ""
+    return Rejection(layouts=f"{axes}, repeats={repeats}", reason=f"microbatches divide {rows} rows{stages}{asked_for}")
 
 
 def _divisors(number: int) -> list[int]:

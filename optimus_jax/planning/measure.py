@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus_jax.errors import PlanError
+from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import Candidate
 from optimus_jax.planning.trial import WARM_UP, Trial
@@ -46,8 +46,11 @@ def measure(ranked: Sequence[Candidate], run: Callable[[Plan], Trial], *, num_st
       run: tries one plan; a PlanError of it means that it does not fit.
       num_steps: the run has before it.
       spread: standard deviation of the logarithm of measured over predicted times.
+    Raises:
+      PlanError: candidates were tried, and none of them could run.
     """
-    close = [candidate for candidate in ranked if candidate.prediction.low_s < ranked[0].prediction.high_s][:most]
+    within = [candidate for candidate in ranked if candidate.prediction.low_s < ranked[0].prediction.high_s]
+    close = within[:most]
     if len(close) < 2:
         return Measured(plan=ranked[0].plan, trials=(), why="no other candidate is within the prediction's interval" if most > 1 else "one candidate was asked for")
     first_s, *others_s = [candidate.prediction.step_time_s for candidate in close]
@@ -55,7 +58,9 @@ def measure(ranked: Sequence[Candidate], run: Callable[[Plan], Trial], *, num_st
     if gain_s < cost_s:
         return Measured(plan=close[0].plan, trials=(), why=f"trying {len(close)} would take more than {cost_s:.1f} s and is expected to save {gain_s:.1f} s")
     tried: list[tuple[float, Trial]] = []
-    for candidate in close:
+    for candidate in within:  # one that does not fit is none of those tried
+        if len(tried) == most:
+            break
         predicted_s = candidate.prediction.step_time_s
         if tried:
             # What was measured says how far off all predictions are; the next is expected to be off likewise.
@@ -68,7 +73,8 @@ def measure(ranked: Sequence[Candidate], run: Callable[[Plan], Trial], *, num_st
         with suppress(PlanError):
             tried.append((predicted_s, run(candidate.plan)))
     if not tried:
-        return Measured(plan=ranked[0].plan, trials=(), why="none of those tried could run")
+        raise PlanError(explain("none of the planner's best plans fits", given=f"{len(within)} plans, compiled for these devices",
+                                do="use --remat full, more --microbatches, more devices, or a smaller --model"))
     return _kept(tried, f"the fastest of {len(tried)} that were tried")
 
 

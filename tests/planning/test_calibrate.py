@@ -34,6 +34,14 @@ def test_the_term_that_is_off_is_found():
     assert mended.mfu == pytest.approx(0.5 / mended.step_time_s)
 
 
+def test_shares_are_those_of_the_mended_terms():
+    mended = Calibration.of([record(1.6, compute=0.4, fsdp=0.6), record(1.0, compute=1.0)] * 20).applied(prediction(compute=0.5, fsdp=0.4, bubble=0.1))
+    times = {term.name: term.time_s for term in mended.terms}
+    assert times["fsdp"] > 0.5
+    assert mended.communication == pytest.approx(times["fsdp"] / mended.step_time_s)
+    assert mended.bubble == pytest.approx(times["bubble"] / mended.step_time_s)
+
+
 def test_more_records_leave_a_narrower_interval():
     def width(num_records):
         mended = Calibration.of([record(1.2, compute=1.0)] * num_records).applied(prediction(compute=1.0))
@@ -52,11 +60,13 @@ def test_records_survive_the_file_and_damaged_lines_do_not_count(tmp_path):
         append_record(path, record(measured_s, compute=1.0))
     with path.open("a") as file:
         file.write('{"model": "m"}\n{"half\n')
+        for measured in ("NaN", "Infinity", "-1.0"):
+            file.write(f'{{"model": "m", "plan": "p", "measured_at": "", "measured_s": {measured}, "terms_s": {{"compute": 1.0}}}}\n')
     append_record(path, record(3.0, compute=1.0))
     with pytest.warns(UserWarning, match="is no measurement") as warned:
         found = read_records(path)
     assert found == [record(measured_s, compute=1.0) for measured_s in (1.0, 2.0, 3.0)]
-    assert len(warned) == 2
+    assert len(warned) == 5
 
 
 def test_a_record_of_nothing_does_not_count(tmp_path):

@@ -99,12 +99,19 @@ def test_rings_between_hosts_share_the_links_of_devices_that_take_part():
     message = {"kind": "all-gather", "part": "step", "num_bytes": 1e9, "count": 1}
     assert HOSTS.between is not None
     link = speed_of(HOSTS.between) * RATES.between_share
-    latency = min(7, 2 * math.log2(8)) * RATES.between_latency_s
+    latency = 7 * RATES.between_latency_s
     one = exchange_time(Exchange(axes=("data",), **message), plan_of("data=8,tensor=8"), HOSTS, RATES)
     assert one == pytest.approx(7 / 8 * 1e9 / link + latency)
     all_of_them = exchange_time(Exchange(axes=("data",), **message), plan_of("data=64"), HOSTS, RATES)
     inside = speed_of(HOSTS.inside) * RATES.collective_share
     assert all_of_them == pytest.approx(63 / 64 * 1e9 / min(8 * link, inside) + latency + 7 * RATES.latency_s)
+
+
+def test_small_all_reduces_go_along_trees_between_hosts_and_gathers_do_not():
+    cluster, axes = Cluster.parse("h100:64x8"), plan_of("data=64,tensor=8")
+    reduce_s, gather_s = (exchange_time(Exchange(kind, ("data",), "step", 8, 1), axes, cluster, RATES) for kind in ("all-reduce", "all-gather"))
+    assert reduce_s == pytest.approx(2 * 2 * math.log2(64) * RATES.between_latency_s, rel=1e-3)
+    assert gather_s == pytest.approx(63 * RATES.between_latency_s, rel=1e-3)
 
 
 def test_a_links_own_latency_counts():

@@ -63,10 +63,12 @@ def test_candidates_outside_the_interval_are_not_tried():
 
 
 def test_what_does_not_fit_is_passed_over():
-    trials = Trials([None, 1.0, 1.1])
+    trials = Trials([None, 1.0, 1.1, 1.2])
     assert measure(RANKED, trials, num_steps=10**6, most=3, spread=0.25).plan == RANKED[1].plan
-    nothing = measure(RANKED, Trials([None, None, None]), num_steps=10**6, most=3, spread=0.25)
-    assert (nothing.plan, nothing.trials) == (RANKED[0].plan, ())
+    later = measure(RANKED, Trials([None, None, None, None, 1.0, 1.2]), num_steps=10**6, most=3, spread=0.25)
+    assert later.plan == RANKED[4].plan
+    with pytest.raises(PlanError, match="none of the planner's best plans fits"):
+        measure(RANKED, Trials([None] * 6), num_steps=10**6, most=3, spread=0.25)
 
 
 def test_the_expected_gain():

@@ -38,7 +38,7 @@ def test_the_best_are_those_of_an_exhaustive_search(gib):
                     kind = (plan.axes, plan.rules, plan.pipeline and plan.pipeline.repeats)
                     times[kind] = min(times.get(kind, float("inf")), pricing.predicted(plan).step_time_s)
     found = search(pricing, top=8).best
-    assert [candidate.prediction.step_time_s for candidate in found] == pytest.approx(sorted(times.values())[:8], rel=0.02)
+    assert [candidate.prediction.step_time_s for candidate in found] == pytest.approx(sorted(times.values())[:8], rel=1e-12)
     assert found[0].prediction.step_time_s == pytest.approx(min(times.values()))
     assert all(fits(candidate.memory, gib * 2**30) for candidate in found)
 
