@@ -11,8 +11,16 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan, check_devices
 
 
+GPU_MEMORY_SHARE = "0.92"
+"""Of a GPU, for JAX to set aside: by default it takes 75%, and a plan for the whole device would not run. The rest is for contexts and NCCL."""
+
+
 def discover() -> Topology:
-    """The devices that JAX sees in all processes. Every process has to call it."""
+    """The devices that JAX sees in all processes. Every process has to call it, and before anything else asks for a device.
+
+    JAX may use GPU_MEMORY_SHARE of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
     devices = jax.devices()
     return Topology(
         num_devices=len(devices), num_processes=jax.process_count(), num_hosts=count_hosts(), platform=devices[0].platform,
