@@ -10,7 +10,6 @@ from optimus_jax.mesh.hosts import count_hosts
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan, check_devices
 
-
 GPU_MEMORY_SHARE = "0.92"
 """Of a GPU, for JAX to set aside: by default it takes 75%, and a plan for the whole device would not run. The rest is for contexts and NCCL."""
 
