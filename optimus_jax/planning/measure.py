@@ -21,8 +21,7 @@ from optimus_jax.planning.trial import WARM_UP, Trial
 TRIAL_STEPS = 3
 """Timed for each candidate."""
 OWN_SHARE = 0.5
-"""Of a prediction's spread, what is its own and not all plans' alike: on vTrain's rows errors within a group of plans of one model
-and batch spread half as much as over all rows (benchmarks/planner.py)."""
+"""Of a prediction's spread, what is its own and not all plans' alike: assumed, not measured."""
 _DRAWS = 4000
 """Of the errors, for the expected gain; from a fixed seed."""
 
