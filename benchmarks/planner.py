@@ -2,7 +2,8 @@
 
     python benchmarks/planner.py --vtrain DIR              # whole models, and whole widths, left out; DIR has the CSV files
     python benchmarks/planner.py --fit A.csv --test B.csv  # fitted to some rows, asked about others; several files may be given
-    python benchmarks/planner.py --published               # layouts and throughputs that NVIDIA has published
+    python benchmarks/planner.py --published               # layouts and throughputs that others have published (published.json)
+    python benchmarks/planner.py --ranks                   # where the layouts that people chose come in this project's own ranking; 2 minutes
     ... --json                                             # every figure as JSON
 
 Rows are iteration times of GPT under Megatron on A100s, published by vTrain (Bang et al., MICRO 2024,
@@ -20,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from published import published_report, rank_report
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.cost import predict
 from optimus_jax.planning.fit import FITTED, Sample, fit_rates
 from optimus_jax.planning.rates import Rates
 from optimus_jax.planning.style import MEGATRON
@@ -186,7 +187,43 @@ def vtrain_report(folder: Path) -> dict[str, dict[str, float]]:
         "several nodes, each model left out, one node's rows known": scores(left_out(several, lambda row: row.model, one.samples)),
         "several nodes, from one node alone": scores(ask(fit_rates(one.samples, start()), several)),
         "one node, nothing fitted": scores(ask(start(), one)),
-        "several nodes, nothing fitted": scores(ask(start(), several))}
+        "several nodes, nothing fitted": scores(ask(start(), several)),
+        **{f"several nodes, what a perfect model would reach, {group}": reachable(rows) for group, rows in groups_of(several).items()}}
+
+
+def groups_of(rows: Rows) -> dict[str, list[Row]]:
+    """The rows by group."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows.rows:
+        groups[f"width {row.embed} on {row.devices}"].append(row)
+    return groups
+
+
+ALIKE = ("tensor", "rows")
+"""Rows of a group that agree in these compute the same layers; they differ in where the stages lie."""
+DRAWS = 2000
+
+
+def reachable(rows: Sequence[Row]) -> dict[str, float]:
+    """The Spearman that a model without any error would have with these measurements, and the scatter that it rests on.
+
+    A step is (microbatches + stages - 1) x layers of a stage x what a layer costs. Rows that are alike should have one cost; how far they
+    are from it, tensor by tensor, is taken as the scatter of measurements. Ranks are drawn with that scatter around the mean costs.
+    """
+    ticks = np.array([(row.global_batch // (row.data * row.rows) + row.pipe - 1) * row.layers / row.pipe for row in rows])
+    cost = np.log([row.step_time_s for row in rows]) - np.log(ticks)
+    alike = np.array([[getattr(row, name) for name in ALIKE] for row in rows])
+    mean = np.array([cost[(alike == own).all(axis=1)].mean() for own in alike])
+    tensor, scatter = alike[:, 0], np.zeros(len(rows))
+    for some in [tensor > 0, *(tensor == each for each in np.unique(tensor))]:
+        freedom = some.sum() - len(np.unique(alike[some], axis=0))
+        if freedom > 1:
+            scatter[some] = ((cost - mean)[some] ** 2).sum() ** 0.5 / freedom**0.5
+    step_s, draw = np.exp(mean) * ticks, np.random.default_rng(0)
+    ranks = [spearman(zip(step_s, step_s * np.exp(draw.normal(scale=scatter)), strict=True)) for _ in range(DRAWS)]
+    return {"rows": len(rows), "spearman_expected": float(np.mean(ranks)), "spearman_5_percent": float(np.quantile(ranks, 0.05)),
+            "spearman_95_percent": float(np.quantile(ranks, 0.95)),
+            **{f"scatter_tensor_{each}": float(scatter[tensor == each][0]) for each in np.unique(tensor)}}
 
 
 def fitted_report(fit: Sequence[Path], test: Sequence[Path]) -> dict[str, Any]:
@@ -201,45 +238,14 @@ def fitted_report(fit: Sequence[Path], test: Sequence[Path]) -> dict[str, Any]:
             "rates": {name: getattr(rates, name) for name in (*FITTED, "spread", "spread_nearby")}, "predictions": predictions}
 
 
-PUBLISHED_VOCAB, PUBLISHED_SEQ_LEN = VOCAB_SIZES[False], 2048
-PUBLISHED = (
-    # layers, embed, heads, tensor, pipe, devices, global batch, TFLOP/s per device
-    (24, 2304, 24, 1, 1, 32, 512, 137), (30, 3072, 32, 2, 1, 64, 512, 138), (36, 4096, 32, 4, 1, 128, 512, 142),
-    (40, 6144, 48, 8, 1, 256, 1024, 135), (48, 8192, 64, 8, 2, 512, 1536, 138), (60, 10240, 80, 8, 4, 1024, 1792, 140),
-    (80, 12288, 96, 8, 8, 1536, 2304, 148), (96, 16384, 128, 8, 16, 1920, 2160, 155), (105, 20480, 128, 8, 35, 2520, 2520, 163),
-    (128, 25600, 160, 8, 64, 3072, 3072, 163))
-"""Narayanan et al. 2021, arXiv:2104.04473, table 1: 1.7 to 1008 billion parameters on DGX A100s, everything recomputed."""
-
-
-def published_report() -> dict[str, dict[str, float]]:
-    """Published throughputs, and what is predicted with nothing fitted.
-
-    The table does not say how large microbatches were, nor how often interleaved stages were visited: the fastest predicted counts.
-    """
-    report = {}
-    for layers, embed, heads, tensor, pipe, devices, global_batch, measured in PUBLISHED:
-        model, data = gpt(embed, layers, heads, PUBLISHED_SEQ_LEN, PUBLISHED_VOCAB), devices // (tensor * pipe)
-        cluster = Cluster.parse(f"a100:{devices // DEVICES_PER_HOST}x{DEVICES_PER_HOST}")
-        plans = [megatron_plan(model, AxisSizes(pipe=pipe, data=data, tensor=tensor), global_batch // (data * rows), recomputes=True, repeats=repeats)
-                 for rows in (1, 2, 4, 8, 16) if global_batch % (data * rows) == 0
-                 for repeats in range(1, layers // pipe + 1)
-                 if (layers // pipe) % repeats == 0 and (repeats == 1 or (pipe > 1 and global_batch // (data * rows) % pipe == 0))]
-        step_s, plan = min(((predict(model, plan, cluster, start(), seq_len=PUBLISHED_SEQ_LEN, global_batch=global_batch, style=MEGATRON).step_time_s, plan)
-                            for plan in plans), key=lambda each: each[0])
-        flops = 96 * global_batch * PUBLISHED_SEQ_LEN * layers * embed**2 * (1 + PUBLISHED_SEQ_LEN / (6 * embed) + PUBLISHED_VOCAB / (16 * layers * embed))
-        predicted = flops / (step_s * devices) / 1e12
-        params = 12 * layers * embed**2 + 13 * layers * embed + (PUBLISHED_VOCAB + PUBLISHED_SEQ_LEN) * embed
-        report[f"{params / 1e9:.1f}B on {devices}"] = {
-            "measured_tflops": float(measured), "predicted_tflops": predicted, "error": predicted / measured - 1.0,
-            "microbatch": global_batch // (data * plan.microbatches), "repeats": plan.pipeline.repeats if plan.pipeline else 1}
-    return report
-
-
 def lines(report: Mapping[str, Any], indent: str = "") -> list[str]:
-    """For people: a line for each figure, and its target where there is one; single predictions are left to JSON."""
+    """For people: a line for each figure, and its target where there is one, or for each row; vTrain's rows are left to JSON."""
     text = []
     for name, value in report.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and ("error" in value or "rank" in value):
+            figures = (f"{key} {figure:.3g}" if isinstance(figure, float) else f"{key} {figure}" for key, figure in value.items() if key != "url")
+            text.append(f"{indent}{name}: {'; '.join(figures)}")
+        elif isinstance(value, Mapping):
             text += [indent + name, *lines(value, indent + "    ")]
         elif not isinstance(value, list):
             text.append(f"{indent}{name:32} {value:.4g}" + (f"   (target {TARGETS[name]})" if name in TARGETS else ""))
@@ -253,15 +259,18 @@ def main() -> None:
     parser.add_argument("--fit", type=Path, nargs="+", metavar="CSV", help="rows to fit to")
     parser.add_argument("--test", type=Path, nargs="+", metavar="CSV", help="rows to predict")
     parser.add_argument("--published", action="store_true", help="published layouts and throughputs")
+    parser.add_argument("--ranks", action="store_true", help="published layouts in this project's own ranking")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    if bool(options.fit) != bool(options.test) or not (options.vtrain or options.fit or options.published):
-        parser.error("give --vtrain DIR, --fit CSV --test CSV, or --published")
+    if bool(options.fit) != bool(options.test) or not (options.vtrain or options.fit or options.published or options.ranks):
+        parser.error("give --vtrain DIR, --fit CSV --test CSV, --published or --ranks")
     report: dict[str, Any] = vtrain_report(options.vtrain) if options.vtrain else {}
     if options.fit:
         report |= fitted_report(options.fit, options.test)
     if options.published:
         report |= published_report()
+    if options.ranks:
+        report |= {"ranks": rank_report()}
     print(json.dumps(report, indent=2) if options.json else "\n".join(lines(report)))
 
 

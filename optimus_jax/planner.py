@@ -140,10 +140,12 @@ def ranked(ranking: Ranking) -> list[RankedPlan]:
 def _nothing_found(config: Config, cluster: Cluster, ranking: Ranking) -> str:
     """The commonest reasons, and what would help."""
     capacity = cluster.accelerator.memory_bytes
-    if ranking.num_priced:
+    too_large = [rejection for rejection in ranking.rejections if rejection.needs_bytes is not None]
+    if too_large:
+        least = min(too_large, key=lambda rejection: rejection.needs_bytes or 0)
         return explain(
             f"no layout of {config.model.name} fits {cluster.accelerator.name} devices",
-            given=f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device; {ranking.rejections[-1].reason}",
+            given=f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device; the least, {least.layouts}, {least.reason}",
             do="give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer fixed settings")
     reasons = dict.fromkeys(rejection.reason for rejection in ranking.rejections)
     unknown = [name for name, link in (("inside", cluster.inside), ("between", cluster.between)) if link is not None and link.bytes_per_s is None]

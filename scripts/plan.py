@@ -77,6 +77,9 @@ def find(given: dict) -> "Found":
     if given["top"] < 1 or not 1 <= given.get("explain", 1) <= given["top"]:
         raise ConfigError(explain("ranks count from 1 to --top", given=f"--top {given['top']}, --explain {given.get('explain', 1)}",
                                   do="give a rank that is shown"))
+    if given["json"] and ("explain" in given or given["rejected"]):
+        raise ConfigError(explain("--json prints every plan with all of its terms", given="--json with --explain or --rejected",
+                                  do="leave one of them out"))
     asked = {"top": given["top"], "links": given["link"], "overrides": overrides(given)}
     if given["cluster"] == HERE:
         here = measured_here(given)
@@ -184,6 +187,9 @@ def main() -> int:
     given = vars(parser().parse_args())
     try:
         found = find(given)
+        if given.get("explain", 1) > len(found.plans):
+            raise ConfigError(explain("there are not so many plans", given=f"--explain {given['explain']}, {len(found.plans)} found",
+                                      do=f"give a rank from 1 to {len(found.plans)}"))
         reports = compiled(found) if given["compile"] else [None] * len(found.plans)
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -193,7 +199,7 @@ def main() -> int:
                           for ranked, report in zip(found.plans, reports, strict=True)], indent=2))
         return 0
     show(given, found, reports)
-    if (rank := given.get("explain")) is not None and rank <= len(found.plans):
+    if (rank := given.get("explain")) is not None:
         show_terms(found.plans[rank - 1])
     if given["rejected"]:
         for rejection in found.rejections:

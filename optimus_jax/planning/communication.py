@@ -168,7 +168,8 @@ class Wires:
         if is_send:
             return exchange.num_bytes * way.s_per_byte + way.latency_s
         around_s = (way.size - 1) / way.size * exchange.num_bytes * way.s_per_byte
-        return 2.0 * (around_s + way.tree_latency_s) if exchange.kind == "all-reduce" else around_s + way.latency_s
+        ring_s = 2.0 * (around_s + way.tree_latency_s) if exchange.kind == "all-reduce" else around_s + way.latency_s
+        return ring_s + self._rates.arrival_s if way.size > 1 else ring_s
 
     def _ring(self, names: tuple[str, ...]) -> _Way:
         cluster, rates, size = self._cluster, self._rates, math.prod([self._axes[name] for name in names])

@@ -28,6 +28,9 @@ FITTED: Mapping[str, float] = {
     "interpreter_launch_s": 0.5, "launch_overlap": 0.25, "collective_share": 0.3, "latency_s": 0.7, "between_share": 0.3,
     "between_latency_s": 0.7, "send_share": 1.5, "step_s": 0.7}
 """Which rates are fitted, and how far from where they start they are expected: standard deviation of the logarithm."""
+FITTED_TO_STEPS: Mapping[str, float] = {
+    "matmul_flops_per_s": 0.2, "f32_matmul_flops_per_s": 0.2, "memory_bytes_per_s": 0.2, "pass_share": 0.5, "launch_s": 1.5, "arrival_s": 1.5, "step_s": 1.5}
+"""The same where matmuls, memory and links were measured by themselves."""
 MODEL_ERROR = 0.08
 """Standard deviation of the logarithm that the time model itself is expected to miss a shape by."""
 MEASURING_ERROR = 0.1
@@ -75,6 +78,13 @@ def fit_rates(samples: Sequence[Sample], start: Rates, *, fitted: Mapping[str, f
     rates = _fit_physics(_thinned(samples), replace(start, corrections=()), fitted, iterations)
     rates = replace(rates, source=f"{start.source}; fitted to {len(samples)} measured steps")
     return _with_corrections(rates, samples)
+
+
+def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
+    """`start`, whose matmuls, memory and links were measured, with what a few steps say of the rest, and the spread that they leave."""
+    rates = _fit_physics(samples, start, FITTED_TO_STEPS, iterations=12)
+    left = np.log([sample.step_time_s / sample.predicted(rates).step_time_s for sample in samples])
+    return replace(rates, source=f"{start.source}, and {len(samples)} training steps", spread=float(np.hypot(_spread(left), UNSEEN_ERROR)))
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:

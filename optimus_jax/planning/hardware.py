@@ -11,20 +11,20 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
-import tempfile
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.hosts import count_hosts
 from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.kept import cache_directory, of_first_process, write_whole
 from optimus_jax.planning.links import Link
 from optimus_jax.planning.measurements import (
     ALL_REDUCE,
@@ -103,7 +103,10 @@ class HardwareProfile:
     @classmethod
     def from_json(cls, text: str) -> "HardwareProfile":
         """Raises ConfigError, TypeError or ValueError if it is not a profile."""
-        return build(cls, json.loads(text))
+        profile = build(cls, json.loads(text))
+        if any(not 0 < each.time_s < math.inf for each in (*profile.probed.matmuls, *profile.probed.passes, *profile.probed.collectives)):
+            raise ValueError("a time in it is not above 0")
+        return profile
 
     def fit(self, kind: str, axis_size: int, stride: int = 1) -> CollectiveFit | None:
         """Of a kind of collective over a mesh axis; None: not measured."""
@@ -144,13 +147,18 @@ def profile_hardware(devices: Devices | None = None, *, progress: Progress | Non
     measured = HardwareProfile(setting=kept.setting, measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                                probed=probed, fits=fit_collectives(probed.collectives), nvml=kept.nvml)
     if jax.process_index() == 0:
-        _write(kept.path, measured)
-    return HardwareProfile.from_json(_of_first_process(measured.to_json()))
+        write_whole(kept.path, measured.to_json(), "the hardware profile")
+    return HardwareProfile.from_json(of_first_process(measured.to_json()))
 
 
 def kept_profile(devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None) -> HardwareProfile | None:
     """The profile of an earlier run; None if there is none. Nothing is measured. Arguments of `profile_hardware`; every process calls it."""
     return _Kept.of(devices, sizes, cache).read()
+
+
+def profile_path(devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None) -> Path:
+    """Where the profile of these devices is kept, if it is; every process calls it."""
+    return _Kept.of(devices, sizes, cache).path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +182,8 @@ class _Kept:
     def read(self) -> HardwareProfile | None:
         """What the first process finds there."""
         found = _read(self.path, self.setting) if jax.process_index() == 0 else None
-        text = _of_first_process("" if found is None else found.to_json())
+        text = of_first_process("" if found is None else found.to_json())
         return HardwareProfile.from_json(text) if text else None
-
-
-def cache_directory() -> Path:
-    """Where profiles are kept: `optimus_jax/hardware` in XDG_CACHE_HOME, by default `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "optimus_jax" / "hardware"
 
 
 def _read(path: Path, setting: Setting) -> HardwareProfile | None:
@@ -196,27 +199,6 @@ def _read(path: Path, setting: Setting) -> HardwareProfile | None:
         warnings.warn(f"the hardware profile {path} is of another setting than its name says, and is measured again", stacklevel=3)
         return None
     return profile
-
-
-def _write(path: Path, profile: HardwareProfile) -> None:
-    """Whole or not at all: another run may be reading."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as file:
-            file.write(profile.to_json())
-        os.replace(file.name, path)
-    except OSError as error:
-        warnings.warn(f"the hardware profile cannot be kept for the next run: {error}", stacklevel=3)
-
-
-def _of_first_process(text: str) -> str:
-    if jax.process_count() == 1:
-        return text
-    own = np.frombuffer(text.encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.array(len(own), np.int32)))
-    if length == 0:
-        return ""
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(own, length)))).decode()
 
 
 def _processor() -> str:

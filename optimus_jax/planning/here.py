@@ -17,9 +17,11 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.calibrate import Calibration, Record, append_record, read_records
 from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.hardware import HardwareProfile, cache_directory, kept_profile, profile_hardware
+from optimus_jax.planning.hardware import HardwareProfile, kept_profile, profile_hardware, profile_path
+from optimus_jax.planning.kept import cache_directory
 from optimus_jax.planning.probes import Progress
 from optimus_jax.planning.rates import Rates
+from optimus_jax.planning.reference_steps import fitted, path_of, read_steps, time_reference_steps, write_steps
 from optimus_jax.planning.search import Pricing
 
 
@@ -52,7 +54,11 @@ class Here:
 
 def measure_devices(topology: Topology, *, refresh: bool = False, progress: Progress | None = None) -> Here:
     """The devices, measured now (at most two minutes) or earlier; every process has to call it."""
-    return _profiled(topology, profile_hardware(refresh=refresh, progress=progress))
+    profile = profile_hardware(refresh=refresh, progress=progress)
+    path = path_of(profile_path(), topology)
+    if refresh or not read_steps(path):
+        write_steps(path, time_reference_steps(topology, progress=progress))
+    return _profiled(topology, profile)
 
 
 def known_devices(topology: Topology) -> Here | None:
@@ -67,7 +73,8 @@ def known_devices(topology: Topology) -> Here | None:
 
 
 def _profiled(topology: Topology, profile: HardwareProfile) -> Here:
-    return Here(cluster=profile.cluster(Cluster.of(topology)), rates=Rates.from_profile(profile), records=_records(topology))
+    cluster, steps = profile.cluster(Cluster.of(topology)), read_steps(path_of(profile_path(), topology))
+    return Here(cluster=cluster, rates=fitted(Rates.from_profile(profile), steps, topology, cluster), records=_records(topology))
 
 
 def _records(topology: Topology) -> Path:

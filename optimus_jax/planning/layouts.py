@@ -39,6 +39,8 @@ class Rejection:
     layouts: str
     """What they have in common."""
     reason: str
+    needs_bytes: int | None = None
+    """On a device, however much is computed again; None: it is for another reason."""
 
 
 def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:

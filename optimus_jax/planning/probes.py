@@ -88,7 +88,7 @@ def probe(devices: Devices, sizes: ProbeSizes, *, several_hosts: bool, progress:
     matmuls = [(*shape, dtype) for dtype in sizes.dtypes for shape in sizes.matmuls]
     collectives = list(_collectives(len(devices), sizes, several_hosts))
     overlaps = [()] if len(devices) > 1 else []
-    agenda = _Agenda(sizes.budget_s, 1 + len(matmuls) + len(sizes.pass_bytes) + len(collectives) + len(overlaps), progress)
+    agenda = Agenda(sizes.budget_s, 1 + len(matmuls) + len(sizes.pass_bytes) + len(collectives) + len(overlaps), progress)
     launch_s = [time_launch(devices, sizes.timing) for _ in agenda.through("launch", [()])]
     matmul_times = [time_matmul(devices, sizes.timing, *each) for each in agenda.through("matmul", matmuls)]
     passes = [time_pass(devices, sizes.timing, *each) for each in agenda.through("pass over memory", [(size,) for size in sizes.pass_bytes])]
@@ -118,7 +118,7 @@ def _for_overlap(matmuls: Iterable[MatmulTime], collectives: Iterable[Collective
     return min(square, key=lambda each: abs(math.log(each.time_s / all_reduce.time_s))), all_reduce
 
 
-class _Agenda:
+class Agenda:
     """Hands out probes while there is time, and says how far they are."""
 
     def __init__(self, budget_s: float, num_probes: int, progress: Progress | None) -> None:

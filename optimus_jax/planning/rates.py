@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,14 @@ UNKNOWN_LATENCY_S = 5e-6
 """Of a step of a collective where no latency was measured or published: the order of what is usual between GPUs."""
 
 MATMUL_SHARE = 0.75
-"""Of the dense peak, for large matmuls."""
+"""Of the dense peak, for large matmuls: what A100s reached in vTrain's measured steps (benchmarks/planner.py)."""
+MATMUL_SHARES: Mapping[str, float] = {"h100": 0.72, "h100-pcie": 0.72, "h200": 0.72, "b200": 0.67}
+"""The same for accelerators that are known to reach less.
+
+H100: 86 published steps of five implementations, 0.72 on average, 0.68 to 0.76 with one of them left out (benchmarks/published.py). H200:
+the same chip. PCIe cards, which have half of the power, have no row of their own. B200: no step; the A100's share times the ratio of
+the best matmuls that were published, 77.6% of the B200's peak to 86.9% of the A100's (which gives 0.69 for the H100, with 80.3%):
+https://github.com/stas00/ml-engineering/blob/744d01e18b79512572f64a6bbd8b5f4a725203a7/compute/accelerator/README.md"""
 MEMORY_SHARE = 0.85
 """Of the memory's bandwidth."""
 
@@ -88,6 +95,8 @@ class Rates:
     """Of each step of a collective inside a host, where the link does not say."""
     between_latency_s: float = 2 * UNKNOWN_LATENCY_S
     """The same between hosts."""
+    arrival_s: float = 0.0
+    """That a collective takes beyond its ring, because its devices come to it at different times."""
     overlap_slowdown: float = 1.3
     """How much slower compute and a collective are while they run side by side (Galvatron's default, arXiv:2211.13878)."""
     overlap_share: float = 0.5
@@ -105,8 +114,8 @@ class Rates:
     def of(cls, accelerator: Accelerator) -> "Rates":
         """What is to be expected of a GPU of which only the data sheet is known: usual shares of its peaks.
 
-        With them, steps of Megatron on A100s are missed by 9% on average (benchmarks/planner.py). Other GPUs are taken to reach
-        the same shares, which nothing here has measured.
+        With them, steps of Megatron on A100s are missed by 9% on average (benchmarks/planner.py), published steps of other
+        implementations on H100s by 2% to 16% (benchmarks/published.py). GPUs of which nothing is known are taken to reach the A100's shares.
 
         Raises:
           PlanError: its data sheet's figures are unknown.
@@ -117,7 +126,7 @@ class Rates:
                                     do="profile it where it is, or plan for a listed accelerator"))
         return cls(
             accelerator=accelerator.name, source=f"{accelerator.name}'s data sheet and the shares of it that GPUs usually reach; not measured",
-            matmul_flops_per_s=MATMUL_SHARE * peak, f32_matmul_flops_per_s=MATMUL_SHARE * f32_peak,
+            matmul_flops_per_s=MATMUL_SHARES.get(accelerator.name, MATMUL_SHARE) * peak, f32_matmul_flops_per_s=MATMUL_SHARE * f32_peak,
             memory_bytes_per_s=MEMORY_SHARE * accelerator.memory_bytes_per_s, num_cores=accelerator.num_cores)
 
     @classmethod

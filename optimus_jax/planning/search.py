@@ -55,10 +55,6 @@ class Pricing:
     calibration: Calibration = field(default_factory=Calibration)
     """What earlier measurements on these devices teach."""
 
-    def candidate(self, plan: Plan) -> Candidate:
-        """A plan with what is foretold of it."""
-        return Candidate(plan=plan, prediction=self.predicted(plan), memory=self.memory(plan))
-
     def predicted(self, plan: Plan) -> Prediction:
         """The time of a step. Raises PlanError where it would cross a link of unknown speed."""
         return self.calibration.applied(self.uncalibrated(plan))
@@ -83,7 +79,8 @@ class Pricing:
             memory = self.memory(plan)
             if fits(memory, capacity):
                 return Candidate(plan=plan, prediction=self.predicted(plan), memory=memory)
-        return Rejection(layouts=layout.describe(), reason=f"needs about {gib(memory.total)} of {gib(capacity or 0)}, whatever is recomputed")
+        return Rejection(layouts=layout.describe(), needs_bytes=memory.total,
+                         reason=f"needs about {gib(memory.total)} of {gib(capacity or 0)}, whatever is recomputed")
 
 
 def search(pricing: Pricing, *, top: int = 10) -> Ranking:

@@ -12,7 +12,7 @@ from optimus_jax.planning.measurements import ALL_REDUCE, PERMUTE, CollectiveFit
 from optimus_jax.planning.nvml import read_nvml
 from optimus_jax.planning.operators import device_time
 from optimus_jax.planning.probes import Probed
-from optimus_jax.planning.rates import CPU_PASS_SHARE, Correction, Rates
+from optimus_jax.planning.rates import CPU_PASS_SHARE, MATMUL_SHARE, MATMUL_SHARES, Correction, Rates
 from optimus_jax.planning.work import matmul
 
 SHAPES = [(m, k, n) for m in (64, 512) for k in (64, 256, 1024) for n in (64, 1024)]
@@ -30,10 +30,18 @@ def matmul_times(rates: Rates, dtype: str) -> tuple[MatmulTime, ...]:
     return tuple(MatmulTime(m=m, k=k, n=n, dtype=dtype, time_s=device_time(matmul(m, k, n), rates, f32=dtype == "f32").total) for m, k, n in SHAPES)
 
 
-def test_a_data_sheet_gives_shares_of_its_peaks():
-    a100, h100 = (Rates.of(accelerator_named(name)) for name in ("a100", "h100"))
-    assert h100.matmul_flops_per_s / a100.matmul_flops_per_s == pytest.approx(989 / 312)
-    assert "not measured" in h100.source
+@pytest.mark.parametrize(("name", "tflops", "share"), [
+    ("a100", 312, MATMUL_SHARE), ("rtx4090", 165.2, MATMUL_SHARE), ("h100", 989, 0.72), ("h200", 989, 0.72), ("b200", 2250, 0.67)])
+def test_a_data_sheet_gives_shares_of_its_peaks(name, tflops, share):
+    rates = Rates.of(accelerator_named(name))
+    assert rates.matmul_flops_per_s == pytest.approx(share * tflops * 1e12)
+    assert "not measured" in rates.source
+
+
+def test_shares_are_of_listed_accelerators_and_less_than_usual():
+    for name, share in MATMUL_SHARES.items():
+        assert accelerator_named(name).dense_peak_flops
+        assert 0.5 < share < MATMUL_SHARE
 
 
 def test_nothing_is_invented_for_an_unknown_device():

@@ -65,7 +65,20 @@ def test_fewer_are_the_first_of_more():
 
 
 def test_what_was_measured_changes_the_order():
-    """Tensor parallelism found to be ten times as dear as predicted is no longer chosen."""
+    """A bubble found to be ten times as dear as predicted, in whatever plan has one, drives stages from the first place."""
+    before = search(PRICING, top=10).best
+    assert before[0].prediction.bubble > 0
+
+    def record(terms: dict[str, float]) -> Record:
+        return Record(model="gpt2-xl", plan="", measured_at="", measured_s=sum(terms.values()) + 9 * terms.get("bubble", 0.0), terms_s=terms)
+
+    records = [record({term.name: term.time_s for term in candidate.prediction.terms}) for candidate in before]
+    after = search(replace(PRICING, calibration=Calibration.of(records * 3)), top=10).best
+    assert after[0].prediction.bubble == 0
+    assert after[0].plan != before[0].plan
+
+
+def test_what_was_measured_mends_the_prediction():
     tensor = replace(PRICING, config=PRICING.config.with_values({"parallel.mesh": "tensor=8"}))
     prediction = search(tensor, top=1).best[0].prediction
     terms = {term.name: term.time_s for term in prediction.terms}

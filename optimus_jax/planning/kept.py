@@ -1,0 +1,37 @@
+"""Files that are kept for the next run: written whole or not at all, and the first process's in a run of several."""
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def cache_directory() -> Path:
+    """Where they are: `optimus_jax/hardware` in XDG_CACHE_HOME, by default `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "optimus_jax" / "hardware"
+
+
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Another run may be reading. A warning that names `what` if it cannot be written, for no run depends on it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"{what} cannot be kept for the next run: {error}", stacklevel=3)
+
+
+def of_first_process(text: str) -> str:
+    """What the first process has; every process has to call it."""
+    if jax.process_count() == 1:
+        return text
+    own = np.frombuffer(text.encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.array(len(own), np.int32)))
+    if length == 0:
+        return ""
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(own, length)))).decode()
