@@ -29,7 +29,7 @@ class Trials:
         if factor is None:
             raise PlanError("needs more than there is")
         predicted_s = next(candidate for candidate in RANKED if candidate.plan == plan).prediction.step_time_s
-        return Trial(plan=plan, step_time_s=factor * predicted_s, cpu_s=0.0, compile_s=self.compile_s, step_bytes=0)
+        return Trial(plan=plan, step_time_s=factor * predicted_s, shortest_s=factor * predicted_s, cpu_s=0.0, compile_s=self.compile_s, step_bytes=0)
 
 
 def test_a_long_run_tries_three_and_keeps_the_fastest():
