@@ -83,8 +83,7 @@ def fit_rates(samples: Sequence[Sample], start: Rates, *, fitted: Mapping[str, f
 def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
     """`start`, whose matmuls, memory and links were measured, with what a few steps say of the rest, and the spread that they leave."""
     rates = _fit_physics(samples, start, FITTED_TO_STEPS, iterations=12)
-    left = np.log([sample.step_time_s / sample.predicted(rates).step_time_s for sample in samples])
-    return replace(rates, source=f"{start.source}, and {len(samples)} training steps", spread=float(np.hypot(_spread(left), UNSEEN_ERROR)))
+    return _with_corrections(replace(rates, source=f"{start.source}, and {len(samples)} training steps"), samples)
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:

@@ -99,13 +99,13 @@ def read_nvml(library: ModuleType | None = None) -> NvmlFacts:
     except library.NVMLError as error:  # no driver, or one that does not answer
         return NvmlFacts(missing=str(error))
     try:
-        return _facts(_Driver(library))
+        return _facts(Driver(library))
     finally:
-        _Driver(library).ask("nvmlShutdown")
+        Driver(library).ask("nvmlShutdown")
 
 
-class _Driver:
-    """Asks, and takes no for an answer."""
+class Driver:
+    """Asks, and takes no for an answer. Between `nvmlInit` and `nvmlShutdown` of `library`."""
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
@@ -138,7 +138,7 @@ class _Driver:
         return getattr(self._library, name, None)
 
 
-def _facts(driver: _Driver) -> NvmlFacts:
+def _facts(driver: Driver) -> NvmlFacts:
     handles = [handle for index in range(driver.whole("nvmlDeviceGetCount") or 0)
                if (handle := driver.ask("nvmlDeviceGetHandleByIndex", index)) is not None]
     cuda = driver.whole("nvmlSystemGetCudaDriverVersion_v2")
@@ -151,7 +151,7 @@ def _facts(driver: _Driver) -> NvmlFacts:
                           for other in handles) for one in handles))
 
 
-def _gpu(driver: _Driver, handle: object) -> Gpu:
+def _gpu(driver: Driver, handle: object) -> Gpu:
     core, memory = driver.constant("NVML_CLOCK_SM"), driver.constant("NVML_CLOCK_MEM")
     total, ecc = getattr(driver.ask("nvmlDeviceGetMemoryInfo", handle), "total", None), driver.ask("nvmlDeviceGetEccMode", handle)
     return Gpu(
@@ -172,7 +172,7 @@ def _gpu(driver: _Driver, handle: object) -> Gpu:
         nvlinks=tuple(_nvlinks(driver, handle)))
 
 
-def _nvlinks(driver: _Driver, handle: object) -> Iterator[NvLink]:
+def _nvlinks(driver: Driver, handle: object) -> Iterator[NvLink]:
     for port in range(driver.constant("NVML_NVLINK_MAX_LINKS") or 0):
         active = driver.whole("nvmlDeviceGetNvLinkState", handle, port)
         if active is None:  # no such port

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from optimus_jax.planning.fit import Sample, fit_to_steps
 from optimus_jax.planning.kept import of_first_process, write_whole
 from optimus_jax.planning.probes import Agenda, Progress
 from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.trial import run_trial
+from optimus_jax.planning.trial import Trial, run_trial
 
 NUM_STEPS = 8
 """Timed of each; the shortest counts, as in probes."""
@@ -88,7 +89,7 @@ def time_reference_steps(topology: Topology, *, progress: Progress | None = None
     steps = []
     for number in agenda.through("training step", [(number,) for number in range(len(legal))]):
         config, plan, settings = legal[number[0]]
-        time_s = run_trial(config, plan, num_steps=NUM_STEPS).shortest_s
+        time_s = _undisturbed_s(run_trial(config, plan, num_steps=NUM_STEPS), topology)
         steps.append(ReferenceStep(settings=settings, step_time_s=float(of_first_process(repr(time_s)))))
     return tuple(steps)
 
@@ -128,6 +129,14 @@ def write_steps(path: Path, steps: tuple[ReferenceStep, ...]) -> None:
     """Keep them for the next run."""
     if jax.process_index() == 0:
         write_whole(path, json.dumps([dataclasses.asdict(step) for step in steps], indent=1) + "\n", "the reference steps")
+
+
+def _undisturbed_s(trial: Trial, topology: Topology) -> float:
+    """Seconds of a step while nothing else runs on the machine, as nearly as can be told."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if topology.platform == "cpu" and topology.num_processes == 1 and topology.num_devices >= cores:
+        return trial.cpu_s / cores  # virtual devices keep all cores busy; what others do there takes time, but not this process's
+    return trial.shortest_s
 
 
 def _legal(config: Config, topology: Topology) -> Plan | None:
