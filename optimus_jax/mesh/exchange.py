@@ -1,0 +1,278 @@
+"""Which block of every device's new shard lies where in the old ones, and in which rounds the blocks travel.
+
+An array lies on a row of devices: each holds one *block* of a grid, and devices that hold the same
+one are *replicas*. Rows along the first dimension have numbers, so that layers can lie in any slots
+(mesh/slots.py) and a vocabulary can have any padding: a row of the new array is the old one of its
+number, or zeros where there was none. All that goes from an old block to a new one is one *piece*.
+
+In a *round* every device sends at most one piece and gets at most one, all of one shape. A piece
+comes from the device itself if it has it, else from a replica on its own process, and replicas share
+the sending. Each device then gets every byte of its new shard once: nothing is gathered that is not kept.
+
+All of this is known before anything moves, so it is numbers here and no arrays.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jax.sharding import Sharding
+
+from optimus_jax.mesh.slots import EMPTY
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Device  # what jax.Device is, which type checkers take for a variable
+else:
+    from jax import Device
+
+Index = tuple[int, ...]
+Route = tuple[int, int]
+"""The device that sends, and the one that gets, by their places in the row."""
+Stretch = tuple[int, int]
+"""Rows that lie together: the first, and how many."""
+
+Run = tuple[int, int, int]
+"""Where it begins in the old block, where in the new one, and how long it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lying:
+    """How an array lies on a row of devices. An array without dimensions counts as one of shape [1]."""
+
+    local: Index
+    """Shape of a block."""
+    blocks: tuple[Index | None, ...]
+    """By device: the place of its block in the grid; None: it has nothing of the array."""
+    rows: Index | range
+    """Number of each row along the first dimension; EMPTY: a row of zeros."""
+
+    @property
+    def replicas(self) -> dict[Index, list[int]]:
+        """The devices that hold each block."""
+        found: dict[Index, list[int]] = {}
+        for device, block in enumerate(self.blocks):
+            if block is not None:
+                found.setdefault(block, []).append(device)
+        return found
+
+
+@lru_cache(maxsize=1 << 12)
+def lying(shape: Index, sharding: Sharding, devices: tuple[Device, ...], rows: Index | None = None) -> Lying:
+    """How an array of `shape` lies under `sharding`; without `rows`, they are numbered in order."""
+    local, where = sharding.shard_shape(shape), sharding.devices_indices_map(shape)
+
+    def block(device: Device) -> Index | None:
+        if device not in where:
+            return None
+        return tuple((part.start or 0) // size for part, size in zip(where[device], local, strict=True)) or (0,)
+
+    return Lying(local=local or (1,), blocks=tuple(map(block, devices)), rows=rows or range((shape or (1,))[0]))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece is in a shard."""
+
+    rows: tuple[Stretch, ...]
+    """Along the first dimension."""
+    starts: Index
+    """Where it begins along the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Pieces of one shape that move at the same time."""
+
+    shape: Index
+    routes: tuple[Route, ...]
+    """All that send; none: every piece stays on its device."""
+    take: tuple[Place | None, ...]
+    """By device: its piece in the old shard; None: it sends none."""
+    put: tuple[Place | None, ...]
+    """By device: what arrives in the new shard; None: nothing does."""
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the rows of a piece lie apart anywhere."""
+        return any(place is not None and len(place.rows) > 1 for place in (*self.take, *self.put))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How the shards of one array become others."""
+
+    old: Index
+    """Shape of an old shard."""
+    new: Index
+    """Shape of a new one, which begins as zeros."""
+    rounds: tuple[Round, ...]
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether every new shard is the old one of its device."""
+        one = self.rounds[0] if len(self.rounds) == 1 else None
+        return one is not None and not one.routes and not one.is_scattered and self.old == one.shape == self.new
+
+
+@dataclass(frozen=True)
+class _Piece:
+    start: int
+    """Device that has it."""
+    end: int
+    """Device that gets it."""
+    take: Place
+    put: Place
+    shape: Index
+
+
+@lru_cache(maxsize=1 << 12)
+def make_exchange(source: Lying, target: Lying, *, processes: tuple[int, ...], most: int, avoid: frozenset[int] = frozenset()) -> Exchange:
+    """The rounds that turn one way to lie into another.
+
+    Args:
+      processes: the process of every device.
+      most: elements of the largest piece.
+      avoid: devices that send only what no other has.
+    """
+    pieces = [part for piece in _pieces(source, target, processes, avoid) for part in _cut(piece, most)]
+    shapes = sorted({piece.shape for piece in pieces}, key=lambda shape: (-math.prod(shape), shape))
+    rounds = []
+    for shape in shapes:
+        staying = [piece for piece in pieces if piece.shape == shape and piece.start == piece.end]
+        moving = [piece for piece in pieces if piece.shape == shape and piece.start != piece.end]
+        for among in (staying, moving):
+            rounds += [_round([among[edge] for edge in part], len(processes))
+                       for part in matchings([(piece.start, piece.end) for piece in among])]
+    return Exchange(old=source.local, new=target.local, rounds=tuple(rounds))
+
+
+def matchings(routes: Sequence[Route]) -> list[list[int]]:
+    """Routes, by their numbers, dealt out so that no device sends, or gets, twice in a part; in as few parts as possible.
+
+    That is as many as the busiest device has routes. Source: Kőnig 1916, edge colouring of bipartite graphs, by paths
+    along which two colours change places.
+    """
+    at: dict[tuple[int, int], dict[int, int]] = {}  # (0, sender) or (1, receiver) -> part -> route
+
+    def first_free(node: tuple[int, int]) -> int:
+        taken = at.setdefault(node, {})
+        return next(part for part in itertools.count() if part not in taken)
+
+    def other_end(route: int, side: int) -> tuple[int, int]:
+        return 1 - side, routes[route][1 - side]
+
+    for number, (start, end) in enumerate(routes):
+        part, spare = first_free((0, start)), first_free((1, end))
+        path, node, colour = [], (1, end), part
+        while colour in at[node]:  # never comes to `start`, where `part` is free
+            route = at[node][colour]
+            path.append((route, colour))
+            node, colour = other_end(route, node[0]), spare if colour == part else part
+        for route, colour in path:
+            for side in (0, 1):
+                del at[side, routes[route][side]][colour]
+        for route, colour in path:
+            for side in (0, 1):
+                at[side, routes[route][side]][spare if colour == part else part] = route
+        at[0, start][part] = at[1, end][part] = number
+    parts: dict[int, list[int]] = {}
+    for (side, _), coloured in at.items():
+        for part, route in coloured.items():
+            if side == 0:
+                parts.setdefault(part, []).append(route)
+    return [parts[part] for part in sorted(parts)]
+
+
+def _round(pieces: Sequence[_Piece], num_devices: int) -> Round:
+    """One round of pieces of one shape, no two of which begin or end at the same device."""
+    take: list[Place | None] = [None] * num_devices
+    put: list[Place | None] = [None] * num_devices
+    for piece in pieces:
+        take[piece.start], put[piece.end] = piece.take, piece.put
+    routes = tuple(sorted((piece.start, piece.end) for piece in pieces if piece.start != piece.end))
+    return Round(shape=pieces[0].shape, routes=routes, take=tuple(take), put=tuple(put))
+
+
+def _pieces(source: Lying, target: Lying, processes: Sequence[int], avoid: frozenset[int]) -> Iterator[_Piece]:
+    """Every piece of every new shard, each from one device that has it."""
+    replicas, sent = source.replicas, [0] * len(processes)
+    rows = _Borders(source.rows, target.rows, source.local[0], target.local[0])
+    dims = [_Borders(None, None, old, new) for old, new in zip(source.local[1:], target.local[1:], strict=True)]
+    for end, block in enumerate(target.blocks):
+        if block is None:
+            continue
+        for stretches, *parts in itertools.product(rows.by_old(block[0]), *(dim.by_old(at) for dim, at in zip(dims, block[1:], strict=True))):
+            start = min(replicas[stretches[0], *(old for old, _ in parts)], key=lambda device, end=end: (
+                device in avoid, device != end, processes[device] != processes[end], sent[device], (device - end) % len(processes)))
+            piece = _piece(start, end, stretches[1], [runs[0] for _, runs in parts])
+            sent[start] += math.prod(piece.shape) if start != end else 0
+            yield piece
+
+
+def _piece(start: int, end: int, stretches: Sequence[Run], others: Sequence[Run]) -> _Piece:
+    """From its runs along the first dimension, and its one run along each of the others."""
+    take, put = (Place(tuple((run[side], run[2]) for run in stretches), tuple(run[side] for run in others)) for side in (0, 1))
+    return _Piece(start, end, take, put, (sum(run[2] for run in stretches), *(run[2] for run in others)))
+
+
+class _Borders:
+    """Along one dimension: what lies one after the other in an old block and in a new one, too."""
+
+    def __init__(self, old_rows: Index | range | None, new_rows: Index | range | None, old_size: int, new_size: int) -> None:
+        self._old_size, self._new_size, self._new_rows = old_size, new_size, new_rows
+        self._place: np.ndarray | None = None  # of a row's number in the old array
+        if old_rows is not None and new_rows is not None:
+            numbers = np.array(old_rows)
+            self._place = np.full(max(max(old_rows), max(new_rows)) + 1, EMPTY)
+            self._place[numbers[numbers != EMPTY]] = np.flatnonzero(numbers != EMPTY)
+        self._found: dict[int, list[tuple[int, list[Run]]]] = {}
+
+    def by_old(self, block: int) -> list[tuple[int, list[Run]]]:
+        """(old block, runs that a new block has from it). Without numbers there is one run from each."""
+        if block not in self._found:
+            by_old: dict[int, list[Run]] = {}
+            for old, run in self._runs(block):
+                by_old.setdefault(old, []).append(run)
+            self._found[block] = list(by_old.items())
+        return self._found[block]
+
+    def _runs(self, block: int) -> Iterator[tuple[int, Run]]:
+        new = np.arange(block * self._new_size, (block + 1) * self._new_size)
+        if self._place is not None:
+            numbers = np.array(self._new_rows)[new]
+            new = np.where(numbers == EMPTY, EMPTY, self._place[numbers])
+        olds = new // self._old_size
+        breaks = np.flatnonzero((np.diff(new) != 1) | (np.diff(olds) != 0)) + 1
+        for first, last in itertools.pairwise([0, *breaks, len(new)]):
+            if new[first] != EMPTY:
+                yield int(olds[first]), (int(new[first] % self._old_size), int(first), int(last - first))
+
+
+def _cut(piece: _Piece, most: int) -> Iterator[_Piece]:
+    """The piece in parts of `most` elements or fewer, cut along the outermost dimension that is long enough."""
+    if (size := math.prod(piece.shape)) <= most:
+        yield piece
+        return
+    dim = next(dim for dim, length in enumerate(piece.shape) if length > 1)
+    step = max(1, most * piece.shape[dim] // size)
+    for first in range(0, piece.shape[dim], step):
+        length = min(step, piece.shape[dim] - first)
+        yield from _cut(replace(piece, take=_part(piece.take, dim, first, length), put=_part(piece.put, dim, first, length),
+                                shape=(*piece.shape[:dim], length, *piece.shape[dim + 1:])), most)
+
+
+def _part(place: Place, dim: int, first: int, length: int) -> Place:
+    """A part of a piece, along one dimension."""
+    if dim > 0:
+        return replace(place, starts=(*place.starts[:dim - 1], place.starts[dim - 1] + first, *place.starts[dim:]))
+    rows, before = [], 0
+    for begin, count in place.rows:
+        low, high = max(first - before, 0), min(first + length - before, count)
+        if low < high:
+            rows.append((begin + low, high - low))
+        before += count
+    return replace(place, rows=tuple(rows))

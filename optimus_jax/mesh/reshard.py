@@ -1,0 +1,331 @@
+"""Move a whole state from one layout to another: the only place that does.
+
+Layouts differ in what is split over which mesh axes, in the slots that layers lie in, in the padding
+of the vocabulary, and perhaps in the devices themselves. Every leaf moves by compiled programs that
+send exactly the pieces which a device lacks (mesh/exchange.py); a leaf that lies alike under both
+layouts is not touched. No array is made whole on the way, on a device or on the host.
+
+Memory: leaves move in *groups*. A group's old shards are deleted when its new ones are there, and
+what a device holds besides (new shards, and pieces on the way) is at most the budget, or what a
+single leaf takes if that is more. Leaves whose shards shrink come first: then at no time does a
+device hold more than the larger of old and new state, plus one group (`Move.way_bytes`).
+
+    move = Move(source, target, budget_bytes=..., devices=...)
+    move.compile()                        # may be done in another thread, long before
+    for group in move.groups: new = move.carry(group, leaves); ...look at it...; move.release(group, leaves, new)
+
+Several programs at once would be quicker to send, but on a CPU they run out of threads and wait for
+one another for ever: there each is waited for.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.compiler import compiler_options
+from optimus_jax.mesh.exchange import Device, Exchange, Index, Lying, Place, Round, Route, lying, make_exchange
+from optimus_jax.mesh.restack import is_stacked
+
+ROW = "device"
+"""The only axis of the mesh on which shards are exchanged, whatever meshes they come from and go to."""
+PIECE_SHARE = 1 / 8
+"""Of the budget, for the pieces of one program: they are there twice, sent and received."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a state lies on devices."""
+
+    leaves: Any
+    """The state as jax.ShapeDtypeStructs with NamedShardings."""
+    slots: Index
+    """The layer in each slot of stacked leaves (mesh/slots.py)."""
+
+    @cached_property
+    def named(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The leaves by path."""
+        return named_leaves(self.leaves)
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Of the mesh, in its order."""
+        sharding = next(iter(self.named.values())).sharding
+        assert isinstance(sharding, NamedSharding)
+        assert isinstance(sharding.mesh, Mesh)
+        return tuple(sharding.mesh.devices.flat)
+
+    def lying(self, path: str, devices: tuple[Device, ...]) -> Lying:
+        """How the leaf of a path lies on a row of devices."""
+        leaf = self.named[path]
+        return lying(tuple(leaf.shape), leaf.sharding, devices, self.slots if is_stacked(path) else None)
+
+    def num_bytes(self) -> int:
+        """Of the whole state on one device."""
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in self.named.values())
+
+
+def row_of_devices(*layouts: Layout) -> tuple[Device, ...]:
+    """Every device of the layouts once: those of the first in its order, then those that only others have."""
+    return tuple(dict.fromkeys(device for layout in layouts for device in layout.devices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Leaves that move together."""
+
+    paths: tuple[str, ...]
+    way_bytes: int
+    """That a device holds besides the state while they move."""
+
+
+class Move:
+    """The way of a state from one layout to another.
+
+    Args:
+      source, target: layouts of states with the same paths.
+      budget_bytes: that a device may hold besides the state on the way; a leaf that takes more moves alone.
+      avoid: devices, reported bad perhaps, from which only is read what no other device has.
+    """
+
+    def __init__(self, source: Layout, target: Layout, *, budget_bytes: int, avoid: frozenset[Device] = frozenset()) -> None:
+        assert source.named.keys() == target.named.keys(), "the states are of different models"
+        self.source, self.target, self._budget_bytes = source, target, budget_bytes
+        self._row = Mesh(np.array(row_of_devices(source, target)), (ROW,))
+        self._avoid = avoid
+        self.groups: tuple[Group, ...] = ()
+
+    def compile(self) -> None:
+        """Compile every program that is needed; only then is it known what they need, and `groups` is filled."""
+        way_bytes = {path: self.way_bytes_of(path) for path in self.source.named}
+        self.groups = tuple(_in_groups(way_bytes, sorted(way_bytes, key=self._growth_bytes), self._budget_bytes))
+
+    @property
+    def way_bytes(self) -> int:
+        """The most that a device holds besides the larger of the two states."""
+        return max((group.way_bytes for group in self.groups), default=0)
+
+    @property
+    def sent_bytes(self) -> int:
+        """That all devices together get from others."""
+        return sum(len(part.routes) * math.prod(part.shape) * leaf.dtype.itemsize
+                   for path, leaf in self.source.named.items() for part in self.exchange(path).rounds)
+
+    def carry(self, group: Group, leaves: Mapping[str, Array]) -> dict[str, Array]:
+        """The group's leaves in the new layout, finished. The old ones are still there."""
+        devices, is_cpu = tuple(self._row.devices.flat), self._platform == "cpu"
+        arrived = {}
+        for path in group.paths:
+            old, asked, exchange = leaves[path], self.target.named[path], self.exchange(path)
+            if exchange.is_nothing:
+                arrived[path] = _as_leaf(_shards(old), asked)
+                continue
+            row, new = as_row(old, self._row, exchange.old), None
+            for program, part in self._steps(path):
+                places = _places(part, exchange.new[0], self._row)
+                new = program(row, places) if new is None else program(row, places, new)
+                if is_cpu:
+                    jax.block_until_ready(new)
+            assert new is not None
+            arrived[path] = _as_leaf({device: shard for device, shard in _shards(new).items() if device in devices}, asked)
+        return jax.block_until_ready(arrived)
+
+    def release(self, group: Group, leaves: dict[str, Array], arrived: Mapping[str, Array]) -> None:
+        """Delete the group's old shards and put the new leaves in their place in `leaves`."""
+        for path in group.paths:
+            if not self.exchange(path).is_nothing:  # otherwise both are the same memory
+                leaves[path].delete()
+            leaves[path] = arrived[path]
+
+    def run(self, state: Any) -> Any:
+        """The whole state in the new layout. The old one is given up."""
+        if not self.groups:
+            self.compile()
+        leaves = named_leaves(state)
+        for group in self.groups:
+            self.release(group, leaves, self.carry(group, leaves))
+        return self.target_state(leaves)
+
+    def target_state(self, leaves: Mapping[str, Array]) -> Any:
+        """The leaves, all in the new layout, as a state."""
+        return jax.tree.unflatten(jax.tree.structure(self.target.leaves), [leaves[path] for path in self.target.named])
+
+    @property
+    def _platform(self) -> str:
+        return self._row.devices.flat[0].platform
+
+    def exchange(self, path: str) -> Exchange:
+        """How the shards of a leaf become its new ones."""
+        devices = tuple(self._row.devices.flat)
+        itemsize = self.source.named[path].dtype.itemsize
+        return make_exchange(
+            self.source.lying(path, devices), self.target.lying(path, devices),
+            processes=tuple(device.process_index for device in devices), most=self._piece_bytes // itemsize,
+            avoid=frozenset(place for place, device in enumerate(devices) if device in self._avoid))
+
+    @property
+    def _piece_bytes(self) -> int:
+        return max(1024, int(self._budget_bytes * PIECE_SHARE))
+
+    def _steps(self, path: str) -> "list[tuple[jax.stages.Compiled, tuple[Round, ...]]]":
+        """The programs that move a leaf one after the other, and what each is told: the first makes new shards, others add to them."""
+        exchange, dtype = self.exchange(path), np.dtype(self.source.named[path].dtype)
+        return [(_program(tuple(map(_Kind.of, part)), exchange.old, exchange.new, dtype, self._row, number == 0), part)
+                for number, part in enumerate(_parts(exchange.rounds, self._piece_bytes // dtype.itemsize))]
+
+    def scratch_bytes(self, path: str) -> int:
+        """That a device needs for pieces of a leaf, beside its old shard and its new one; as the compiled programs say."""
+        if self.exchange(path).is_nothing:
+            return 0
+        analyses = [program.memory_analysis() for program, _ in self._steps(path)]
+        return max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
+
+    def way_bytes_of(self, path: str) -> int:
+        """That a device needs for a leaf, beside its old shard."""
+        exchange = self.exchange(path)
+        return 0 if exchange.is_nothing else math.prod(exchange.new) * self.source.named[path].dtype.itemsize + self.scratch_bytes(path)
+
+    def _growth_bytes(self, path: str) -> int:
+        exchange = self.exchange(path)
+        return (math.prod(exchange.new) - math.prod(exchange.old)) * self.source.named[path].dtype.itemsize
+
+
+def _in_groups(way_bytes: Mapping[str, int], order: Sequence[str], budget_bytes: int) -> list[Group]:
+    """Paths in order, as many together as the budget allows."""
+    groups: list[Group] = []
+    for path in order:
+        if groups and groups[-1].way_bytes + way_bytes[path] <= budget_bytes:
+            groups[-1] = Group(paths=(*groups[-1].paths, path), way_bytes=groups[-1].way_bytes + way_bytes[path])
+        else:
+            groups.append(Group(paths=(path,), way_bytes=way_bytes[path]))
+    return groups
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the program of a round depends on; where its pieces lie is told to it."""
+
+    shape: Index
+    routes: tuple[Route, ...]
+    is_scattered: bool
+    is_for_all: bool
+    """Whether something arrives on every device."""
+
+    @classmethod
+    def of(cls, part: Round) -> "_Kind":
+        return cls(part.shape, part.routes, part.is_scattered, None not in part.put)
+
+    @property
+    def num_places(self) -> int:
+        """Numbers that tell a device where one piece lies."""
+        return (self.shape[0] if self.is_scattered else 1) + len(self.shape) - 1
+
+
+@lru_cache(maxsize=1 << 11)
+def _program(kinds: tuple[_Kind, ...], old: Index, new: Index, dtype: np.dtype, row: Mesh, is_first: bool) -> jax.stages.Compiled:
+    """(old shards, places, new shards unless it is the first) -> new shards. Leaves that are alike share it."""
+    def rows(shape: Index, kind: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((row.size * shape[0], *shape[1:]), kind, sharding=NamedSharding(row, PartitionSpec(ROW)))
+
+    num_places = sum(2 * kind.num_places + 1 for kind in kinds)
+    given = rows(old, dtype), rows((1, num_places), np.dtype(np.int32)), *(() if is_first else (rows(new, dtype),))
+    return _carried.lower(*given, kinds=kinds, row=row, shape=new).compile({**compiler_options(row.devices.flat[0].platform)})
+
+
+@partial(jax.jit, static_argnames=("kinds", "row", "shape"), donate_argnums=2)
+def _carried(old: Array, places: Array, new: Array | None = None, *, kinds: tuple[_Kind, ...], row: Mesh, shape: Index) -> Array:
+    """Old shards [devices * old[0], ...] and what there is of the new ones -> new ones with the pieces of some rounds."""
+    def on_device(old: Array, places: Array, *before: Array) -> Array:
+        new = before[0] if before else lax.pcast(jnp.zeros(shape, old.dtype), (ROW,), to="varying")
+        first = 0
+        for kind in kinds:
+            last = first + 2 * kind.num_places + 1
+            new = _with_piece(kind, old, new, places[0, first:last])
+            first = last
+        return new
+
+    given = (old, places) if new is None else (old, places, new)
+    return jax.shard_map(on_device, mesh=row, in_specs=PartitionSpec(ROW), out_specs=PartitionSpec(ROW))(*given)
+
+
+def _with_piece(kind: _Kind, old: Array, new: Array, places: Array) -> Array:
+    """A device's new shard with what one round brings."""
+    take, put, arrives = places[:kind.num_places], places[kind.num_places:-1], places[-1]
+    piece = old
+    if kind.is_scattered:
+        piece = _columns(piece, take, kind.shape).at[take[:kind.shape[0]]].get(mode="promise_in_bounds")
+    elif kind.shape != old.shape:
+        piece = lax.dynamic_slice(old, tuple(take), kind.shape)
+    if kind.routes:
+        piece = lax.ppermute(piece, ROW, kind.routes)
+    if kind.is_scattered:
+        columns = _columns(new, put, kind.shape).at[put[:kind.shape[0]]].set(piece, mode="drop")
+        return columns if columns.shape == new.shape else lax.dynamic_update_slice(new, columns, (0, *put[kind.shape[0]:]))
+    if not kind.is_for_all:
+        piece = jnp.where(arrives > 0, piece, lax.dynamic_slice(new, tuple(put), kind.shape))
+    return piece if kind.shape == new.shape else lax.dynamic_update_slice(new, piece, tuple(put))
+
+
+def _columns(shard: Array, place: Array, shape: Index) -> Array:
+    """All rows of a shard, but along other dimensions only what a piece has."""
+    if shard.shape[1:] == shape[1:]:
+        return shard
+    return lax.dynamic_slice(shard, (0, *place[shape[0]:]), (shard.shape[0], *shape[1:]))
+
+
+@lru_cache(maxsize=1 << 10)
+def _places(part: tuple[Round, ...], new_rows: int, row: Mesh) -> Array:
+    """int32 [devices, numbers]: for every round, where a device's piece lies in the old shard and in the new one, and whether any arrives."""
+    def numbers(kind: _Kind, place: Place | None, none: int) -> list[int]:
+        if place is None:
+            return [none] * kind.shape[0] + [0] * (len(kind.shape) - 1) if kind.is_scattered else [0] * len(kind.shape)
+        rows = [row for first, count in place.rows for row in range(first, first + count)]
+        return [*(rows if kind.is_scattered else rows[:1]), *place.starts]
+
+    table = np.array([[number for each in part for number in (
+        *numbers(_Kind.of(each), each.take[device], 0), *numbers(_Kind.of(each), each.put[device], new_rows), each.put[device] is not None)]
+        for device in range(row.size)], np.int32)
+    return jax.make_array_from_callback(table.shape, NamedSharding(row, PartitionSpec(ROW)), lambda index: table[index])
+
+
+def _parts(rounds: Sequence[Round], most: int) -> list[tuple[Round, ...]]:
+    """Rounds dealt out to programs, whose pieces may all be there at the same time: `most` elements, but one at least."""
+    parts: list[tuple[Round, ...]] = [()]
+    for each in rounds:
+        if parts[-1] and sum(math.prod(other.shape) for other in parts[-1]) + math.prod(each.shape) > most:
+            parts.append(())
+        parts[-1] = (*parts[-1], each)
+    return parts
+
+
+def _shards(leaf: Array) -> dict[Device, Array]:
+    return {shard.device: shard.data for shard in leaf.addressable_shards}
+
+
+def as_row(leaf: Array, row: Mesh, local: Index) -> Array:
+    """A leaf's shards, in the same memory, one after the other [devices * local[0], ...]; zeros from devices that have none."""
+    shards = _shards(leaf)
+    parts = [_in_shape(shards[device], local) if device in shards else jnp.zeros(local, leaf.dtype, device=device)
+             for device in row.devices.flat if device.process_index == jax.process_index()]
+    return jax.make_array_from_single_device_arrays(
+        (row.size * local[0], *local[1:]), NamedSharding(row, PartitionSpec(ROW)), parts)
+
+
+def _as_leaf(shards: Mapping[Device, Array], asked: jax.ShapeDtypeStruct) -> Array:
+    """The leaf whose shards these are, and perhaps others which nobody asks for."""
+    local = asked.sharding.shard_shape(asked.shape)
+    return jax.make_array_from_single_device_arrays(
+        asked.shape, asked.sharding, [_in_shape(shards[device], local) for device in asked.sharding.addressable_devices])
+
+
+def _in_shape(shard: Array, shape: Index) -> Array:
+    """The same memory, but for an array of one element, [] or [1]."""
+    return shard if shard.shape == shape else shard.reshape(shape)

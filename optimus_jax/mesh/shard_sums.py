@@ -1,0 +1,105 @@
+"""Checksums of a state as it lies, of every copy of every shard.
+
+The sums are those that checkpoints have (mesh/checksum.py, of the stored form): an element counts by
+its layer, not its slot, and padding of zeros does not count, so they are the same under every layout.
+Each device adds up its own shards. Hence replicas are compared too: a copy that went wrong on one
+device is seen, and on which.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optimus_jax.mesh.checksum import _scramble as scramble
+from optimus_jax.mesh.exchange import Index, Lying
+from optimus_jax.mesh.reshard import ROW, Layout, as_row
+
+
+class ReplicasDifferError(Exception):
+    """Two devices hold different bits where they should hold the same."""
+
+
+class ShardSums:
+    """The checksums of states that lie as a layout says.
+
+    Args:
+      layout: of the states.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._row = layout, Mesh(np.array(layout.devices), (ROW,))
+
+    def compile(self) -> None:
+        """Compile every program that is needed; leaves whose shards are alike share one."""
+        for path in self._layout.named:
+            self._program(path)
+
+    def of(self, leaves: Mapping[str, Array], paths: Iterable[str]) -> dict[str, int]:
+        """The checksum of some leaves, by path; the same on every process.
+
+        Raises:
+          ReplicasDifferError: naming the leaf and a device.
+        """
+        return {path: self._sum(path, leaves[path]) for path in paths}
+
+    def _sum(self, path: str, leaf: Array) -> int:
+        lying = self._lying(path)
+        by_device = np.asarray(self._program(path)(as_row(leaf, self._row, lying.local), *_numbers(lying, self._row)))
+        total = 0
+        for block, devices in lying.replicas.items():
+            sums = by_device[devices]
+            if (wrong := np.flatnonzero(sums != sums[0])).size:
+                raise ReplicasDifferError(f"leaf {path!r}, block {block}: devices {devices[0]} and {devices[wrong[0]]} hold different bits")
+            total += int(sums[0])
+        return total % 2**32
+
+    def _program(self, path: str) -> jax.stages.Compiled:
+        return _program(self._lying(path).local, np.dtype(self._layout.named[path].dtype), self._row)
+
+    def _lying(self, path: str) -> Lying:
+        return self._layout.lying(path, tuple(self._row.devices.flat))
+
+
+@lru_cache(maxsize=1 << 10)
+def _program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compiled:
+    """(shards [devices * local[0], ...], their numbers) -> uint32 [devices]: the sum of every device's shard, known to all."""
+    rows = NamedSharding(row, PartitionSpec(ROW))
+
+    def on_device(shard: Array, first_D: Array, starts_D: Array) -> Array:
+        return lax.all_gather(_sum_of(shard, first_D, starts_D[0]), ROW, to="invarying")
+
+    shapes = ((row.size * local[0], *local[1:]), dtype), ((row.size * local[0],), np.int32), ((row.size, len(local) - 1), np.int32)
+    summed = jax.shard_map(on_device, mesh=row, in_specs=PartitionSpec(ROW), out_specs=PartitionSpec())
+    return jax.jit(summed).lower(*(jax.ShapeDtypeStruct(shape, kind, sharding=rows) for shape, kind in shapes)).compile()
+
+
+def _sum_of(shard: Array, rows: Array, starts: Array) -> Array:
+    """uint32 []: `mesh.checksum` of a shard in its place.
+
+    Args:
+      shard: any shape.
+      rows: int32 [shard.shape[0]], the number of every row in the whole array.
+      starts: int32 [shard.ndim - 1], where the shard begins along the other dimensions.
+    """
+    bits = shard.view(f"uint{8 * shard.dtype.itemsize}").astype(jnp.uint32)
+    weights = scramble(jnp.broadcast_to(rows.astype(jnp.uint32).reshape(-1, *[1] * (shard.ndim - 1)), shard.shape))
+    for dim in range(1, shard.ndim):
+        weights = scramble(weights + starts[dim - 1].astype(jnp.uint32) + lax.broadcasted_iota(jnp.uint32, shard.shape, dim))
+    return jnp.sum(scramble(bits * (weights | np.uint32(1))), dtype=jnp.uint32)
+
+
+@lru_cache(maxsize=1 << 8)
+def _numbers(lying: Lying, row: Mesh) -> tuple[Array, Array]:
+    """The numbers of rows [devices * local[0]], and starts along other dimensions [devices, dims - 1], of every device's shard."""
+    blocks = [block or (0,) * len(lying.local) for block in lying.blocks]
+    rows = np.array(lying.rows, np.int32).reshape(-1, lying.local[0])
+    starts = np.array([[place * size for place, size in zip(block[1:], lying.local[1:], strict=True)] for block in blocks], np.int32)
+    numbers = np.concatenate([rows[block[0]] for block in blocks]), starts.reshape(len(blocks), len(lying.local) - 1)
+    sharding = NamedSharding(row, PartitionSpec(ROW))
+    first, second = (jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index]) for array in numbers)
+    return first, second

@@ -1,0 +1,188 @@
+"""A moved state is the same, bit for bit and on every device, whatever plans it goes between; and on the way little is there twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from moves import MODEL, PLANS, QUICK, a_state, assert_is_the_state, bits_of, built, copied, layout_of, next_of
+from plans import build, case
+from test_exchange import acted_out
+
+from optimus_jax.mesh import reshard
+from optimus_jax.mesh.checksum import checksums, named_leaves
+from optimus_jax.mesh.reshard import Layout, Move, row_of_devices
+from optimus_jax.mesh.shard_sums import ReplicasDifferError, ShardSums
+from optimus_jax.training.state import to_stored
+
+BUDGET_BYTES = 2**20
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    """Compile moves without optimising them."""
+    reshard._program.cache_clear()
+    monkeypatch.setattr(reshard, "compiler_options", lambda platform: QUICK)
+    yield
+    reshard._program.cache_clear()
+
+
+def layout(name):
+    return layout_of(built(name).program)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_state_moves_to_other_plans_and_is_the_same(name):
+    source = layout(name)
+    state = a_state(source)
+    for other in next_of(name):
+        target = layout(other)
+        move = Move(source, target, budget_bytes=BUDGET_BYTES)
+        old = copied(state)
+        assert_is_the_state(move.run(old), target)
+        for path, leaf in named_leaves(old).items():
+            assert leaf.is_deleted() != move.exchange(path).is_nothing, path
+
+
+def shards_of(layout, devices):
+    """What every device holds of every leaf, as uint32."""
+    found = {}
+    for path, bits in bits_of(layout).items():
+        leaf = layout.named[path]
+        where, local = leaf.sharding.devices_indices_map(leaf.shape), layout.lying(path, devices).local
+        found[path] = [bits[where[device]].reshape(local) for device in devices]
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_pieces_between_every_pair_make_up_the_new_shards(name):
+    """The same for every ordered pair, acted out by indexing; and the layouts differ."""
+    source = layout(name)
+    devices = row_of_devices(source)
+    held = shards_of(source, devices)
+    for other in PLANS:
+        if other == name:
+            continue
+        target = layout(other)
+        move = Move(source, target, budget_bytes=BUDGET_BYTES)
+        expected, num_moved = shards_of(target, devices), 0
+        for path in source.named:
+            exchange = move.exchange(path)
+            num_moved += not exchange.is_nothing
+            for new, shard in zip(acted_out(exchange, held[path]), expected[path], strict=True):
+                np.testing.assert_array_equal(new, shard, err_msg=f"{name} -> {other}: {path}")
+        assert num_moved > 0, f"{name} and {other} lie alike"
+
+
+def live_bytes():
+    """Of all arrays, on the device that holds most; memory that several arrays share counts once."""
+    buffers = {(shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards}
+    by_device = {device: 0 for device, _ in buffers}
+    for (device, _), num_bytes in buffers.items():
+        by_device[device] += num_bytes
+    return max(by_device.values())
+
+
+@pytest.mark.parametrize(("name", "other"), [
+    ("fsdp, zero 3", "data"), ("data", "fsdp, zero 3"), ("interleaved, zero 1", "data x tensor, vocabulary whole"),
+    ("eight stages, uneven", "feed-forward over tensor, attention not, zero 3")])
+def test_no_device_holds_more_than_the_state_and_the_budget(name, other, monkeypatch):
+    """Arrays are counted when a group's old shards are still there; scratch space of programs is what XLA says."""
+    source, target = layout(name), layout(other)
+    before = live_bytes()
+    leaves = named_leaves(a_state(source))
+    largest = max(map(Move(source, target, budget_bytes=2**17).way_bytes_of, leaves))
+    move = Move(source, target, budget_bytes=largest)
+    move.compile()
+    assert len(move.groups) > 1, "a state in one group would be there twice"
+    assert sum(len(group.paths) for group in move.groups) == len(leaves)
+    peak = 0
+    for group in move.groups:
+        arrived = move.carry(group, leaves)
+        scratch = max(move.scratch_bytes(path) for path in group.paths)
+        peak = max(peak, live_bytes() + scratch - before)
+        move.release(group, leaves, arrived)
+        del arrived
+    places_bytes = 8192  # of tables that tell programs where pieces lie, which stay for the way back
+    state_bytes = max(source.num_bytes(), target.num_bytes())
+    assert peak <= state_bytes + largest + places_bytes
+    assert peak > state_bytes, "old and new shards of a group were counted"
+
+
+def test_other_padding_of_the_vocabulary_and_stages_over_six_devices():
+    there, back = (layout_of(build(MODEL, each).program) for each in (
+        case("pipe=3,tensor=2", microbatches=3, layers_per_stage=(2, 5, 3)), case("data=6")))
+    table = "params/head/table"
+    assert there.named[table].shape != back.named[table].shape
+    state = Move(there, back, budget_bytes=BUDGET_BYTES).run(a_state(there))
+    assert_is_the_state(state, back)
+    assert_is_the_state(Move(back, there, budget_bytes=BUDGET_BYTES).run(state), there)
+
+
+def test_fewer_devices_and_more():
+    """Two of eight leave and come back; nothing is read from the first of them that another has."""
+    eight, six = layout("data x fsdp, zero 1"), layout_of(build(MODEL, case("fsdp=3,tensor=2", zero=2)).program)
+    lost = frozenset(jax.devices()[6:])
+    move = Move(eight, six, budget_bytes=BUDGET_BYTES, avoid=lost)
+    state = move.run(a_state(eight))
+    assert_is_the_state(state, six)
+    assert not lost & {device for leaf in jax.tree.leaves(state) for device in leaf.devices()}
+    assert_is_the_state(Move(six, eight, budget_bytes=BUDGET_BYTES).run(state), eight)
+
+
+def test_the_same_plan_costs_nothing():
+    source = layout("tensor")
+    state = a_state(source)
+    move = Move(source, source, budget_bytes=BUDGET_BYTES)
+    moved = move.run(state)
+    assert (move.way_bytes, move.sent_bytes) == (0, 0)
+    assert reshard._program.cache_info().currsize == 0
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True):
+        assert [shard.data.unsafe_buffer_pointer() for shard in old.addressable_shards] == [
+            shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards]
+
+
+@pytest.mark.parametrize("name", ["data", "interleaved, uneven, zero 3", "eight stages, uneven", "attention over tensor, feed-forward not"])
+def test_sums_are_those_that_checkpoints_have(name):
+    """So they are the same under every plan, and those of a stored state are plan-free."""
+    program = built(name).program
+    source = layout_of(program)
+    state = a_state(source)
+    sums = ShardSums(source).of(named_leaves(state), source.named)
+    assert sums == checksums(to_stored(state, program.shapes, program.plan, program.state_shardings))
+
+
+def test_a_copy_that_differs_on_one_device_is_found():
+    source = layout("data")
+    leaves = named_leaves(a_state(source))
+    path, sums = "params/final_norm/scale", ShardSums(source)
+    shards = [shard.data for shard in leaves[path].addressable_shards]
+    shards[5] = jax.device_put(np.asarray(shards[5]) + np.float32(1), shards[5].device)
+    wrong = jax.make_array_from_single_device_arrays(leaves[path].shape, leaves[path].sharding, shards)
+    sums.of(leaves, [path])
+    with pytest.raises(ReplicasDifferError, match=r"final_norm.*devices 0 and 5"):
+        sums.of(leaves | {path: wrong}, [path])
+
+
+def test_any_bit_in_an_empty_slot_changes_the_sum():
+    source = layout("gpipe, uneven")
+    leaves = named_leaves(a_state(source))
+    path, empty = "params/layers/mlp_norm/scale", source.slots.index(-1)
+    wrong = jax.jit(lambda leaf: leaf.at[empty, 3].set(1e-30), out_shardings=leaves[path].sharding)(leaves[path])
+    assert ShardSums(source).of(leaves, [path]) != ShardSums(source).of({path: wrong}, [path])
+
+
+def test_a_large_leaf_moves_in_pieces_of_the_budget():
+    """By several programs, of which each needs room for little: a sixteenth of the shard here."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    whole, split = (Layout(leaves={"w": jax.ShapeDtypeStruct((64, 4096), jnp.float32, sharding=NamedSharding(mesh, spec))}, slots=())
+                    for spec in (P(), P("a")))
+    shard_bytes = 64 * 4096 * 4
+    move = Move(split, whole, budget_bytes=shard_bytes // 2)
+    move.compile()
+    assert len(move._steps("w")) >= 7
+    assert move.scratch_bytes("w") <= shard_bytes / 8 + 1024
+    values = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+    moved = move.run({"w": jax.device_put(values, split.leaves["w"].sharding)})["w"]
+    assert all(np.array_equal(np.asarray(shard.data), values) for shard in moved.addressable_shards)
