@@ -275,6 +275,45 @@ class DistributedConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """When the controller may move a running job to another plan."""
+
+    min_gain: float = 0.05
+    """Least share of a step's time that another plan has to save."""
+    min_probability: float = 0.9
+    """Least probability that a switch saves time at all."""
+    gain_over_cost: float = 2.0
+    """Least expected gain over the rest of the run, in costs of the switch."""
+    budget_share: float = 0.01
+    """Of the run's wall time, what all switches together may take."""
+    max_switches: int | None = None
+    """Of a run; None: as many as the budget allows. 0 freezes the plan."""
+    cooldown_steps: int = 30
+    """Steps after a switch without another one."""
+    window_steps: int = 20
+    """Steps that a reading looks back on."""
+    canary_steps: int = 5
+    """Steps under a new plan, after which it is kept or taken back."""
+    probe_share: float = 0.002
+    """Of wall time, what probes of links and compute may take; 0: none."""
+    allow: tuple[str, ...] = ()
+    """Meshes that may be switched to, such as `data=4,tensor=2`; empty: all legal ones."""
+    move_bytes: int = 256 * 2**20
+    """Of state on the way at the same time on a device while it is moved."""
+    executables: int = 3
+    """Compiled plans kept in memory, so that going back is cheap."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "gain_over_cost", "window_steps", "canary_steps", "move_bytes", "executables")
+        for name in ("min_gain", "min_probability", "budget_share", "probe_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(explain(f"controller.{name} is a share", given=getattr(self, name), do="choose 0 or more and less than 1"))
+        for name in ("max_switches", "cooldown_steps"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(explain(f"controller.{name} cannot be negative", given=getattr(self, name), do="choose 0 or more"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -286,6 +325,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    controller: ControlConfig = field(default_factory=ControlConfig)
     steps: int = 300
     """Optimizer steps of the whole run."""
     seed: int = 0
@@ -311,10 +351,6 @@ class Config:
                 f"a sequence is longer than the positions of {self.model.name}",
                 given=f"data.seq_len={self.seq_len}, model.max_length={self.model.max_length}",
                 do=f"use --seq-len {self.model.max_length} or less, or --set model.max_length={self.seq_len}"))
-        if self.control != "off":
-            raise ConfigError(explain(
-                "there is no controller yet that could act on this run",
-                given=f"control={self.control}", do="use --control off"))
 
     @property
     def seq_len(self) -> int:

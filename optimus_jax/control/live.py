@@ -1,0 +1,75 @@
+"""The sources of a real run, put together: what this process's devices, its mesh and its run directory offer."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from optimus_jax.config import ControlConfig
+from optimus_jax.control.baselines import Baselines
+from optimus_jax.control.guard import Source
+from optimus_jax.control.health import DeviceMemory, GpuHealth, visible_gpus
+from optimus_jax.control.heartbeats import Heartbeats
+from optimus_jax.control.mesh_probes import MeshProbes
+from optimus_jax.control.rounds import Budget, Rounds
+from optimus_jax.control.sources import Signals
+from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
+from optimus_jax.planning.cluster import BETWEEN, INSIDE, Cluster
+from optimus_jax.planning.hardware import HardwareProfile
+
+
+class Probes:
+    """Rounds on each mesh of a run, under one budget; programs are kept, so that going back to a mesh compiles nothing.
+
+    Args:
+      share: of wall time; 0: no probes.
+      cluster: of the run: which axis crosses hosts.
+      profile: of the devices, if they were measured.
+    """
+
+    def __init__(self, share: float, cluster: Cluster, profile: HardwareProfile | None) -> None:
+        self._share, self._cluster = share, cluster
+        self._baselines, self._budget = Baselines(profile), Budget(share)
+        self._programs: dict[Mesh, MeshProbes] = {}
+
+    def prepare(self, mesh: Mesh) -> None:
+        """Compile what is timed on a mesh; may run in the background before the run moves there."""
+        if self._share:
+            programs = MeshProbes(mesh)
+            programs.compile()
+            self._programs.setdefault(mesh, programs)
+
+    def on(self, mesh: Mesh) -> Rounds | None:
+        """Rounds on a mesh, compiled and settled: call it in all processes, between two steps. None: there are to be no probes."""
+        if not self._share:
+            return None
+        if mesh not in self._programs:
+            self.prepare(mesh)
+        sizes = AxisSizes(**mesh.shape)
+        rounds = Rounds(self._programs[mesh], {axis: self._link(sizes, axis) for axis in MESH_AXES}, self._baselines, self._budget)
+        rounds.settle()
+        return rounds
+
+    def _link(self, sizes: AxisSizes, axis: str) -> str:
+        return BETWEEN if self._cluster.hosts_crossed(sizes, (axis,)) > 1 else INSIDE
+
+
+def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, rounds: Rounds | None, run_directory: Path,
+                 warn: Callable[[str], object]) -> Signals:
+    """The signals of this process.
+
+    Args:
+      settings: window and budget.
+      global_batch: examples of a step at first.
+      seq_len: tokens of an example at first.
+      rounds: on the first mesh.
+      run_directory: for heartbeats.
+      warn: told when a source breaks.
+    """
+    devices = jax.local_devices()
+    sources: list[Source] = [DeviceMemory(devices), Heartbeats(run_directory, jax.process_index(), jax.process_count())]
+    if devices[0].platform == "gpu":
+        sources.append(GpuHealth(visible_gpus([device.local_hardware_id for device in devices])))
+    return Signals(settings, global_batch=global_batch, seq_len=seq_len, sources=sources, rounds=rounds, clock=time.perf_counter, warn=warn)

@@ -1,0 +1,202 @@
+"""Rounds of probes at step boundaries: when they are due, within a budget, and what they say.
+
+In a round every process times small all-reduces along each mesh axis and a piece of computing, then all exchange what
+they found. When the next one is due follows from exchanged numbers alone, so all processes begin it at the same step.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from optimus_jax.control.baselines import Baseline, Baselines
+from optimus_jax.control.mesh_probes import LARGE_BYTES, MESSAGES, SMALL_BYTES, Programs
+from optimus_jax.control.signals import COMPUTE_SLOWDOWN, FEW, LINK_SLOWDOWN, PROCESS_SKEW, STRAGGLER
+from optimus_jax.control.skew import Skew, median, skew_of
+
+Exchange = Callable[[np.ndarray], np.ndarray]
+"""[N] of this process to [P, N] of all processes."""
+LONGEST_S = 0.05
+"""A large message that would take longer is left out: on a link that became slow, one round would use up the budget of many."""
+
+
+class Budget:
+    """When rounds are due: as often as their cost allows, with one round's cost kept in reserve for when somebody asks.
+
+    The first is a loan.
+
+    Args:
+      share: of wall time.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._last_step: int | None = None
+        self._cost_s = self._step_time_s = 0.0
+        self._left_s = 0.0
+        self._asked_at: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a round belongs behind `step`; every process gets the same answer."""
+        if not self._share or self._last_step is None:
+            return bool(self._share)
+        is_asked = self._asked_at is not None and step >= self._asked_at
+        return self._left_at(step) >= self._cost_s * (1 if is_asked else 2)
+
+    def ask(self, step: int) -> None:
+        """Wish for a round behind `step`, or as soon as the budget allows. Every process has to ask for the same step."""
+        self._asked_at = step
+
+    def spent(self, step: int, cost_s: float, step_time_s: float) -> None:
+        """A round behind `step` took `cost_s`; steps take `step_time_s` now. Exchanged numbers."""
+        self._left_s = (0.0 if self._last_step is None else self._left_at(step)) - cost_s
+        self._last_step, self._cost_s, self._step_time_s, self._asked_at = step, cost_s, step_time_s, None
+
+    @property
+    def interval_s(self) -> float:
+        """Until the next round if nobody asks; infinite before the first."""
+        return max(0.0, 2 * self._cost_s - self._left_s) / self._share if self._last_step is not None else math.inf
+
+    def _left_at(self, step: int) -> float:
+        assert self._last_step is not None
+        return self._left_s + self._share * self._step_time_s * (step - self._last_step)
+
+
+class Rounds:
+    """Probes of one mesh.
+
+    Args:
+      programs: what is timed.
+      links: `inside` or `between` (planning/cluster.py), of each mesh axis that can be probed: what it crosses.
+      baselines: what probes take when nothing is wrong.
+      budget: when rounds are due.
+      exchange: with the other processes; None: JAX's.
+      clock: in seconds.
+    """
+
+    def __init__(self, programs: Programs, links: Mapping[str, str], baselines: Baselines, budget: Budget, *,
+                 exchange: Exchange | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.budget = budget
+        self.skew: Skew | None = None
+        """What the last round said of processes; None: nothing, or there is one."""
+        self._programs, self._links, self._baselines = programs, links, baselines
+        self._exchange, self._clock = exchange or _among_processes, clock
+
+    def settle(self) -> float:
+        """Run all probes once before the first step on this mesh, for a first run also connects devices; as often as
+        a baseline needs if there is one to learn. Returns the seconds that it took, which no budget counts."""
+        start_s = self._clock()
+        works = [self._programs.work(axis, num_bytes) for axis in self._programs.axes for num_bytes in MESSAGES] + [self._programs.compute]
+        is_known = all(self._baselines.of(work) is not None for work in works)
+        self._measure(0.0, 0.0)
+        for _ in range(0 if is_known else FEW):
+            self._learn(self._measure(0.0, 0.0))
+        return self._clock() - start_s
+
+    def run(self, step: int, *, step_time_s: float, data_wait_s: float) -> dict[str, float]:
+        """A round behind `step`, whose work is done; every process has to call it.
+
+        Args:
+          step: the last one done.
+          step_time_s: of the newest steps.
+          data_wait_s: of this process in them.
+        Returns:
+          Samples by signal; what has no baseline yet is left out.
+        """
+        found = self._measure(step_time_s, data_wait_s)
+        self.budget.spent(step, max(found.cost_s), min(found.step_time_s))
+        self._learn(found)
+        return self._link_samples(found) | self._compute_sample(found) | self._skew_samples(found)
+
+    def sources(self) -> dict[str, str]:
+        """By signal, what its samples are compared with; what has no baseline yet is left out."""
+        found = {LINK_SLOWDOWN + axis: self._baselines.of(self._programs.work(axis, LARGE_BYTES)) for axis in self._programs.axes}
+        found[COMPUTE_SLOWDOWN] = self._baselines.of(self._programs.compute)
+        return {name: baseline.source for name, baseline in found.items() if baseline is not None}
+
+    def _measure(self, step_time_s: float, data_wait_s: float) -> "_Found":
+        start_s, axes = self._clock(), self._programs.axes
+        small_s = self._fastest([self._programs.time_s(axis, SMALL_BYTES) for axis in axes])
+        # Decided by exchanged numbers: all processes have to leave out the same.
+        affordable = [axis for axis, time_s in zip(axes, small_s, strict=True) if time_s * LARGE_BYTES / SMALL_BYTES <= LONGEST_S]
+        large_s = [self._programs.time_s(axis, LARGE_BYTES) for axis in affordable]
+        own = [self._programs.compute_time_s(), data_wait_s, step_time_s, self._clock() - start_s]
+        everyones = self._exchange(np.array([*large_s, *own], np.float32)).astype(float)
+        compute_s, waits_s, steps_s, cost_s = everyones[:, len(large_s):].T.tolist()
+        return _Found(small_s=dict(zip(axes, small_s, strict=True)),
+                      large_s=dict(zip(affordable, everyones[:, :len(large_s)].min(axis=0).tolist(), strict=True)),
+                      compute_s=compute_s, data_wait_s=waits_s, step_time_s=steps_s, cost_s=cost_s)
+
+    def _fastest(self, own_s: list[float]) -> list[float]:
+        """Of all processes: who came last to a collective has not waited for the others in it."""
+        return self._exchange(np.array(own_s, np.float32)).min(axis=0).astype(float).tolist() if own_s else []
+
+    def _learn(self, found: "_Found") -> None:
+        for num_bytes, times_s in ((SMALL_BYTES, found.small_s), (LARGE_BYTES, found.large_s)):
+            for axis, time_s in times_s.items():
+                self._baselines.learn(self._programs.work(axis, num_bytes), time_s, self._links[axis])
+        self._baselines.learn(self._programs.compute, median(found.compute_s), COMPUTE_SLOWDOWN)
+
+    def _link_samples(self, found: "_Found") -> dict[str, float]:
+        slowdowns = {axis: slowdown for axis in found.small_s if (slowdown := self._link_slowdown(axis, found)) is not None}
+        # A slow link shows on all axes that cross it; what else the machine does, often on one of them only.
+        links = {link: median([slowdown for axis, slowdown in slowdowns.items() if self._links[axis] == link])
+                 for link in {self._links[axis] for axis in slowdowns}}
+        self._baselines.slowdowns |= links
+        return {LINK_SLOWDOWN + name: slowdown for name, slowdown in (slowdowns | links).items()}
+
+    def _link_slowdown(self, axis: str, found: "_Found") -> float | None:
+        """Time of a large message now over its baseline; of a small one if a large one could never be afforded."""
+        small, large = (self._baselines.of(self._programs.work(axis, num_bytes)) for num_bytes in MESSAGES)
+        if axis in found.large_s:
+            return None if large is None else found.large_s[axis] / large.time_s
+        if large is None:
+            return None if small is None else found.small_s[axis] / small.time_s
+        return extrapolated_s(found.small_s[axis], small, large) / large.time_s
+
+    def _compute_sample(self, found: "_Found") -> dict[str, float]:
+        baseline = self._baselines.of(self._programs.compute)
+        if baseline is None:
+            return {}
+        slowdown = self._baselines.slowdowns[COMPUTE_SLOWDOWN] = median(found.compute_s) / baseline.time_s
+        return {COMPUTE_SLOWDOWN: slowdown}
+
+    def _skew_samples(self, found: "_Found") -> dict[str, float]:
+        if len(found.compute_s) == 1:
+            return {}
+        self.skew = skew_of(min(found.step_time_s), found.data_wait_s, found.compute_s)
+        return {PROCESS_SKEW: self.skew.ratio, STRAGGLER: float(self.skew.slowest)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """By a round, of all processes; lists are by process."""
+
+    small_s: dict[str, float]
+    """By axis."""
+    large_s: dict[str, float]
+    """By axis, where it could be afforded."""
+    compute_s: list[float]
+    data_wait_s: list[float]
+    step_time_s: list[float]
+    cost_s: list[float]
+    """Of the round itself."""
+
+
+def extrapolated_s(small_s: float, small: Baseline | None, large: Baseline) -> float:
+    """Time of a large message that was too slow to send, from a small one: what that took beyond latency grows with the message."""
+    if small is None:
+        return small_s * LARGE_BYTES / SMALL_BYTES
+    per_byte_s = max(0.0, large.time_s - small.time_s) / (LARGE_BYTES - SMALL_BYTES)
+    latency_s = max(0.0, small.time_s - per_byte_s * SMALL_BYTES)
+    return latency_s + max(0.0, small_s - latency_s) * LARGE_BYTES / SMALL_BYTES
+
+
+def _among_processes(own: np.ndarray) -> np.ndarray:
+    if jax.process_count() == 1:
+        return own[None]
+    return np.asarray(multihost_utils.process_allgather(own))

@@ -1,0 +1,196 @@
+"""Signals: what the trainer tells at step boundaries and what sources measure, as observations.
+
+Nothing here waits for the devices, for a driver or for a file, and nothing raises into training: only a round of
+probes takes time, when `is_probe_due` says so and the caller has let the devices finish.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from optimus_jax.config import ControlConfig
+from optimus_jax.control.batches import BatchShape, HostBatch
+from optimus_jax.control.guard import POLL_S, Guard, Polled, Source
+from optimus_jax.control.loss_slope import LossSlope
+from optimus_jax.control.rounds import Rounds
+from optimus_jax.control.signals import (
+    COMPUTE_SLOWDOWN,
+    DATA_WAIT_S,
+    DISPATCH_S,
+    ECC_ERRORS,
+    FEW,
+    HEARTBEAT_AGE_S,
+    LINK_SLOWDOWN,
+    LOSS_SLOPE,
+    MFU,
+    PROCESS_SKEW,
+    STEP_TIME_S,
+    STRAGGLER,
+    TOKENS_PER_S,
+    UNKNOWN,
+    Observation,
+    Reading,
+    Window,
+)
+from optimus_jax.mesh.axes import MESH_AXES
+from optimus_jax.training.run_directory import StepRecord
+
+_LOG = logging.getLogger(__name__)
+_OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
+"""What belongs to a plan and a phase: another one's samples say nothing of it."""
+_OF_ROUNDS = (COMPUTE_SLOWDOWN, PROCESS_SKEW, STRAGGLER, LINK_SLOWDOWN)
+_NEWEST_ONLY = (STRAGGLER, HEARTBEAT_AGE_S, ECC_ERRORS)
+"""What has no median: a process's number, an age, a count."""
+BATCHES_S = 10.0
+"""Time between two looks at a batch: what data look like changes slowly, and a look takes a fifth of a millisecond."""
+STALE_POLLS, STALE_STEPS, STALE_ROUNDS = 10, 3, 2
+"""Age from which on a sample is stale: in the time between two polls of its source, but not so many steps; for probes, in that between their rounds."""
+
+
+class Signals:
+    """What is known of a running job, for one process of it. All processes make the same calls at the same steps.
+
+    Args:
+      settings: window and budget.
+      global_batch: examples of a step in the present phase.
+      seq_len: tokens of an example in it.
+      sources: what is polled.
+      rounds: of probes on the present mesh; None: no probes.
+      clock: seconds, never jumping: the run's clock.
+      warn: told once when a source breaks.
+    """
+
+    def __init__(self, settings: ControlConfig, *, global_batch: int, seq_len: int, sources: Iterable[Source] = (), rounds: Rounds | None = None,
+                 clock: Callable[[], float] = time.perf_counter, warn: Callable[[str], object] = _LOG.warning) -> None:
+        self.batches = BatchShape()
+        """Holds the histogram of lengths."""
+        self._settings, self._global_batch, self._seq_len = settings, global_batch, seq_len
+        self._sources = [Polled(self.batches, warn, BATCHES_S), *(Polled(source, warn) for source in sources)]
+        self._rounds, self._round_guard = rounds, Guard("probes", _OF_ROUNDS, warn)
+        self._clock = clock
+        self._windows: dict[str, Window] = {}
+        self._loss_slope = LossSlope(settings.window_steps)
+        self._step_times_s: list[float] = []
+
+    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
+        """A step was handed to the devices.
+
+        Args:
+          data_wait_s: from asking for its batch to having it.
+          dispatch_s: of the call of the compiled step. CPU devices often run the step in it, and then it is about as long as the step.
+          batch: this process's rows.
+        """
+        now_s = self._clock()
+        self._add(DATA_WAIT_S, data_wait_s, now_s)
+        self._add(DISPATCH_S, dispatch_s, now_s)
+        self.batches.offer(batch)
+
+    def step(self, record: StepRecord) -> None:
+        """A step was finished."""
+        now_s = self._clock()
+        self._step_times_s.append(record.step_time_s)
+        self._add(STEP_TIME_S, record.step_time_s, now_s)
+        self._add(TOKENS_PER_S, record.tokens_per_s, now_s)
+        if record.mfu is not None:
+            self._add(MFU, record.mfu, now_s)
+        if not record.skipped:
+            self._loss_slope.add(record.step, record.loss, now_s)
+
+    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+        """An evaluation says nothing about steps."""
+
+    def observe(self, step: int, lost_devices: frozenset[int] = frozenset()) -> Observation:
+        """What is known now, at the boundary after `step`; polls what is due.
+
+        Args:
+          step: the last one done.
+          lost_devices: ids of devices reported bad.
+        """
+        now_s = self._clock()
+        self._poll(step, now_s)
+        readings = {name: window.reading(now_s) for name, window in self._windows.items()}
+        readings[LOSS_SLOPE] = self._loss_slope.reading()
+        step_times_s, self._step_times_s = tuple(self._step_times_s), []
+        return Observation(step=step, time_s=now_s, step_times_s=step_times_s, readings=readings, global_batch=self._global_batch,
+                           seq_len=self._seq_len, lost_devices=lost_devices)
+
+    def is_probe_due(self, step: int) -> bool:
+        """Whether to let the devices finish `step` and call `probe`; the same answer in every process."""
+        return self._rounds is not None and self._step_time().count >= FEW and self._rounds.budget.is_due(step)
+
+    def ask_probe(self, step: int) -> None:
+        """Wish for a probe after `step`, if the budget allows. Every process has to ask for the same step."""
+        if self._rounds is not None:
+            self._rounds.budget.ask(step)
+
+    def probe(self, step: int) -> None:
+        """Run a round of probes. The devices have finished `step`; every process has to call it.
+
+        If it fails, there are no probes on this mesh any more.
+        """
+        rounds, step_time_s = self._rounds, self._step_time().value
+        if rounds is None or step_time_s is None:
+            return
+        wait_s = self._windows[DATA_WAIT_S].reading(self._clock()).value if DATA_WAIT_S in self._windows else None
+        samples = self._round_guard.samples(lambda: rounds.run(step, step_time_s=step_time_s, data_wait_s=wait_s or 0.0))
+        if self._round_guard.missing is not None:
+            self._rounds = None
+        self._take(samples or {}, self._round_guard, max(STALE_POLLS * POLL_S, STALE_ROUNDS * rounds.budget.interval_s))
+
+    def enter(self, *, global_batch: int, seq_len: int, rounds: Rounds | None) -> None:
+        """The run goes on under another plan or in another phase: samples that belong to the one before are forgotten.
+
+        Args:
+          global_batch: examples of a step.
+          seq_len: tokens of an example.
+          rounds: of probes on the mesh from now on.
+        """
+        if (global_batch, seq_len) != (self._global_batch, self._seq_len):
+            self._loss_slope.clear()
+            self._forget(self.batches.signals)
+        self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
+        self._step_times_s.clear()
+        self._forget((*_OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES)))
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Of what could not be measured when last tried, why: by the source's name."""
+        guards = (*(source.guard for source in self._sources), self._round_guard)
+        return {guard.name: guard.missing for guard in guards if guard.missing is not None}
+
+    def close(self) -> None:
+        """Let go what sources hold."""
+        for source in self._sources:
+            source.close()
+
+    def _step_time(self) -> Reading:
+        window = self._windows.get(STEP_TIME_S)
+        return UNKNOWN if window is None else window.reading(self._clock())
+
+    def _poll(self, step: int, now_s: float) -> None:
+        for source in self._sources:
+            samples = source.poll(step, now_s)
+            if samples is not None:
+                self._take(samples, source.guard, max(STALE_POLLS * source.every_s, STALE_STEPS * (self._step_time().value or 0.0)))
+
+    def _take(self, samples: Mapping[str, float], guard: Guard, stale_s: float) -> None:
+        now_s = self._clock()
+        for name, value in samples.items():
+            self._add(name, value, now_s, stale_s)
+        if guard.missing is not None:
+            self._forget(guard.signals)
+
+    def _add(self, name: str, value: float, now_s: float, stale_s: float | None = None) -> None:
+        if not math.isfinite(value):  # a measurement that went wrong
+            return
+        window = self._windows.get(name)
+        if window is None:
+            size = 1 if name in _NEWEST_ONLY else FEW if name.startswith(_OF_ROUNDS) else self._settings.window_steps
+            window = self._windows[name] = Window(size)
+        window.add(value, now_s, stale_s)
+
+    def _forget(self, names: tuple[str, ...]) -> None:
+        for name, window in self._windows.items():
+            if any(name == each or (each.endswith("/") and name.startswith(each)) for each in names):
+                window.clear()

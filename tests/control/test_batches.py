@@ -1,0 +1,52 @@
+"""Padding and lengths of documents, against counting place by place."""
+
+import numpy as np
+import pytest
+
+from optimus_jax.control.batches import MAX_TOKENS, BatchShape, document_lengths, padding_share
+from optimus_jax.data.sampler import cut_examples
+
+NO, YES = False, True
+
+
+def test_lengths_are_those_of_each_part_of_a_row():
+    segments = np.array([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+    assert document_lengths(segments).tolist() == [3, 2, 1, 6]
+
+
+@pytest.mark.parametrize(("segments", "counts", "padding"), [
+    ([0, 0, 0, 0], [YES, YES, YES, YES], 0),
+    ([0, 0, 1, 1], [YES, NO, YES, YES], 0),  # a document ends
+    ([0, 1, 1, 1], [NO, YES, YES, NO], 0),  # one of a single token, and one that ends with the window
+    ([0, 0, 0, 0], [YES, NO, NO, NO], 3),  # a row padded behind its only document
+    ([0, 0, 1, 1], [YES, NO, NO, NO], 2),  # padding as a document of its own
+    ([0, 0, 0, 0], [NO, NO, NO, NO], 4)])  # a row that is there for its place only
+def test_padding_does_not_count_and_ends_no_document(segments, counts, padding):
+    assert padding_share(np.array([segments]), np.array([counts])) == padding / 4
+
+
+class Stream:
+    """Two tokens and an end, again and again."""
+
+    tokens, eos, vocab_size, name = np.array([5, 6, 0] * 100), 0, 10, "a stream"
+
+    def __len__(self):
+        return len(self.tokens)
+
+
+def test_batches_as_the_loader_cuts_them_have_no_padding():
+    shape = BatchShape()
+    shape.offer(cut_examples(Stream(), np.arange(4), seq_len=12, respect_documents=True))
+    assert shape.poll(1, 0.0) == {"padding_share": 0.0, "length_median": 3.0}
+    assert shape.histogram == {2: 16}
+    assert shape.poll(2, 1.0) is None, "no batch is looked at twice"
+
+
+def test_of_a_large_batch_the_first_rows_stand_for_all():
+    rows = MAX_TOKENS // 1024
+    counts = np.ones((3 * rows, 1024), bool)
+    counts[rows:] = False
+    shape = BatchShape()
+    shape.offer({"segments": np.zeros(counts.shape, np.int32), "loss_mask": counts})
+    assert shape.poll(1, 0.0) == {"padding_share": 0.0, "length_median": 1024.0}
+    assert shape.histogram == {1024: rows}

@@ -1,0 +1,88 @@
+"""What the driver says of this process's GPUs: the worst of them, in a thread, and whatever it does not say is left out."""
+
+import pytest
+from signal_fakes import NvmlError, at_once, nvml
+
+from optimus_jax.control.guard import Absent
+from optimus_jax.control.health import SLOWED_BY, GpuHealth, visible_gpus
+
+GOOD = {"busy": 100, "clock": 1980, "max_clock": 1980, "reasons": 0, "power": 600_000, "temperature": 60, "ecc": 0, "uuid": "GPU-a"}
+POWER_CAP, GPU_IDLE, HARDWARE_HEAT = 0x4, 0x1, 0x40
+
+
+def health(gpus, names=None):
+    return GpuHealth(list(range(len(gpus))) if names is None else names, library=nvml(gpus), start=at_once)
+
+
+def test_the_worst_gpu_counts_and_power_is_summed():
+    hot = GOOD | {"busy": 50, "clock": 990, "reasons": HARDWARE_HEAT | GPU_IDLE, "temperature": 90, "uuid": "GPU-b"}
+    source = health([GOOD, hot])
+    assert source.poll(1, 0.0) == {"utilisation": 0.5, "clock_share": 0.5, "throttled_share": 0.5, "power_w": 1200.0, "temperature_c": 90.0, "ecc_errors": 0.0}
+    assert source.slowed_by == {"heat (hardware)"}
+
+
+@pytest.mark.parametrize(("reasons", "share"), [(0, 0.0), (GPU_IDLE, 0.0), (POWER_CAP, 1.0), (GPU_IDLE | HARDWARE_HEAT, 1.0)])
+def test_idleness_is_no_throttling(reasons, share):
+    assert health([GOOD | {"reasons": reasons}]).poll(1, 0.0)["throttled_share"] == share
+
+
+def test_every_reason_is_one_that_the_library_has():
+    library = nvml([GOOD])
+    assert len({getattr(library, name) for name in SLOWED_BY}) == len(SLOWED_BY)
+
+
+def test_errors_are_counted_from_the_first_answer():
+    gpus = [GOOD | {"ecc": 7}]
+    source = health(gpus)
+    assert source.poll(1, 0.0)["ecc_errors"] == 0
+    gpus[0]["ecc"] = 9
+    assert source.poll(2, 1.0)["ecc_errors"] == 2
+
+
+def test_what_one_gpu_does_not_say_the_other_says():
+    samples = health([GOOD | {"power": None, "busy": None}, GOOD | {"power": 100_000, "ecc": None, "busy": None}]).poll(1, 0.0)
+    assert samples["power_w"] == 100.0
+    assert "utilisation" not in samples
+
+
+def test_only_this_process_s_gpus_are_asked():
+    assert health([GOOD, GOOD | {"temperature": 99}], names=[0]).poll(1, 0.0)["temperature_c"] == 60
+    assert health([GOOD, GOOD | {"temperature": 99, "uuid": "GPU-b"}], names=["GPU-b"]).poll(1, 0.0)["temperature_c"] == 99
+
+
+def test_without_a_driver_or_the_gpu_there_is_a_reason():
+    with pytest.raises(Absent, match="does not know the GPUs"):
+        health([], names=[0]).poll(1, 0.0)
+    library = nvml([GOOD])
+
+    def no_driver():
+        raise NvmlError("NVML Shared Library Not Found")
+
+    library.nvmlInit = no_driver
+    with pytest.raises(Absent, match="Not Found"):
+        GpuHealth([0], library=library, start=at_once).poll(1, 0.0)
+
+
+def test_a_driver_that_hangs_holds_up_nobody():
+    waiting = []
+    source = GpuHealth([0], library=nvml([GOOD]), start=waiting.append)
+    assert [source.poll(step, float(step)) for step in (1, 2, 3)] == [None, None, None]
+    assert len(waiting) == 1, "one question at a time"
+    waiting.pop()()
+    assert source.poll(4, 4.0)["temperature_c"] == 60
+
+
+def test_closing_lets_the_driver_go():
+    library, ended = nvml([GOOD]), []
+    library.nvmlShutdown = lambda: ended.append(True)
+    source = GpuHealth([0], library=library, start=at_once)
+    source.close()
+    assert not ended, "what was not begun is not ended"
+    source.poll(1, 0.0)
+    source.close()
+    assert ended == [True]
+
+
+@pytest.mark.parametrize(("visible", "names"), [("", [0, 1]), ("2,3", [2, 3]), ("GPU-b, GPU-a", ["GPU-b", "GPU-a"]), ("5", [5])])
+def test_the_driver_counts_gpus_that_cuda_hides(visible, names):
+    assert visible_gpus([0, 1], visible) == names

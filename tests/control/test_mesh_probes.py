@@ -1,0 +1,118 @@
+"""Programs of live probes run along the mesh axis that they name, on all devices, and computing waits for nobody."""
+
+import hlo
+import jax
+import numpy as np
+import pytest
+
+from optimus_jax.config import ControlConfig
+from optimus_jax.control import mesh_probes
+from optimus_jax.control.live import Probes, live_signals
+from optimus_jax.control.mesh_probes import LARGE_BYTES, MESSAGES, SMALL_BYTES, MeshProbes
+from optimus_jax.mesh.axes import MESH_AXES
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.planning.cluster import Cluster
+
+TWO_HOSTS = Cluster.of(Topology(num_devices=8, num_processes=2, num_hosts=2, platform="cpu", device_kind="cpu", bytes_per_device=None))
+
+
+def mesh_of(*sizes):
+    return jax.make_mesh(sizes, MESH_AXES, devices=jax.devices(), axis_types=(jax.sharding.AxisType.Auto,) * 4)
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Compiled text and mesh of every program, in order."""
+    seen = []
+    compiled = mesh_probes._compiled
+
+    def spy(mesh, operation, repeats, *each):
+        lowered = []
+        jit = jax.jit
+
+        def watched(*args, **settings):
+            lowered.append(jit(*args, **settings))
+            return lowered[-1]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(jax, "jit", watched)
+            program = compiled(mesh, operation, repeats, *each)
+        shapes = [jax.ShapeDtypeStruct((mesh.size, *one.shape), one.dtype) for one in each]
+        seen.append((lowered[0].lower(*shapes).compile().as_text(), mesh))
+        return program
+
+    monkeypatch.setattr(mesh_probes, "_compiled", spy)
+    return seen
+
+
+@pytest.mark.parametrize(("sizes", "axis"), [((1, 8, 1, 1), "data"), ((2, 2, 1, 2), "pipe"), ((2, 2, 1, 2), "data"), ((2, 2, 1, 2), "tensor"), ((1, 1, 4, 2), "fsdp")])
+def test_an_all_reduce_runs_along_its_axis_with_its_message(programs, sizes, axis):
+    probes = MeshProbes(mesh_of(*sizes))
+    for num_bytes in MESSAGES:
+        assert probes.time_s(axis, num_bytes) > 0
+        ((text, mesh),) = programs
+        (moved,) = hlo.collectives(text, mesh)
+        assert (moved.kind, moved.axes, moved.num_bytes) == ("all-reduce", (axis,), num_bytes)
+        programs.clear()
+    work = probes.work(axis, LARGE_BYTES)
+    ids = np.moveaxis(np.arange(8).reshape(sizes), MESH_AXES.index(axis), -1)
+    assert (work.axis_size, work.stride) == (ids.shape[-1], ids.flat[1] - ids.flat[0])
+
+
+def test_only_axes_of_several_devices_are_probed():
+    assert MeshProbes(mesh_of(2, 1, 4, 1)).axes == ["pipe", "fsdp"]
+
+
+def test_computing_is_a_matmul_on_each_device_and_no_collective(programs):
+    probes = MeshProbes(mesh_of(1, 8, 1, 1))
+    assert probes.compute_time_s() > 0
+    ((text, mesh),) = programs
+    (dot,) = hlo.matmuls(text)
+    work = probes.compute
+    assert dot.flops == 2 * work.m * work.k * work.k
+    assert mesh.size == 8
+    assert not hlo.collectives(text, mesh)
+
+
+def test_a_program_is_compiled_once(programs):
+    probes = MeshProbes(mesh_of(1, 4, 1, 2))
+    probes.compile()
+    assert len(programs) == 2 * len(MESSAGES) + 1
+    for axis in ("data", "tensor"):
+        probes.time_s(axis, SMALL_BYTES)
+    probes.compute_time_s()
+    assert len(programs) == 2 * len(MESSAGES) + 1
+
+
+def test_time_is_the_shortest_run_of_the_clock_that_is_injected():
+    times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 25.0])
+    probes = MeshProbes(mesh_of(1, 8, 1, 1), clock=lambda: next(times))
+    assert probes.time_s("data", SMALL_BYTES) == 2.0
+
+
+def test_rounds_know_which_axis_leaves_the_host_and_keep_what_was_compiled(programs):
+    probes = Probes(0.01, TWO_HOSTS, None)
+    samples = probes.on(mesh_of(1, 2, 1, 4)).run(5, step_time_s=0.1, data_wait_s=0.0)
+    assert samples["link_slowdown/between"] == samples["link_slowdown/data"] > 0
+    assert samples["link_slowdown/inside"] == samples["link_slowdown/tensor"] > 0
+    assert samples["compute_slowdown"] > 0
+    num_programs = len(programs)
+    probes.on(mesh_of(1, 2, 1, 4))
+    assert len(programs) == num_programs
+    assert probes.on(mesh_of(1, 1, 1, 8)).run(9, step_time_s=0.1, data_wait_s=0.0).keys() >= {"link_slowdown/between", "link_slowdown/tensor"}
+
+
+def test_a_share_of_none_compiles_nothing(programs):
+    probes = Probes(0.0, TWO_HOSTS, None)
+    probes.prepare(mesh_of(1, 8, 1, 1))
+    assert probes.on(mesh_of(1, 8, 1, 1)) is None
+    assert not programs
+
+
+def test_a_run_on_cpus_has_signals_and_says_what_is_missing(tmp_path):
+    told = []
+    signals = live_signals(ControlConfig(), global_batch=8, seq_len=16, rounds=None, run_directory=tmp_path, warn=told.append)
+    signals.observe(1)
+    signals.close()
+    assert signals.missing == {"device memory": "the devices do not say how much memory is in use"}
+    assert not told

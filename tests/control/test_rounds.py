@@ -1,0 +1,279 @@
+"""Rounds of probes: in all processes at the same steps, within their budget, and what they say is what was injected."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from signal_fakes import COMPUTE, FakeClock, FakePrograms, with_others
+
+from optimus_jax.control.baselines import FIRST_ROUNDS, PROFILE, AllReduce, Baselines
+from optimus_jax.control.mesh_probes import LARGE_BYTES, SMALL_BYTES
+from optimus_jax.control.rounds import Budget, Rounds
+from optimus_jax.planning.measurements import CollectiveFit, MatmulTime
+
+FLOAT32 = 1e-5
+"""What is exchanged are float32."""
+LINKS = {"pipe": "between", "data": "between", "tensor": "inside"}
+
+
+def rounds_on(programs, clock, *, baselines=None, budget=None, exchange=None):
+    return Rounds(programs, LINKS, baselines or Baselines(None), budget or Budget(0.01), clock=clock, exchange=exchange)
+
+
+def settled(axes=("data", "tensor"), exchange=None, **speeds):
+    clock = FakeClock()
+    programs = FakePrograms(clock, axes, **speeds)
+    rounds = rounds_on(programs, clock, exchange=exchange)
+    rounds.settle()
+    programs.ran.clear()
+    return programs, rounds
+
+
+def run(rounds, *, step_time_s=0.5, data_wait_s=0.0):
+    return rounds.run(10, step_time_s=step_time_s, data_wait_s=data_wait_s)
+
+
+def test_when_nothing_has_changed_nothing_is_slow():
+    _, rounds = settled()
+    samples = run(rounds)
+    names = {"link_slowdown/data", "link_slowdown/tensor", "link_slowdown/between", "link_slowdown/inside", "compute_slowdown"}
+    assert samples == pytest.approx(dict.fromkeys(names, 1.0), rel=FLOAT32)
+    assert rounds.skew is None, "there is one process"
+
+
+def test_a_link_that_two_axes_cross_is_slow_if_both_are():
+    programs, rounds = settled(("pipe", "data"), latency_s=0.0)
+    programs.s_per_byte["pipe"] *= 5
+    assert run(rounds)["link_slowdown/between"] == pytest.approx(1.0, rel=FLOAT32)
+    programs.s_per_byte["data"] *= 3
+    assert run(rounds)["link_slowdown/between"] == pytest.approx(3.0, rel=FLOAT32)
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.5, 4.0])
+def test_a_slow_link_is_told_by_its_axis_and_by_where_it_leads(slower):
+    programs, rounds = settled(latency_s=0.0)
+    programs.s_per_byte["data"] *= slower
+    samples = run(rounds)
+    assert samples["link_slowdown/data"] == samples["link_slowdown/between"] == pytest.approx(slower, rel=FLOAT32)
+    assert samples["link_slowdown/tensor"] == samples["link_slowdown/inside"] == pytest.approx(1.0, rel=FLOAT32)
+
+
+def test_on_a_link_that_was_cut_no_large_message_is_sent_and_its_time_is_found_from_a_small_one():
+    programs, rounds = settled(latency_s=3e-4, s_per_byte=2e-9)
+    large_before_s = 3e-4 + LARGE_BYTES * 2e-9
+    programs.s_per_byte["data"] = 600e-9  # 13 Mbit/s: the large message would take 0.6 s
+    samples = run(rounds)
+    assert ("data", LARGE_BYTES) not in programs.ran
+    assert ("tensor", LARGE_BYTES) in programs.ran
+    assert samples["link_slowdown/data"] == pytest.approx((3e-4 + LARGE_BYTES * 600e-9) / large_before_s, rel=1e-3)
+
+
+def test_a_link_that_was_slow_from_the_first_round_is_judged_by_small_messages():
+    programs, rounds = settled(("data",), s_per_byte=600e-9, latency_s=0.0)
+    assert run(rounds)["link_slowdown/data"] == pytest.approx(1.0, rel=FLOAT32)
+    programs.s_per_byte["data"] *= 2
+    assert run(rounds)["link_slowdown/data"] == pytest.approx(2.0, rel=FLOAT32)
+
+
+def test_slow_computing_is_seen():
+    programs, rounds = settled()
+    programs.compute_s *= 1.7
+    assert run(rounds)["compute_slowdown"] == pytest.approx(1.7, rel=FLOAT32)
+
+
+def compute_of(own, factor):
+    """The exchange's numbers end with: compute, data wait, step time, cost."""
+    if len(own) > 3:
+        own[-4] *= factor
+
+
+def test_a_straggler_among_emulated_processes_is_named_and_does_not_count_as_slow_hardware_everywhere():
+    slow = False
+    exchange = with_others(lambda own: None, lambda own: compute_of(own, 1.5 if slow else 1.0))
+    _, rounds = settled(exchange=exchange)
+    slow = True
+    samples = run(rounds)
+    assert samples["straggler"] == 2
+    assert samples["process_skew"] == pytest.approx(1.5, rel=FLOAT32)
+    assert samples["compute_slowdown"] == pytest.approx(1.0, rel=FLOAT32), "the median process's"
+    assert rounds.skew.own_s == pytest.approx((0.5 / 1.5, 0.5 / 1.5, 0.5), rel=FLOAT32)
+
+
+def test_a_process_that_waits_for_its_data_is_a_straggler_too():
+    _, rounds = settled(exchange=with_others(lambda own: None))
+    rounds._exchange = lambda own: np.stack([own, own * np.array([1] * (len(own) - 3) + [0, 1, 1])]) if len(own) > 3 else np.stack([own, own])
+    found = run(rounds, step_time_s=1.0, data_wait_s=0.5)
+    assert (found["straggler"], found["process_skew"]) == (0, pytest.approx(2.0, rel=FLOAT32))
+
+
+def test_who_came_last_to_a_collective_tells_its_time():
+    """The others have waited in it for that process."""
+    def late(own):
+        if len(own) == 1:
+            own[:] /= 50  # the small message
+        else:
+            own[0] /= 50
+
+    _, rounds = settled(("data",))
+    rounds._exchange = with_others(late)
+    assert run(rounds)["link_slowdown/data"] == pytest.approx(1 / 50, rel=FLOAT32)
+
+
+class Together:
+    """Processes as threads that exchange arrays; whoever exchanges another number of times or of values than the others fails."""
+
+    def __init__(self, num_processes):
+        self._barrier, self._rows = threading.Barrier(num_processes, timeout=20), [None] * num_processes
+
+    def exchange(self, process):
+        def exchanged(own):
+            self._rows[process] = own
+            self._barrier.wait()
+            rows = np.stack(self._rows)
+            self._barrier.wait()
+            return rows
+        return exchanged
+
+    def run(self, work):
+        with ThreadPoolExecutor(len(self._rows)) as pool:
+            return list(pool.map(work, range(len(self._rows))))
+
+
+def test_all_processes_run_the_same_probes_at_the_same_steps():
+    """Though to each of them links, devices, steps and rounds take another time."""
+    together = Together(3)
+
+    def process(number):
+        clock = FakeClock()
+        programs = FakePrograms(clock, ("data", "tensor"), s_per_byte=(1e-9, 40e-9, 900e-9)[number], compute_s=(0.01, 0.02, 0.03)[number])
+        rounds = rounds_on(programs, clock, budget=Budget(0.5), exchange=together.exchange(number))
+        rounds.settle()
+        # From here on the link is slow for all of them, to whom it seems best too.
+        programs.s_per_byte["data"] = (60e-9, 70e-9, 900e-9)[number]
+        steps = [step for step in range(1, 2000)
+                 if rounds.budget.is_due(step) and rounds.run(step, step_time_s=0.1 + 0.01 * number, data_wait_s=0.01 * number)]
+        return steps, programs.ran, rounds.skew
+
+    first, *others = together.run(process)
+    assert others == [first, first]
+    steps, ran, skew = first
+    assert len(steps) > 3
+    assert ran[-1] == ("tensor", LARGE_BYTES), "the large message along the other axis was left out by all"
+    assert skew.slowest == 2
+
+
+def test_over_a_long_run_probes_stay_within_their_share():
+    clock = FakeClock()
+    programs = FakePrograms(clock)
+    budget = Budget(0.002)
+    rounds = rounds_on(programs, clock, budget=budget)
+    rounds.settle()
+    began_s, spent_s, num_rounds = clock(), 0.0, 0
+    for step in range(1, 20_000):
+        clock.pass_s(0.1)
+        if step % 500 == 0:
+            budget.ask(step)
+        if budget.is_due(step):
+            before_s = clock()
+            rounds.run(step, step_time_s=0.1, data_wait_s=0.0)
+            spent_s, num_rounds = spent_s + clock() - before_s, num_rounds + 1
+    assert 0.0015 < spent_s / (clock() - began_s) <= 0.00205, "the first round is a loan"
+    assert num_rounds > 100
+
+
+def test_a_share_of_none_is_never_due():
+    assert not any(Budget(0.0).is_due(step) for step in range(100))
+
+
+def test_an_asked_round_waits_for_its_step_and_the_budget():
+    budget = Budget(1 / 64)
+    budget.spent(1, 1 / 16, 0.5)  # which steps earn back in 8
+    regular = next(step for step in range(2, 1000) if budget.is_due(step))
+    budget.ask(2)
+    assert next(step for step in range(2, 1000) if budget.is_due(step)) == 17
+    assert regular == 25
+    budget.ask(20)
+    assert [budget.is_due(step) for step in (19, 20)] == [False, True]
+    assert budget.interval_s == (25 - 1) * 0.5
+
+
+PROBED = SimpleNamespace(launch_s=1e-3, matmuls=(MatmulTime(m=512, k=256, n=256, dtype="f32", time_s=4e-3),))
+
+
+def profile(latency_s=2e-3, bytes_per_s=1e9):
+    fit = CollectiveFit(kind="all-reduce", axis_size=2, stride=1, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    return SimpleNamespace(probed=PROBED, fit=lambda kind, axis_size, stride: fit if (kind, axis_size, stride) == ("all-reduce", 2, 1) else None)
+
+
+def test_a_profile_is_the_baseline_with_the_launch_and_that_is_said():
+    clock = FakeClock()
+    programs = FakePrograms(clock, ("data", "tensor"), latency_s=0.0, s_per_byte=4e-3 / LARGE_BYTES, compute_s=0.01)
+    rounds = rounds_on(programs, clock, baselines=Baselines(profile()))
+    rounds.settle()
+    samples = run(rounds)
+    assert samples["link_slowdown/data"] == pytest.approx(4e-3 / (1e-3 + 2e-3 + LARGE_BYTES / 1e9), rel=FLOAT32)
+    assert samples["compute_slowdown"] == pytest.approx(0.01 / 5e-3, rel=FLOAT32)
+    assert rounds.sources() == {"link_slowdown/data": PROFILE, "link_slowdown/tensor": FIRST_ROUNDS, "compute_slowdown": PROFILE}
+
+
+def test_a_repeated_collective_is_launched_once():
+    work = AllReduce(axis_size=2, stride=1, num_bytes=LARGE_BYTES, repeats=8)
+    assert Baselines(profile()).of(work).time_s == pytest.approx(1e-3 + 8 * (2e-3 + LARGE_BYTES / 1e9))
+
+
+def test_without_a_baseline_there_is_no_reading():
+    clock = FakeClock()
+    rounds = rounds_on(FakePrograms(clock, ("data",)), clock)
+    found = [run(rounds) for _ in range(4)]
+    assert found[0] == found[1] == {}
+    assert found[2] == pytest.approx({"link_slowdown/data": 1.0, "link_slowdown/between": 1.0, "compute_slowdown": 1.0}, rel=FLOAT32)
+    assert rounds.sources()["compute_slowdown"] == FIRST_ROUNDS
+
+
+def test_a_link_that_is_slow_stays_slow_on_another_mesh():
+    """After a re-mesh the link's axis is another, of which no sound reading exists."""
+    clock = FakeClock()
+    baselines = Baselines(None)
+    before = FakePrograms(clock, ("data",), latency_s=0.0)
+    rounds = rounds_on(before, clock, baselines=baselines)
+    rounds.settle()
+    before.s_per_byte["data"] *= 4
+    assert run(rounds)["link_slowdown/between"] == pytest.approx(4, rel=FLOAT32)
+    after = FakePrograms(clock, ("data",), latency_s=0.0, s_per_byte=4e-9)
+    after.work = lambda axis, num_bytes: AllReduce(axis_size=4, stride=1, num_bytes=num_bytes, repeats=1)
+    rounds = rounds_on(after, clock, baselines=baselines)
+    rounds.settle()
+    assert run(rounds)["link_slowdown/between"] == pytest.approx(4, rel=FLOAT32)
+    after.s_per_byte["data"] /= 4
+    assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=FLOAT32), "until it is mended"
+
+
+def test_settling_where_all_is_known_runs_each_probe_once():
+    clock = FakeClock()
+    programs = FakePrograms(clock, ("data",))
+    rounds = rounds_on(programs, clock, baselines=Baselines(profile()))
+    before_s = clock()
+    took_s = rounds.settle()
+    assert programs.ran == [("data", SMALL_BYTES), ("data", LARGE_BYTES)]
+    assert took_s == clock() - before_s > 0
+    assert rounds.budget.is_due(1), "settling is no round"
+
+
+def test_one_device_has_computing_only():
+    clock = FakeClock()
+    rounds = rounds_on(FakePrograms(clock, ()), clock)
+    rounds.settle()
+    assert run(rounds) == pytest.approx({"compute_slowdown": 1.0}, rel=FLOAT32)
+    assert COMPUTE.repeats == 1
+
+
+def test_the_process_that_a_round_costs_most_and_the_shortest_steps_count_for_the_budget():
+    _, alone = settled()
+    _, together = settled(exchange=with_others(lambda own: own.put([-2, -1], [own[-2] / 2, own[-1] * 3]) if len(own) > 3 else None))
+    for rounds in (alone, together):
+        run(rounds)
+    assert together.budget.interval_s == pytest.approx(3 * alone.budget.interval_s, rel=FLOAT32)
+    due = [next(step for step in range(11, 10_000) if rounds.budget.is_due(step)) - 10 for rounds in (alone, together)]
+    assert due[1] == pytest.approx(6 * due[0], abs=6)

@@ -1,0 +1,311 @@
+"""Each signal's injection test: a known delay or value goes in where it arises, the reading comes out."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from signal_fakes import FakeClock, FakePrograms, at_once, nvml
+
+from optimus_jax.config import ControlConfig
+from optimus_jax.control.baselines import Baselines
+from optimus_jax.control.guard import Absent
+from optimus_jax.control.health import DeviceMemory, GpuHealth
+from optimus_jax.control.rounds import Budget, Rounds
+from optimus_jax.control.signals import UNKNOWN
+from optimus_jax.control.sources import STALE_POLLS, Signals
+from optimus_jax.training.run_directory import StepRecord
+
+BATCH = {"segments": np.zeros((4, 16), np.int32), "loss_mask": np.ones((4, 16), bool)}
+
+
+class Source:
+    """Whatever a test wants of one."""
+
+    name, signals = "the fake", ("power_w", "link_slowdown/")
+
+    def __init__(self, samples=None, error=None):
+        self.samples, self.error, self.polls = samples, error, []
+
+    def poll(self, step, now_s):
+        self.polls.append(now_s)
+        if self.error is not None:
+            raise self.error
+        return self.samples
+
+    def close(self):
+        self.polls.append("closed")
+
+
+def signals(clock, sources=(), told=None, rounds=None):
+    return Signals(ControlConfig(window_steps=10), global_batch=4, seq_len=16, sources=sources, rounds=rounds, clock=clock,
+                   warn=(lambda text: pytest.fail(text)) if told is None else told.append)
+
+
+def record(step, *, step_time_s=0.5, loss=3.0, mfu=None, skipped=False):
+    return StepRecord(step=step, loss=loss, grad_norm=1.0, lr=1e-3, tokens=1000, step_time_s=step_time_s, tokens_per_s=1000 / step_time_s, mfu=mfu,
+                      plan="a plan", peak_bytes=None, skipped=skipped)
+
+
+def train(found, clock, num_steps, *, load_s=0.0, dispatch_s=0.0, rest_s=0.01, batch=BATCH, first=1):
+    """What the trainer does with its clock; returns the last observation."""
+    observation = None
+    for step in range(first, first + num_steps):
+        began_s = clock()
+        clock.pass_s(load_s)
+        loaded_s = clock()
+        clock.pass_s(dispatch_s)
+        found.dispatched(data_wait_s=loaded_s - began_s, dispatch_s=clock() - loaded_s, batch=batch)
+        clock.pass_s(rest_s)
+        found.step(record(step, step_time_s=clock() - began_s, mfu=0.4))
+        observation = found.observe(step)
+    return observation
+
+
+def test_a_slow_loader_and_a_slow_dispatch_are_seen():
+    clock = FakeClock()
+    observation = train(signals(clock), clock, 12, load_s=0.3, dispatch_s=0.1, rest_s=0.6)
+    values = {name: observation.reading(name).value for name in ("data_wait_s", "dispatch_s", "step_time_s", "tokens_per_s", "mfu")}
+    assert values == pytest.approx({"data_wait_s": 0.3, "dispatch_s": 0.1, "step_time_s": 1.0, "tokens_per_s": 1000.0, "mfu": 0.4})
+    reading = observation.reading("data_wait_s")
+    assert (reading.count, reading.quality) == (10, "good")
+    assert reading.time_s == pytest.approx(clock.now_s - 0.6)
+    assert reading.spread == pytest.approx(0.0)
+
+
+def test_a_change_comes_out_within_half_a_window():
+    clock = FakeClock()
+    found = signals(clock)
+    train(found, clock, 10, load_s=0.1)
+    assert train(found, clock, 6, load_s=0.4, first=11).reading("data_wait_s").value == pytest.approx(0.4)
+
+
+def test_step_times_are_handed_over_once():
+    clock = FakeClock()
+    found = signals(clock)
+    for step in (1, 2, 3):
+        found.step(record(step, step_time_s=step / 10))
+    assert found.observe(3).step_times_s == (0.1, 0.2, 0.3)
+    assert found.observe(3).step_times_s == ()
+
+
+def test_an_unknown_peak_leaves_mfu_unknown():
+    clock = FakeClock()
+    found = signals(clock)
+    found.step(record(1))
+    assert found.observe(1).reading("mfu") is UNKNOWN
+
+
+def test_the_slope_of_the_loss_is_found_under_spikes():
+    clock = FakeClock()
+    found = signals(clock)
+    for step in range(1, 21):
+        found.step(record(step, loss=5.0 - 0.02 * step + (4.0 if step in (13, 16) else 0.0), skipped=step == 17))
+    reading = found.observe(20).reading("loss_slope")
+    assert reading.value == pytest.approx(-0.02)
+    assert reading.count == 5
+
+
+def test_a_run_that_goes_back_has_its_slope_from_there():
+    clock = FakeClock()
+    found = signals(clock)
+    for step in [*range(1, 21), *range(11, 18)]:
+        found.step(record(step, loss=-0.5 * step if step > 17 else 0.1 * step))
+    assert found.observe(17).reading("loss_slope").value == pytest.approx(0.1)
+
+
+def test_memory_is_that_of_the_fullest_device():
+    full = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 60, "peak_bytes_in_use": 90, "bytes_limit": 100})
+    other = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 20, "peak_bytes_in_use": 30, "bytes_limit": 100})
+    clock = FakeClock()
+    observation = train(signals(clock, [DeviceMemory([other, full])]), clock, 1)
+    assert (observation.reading("memory_share").value, observation.reading("memory_peak_share").value) == (0.6, 0.9)
+
+
+def test_a_cpu_has_no_device_memory_to_speak_of():
+    clock, told = FakeClock(), []
+    found = signals(clock, [DeviceMemory([SimpleNamespace(memory_stats=lambda: None)])], told)
+    assert train(found, clock, 3, rest_s=100.0).reading("memory_share") is UNKNOWN
+    assert "device memory" in found.missing
+    assert not told, "that is no fault"
+
+
+def test_what_the_driver_says_arrives():
+    gpus = [{"busy": 93, "clock": 1200, "max_clock": 1500, "power": 650_000, "temperature": 84}]
+    clock = FakeClock()
+    observation = train(signals(clock, [GpuHealth([0], library=nvml(gpus), start=at_once)]), clock, 3, rest_s=1.0)
+    values = [observation.reading(name).value for name in ("utilisation", "clock_share", "power_w", "temperature_c")]
+    assert values == [0.93, 0.8, 650.0, 84.0]
+    assert observation.reading("ecc_errors") is UNKNOWN
+    assert observation.reading("throttled_share") is UNKNOWN
+
+
+def test_padding_and_lengths_of_the_batches_arrive():
+    segments, counts = np.zeros((4, 16), np.int32), np.ones((4, 16), bool)
+    segments[:, 8:], counts[:, 12:] = 1, False
+    clock = FakeClock()
+    found = signals(clock)
+    observation = train(found, clock, 1, batch={"segments": segments, "loss_mask": counts})
+    # The first place that does not count ends the document only if the next is of another.
+    assert observation.reading("padding_share").value == 4 / 16
+    assert observation.reading("length_median").value == 8
+    assert found.batches.histogram == {8: 8}
+
+
+def test_sources_are_polled_once_a_second_at_most():
+    clock, source = FakeClock(), Source({"power_w": 1.0})
+    train(signals(clock, [source]), clock, 50, rest_s=0.1)
+    assert len(source.polls) == 5
+    assert min(np.diff(source.polls)) >= 1.0 - 1e-9
+
+
+def test_a_source_with_nothing_new_is_asked_again_at_the_next_boundary_and_goes_stale():
+    clock, source = FakeClock(), Source({"power_w": 7.0})
+    found = signals(clock, [source])
+    assert train(found, clock, 1).reading("power_w").value == 7.0
+    source.samples = None
+    observation = train(found, clock, 30, rest_s=0.5)
+    assert observation.time_s - observation.reading("power_w").time_s > STALE_POLLS
+    assert (observation.reading("power_w").quality, observation.reading("power_w").value) == ("stale", 7.0)
+
+
+def test_in_slow_steps_a_sample_lives_longer():
+    clock, source = FakeClock(), Source({"power_w": 7.0})
+    found = signals(clock, [source])
+    train(found, clock, 3, rest_s=30.0)
+    source.samples = None
+    assert train(found, clock, 1, rest_s=30.0).reading("power_w").quality == "good"
+
+
+def test_a_broken_source_is_unknown_told_once_and_never_raises():
+    clock, told, source = FakeClock(), [], Source({"power_w": 7.0, "link_slowdown/data": 2.0})
+    found = signals(clock, [source], told)
+    assert train(found, clock, 3, rest_s=1.0).reading("link_slowdown/data").value == 2.0
+    source.error = OSError("the cable is out")
+    train(found, clock, 2, rest_s=1.0)
+    source.error = OSError("the cable is out, said at 12:03")
+    observation = train(found, clock, 5, rest_s=1.0)
+    assert observation.reading("power_w") is observation.reading("link_slowdown/data") is UNKNOWN
+    assert observation.reading("step_time_s").quality == "good", "others are not affected"
+    assert told == ["the fake cannot be measured (OSError: the cable is out); power_w, link_slowdown/ stay unknown until it can"]
+    assert found.missing == {"the fake": "OSError: the cable is out, said at 12:03"}
+    source.error = None
+    assert train(found, clock, 1, rest_s=1.0).reading("power_w").value == 7.0
+    assert not found.missing
+
+
+def test_what_does_not_exist_is_asked_for_once_a_minute_and_told_nobody():
+    clock, source = FakeClock(), Source(error=Absent("no driver"))
+    train(signals(clock, [source]), clock, 100, rest_s=1.0)
+    assert len(source.polls) == 2
+
+
+def test_a_batch_without_what_is_needed_breaks_that_signal_only():
+    clock, told = FakeClock(), []
+    observation = train(signals(clock, told=told), clock, 3, rest_s=1.0, batch={})
+    assert observation.reading("padding_share") is UNKNOWN
+    assert len(told) == 1
+
+
+def test_by_default_a_broken_source_is_logged(caplog):
+    clock = FakeClock()
+    found = Signals(ControlConfig(), global_batch=4, seq_len=16, sources=[Source(error=ValueError("nonsense"))], clock=clock)
+    with caplog.at_level(logging.WARNING):
+        train(found, clock, 3, rest_s=1.0)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf")])
+def test_a_sample_that_is_no_number_is_left_out(nonsense):
+    clock = FakeClock()
+    found = signals(clock)
+    train(found, clock, 3, load_s=0.2)
+    found.dispatched(data_wait_s=nonsense, dispatch_s=0.0, batch=BATCH)
+    assert found.observe(3).reading("data_wait_s").count == 3
+
+
+def test_another_plan_forgets_steps_and_axes_but_not_devices_or_links():
+    clock = FakeClock()
+    source = Source({"power_w": 7.0, "link_slowdown/data": 2.0, "link_slowdown/between": 2.0})
+    found = signals(clock, [source])
+    for step in range(1, 11):
+        found.step(record(step, loss=5.0 - step))
+    train(found, clock, 1, first=11)
+    source.samples = None
+    found.enter(global_batch=4, seq_len=16, rounds=None)
+    observation = found.observe(10)
+    known = {name for name, reading in observation.readings.items() if reading is not UNKNOWN}
+    assert known == {"power_w", "link_slowdown/between", "loss_slope", "padding_share", "length_median"}
+    assert observation.step_times_s == ()
+
+
+def test_another_phase_is_told_and_has_its_own_losses():
+    clock = FakeClock()
+    found = signals(clock)
+    for step in range(1, 11):
+        found.step(record(step, loss=5.0 - step))
+    train(found, clock, 1, first=11)
+    found.enter(global_batch=8, seq_len=32, rounds=None)
+    observation = found.observe(10, frozenset({3}))
+    assert (observation.global_batch, observation.seq_len, observation.lost_devices) == (8, 32, {3})
+    assert {name for name, reading in observation.readings.items() if reading is not UNKNOWN} == set()
+
+
+def probed(clock, told=None, *, share=0.01):
+    programs = FakePrograms(clock)
+    rounds = Rounds(programs, {"data": "between"}, Baselines(None), Budget(share), clock=clock)
+    return programs, signals(clock, told=told, rounds=rounds)
+
+
+def test_a_slow_link_and_slow_computing_arrive_once_probes_have_settled():
+    clock = FakeClock()
+    programs, found = probed(clock)
+    found._rounds.settle()
+    assert not found.is_probe_due(1), "steps have to be known first"
+    train(found, clock, 5, rest_s=0.5)
+    assert found.is_probe_due(5)
+    programs.latency_s["data"] *= 3
+    programs.s_per_byte["data"] *= 3
+    programs.compute_s *= 1.5
+    found.probe(5)
+    observation = found.observe(5)
+    assert observation.reading("link_slowdown/data").value == pytest.approx(3, rel=1e-6)
+    assert observation.reading("link_slowdown/between").value == pytest.approx(3, rel=1e-6)
+    assert observation.reading("link_slowdown/inside") is UNKNOWN
+    assert observation.reading("compute_slowdown").value == pytest.approx(1.5, rel=1e-6)
+    assert observation.reading("process_skew") is observation.reading("straggler") is UNKNOWN, "one process"
+    assert not found.is_probe_due(6), "the budget is spent"
+
+
+def test_an_asked_probe_comes_earlier():
+    clock = FakeClock()
+    _, found = probed(clock)
+    train(found, clock, 5, rest_s=0.5)
+    found.probe(5)
+    due = next(step for step in range(6, 10_000) if found.is_probe_due(step))
+    found.ask_probe(6)
+    asked = next(step for step in range(6, 10_000) if found.is_probe_due(step))
+    assert 6 < asked < due
+
+
+def test_probes_that_break_are_given_up_without_harm():
+    clock, told = FakeClock(), []
+    programs, found = probed(clock, told)
+    programs.time_s = None
+    train(found, clock, 5, rest_s=0.5)
+    found.probe(5)
+    found.probe(6)
+    assert not found.is_probe_due(7)
+    assert len(told) == 1
+    assert "probes" in found.missing
+
+
+def test_closing_closes_sources_even_if_one_cannot():
+    class Stuck(Source):
+        def close(self):
+            raise OSError("stuck")
+
+    clock, told, source = FakeClock(), [], Source()
+    signals(clock, [Stuck(), source], told).close()
+    assert source.polls == ["closed"]
+    assert len(told) == 1
