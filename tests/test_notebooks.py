@@ -9,7 +9,7 @@ nbclient = pytest.importorskip("nbclient")
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-PICTURES = {"mesh_layouts": 6, "pipeline_timelines": 4, "planner_frontier": 2}
+PICTURES = {"mesh_layouts": 6, "pipeline_timelines": 4, "planner_frontier": 2, "remesh": 4}
 """How many each shows at least."""
 CELL_TIMEOUT_S = 300
 """Ends a cell that hangs; all of them take less than 10 s on two idle cores."""

@@ -1,0 +1,86 @@
+"""How quantities are said to people. What is not known is "unknown", never a number."""
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+UNKNOWN = "unknown"
+MINUTE_S, HOUR_S = 60, 3600
+
+
+def duration(seconds: float | None) -> str:
+    """Three digits in a unit that suits: `41.2 ms`, `3.07 s`, `2 min 5 s`, `3 h 20 min`."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    size = abs(seconds)
+    if size >= HOUR_S:
+        hours, minutes = divmod(round(seconds / MINUTE_S), 60)
+        return f"{hours:,} h {minutes} min"
+    if size >= 2 * MINUTE_S:
+        minutes, rest = divmod(round(seconds), MINUTE_S)
+        return f"{minutes} min {rest} s"
+    if size >= 1 or size == 0:
+        return f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds * 1e3)} ms" if size >= 1e-3 else f"{_three_digits(seconds * 1e6)} µs"
+
+
+def memory(num_bytes: float | None) -> str:
+    """Three digits and a binary unit: `1.25 GiB`."""
+    if num_bytes is None or not math.isfinite(num_bytes):
+        return UNKNOWN
+    size, unit = float(num_bytes), "bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1000 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{_three_digits(size)} {unit}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"  # not 1e+03
+
+
+def count(number: float | None) -> str:
+    """A whole number with its thousands apart."""
+    return UNKNOWN if number is None or not math.isfinite(number) else f"{number:,.0f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def figure(number: float | None, digits: int = 4) -> str:
+    """A number of no special unit."""
+    return UNKNOWN if number is None or not math.isfinite(number) else f"{number:,.{digits}g}"
+
+
+def share(part: float | None) -> str:
+    """A share as a percentage."""
+    return UNKNOWN if part is None or not math.isfinite(part) else f"{part:.1%}"
+
+
+def when(time_s: float | None) -> str:
+    """A moment, given in seconds since 1970, on UTC's clock."""
+    try:
+        return UNKNOWN if time_s is None else datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return UNKNOWN
+
+
+def anything(value: object) -> str:
+    """Whatever an event's field may hold, on one line."""
+    match value:
+        case None:
+            return UNKNOWN
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return figure(value)
+        case Mapping():
+            return ", ".join(f"{name} {anything(item)}" for name, item in value.items()) or "nothing"
+        case list() | tuple():
+            return "; ".join(map(anything, value)) or "nothing"
+    return str(value)

@@ -1,0 +1,152 @@
+"""The report as a person gets it: written by the script, opened in a browser."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sample_run import LAST_WHY, write_run
+
+pytest.importorskip("matplotlib")
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "report.py"
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason=f"no Chromium found, by none of the names {', '.join(NAMES)} (on Debian: apt-get install chromium)")
+DARK, LIGHT = (f"--blink-settings=preferredColorScheme={number}" for number in (0, 1))
+PROBE = """<script>
+const box = element => element.getBoundingClientRect();
+const seen = element => element.checkVisibility({opacityProperty: true, visibilityProperty: true}) && box(element).height > 8 && box(element).width > 8;
+const said = document.createElement("pre");
+said.id = "probe";
+said.textContent = JSON.stringify({
+  figures: [...document.querySelectorAll("svg")].map(svg => [seen(svg), box(svg).width, box(svg).height]),
+  lines: [...document.querySelectorAll("svg path")].filter(path => box(path).width > 100).length,
+  why: [...document.querySelectorAll("#last .why")].filter(seen).map(part => part.textContent),
+  fits: document.documentElement.scrollWidth <= window.innerWidth,
+  loaded: performance.getEntriesByType("resource").map(entry => entry.name),
+  paper: getComputedStyle(document.body).backgroundColor,
+  ink: [...document.querySelectorAll("svg text")].map(text => getComputedStyle(text).fill)});
+document.body.append(said);
+</script>"""
+"""Asks the browser what a person would see."""
+
+
+def report(*arguments):
+    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run = write_run(folder / "sample")  # left open: a report needs no lock
+    done = report(run.path, "--out", folder / "page.html")
+    assert done.returncode == 0, done.stderr
+    assert str(folder / "page.html") in done.stdout
+    run.close()
+    return folder / "page.html"
+
+
+def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
+    """The document as the browser has it, and what it complains of."""
+    assert BROWSER is not None
+    done = subprocess.run(
+        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={page.parent / 'profile'}",
+         "--enable-logging=stderr", "--window-size=1000,800", *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+def probed(page: Path, *flags: str) -> dict:
+    copy = page.with_name("probed.html")
+    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    copy.write_text(text.replace("</body>", f"{PROBE}</body>"))
+    document, complaints = browse(copy, *flags)
+    assert not complaints
+    found = re.search('<pre id="probe">(.*?)</pre>', document, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+@needs_browser
+def test_the_page_opens_without_a_complaint(page):
+    document, complaints = browse(page)
+    assert "</html>" in document
+    assert not complaints
+
+
+@needs_browser
+def test_complaints_would_be_heard(page):
+    broken = page.with_name("broken.html")
+    broken.write_text(page.read_text().replace("</body>", "<script>alert(1)</script></body>"))
+    assert any("Content Security Policy" in line for line in browse(broken)[1])
+
+
+@needs_browser
+def test_a_person_sees_the_figures_and_the_last_decision(page):
+    seen = probed(page)
+    assert len(seen["figures"]) == 6
+    assert all(visible and width > 400 and height > 60 for visible, width, height in seen["figures"])
+    assert seen["lines"] >= 10
+    assert seen["why"] == [LAST_WHY]
+    assert seen["fits"], "the page is not wider than its window"
+    assert seen["loaded"] == []
+
+
+@needs_browser
+def test_the_page_follows_a_dark_screen(page):
+    def brightness(colour: str) -> int:
+        return sum(map(int, re.findall(r"\d+", colour)[:3]))
+
+    light, dark = probed(page, LIGHT), probed(page, DARK)
+    assert brightness(light["paper"]) > 700
+    assert brightness(dark["paper"]) < 150
+    assert max(map(brightness, light["ink"])) < 200
+    assert min(map(brightness, dark["ink"])) > 500
+
+
+@needs_browser
+def test_the_page_is_narrow_on_a_narrow_screen(page):
+    assert probed(page, "--window-size=500,900")["fits"]
+
+
+def test_by_default_the_page_lies_with_its_run(tmp_path):
+    write_run(tmp_path / "run").close()
+    for _ in range(2):  # a page that is there is replaced
+        assert report(tmp_path / "run").returncode == 0
+    assert (tmp_path / "run" / "report.html").read_text().startswith("<!doctype html>")
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("no-such-run",), "no run to report on[\\s\\S]*no-such-run"),
+    (("run", "--out", "metrics.jsonl"), "ends in .html[\\s\\S]*metrics.html"),
+    (("run", "--out", "no-such-folder/a.html"), "cannot be written[\\s\\S]*no-such-folder"),
+])
+def test_the_users_mistakes_end_with_one_message(tmp_path, arguments, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    failed = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 2
+    assert re.search(message, failed.stderr), failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert "do: " in failed.stderr
+
+
+def test_help_fits_a_screen():
+    shown = report("--help").stdout.splitlines()
+    assert len(shown) < 20
+    assert max(map(len, shown)) <= 120
+
+
+def test_without_matplotlib_the_message_says_how_to_get_it(tmp_path):
+    write_run(tmp_path / "run").close()
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ModuleNotFoundError('No module named matplotlib')")
+    failed = subprocess.run([sys.executable, SCRIPT, tmp_path / "run"], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 2, failed.stderr
+    assert "pip install 'optimus-jax[plots]'" in failed.stderr
