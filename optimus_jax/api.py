@@ -5,6 +5,7 @@ user can get wrong is found before anything expensive begins.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -17,6 +18,9 @@ import jax.numpy as jnp
 
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config, Precision
+from optimus_jax.control.assembly import make_controller
+from optimus_jax.control.controller import Controller
+from optimus_jax.control.journal import Journal
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.loader import BatchLoader, eval_batches
 from optimus_jax.data.sampler import Batch
@@ -26,7 +30,7 @@ from optimus_jax.first_plan import fastest_tried, own_plan
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
 from optimus_jax.mesh.distributed import connect, is_writer, together
-from optimus_jax.mesh.sharding import local_rows
+from optimus_jax.mesh.sharding import local_rows, put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
 from optimus_jax.models.shapes import planned_shapes
@@ -34,7 +38,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import Choice, choose_plan
 from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.explain import gib
-from optimus_jax.planning.here import known_devices
+from optimus_jax.planning.here import Here, known_devices, measure_devices
 from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, resumed_config
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -96,7 +100,7 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
         use_cpu_devices(config.cpu_devices)
     connect(config.distributed)
     topology = discover()
-    here = known_devices(topology) if config.parallel.mesh == "auto" else None
+    here = _here(config, topology)
     choice = own_plan(config, topology, run_dir, overrides) if resume and run_dir is not None else None
     choice = choice or choose_plan(config, topology, here and here.pricing(config), kept=FIXED_FOR_A_RUN if resume else ())
     display = make_display(config.log, config.steps, show=is_writer())
@@ -111,14 +115,14 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
             inputs = _inputs(config, program)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
-        if here is not None and choice.ranked and not resume:
+        if here is not None and choice.ranked and not resume and config.parallel.mesh == "auto":
             tried = fastest_tried(config, topology, choice, here, run, display)
             if tried.plan != choice.plan:
                 program = build_program(config, planned_shapes(config.model, tried.plan), tried.plan, build_mesh(tried.plan))
                 inputs = _inputs(config, program)
             choice = tried
-        outcome = _run(config, topology, choice, program, inputs, run, display, resume)
-        return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=choice.plan,
+        outcome, plan = _run(config, topology, choice, program, inputs, run, display, resume, here)
+        return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=plan,
                          history=run.metrics(), run_dir=run.path)
     except BaseException as error:
         # Who is told to end while it starts may be started again with --resume; that takes a config.
@@ -128,6 +132,18 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
     finally:
         if run is not None:
             run.close()
+
+
+def _here(config: Config, topology: Topology) -> Here | None:
+    """How fast the devices are, where the run needs to know; None: it does not, or the planner goes by a simple rule."""
+    if config.control == "off" and config.parallel.mesh != "auto":
+        return None
+    here = known_devices(topology)
+    if here is None and config.control != "off":
+        if is_writer():
+            print("the controller needs to know how fast these devices are: measuring them, once, in about a minute", file=sys.stderr, flush=True)
+        here = measure_devices(topology)
+    return here
 
 
 def _config_of(model: str | None, base: Config | str | Path | None, run_dir: str | Path | None, resume: bool,
@@ -173,11 +189,24 @@ class _Inputs:
     loader: BatchLoader
     eval_batches: Callable[[], Iterator[Batch]] | None
 
+    def dealt_out(self, program: Program) -> "_Inputs":
+        """The same batches, as the processes of another program share them."""
+        return _cut(self.data, program)
+
+    def probe(self, program: Program) -> Any:
+        """The first batch, on a program's devices."""
+        return put_batch(self.dealt_out(program).loader.batch(1), program.batch_sharding, program.config.data.global_batch)
+
 
 def _inputs(config: Config, program: Program) -> _Inputs:
     """Data and batches; nothing here waits for another process."""
     model = config.model
-    data = load_data(config.data, seq_len=config.seq_len, vocab_size=model.vocab_size, model_name=model.name)
+    return _cut(load_data(config.data, seq_len=config.seq_len, vocab_size=model.vocab_size, model_name=model.name), program)
+
+
+def _cut(data: Data, program: Program) -> _Inputs:
+    """Data as batches, this process's rows of them."""
+    config = program.config
     rows = local_rows(program.batch_sharding, config.data.global_batch)
     cut = {"seq_len": config.seq_len, "global_batch": config.data.global_batch, "rows": rows,
            "respect_documents": config.data.respect_documents}
@@ -190,8 +219,8 @@ def _inputs(config: Config, program: Program) -> _Inputs:
 
 
 def _run(config: Config, topology: Topology, choice: Choice, program: Program, inputs: _Inputs, run: RunDirectory, display: Display,
-         resume: bool) -> Outcome:
-    """State, compile, loop."""
+         resume: bool, here: Here | None) -> tuple[Outcome, Plan]:
+    """State, compile, loop; with the plan that the run ended under."""
     checkpoints = Checkpoints(
         run.checkpoints, config.checkpoint, warn=display.message,
         saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s))
@@ -206,21 +235,37 @@ def _run(config: Config, topology: Topology, choice: Choice, program: Program, i
     start_report(display, config=config, topology=topology, why=choice.why, program=program, data=inputs.data,
                  compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path)
     tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
+    controller = None
+    if config.control != "off" and here is not None:
+        controller = make_controller(config, topology, here, program, train_step, step_bytes, probe=inputs.probe, run=run, display=display)
     with StopRequest() as stop:
         trainer = Trainer(
             program=program, train_step=train_step, topology=topology, loader=inputs.loader, eval_batches=inputs.eval_batches,
             bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata={"data": inputs.data.identity},
-            checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop)
+            checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop, overseer=controller)
         try:
             with display, tensorboard or nullcontext():
-                outcome = trainer.train(state)
+                trainer, outcome = _trained(trainer, state, inputs, controller)
         except Exception:
             with suppress(OptimusError):  # the error on its way says more
                 checkpoints.close()
             raise
         checkpoints.close()  # not for a KeyboardInterrupt: who insists does not wait for the save under way
         _say_goodbye(display, outcome, run)
-        return outcome
+        return outcome, trainer.program.plan
+
+
+def _trained(trainer: Trainer, state: TrainState, inputs: _Inputs, controller: Controller | None) -> tuple[Trainer, Outcome]:
+    """The run to its end, under one plan after the other; with the trainer of the last."""
+    outcome = trainer.train(state)
+    while outcome.reason == "switch" and controller is not None:
+        state, executable = controller.carry_out(outcome.state, outcome.last_step)
+        dealt = inputs.dealt_out(executable.program)
+        trainer = replace(trainer, program=executable.program, train_step=executable.program.train_step, loader=dealt.loader, eval_batches=dealt.eval_batches)
+        outcome = trainer.train(state)
+    if controller is not None:
+        controller.close(outcome.last_step)
+    return trainer, outcome
 
 
 def _write_down(config: Config, topology: Topology, choice: Choice, program: Program, inputs: _Inputs, run: RunDirectory,
@@ -233,9 +278,11 @@ def _write_down(config: Config, topology: Topology, choice: Choice, program: Pro
     if abandoned := run.go_back_to(first_step):
         display.message(f"metrics of {abandoned} step(s) after step {first_step} were moved to metrics.abandoned.jsonl: they are run again")
     run.write_config(config.to_json(derived=_derived(config, choice.plan, program)))
+    if (died := Journal(run).recover(first_step)) is not None:
+        display.message(f"the run ended while it tried {died.target.describe()}: it goes on under the plan from before")
     run.write_plan(choice.plan.to_json())
     run.log_event("resume" if resume else "start", first_step, devices=str(topology), data=inputs.data.description)
-    run.log_event("plan", first_step, digest=choice.plan.digest, why=choice.why)
+    run.log_event("plan", first_step, digest=choice.plan.digest, layout=choice.plan.describe(), why=choice.why)
     run.check()
 
 

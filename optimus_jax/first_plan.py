@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_jax.config import Config
+from optimus_jax.control.journal import plan_to_resume
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import Choice
@@ -22,7 +23,7 @@ LAYOUT_SETTINGS = ("parallel.", "precision.")
 
 def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides: dict[str, Any]) -> Choice | None:
     """The plan that the run had, unless its layout was asked to change or the devices have changed."""
-    text = RunDirectory.resume(run_dir, writer=False).plan_text()
+    text = plan_to_resume(RunDirectory.resume(run_dir, writer=False).path)
     layout = {name for name, dotted in SHORT_NAMES.items() if dotted.startswith(LAYOUT_SETTINGS)}
     if text is None or any(name in layout or name.startswith(LAYOUT_SETTINGS) for name in overrides):
         return None

@@ -34,6 +34,10 @@ class Display:
     def message(self, text: str) -> None:
         """Show a line of text."""
 
+    def decision(self, text: str) -> None:
+        """Show what the controller has decided, and why."""
+        self.message(f"controller: {text}")
+
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Show rows with aligned columns; as `message`, also outside of the `with` block."""
 
@@ -82,11 +86,19 @@ class RichDisplay(Display):
                              TextColumn("eta {task.fields[left]}"), console=self._console, expand=True)
         self._task = self._bar.add_task("", total=total_steps, left=UNKNOWN)
         self._live = Live(self._bar, console=self._console, refresh_per_second=4)
+        self._decision = ""
 
     def step(self, record: StepRecord) -> None:
         self._bar.update(self._task, completed=record.step, left=self._time_left.after(record))
         memory = UNKNOWN if record.peak_bytes is None else f"{record.peak_bytes / 2**30:.2f} GiB"
-        self._live.update(Group(self._bar, Text("  ".join([*_numbers(record), f"memory {memory}"]))))
+        lines = [Text("  ".join([*_numbers(record), f"memory {memory}"]))]
+        if self._decision:
+            lines.append(Text(f"plan {record.plan}  controller: {self._decision}", overflow="ellipsis", no_wrap=True))
+        self._live.update(Group(self._bar, *lines))
+
+    def decision(self, text: str) -> None:
+        self._decision = text
+        super().decision(text)
 
     def message(self, text: str) -> None:
         # Neither square brackets nor line ends of the text are the console's to interpret.

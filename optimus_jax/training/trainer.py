@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -28,9 +28,37 @@ from optimus_jax.training.step import Metrics, Program
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
 
-Reason = Literal["done", "interrupt", "terminate", "fault"]
+Reason = Literal["done", "interrupt", "terminate", "fault", "switch"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
-"""By the number that processes agree on: the larger wins."""
+"""By the number that processes agree on: the larger wins. On `switch` they have agreed before they say so."""
+
+
+class StepWatcher(Protocol):
+    """Is shown every step and evaluation."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None: ...
+
+
+class Overseer(StepWatcher, Protocol):
+    """Who measures the run and may ask for another plan: control/controller.py, as far as the loop needs it."""
+
+    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
+        """A step was handed to the devices."""
+        ...
+
+    def is_probe_due(self, step: int) -> bool:
+        """Whether to let the devices finish `step` and call `probe`."""
+        ...
+
+    def probe(self, step: int) -> None:
+        """The devices have finished `step`, and are free."""
+        ...
+
+    def leaves(self, step: int) -> bool:
+        """Whether the run is to go on under another plan after `step`; the same answer in every process."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +92,11 @@ class Trainer:
     display: Display
     tensorboard: TensorBoardWriter | None
     stop: StopRequest
+    overseer: Overseer | None = None
+    """Who is told what only the loop can measure, and may end it; None: nobody."""
 
     def train(self, state: TrainState) -> Outcome:
-        """Run from the step after `state.step` to the config's last, or until asked to stop; save at the end.
+        """Run from the step after `state.step` to the config's last, or until asked to stop, and save then; or until the overseer asks for another plan.
 
         Raises:
           RunDirectoryError: a log cannot be written. The state of the step was saved first.
@@ -80,13 +110,20 @@ class Trainer:
         batches = self.loader.iterate(step + 1)
         try:
             while step < config.steps and reason == "done":
+                asked_at = time.perf_counter()
                 step, host_batch = next(batches)
-                state, metrics = self.train_step(state, put_batch(host_batch, self.program.batch_sharding, config.data.global_batch))
+                loaded_at = time.perf_counter()
+                batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
+                called_at = time.perf_counter()
+                state, metrics = self.train_step(state, batch)
+                if self.overseer is not None:
+                    self.overseer.dispatched(data_wait_s=loaded_at - asked_at, dispatch_s=time.perf_counter() - called_at, batch=host_batch)
                 wish = _REASONS.index("fault" if self.run.failure else self.stop.reason or "done")
                 evaluates = self.eval_batches is not None and (_due(step, config.eval_every) or step == config.steps)
                 saves = _due(step, config.checkpoint.every) or step == config.steps
                 # Alone, we can stop at once. Several processes stop a step later, at which all have read the wish.
-                reads_now = evaluates or saves or (agree is None and wish > 0)
+                probes = self.overseer is not None and self.overseer.is_probe_due(step)
+                reads_now = evaluates or saves or probes or (agree is None and wish > 0)
                 agreed = wish if agree is None else agree(wish)
                 # Collectives on a CPU are waited for when the next is dispatched: then this is the end of the step.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
@@ -99,12 +136,18 @@ class Trainer:
                     self._evaluate(state, step)
                 if saves or reason != "done":
                     self._save(state, step)
+                if probes and self.overseer is not None:
+                    self.overseer.probe(step)
+                if reason == "done" and step < config.steps and self.overseer is not None and self.overseer.leaves(step):
+                    reason = "switch"
                 if reads_now:
                     clock = time.perf_counter()
             if unread is not None:
                 last_loss, clock = self._record(unread, clock)
         finally:
             batches.close()
+        if reason == "switch":  # if a log could not be written, the first step under the next plan finds that out
+            return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
         self.checkpoints.wait()
         self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
         if self.run.failure:
@@ -116,9 +159,9 @@ class Trainer:
         return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
 
     @property
-    def watchers(self) -> Sequence[Display | TensorBoardWriter]:
+    def watchers(self) -> Sequence[StepWatcher]:
         """Who is shown every step and evaluation."""
-        return (self.display,) if self.tensorboard is None else (self.display, self.tensorboard)
+        return tuple(watcher for watcher in (self.display, self.tensorboard, self.overseer) if watcher is not None)
 
     @property
     def _config(self) -> Config:

@@ -11,7 +11,7 @@ from optimus_jax.training.display import Display
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.trainer import Trainer
 
-STEP_S, EVALUATION_S, SAVE_S = 2.0, 100.0, 1000.0
+STEP_S, EVALUATION_S, SAVE_S, LOAD_S, PROBE_S = 2.0, 100.0, 1000.0, 0.25, 10.0
 
 
 class Clock:
@@ -29,6 +29,32 @@ class Scalar(float):
 
     def is_ready(self):
         return True
+
+
+class Signals:
+    """Wants a probe after the fourth step."""
+
+    def __init__(self, clock):
+        self.clock, self.told = clock, []
+
+    def dispatched(self, *, data_wait_s, dispatch_s, batch):
+        self.told.append((data_wait_s, dispatch_s, batch))
+
+    def step(self, record):
+        self.told.append(record.step)
+
+    def evaluation(self, step, *numbers):
+        pass
+
+    def is_probe_due(self, step):
+        return step == 4
+
+    def leaves(self, step):
+        return False
+
+    def probe(self, step):
+        self.told.append("probe")
+        self.clock.wait(PROBE_S)
 
 
 @pytest.mark.parametrize("several_processes", [True, False])
@@ -53,14 +79,22 @@ def test_evaluating_and_saving_are_no_part_of_a_steps_time(monkeypatch, several_
     monkeypatch.setattr(trainer_module, "Agreement", Agreement)
     monkeypatch.setattr(trainer_module, "to_stored", lambda state, *_: state)
     monkeypatch.setattr(Trainer, "_evaluate", lambda *_: clock.wait(EVALUATION_S))
+    def batches(first):
+        for step in range(first, 100):
+            clock.wait(LOAD_S)
+            yield step, f"batch {step}"
+
+    signals = Signals(clock)
     run = SimpleNamespace(failure=None, log_step=records.append, log_event=lambda *_, **__: None, check=lambda: None)
     plan = SimpleNamespace(precision="f32", digest="", to_json=str)
     outcome = Trainer(
         program=SimpleNamespace(config=config, plan=plan, mesh=None, batch_sharding=None, shapes=None, state_shardings=None), train_step=train_step,
         topology=SimpleNamespace(num_processes=2 if several_processes else 1, num_devices=2, dense_peak_flops=lambda _: None),
-        loader=SimpleNamespace(iterate=lambda first: ((step, None) for step in range(first, 100))), eval_batches=list,
+        loader=SimpleNamespace(iterate=batches), eval_batches=list,
         bits_per_token=False, metadata={},
         checkpoints=SimpleNamespace(save=lambda *_: clock.wait(SAVE_S), wait=lambda: None), run=run, display=Display(),
-        tensorboard=None, stop=StopRequest()).train(SimpleNamespace(step=jnp.int32(0)))
+        tensorboard=None, stop=StopRequest(), overseer=signals).train(SimpleNamespace(step=jnp.int32(0)))
     assert outcome.reason == "done"
-    assert [record.step_time_s for record in records] == [STEP_S] * 6
+    assert [record.step_time_s for record in records] == [LOAD_S + STEP_S] * 6
+    assert [told for told in signals.told if isinstance(told, tuple)] == [(LOAD_S, STEP_S, f"batch {step}") for step in range(1, 7)]
+    assert [told for told in signals.told if not isinstance(told, tuple)] == [1, 2, 3, 4, "probe", 5, 6], "a probe runs when its step is known to be done"

@@ -1,0 +1,222 @@
+"""What a switch costs: every phase of it, against the memory's bandwidth and against checkpoint and restart.
+
+    python benchmarks/switch_cost.py               a state of 100M parameters on 8 virtual devices, moved around four plans
+    python benchmarks/switch_cost.py --restart     besides, the first of these changes by a checkpoint and a new process
+
+The bound of a move: the bytes of the old shards that have to be read and of the new ones that have to
+be written, all devices together, by the rate at which the same devices copy the state to new memory
+in the same run (best of three). Leaves that lie alike under both plans count for nothing. Steps are
+timed with nothing else going on, and again while the next plan is compiled in the background.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+DEVICES = 8
+SEQ_LEN = 32
+GLOBAL_BATCH = 8
+JOURNEY = (
+    {"parallel.mesh": "data=2,fsdp=4", "parallel.zero": 3},
+    {"parallel.mesh": "data=2,tensor=4"},
+    {"parallel.mesh": "pipe=2,data=2,tensor=2", "parallel.microbatches": 2, "parallel.layers_per_stage": (6, 5)},
+    {"parallel.mesh": "fsdp=8", "parallel.zero": 3},
+)
+
+
+def config_of(settings: dict):
+    from optimus_jax.config import Config, DataConfig, ModelConfig
+
+    model = ModelConfig(name="bench-100m", vocab_size=32000, num_layers=11, embed_dim=768, num_heads=12, num_kv_heads=12, head_dim=64,
+                        mlp_dim=3072, max_length=SEQ_LEN)
+    return Config(model=model, data=DataConfig(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH)).with_values(settings)
+
+
+def plan_of(config):
+    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.mesh.build import discover
+    from optimus_jax.planning.assemble import plan_for
+
+    return plan_for(config, AxisSizes.parse(config.parallel.mesh), discover())
+
+
+def batch_for(program):
+    """Random tokens, one document per example."""
+    import numpy as np
+
+    from optimus_jax.mesh.sharding import put_batch
+
+    tokens = np.random.default_rng(0).integers(0, program.config.model.vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), dtype=np.int32)
+    return put_batch({
+        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (GLOBAL_BATCH, 1)),
+        "segments": np.zeros((GLOBAL_BATCH, SEQ_LEN), np.int32), "loss_mask": np.ones((GLOBAL_BATCH, SEQ_LEN), bool),
+        "examples": np.arange(GLOBAL_BATCH, dtype=np.int32)}, program.batch_sharding, GLOBAL_BATCH)
+
+
+def stepped(executable, state):
+    """The state after a step, and its seconds."""
+    import jax
+
+    batch = batch_for(executable.program)
+    started = time.perf_counter()
+    state, metrics = executable.program.train_step(state, batch)
+    jax.block_until_ready((state, metrics))
+    return state, time.perf_counter() - started
+
+
+def copy_rate(state) -> float:
+    """Bytes read and written in a second when every device copies its shards to new memory; best of three."""
+    import jax
+    import jax.numpy as jnp
+
+    leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim > 1]
+    best_s = math.inf
+    for _ in range(3):
+        started = time.perf_counter()
+        copies = [jax.block_until_ready(jnp.copy(leaf)) for leaf in leaves]
+        best_s = min(best_s, time.perf_counter() - started)
+        del copies
+    return 2 * sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards) / best_s
+
+
+def necessary_bytes(move) -> int:
+    """That have to be read and written, by all devices together."""
+    return DEVICES * sum((math.prod(exchange.old) + math.prod(exchange.new)) * leaf.dtype.itemsize
+                         for path, leaf in move.source.named.items() if not (exchange := move.exchange(path)).is_nothing)
+
+
+def phases() -> None:
+    """The journey, a line for every switch."""
+    import jax.numpy as jnp
+
+    from optimus_jax.config import ControlConfig
+    from optimus_jax.control.executables import compile_plan
+    from optimus_jax.control.journal import Journal
+    from optimus_jax.control.switch import Switcher
+    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.training.run_directory import RunDirectory
+
+    use_cpu_devices(DEVICES)
+    config = config_of(JOURNEY[0])
+    running = compile_plan(config, plan_of(config))
+    state = running.program.init(jnp.int32(0))
+    num_params = running.program.shapes.num_params
+    print(f"{num_params / 1e6:.1f}M parameters, state {12 * num_params / 1e9:.2f} GB once; {DEVICES} virtual devices, {os.cpu_count()} cores")
+    with tempfile.TemporaryDirectory() as directory:
+        run = RunDirectory.create(Path(directory) / "run", "bench")
+        run.write_config("{}")
+        run.write_plan(running.plan.to_json())
+        switcher = Switcher(running=running, settings=ControlConfig(executables=4), journal=Journal(run), probe=batch_for)
+        for settings in (*JOURNEY[1:], JOURNEY[0]):
+            state = one_switch(switcher, state, settings)
+        run.close()
+
+
+def one_switch(switcher, state, settings: dict):
+    """Prepared while steps go on, made, measured; the state after it."""
+    from optimus_jax.control.canary import judge
+
+    alone_s, beside_s = [], []
+    for _ in range(3):
+        state, step_s = stepped(switcher.running, state)
+        alone_s.append(step_s)
+    config = config_of(settings)
+    started = time.perf_counter()
+    preparation = switcher.prepare(plan_of(config), config=config)
+    while not preparation.is_done:
+        state, step_s = stepped(switcher.running, state)
+        beside_s.append(step_s)
+    prepared, prepared_s = preparation.result(), time.perf_counter() - started
+    rate, num_bytes = copy_rate(state), necessary_bytes(prepared.there)
+    started = time.perf_counter()
+    switched = switcher.switch(state, prepared, step=int(state.step), why="measured")
+    delay_s = time.perf_counter() - started
+    assert switched.is_done, switched.why_not
+    state, first_s = stepped(switcher.running, switched.state)
+    state, second_s = stepped(switcher.running, state)
+    verdict = judge([first_s, second_s], losses=[0.0], before_s=alone_s, foretold_s=statistics.median(alone_s), steps_left=10**6, back_s=delay_s)
+    switcher.keep(step=int(state.step), why=verdict.why, costs_s=switched.costs_s)
+    move_s, bound_s, step_s = switched.costs_s["move_s"], num_bytes / rate, statistics.median(alone_s)
+    print(f"{prepared.source.plan.axes} -> {prepared.target.plan.axes}")
+    print(f"  prepare {prepared_s:.1f} s in the background; steps {step_s:.2f} s alone, {statistics.mean(beside_s or [step_s]):.2f} s meanwhile")
+    print("  " + ", ".join(f"{name} {value:.3f}" for name, value in switched.costs_s.items()) + f"; delay {delay_s:.2f} s, "
+          f"first step {first_s:.2f} s, then {second_s:.2f} s")
+    print(f"  move {move_s:.3f} s, bound {bound_s:.3f} s ({num_bytes / 1e9:.2f} GB at {rate / 1e9:.1f} GB/s): {move_s / bound_s:.2f}x; "
+          f"delay without move {(delay_s - move_s) / step_s:.2f} steps; on the way {prepared.there.way_bytes / 2**20:.0f} MiB per device, "
+          f"state {prepared.source.layout.num_bytes() / 2**20:.0f} -> {prepared.target.layout.num_bytes() / 2**20:.0f}", flush=True)
+    return state
+
+
+def restart() -> None:
+    """The first change by a checkpoint and a new process."""
+    import jax.numpy as jnp
+
+    from optimus_jax.checkpoint import Checkpoints
+    from optimus_jax.config import CheckpointConfig
+    from optimus_jax.control.executables import compile_plan
+    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.training.state import to_stored
+
+    use_cpu_devices(DEVICES)
+    config = config_of(JOURNEY[0])
+    running = compile_plan(config, plan_of(config))
+    state, _ = stepped(running, running.program.init(jnp.int32(0)))
+    with tempfile.TemporaryDirectory() as directory:
+        started = time.perf_counter()
+        checkpoints = Checkpoints(directory, CheckpointConfig())
+        checkpoints.save(1, to_stored(state, running.program.shapes, running.plan, running.program.state_shardings), {})
+        checkpoints.close()
+        saved_s = time.perf_counter() - started
+        del state
+        started = time.perf_counter()
+        found = subprocess.run([sys.executable, __file__, "--restored", directory], check=True, capture_output=True, text=True).stdout
+        whole_s = time.perf_counter() - started
+    parts = json.loads(found.splitlines()[-1])
+    print(f"checkpoint and restart {running.plan.axes} -> {JOURNEY[1]['parallel.mesh']}: save {saved_s:.1f} s, new process {whole_s:.1f} s "
+          f"(compile {parts['compile_s']:.1f}, restore {parts['restore_s']:.1f}): {saved_s + whole_s:.1f} s, "
+          f"{saved_s + parts['restore_s']:.1f} s of it for the disk alone")
+
+
+def restored(directory: str) -> None:
+    """The new process, until it could take a step."""
+    from optimus_jax.checkpoint import Checkpoints
+    from optimus_jax.config import CheckpointConfig
+    from optimus_jax.control.executables import compile_plan
+    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded
+
+    use_cpu_devices(DEVICES)
+    config = config_of(JOURNEY[1])
+    running = compile_plan(config, plan_of(config))
+    program, started = running.program, time.perf_counter()
+    wanted = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
+    stored = Checkpoints(directory, CheckpointConfig()).restore(wanted, paddable=may_be_padded).state
+    from_stored(stored, program.shapes, program.plan, program.state_shardings)
+    print(json.dumps({"compile_s": running.compile_s, "restore_s": time.perf_counter() - started}))
+
+
+def main() -> None:
+    from optimus_jax.mesh.cpu import restart_with_huge_pages
+
+    restart_with_huge_pages()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--restart", action="store_true", help="measure checkpoint and restart as well")
+    parser.add_argument("--restored", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.restored:
+        restored(arguments.restored)
+        return
+    phases()
+    if arguments.restart:
+        restart()
+
+
+if __name__ == "__main__":
+    main()

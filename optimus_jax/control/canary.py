@@ -1,0 +1,71 @@
+"""The first steps under a new plan: whether it is kept or taken back."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NOISE = 2.0
+"""Standard errors by which two medians may differ by luck."""
+MAD_TO_DEVIATION = 1.4826
+"""Median absolute deviation of a normal sample -> its standard deviation."""
+MEDIAN_ERROR = math.sqrt(math.pi / 2)
+"""Standard error of a median over that of a mean, in normal samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the first steps say."""
+
+    keep: bool
+    why: str
+    """One sentence for people."""
+    step_time_s: float | None
+    """Median under the new plan, measured; None: no step was timed."""
+    before_s: float
+    """Median under the old one, measured."""
+    foretold_s: float
+    """Under the new plan, predicted."""
+
+
+def judge(step_times_s: Sequence[float], *, losses: Sequence[float], before_s: Sequence[float], foretold_s: float, steps_left: int,
+          back_s: float) -> Verdict:
+    """Keep the new plan unless it is slower than the old by more than noise and going back pays, or it does not train.
+
+    The first step is left out where there are others: buffers are mapped and caches filled in it. A prediction that was
+    missed is told, and is no reason to go back from a plan that is faster.
+
+    Args:
+      step_times_s: of the steps since the switch.
+      losses: of the same steps.
+      before_s: times of steps under the old plan, under conditions as they are now; not empty.
+      foretold_s: prediction for the new plan.
+      steps_left: of the run.
+      back_s: delay of the run by going back.
+    """
+    times_s = step_times_s[1:] if len(step_times_s) > 1 else step_times_s
+    old_s = statistics.median(before_s)
+    new_s = statistics.median(times_s) if times_s else None
+
+    def verdict(keep: bool, why: str) -> Verdict:
+        return Verdict(keep=keep, why=why, step_time_s=new_s, before_s=old_s, foretold_s=foretold_s)
+
+    if not all(map(math.isfinite, losses)):
+        return verdict(False, "the loss is not finite")
+    if new_s is None:
+        return verdict(True, "no step was timed")
+    told = f"{new_s:.3g} s per step, {foretold_s:.3g} s foretold, {old_s:.3g} s before"
+    noise_s = NOISE * math.hypot(_error_s(times_s), _error_s(before_s))
+    lost_s = (new_s - old_s) * steps_left
+    if new_s - old_s <= noise_s:
+        return verdict(True, told)
+    if lost_s <= back_s:
+        return verdict(True, f"{told}; going back would take {back_s:.3g} s and save {lost_s:.3g} s")
+    return verdict(False, told)
+
+
+def _error_s(times_s: Sequence[float]) -> float:
+    """Standard error of the median of a sample; 0 where one step says nothing about it."""
+    middle = statistics.median(times_s)
+    deviation = MAD_TO_DEVIATION * statistics.median(abs(time_s - middle) for time_s in times_s)
+    return MEDIAN_ERROR * deviation / math.sqrt(len(times_s))

@@ -1,0 +1,138 @@
+"""Where candidates come from: searches, each done once, other executables for the same state, and what is left of a cluster."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from optimus_jax.config import REMAT_POLICIES, Config
+from optimus_jax.control.policy import Rung
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.cost import term_times
+from optimus_jax.planning.search import Pricing, Ranking, fits, search
+
+RANKED = 12
+"""Plans that a search finds."""
+REMEMBERED = 24
+"""Searches whose results are kept."""
+FEWER = 3
+"""Sizes of what is left that are looked at, when some devices cannot be used."""
+
+Searcher = Callable[[Pricing], Ranking | None]
+"""Finds the best plans; None: it is at work in the background, ask again at a later step."""
+
+
+def search_now(pricing: Pricing) -> Ranking:
+    """The default: at once, up to a second for a thousand devices."""
+    return search(pricing, top=RANKED)
+
+
+class Searches:
+    """Searches, each done once."""
+
+    def __init__(self, searcher: Searcher | None) -> None:
+        self._searcher = searcher or search_now
+        self._found: dict[object, Ranking] = {}
+
+    def best(self, key: object, pricing: Pricing) -> Sequence[Plan] | None:
+        """The best plans by this pricing; None: not known yet. `key` stands for the pricing without what was learnt since."""
+        if key not in self._found:
+            try:
+                found = self._searcher(pricing)
+            except PlanError:
+                found = Ranking(best=(), rejections=(), num_priced=0)
+            if found is None:
+                return None
+            if len(self._found) >= REMEMBERED:
+                self._found.pop(next(iter(self._found)))
+            self._found[key] = found
+        return [candidate.plan for candidate in self._found[key].best]
+
+
+def executables(plan: Plan, pricing: Pricing) -> list[Plan]:
+    """Other microbatches and remat for the same state on the same mesh, that are legal and fit, the fastest few."""
+    config, parallel = pricing.config, pricing.config.parallel
+    rows, rest = divmod(config.data.global_batch, plan.batch_ways())
+    if rest:
+        return []
+    numbers = [number for number in range(1, rows + 1) if rows % number == 0] if parallel.microbatches is None else [plan.microbatches]
+    policies = REMAT_POLICIES if parallel.remat == "auto" else (plan.remat,)
+    found = []
+    for number in numbers:
+        for remat in policies:  # from the least recomputing to the most: the first that fits is the fastest
+            other = replace(plan, microbatches=number, remat=remat)
+            if is_legal(other, config) and has_room(other, pricing):
+                found.append(other)
+                break
+    found = [other for other in found if other != plan]
+    return sorted(found, key=lambda other: sum(times(other, pricing).values()))[:FEWER]
+
+
+def times(plan: Plan, pricing: Pricing) -> dict[str, float]:
+    """Seconds of each term of a step, by the cost model alone. Raises PlanError where a link's speed is unknown."""
+    config = pricing.config
+    found = term_times(config.model, plan, pricing.cluster, pricing.rates, seq_len=config.seq_len, global_batch=config.data.global_batch)
+    return {name: time_s for name, time_s in found.items() if time_s > 0}
+
+
+def is_legal(plan: Plan, config: Config) -> bool:
+    """Whether the model can be trained so with the config's batch."""
+    try:
+        plan.validate(config.model, global_batch=config.data.global_batch)
+    except PlanError:
+        return False
+    return True
+
+
+def has_room(plan: Plan, pricing: Pricing) -> bool:
+    """Whether the plan is estimated to fit into a device's memory."""
+    return fits(pricing.memory(plan), pricing.cluster.accelerator.memory_bytes)
+
+
+def is_allowed(plan: Plan, allow: Sequence[str]) -> bool:
+    """Whether its mesh is on the user's list; an empty list allows all."""
+    return not allow or plan.axes in [AxisSizes.parse(text) for text in allow]
+
+
+def rung_of(plan: Plan, other: Plan, *, same_devices: bool, same_hosts: bool = True) -> Rung:
+    """What a switch from one plan to another has to touch."""
+    if not same_devices:
+        return "subset" if same_hosts else "restart"
+
+    def layout(each: Plan) -> tuple[object, ...]:
+        return each.axes, each.rules, each.zero, each.pipeline and each.pipeline.layers_per_stage
+
+    return "executable" if layout(plan) == layout(other) else "remesh"
+
+
+def leaving_out(cluster: Cluster, unusable: frozenset[int], config: Config) -> Iterator[tuple[Cluster, frozenset[int]]]:
+    """What is left of a cluster without some devices: whole hosts, or of a single host the rest, and ids of all that is left out.
+
+    First as many as there are, then fewer that divide better: 127 hosts would have to be 127 stages.
+    """
+    size = cluster.devices_per_host
+    unit = 1 if cluster.num_hosts == 1 else size
+    broken = {device // unit for device in unusable}
+    sound = [place for place in range(cluster.num_devices // unit) if place not in broken]
+    for count in _sizes(len(sound), config):
+        used = {place * unit + device for place in sound[:count] for device in range(unit)}
+        kept = replace(cluster, devices_per_host=count) if unit == 1 else replace(
+            cluster, num_hosts=count, between=cluster.between if count > 1 else None)
+        yield kept, frozenset(range(cluster.num_devices)) - used
+
+
+def _sizes(most: int, config: Config) -> list[int]:
+    """The largest few over which the model can be dealt out: what divides neither batch nor heads has to be stages."""
+    def num_stages(count: int) -> int:
+        return count // math.gcd(count, config.data.global_batch * config.model.num_heads)
+
+    return [count for count in range(most, 0, -1) if num_stages(count) <= config.model.num_layers][:FEWER]
+
+
+def relaxed(config: Config) -> Config:
+    """The config without what the user fixed of the layout, for when that is not to be had any longer."""
+    return dataclasses.replace(config, parallel=dataclasses.replace(
+        config.parallel, mesh="auto", microbatches=None, schedule="auto", repeats=None, layers_per_stage=(), zero=None))

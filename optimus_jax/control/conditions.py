@@ -1,0 +1,93 @@
+"""Conditions: how much slower than in the hardware profile links and devices are at the moment.
+
+What plans cost in other conditions is another `Pricing`: slower links, slower matmuls. Factors are kept on a coarse
+grid, so that a search is needed only when something has really changed.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+
+from optimus_jax.control.signals import COMPUTE_SLOWDOWN, LINK_SLOWDOWN, PROCESS_SKEW, UNKNOWN, Observation, Reading
+from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
+from optimus_jax.planning.cluster import BETWEEN, INSIDE, Cluster
+from optimus_jax.planning.links import Link
+from optimus_jax.planning.search import Pricing
+
+GRID = math.log(1.1)
+"""Factors are told apart if they differ by a tenth."""
+FASTEST, SLOWEST = 0.25, 1000.0
+"""What is beyond is no slowdown but nonsense."""
+NAMES = ("inside", "between", "compute", "skew")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Time now over time as in the hardware profile; 1 is normal."""
+
+    inside: float = 1.0
+    """Of exchanges inside a host."""
+    between: float = 1.0
+    """Of exchanges between hosts."""
+    compute: float = 1.0
+    """Of computing, on all devices."""
+    skew: float = 1.0
+    """Of computing on the slowest process, over the others."""
+
+    def distance(self, other: "Conditions") -> float:
+        """Largest difference of the logarithm of a factor."""
+        return max(abs(math.log(getattr(self, name) / getattr(other, name))) for name in NAMES)
+
+    def without_skew(self) -> "Conditions":
+        """Of the devices that are not slow."""
+        return replace(self, skew=1.0)
+
+    def applied(self, pricing: Pricing) -> Pricing:
+        """What plans cost in these conditions."""
+        cluster, rates = pricing.cluster, pricing.rates
+        compute = self.compute * self.skew
+        return replace(
+            pricing,
+            cluster=replace(cluster, inside=_slowed(cluster.inside, self.inside), between=cluster.between and _slowed(cluster.between, self.between)),
+            rates=rates if compute == 1 else replace(
+                rates, matmul_flops_per_s=rates.matmul_flops_per_s / compute, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s / compute,
+                memory_bytes_per_s=rates.memory_bytes_per_s / compute, launch_s=rates.launch_s * compute))
+
+    def as_json(self) -> dict[str, float]:
+        """Factors that are not 1."""
+        return {name: round(value, 3) for name, value in dataclasses.asdict(self).items() if value != 1}
+
+
+def on_grid(factor: float) -> float:
+    """The nearest factor of the grid; 1 is one of them."""
+    return math.exp(round(math.log(min(SLOWEST, max(FASTEST, factor))) / GRID) * GRID)
+
+
+def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[str, Reading]:
+    """What readings say of each factor: only those that are new enough and make sense."""
+    found = {
+        INSIDE: _of_link(observation, INSIDE, cluster, axes), BETWEEN: _of_link(observation, BETWEEN, cluster, axes) if cluster.between else UNKNOWN,
+        "compute": observation.reading(COMPUTE_SLOWDOWN), "skew": observation.reading(PROCESS_SKEW)}
+    return {name: reading for name, reading in found.items() if is_usable(reading)}
+
+
+def is_usable(reading: Reading) -> bool:
+    """Whether it says anything: neither unknown nor stale, and a number that can be a factor."""
+    return reading.quality in ("good", "few") and reading.value is not None and FASTEST <= reading.value <= SLOWEST
+
+
+def _of_link(observation: Observation, name: str, cluster: Cluster, axes: AxisSizes) -> Reading:
+    """Of the link itself, else of the slowest mesh axis that crosses it."""
+    direct = observation.reading(LINK_SLOWDOWN + name)
+    if is_usable(direct):
+        return direct
+    link = cluster.inside if name == INSIDE else cluster.between
+    crossing = [reading for axis in MESH_AXES if axes[axis] > 1 and cluster.link_of(axes, axis) is link
+                and is_usable(reading := observation.reading(LINK_SLOWDOWN + axis))]
+    return max(crossing, key=lambda reading: reading.value or 0.0, default=UNKNOWN)
+
+
+def _slowed(link: Link, factor: float) -> Link:
+    if factor == 1 or link.bytes_per_s is None:
+        return link
+    return replace(link, bytes_per_s=link.bytes_per_s / factor)

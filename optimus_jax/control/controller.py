@@ -1,0 +1,263 @@
+"""The controller: closes the loop of a run. It measures, decides, prepares, and moves the run to another plan.
+
+The trainer tells it what only the loop can see and asks at every step boundary whether to go on (`leaves`). When it says
+that the run leaves its plan, the trainer returns, `carry_out` moves the state, and another trainer goes on from there.
+What is known of a plan's first steps decides whether it is kept.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+
+from optimus_jax.config import ControlConfig
+from optimus_jax.control.advisor import Advisor
+from optimus_jax.control.canary import Verdict, judge
+from optimus_jax.control.council import Council, Order
+from optimus_jax.control.executables import Executable
+from optimus_jax.control.live import Probes
+from optimus_jax.control.policy import CHOSEN, Decision
+from optimus_jax.control.sources import Signals
+from optimus_jax.control.switch import Preparation, Switched, Switcher
+from optimus_jax.data.sampler import Batch
+from optimus_jax.errors import OptimusError
+from optimus_jax.plan import Plan
+from optimus_jax.training.display import Display
+from optimus_jax.training.run_directory import RunDirectory, StepRecord
+from optimus_jax.training.state import TrainState
+
+Mode = Literal["advise", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """The first steps under a new plan."""
+
+    source: Plan
+    plan: Plan
+    costs_s: dict[str, float]
+    """Of the switch."""
+    before_s: tuple[float, ...]
+    """Times of the last steps under the plan from before."""
+    foretold_s: float
+    """Predicted time of a step."""
+    records: list[StepRecord] = field(default_factory=list)
+    """Of its steps."""
+
+
+class Controller:
+    """Watches one run in one process.
+
+    Args:
+      mode: whether it moves the run, or only says what it would do.
+      settings: when it may.
+      num_steps: of the run.
+      advisor: decides; the first process's.
+      signals: what is measured.
+      probes: of each mesh.
+      switcher: moves the state.
+      reported: ids of devices that someone has reported to be bad.
+      run: where decisions and switches are written down.
+      display: where they are shown.
+    """
+
+    def __init__(self, *, mode: Mode, settings: ControlConfig, num_steps: int, advisor: Advisor, signals: Signals, probes: Probes, switcher: Switcher,
+                 reported: Callable[[], frozenset[int]], run: RunDirectory, display: Display) -> None:
+        self._mode, self._settings, self._num_steps = mode, settings, num_steps
+        self._advisor, self._signals, self._probes, self._switcher = advisor, signals, probes, switcher
+        self._reported, self._run, self._display = reported, run, display
+        self._council = Council()
+        self._decision: Decision | None = None
+        """The switch that is being prepared, in the process that decided it."""
+        self._order: Order | None = None
+        """The same in every process."""
+        self._preparation: Preparation | None = None
+        self._trial: _Trial | None = None
+        self._verdict: Verdict | None = None
+        """Of a trial, while other processes have not heard it."""
+        self._is_taken_back = False
+        self._last_times_s: deque[float] = deque(maxlen=settings.window_steps)
+
+    # What the trainer says.
+
+    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: Batch) -> None:
+        """A step was handed to the devices."""
+        self._signals.dispatched(data_wait_s=data_wait_s, dispatch_s=dispatch_s, batch=batch)
+
+    def step(self, record: StepRecord) -> None:
+        """A step was finished."""
+        self._signals.step(record)
+        if self._trial is not None:
+            self._trial.records.append(record)
+        self._last_times_s.append(record.step_time_s)
+
+    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+        """An evaluation says nothing about steps."""
+
+    def is_probe_due(self, step: int) -> bool:
+        """Whether to let the devices finish `step` and call `probe`."""
+        return self._signals.is_probe_due(step)
+
+    def probe(self, step: int) -> None:
+        """The devices are free: measure links and compute."""
+        self._signals.probe(step)
+
+    def leaves(self, step: int) -> bool:
+        """Whether the run is to go on under another plan after `step`."""
+        if jax.process_index() == 0:
+            self._think(step)
+        else:
+            self._signals.observe(step)
+        if not self._council.is_held(step):
+            return False
+        self._obey(self._council.hear(), step)
+        return self._is_taken_back or self._is_ready(step)
+
+    def carry_out(self, state: TrainState, step: int) -> tuple[TrainState, Executable]:
+        """Move the state, which is used up, to the plan that was decided on, or back. Every process calls it after `step`.
+
+        Returns:
+          The state, and what the run goes on with; if the move failed, those from before.
+        Raises:
+          StateLostError: the newest checkpoint is all that is left.
+        """
+        switched = self._take_back(state, step) if self._is_taken_back else self._switch(state, step)
+        config = switched.executable.program.config
+        self._signals.enter(global_batch=config.data.global_batch, seq_len=config.seq_len, rounds=self._probes.on(switched.executable.program.mesh))
+        return switched.state, switched.executable
+
+    def close(self, step: int) -> None:
+        """The run ends, or stops, after `step`."""
+        self._switcher.stop(step=step)
+        if self._preparation is not None and not self._preparation.is_done:
+            self._display.message(f"waiting for the compilation of {self._preparation.plan.axes} to end")
+        self._switcher.close()
+        if jax.process_index() == 0:
+            self._advisor.save()
+        self._signals.close()
+
+    # What the first process thinks.
+
+    def _think(self, step: int) -> None:
+        """Observe, judge the first steps under a new plan, decide; orders are given to the council."""
+        observation = self._signals.observe(step, self._reported())
+        trial = self._trial
+        if trial is not None and self._verdict is None and len(trial.records) > self._settings.canary_steps:
+            self._verdict = judge(
+                [record.step_time_s for record in trial.records], losses=[record.loss for record in trial.records], before_s=trial.before_s,
+                foretold_s=trial.foretold_s, steps_left=self._num_steps - step, back_s=sum(trial.costs_s.values()))
+            self._council.give(Order(kind="keep" if self._verdict.keep else "take back", why=self._verdict.why))
+        if self._advisor.wants_probe:
+            self._council.give(Order(kind="probe"))
+        decision = self._advisor.decide(observation)
+        if decision is not None:
+            self._announce(decision)
+            if self._mode == "auto":
+                self._act_on(decision)
+
+    def _announce(self, decision: Decision) -> None:
+        self._run.log_event("decision", decision.step, layout=decision.plan.describe() if decision.plan else None, **decision.as_json())
+        self._display.decision(f"{decision.action}: {decision.why}")
+
+    def _act_on(self, decision: Decision) -> None:
+        if decision.plan is not None:
+            self._decision = decision
+            self._council.give(Order(kind="prepare", plan=decision.plan, without=decision.without, at_step=decision.at_step, why=decision.why))
+        elif self._decision is not None:
+            self._decision = None
+            self._council.give(Order(kind="withdraw", why=decision.why))
+
+    # What all processes do.
+
+    def _obey(self, order: Order, step: int) -> None:
+        if order.kind == "prepare":
+            assert order.plan is not None
+            devices = [device for device in jax.devices() if device.id not in order.without]
+            avoid = frozenset(device for device in jax.devices() if device.id in order.without)
+            self._order, self._preparation = order, self._switcher.prepare(order.plan, devices=devices[:order.plan.num_devices], avoid=avoid)
+        elif order.kind == "withdraw":
+            self._order = self._preparation = None
+        elif order.kind == "probe":
+            self._signals.ask_probe(step + 1)
+        elif order.kind == "keep" and self._trial is not None:
+            self._switcher.keep(step=step, why=order.why, costs_s=self._trial.costs_s)
+            self._display.decision(f"kept: {order.why}")
+            self._trial = self._verdict = None
+        elif order.kind == "take back" and self._trial is not None:
+            self._is_taken_back = True
+            self._order = self._preparation = None
+
+    def _is_ready(self, step: int) -> bool:
+        """Whether the plan that is being prepared is ready in all processes, at its boundary."""
+        order, preparation = self._order, self._preparation
+        # While the first steps under a plan are watched, the way back has to stay open.
+        if order is None or preparation is None or self._trial is not None or (order.at_step is not None and step < order.at_step):
+            return False
+        try:
+            return preparation.is_ready_everywhere()
+        except OptimusError as error:
+            self._give_up(preparation.plan, f"it could not be prepared: {str(error).splitlines()[0]}", step)
+            return False
+
+    def _switch(self, state: TrainState, step: int) -> Switched:
+        assert self._preparation is not None
+        assert self._order is not None
+        prepared, order, source = self._preparation.result(), self._order, self._switcher.running.plan
+        switched = self._switcher.switch(state, prepared, step=step, why=order.why)
+        target, decision = prepared.target.plan, self._decision
+        if not switched.is_done:
+            self._log_rollback(step, target, source, f"the move failed: {switched.why_not}", switched.costs_s)
+            self._give_up(target, switched.why_not, step)
+            return switched
+        phases_s = {"prepare_s": prepared.compile_s, **switched.costs_s}
+        self._run.log_event(
+            "remesh", step, plan=target.digest, layout=target.describe(), from_plan=source.digest, rung=decision and decision.rung, why=order.why,
+            phases_s=_phases(phases_s), bytes_moved=prepared.there.sent_bytes, step_delay_s=sum(switched.costs_s.values()))
+        self._run.log_event("compile", step, compile_time_s=prepared.target.compile_s, step_bytes_per_device=prepared.target.step_bytes)
+        self._display.message(f"after step {step} the run goes on under {target.describe()}; moving took {sum(switched.costs_s.values()):.2f} s")
+        self._trial = _Trial(source=source, plan=target, costs_s=switched.costs_s, before_s=tuple(self._last_times_s), foretold_s=_foretold_s(decision))
+        if jax.process_index() == 0:
+            self._advisor.switched(target, switched.costs_s)
+        self._order = self._preparation = self._decision = None
+        self._last_times_s.clear()
+        return switched
+
+    def _take_back(self, state: TrainState, step: int) -> Switched:
+        trial = self._trial
+        assert trial is not None
+        why = self._verdict.why if self._verdict is not None else "the first process said so"
+        switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.costs_s)
+        if switched.is_done:
+            self._log_rollback(step, trial.plan, trial.source, why, switched.costs_s)
+            self._display.message(f"after step {step} the run goes back to {trial.source.describe()}: {why}")
+            if jax.process_index() == 0:
+                self._advisor.failed(trial.plan, why)
+        self._trial = self._verdict = self._decision = None
+        self._is_taken_back = False
+        self._last_times_s.clear()
+        return switched
+
+    def _log_rollback(self, step: int, plan: Plan, back_to: Plan, why: str, costs_s: dict[str, float]) -> None:
+        self._run.log_event("rollback", step, plan=back_to.digest, layout=back_to.describe(), from_plan=plan.digest, why=why, phases_s=_phases(costs_s),
+                            step_delay_s=sum(costs_s.values()))
+
+    def _give_up(self, plan: Plan, why: str, step: int) -> None:
+        """A plan that the run cannot have."""
+        self._run.log_event("decision", step, action="stay", plan=plan.digest, layout=plan.describe(), why=why)
+        self._display.decision(f"stay: {plan.axes}: {why}")
+        if jax.process_index() == 0:
+            self._advisor.failed(plan, why)
+        self._order = self._preparation = self._decision = None
+
+
+def _phases(costs_s: dict[str, float]) -> dict[str, float]:
+    """By name alone: `move_s` is the time of phase `move`."""
+    return {name.removesuffix("_s"): time_s for name, time_s in costs_s.items()}
+
+
+def _foretold_s(decision: Decision | None) -> float:
+    """Predicted step time of the plan decided on; NaN in a process that did not decide."""
+    chosen = [each.step_time_s for each in decision.alternatives if each.verdict == CHOSEN] if decision is not None else []
+    return chosen[0] if chosen else float("nan")

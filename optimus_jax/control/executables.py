@@ -1,0 +1,137 @@
+"""Everything compiled that a run needs under a plan, made before the run comes to it and kept for a while after it has left."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optimus_jax.config import Config
+from optimus_jax.errors import PlanError, explain
+from optimus_jax.mesh.build import build_mesh
+from optimus_jax.mesh.exchange import Device
+from optimus_jax.mesh.reshard import Layout
+from optimus_jax.mesh.shard_sums import ShardSums
+from optimus_jax.models.shapes import planned_shapes
+from optimus_jax.plan import Plan
+from optimus_jax.planning.compile_report import check_executable
+from optimus_jax.planning.explain import gib
+from optimus_jax.training.state import TrainState, abstract_state
+from optimus_jax.training.step import Program, build_program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executable:
+    """A plan, compiled."""
+
+    program: Program
+    """Whose train_step and eval_step are executables."""
+    layout: Layout
+    """Of the state."""
+    sums: ShardSums
+    """Of such states."""
+    step_bytes: int
+    """That a step needs on a device."""
+    compile_s: float
+    """Tracing and compiling."""
+
+    @property
+    def plan(self) -> Plan:
+        """That it runs."""
+        return self.program.plan
+
+
+def layout_of(program: Program) -> Layout:
+    """How a program's state lies."""
+    state = abstract_state(program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh)
+    return Layout(leaves=state, slots=program.shapes.slots)
+
+
+def abstract_batch(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of every array of a batch."""
+    rows, length = program.config.data.global_batch, program.config.seq_len
+
+    def array(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *shape), kind, sharding=program.batch_sharding)
+
+    tokens = {name: array(jnp.int32, length) for name in ("tokens", "targets", "positions", "segments")}
+    return tokens | {"loss_mask": array(jnp.bool_, length), "examples": array(jnp.int32)}
+
+
+def compile_plan(config: Config, plan: Plan, *, devices: Sequence[Device] | None = None, bytes_per_device: int | None = None) -> Executable:
+    """Compile steps, evaluation and checksums of `config` under `plan`. Runs nothing on a device.
+
+    Args:
+      devices: that the plan is for; None: all.
+      bytes_per_device: that JAX may use on each; None: unknown.
+    Raises:
+      PlanError: the plan is not legal, or a step needs more memory than there is.
+    """
+    started = time.perf_counter()
+    plan.validate(config.model, global_batch=config.data.global_batch)
+    mesh = build_mesh(plan, None if devices is None else list(devices))
+    program = build_program(config, planned_shapes(config.model, plan), plan, mesh)
+    layout, batch = layout_of(program), abstract_batch(program)
+    state: TrainState = layout.leaves
+    train_step: Any = program.train_step
+    eval_step: Any = program.eval_step
+    train_step = train_step.lower(state, batch).compile()
+    step_bytes = _check_memory(train_step, plan, bytes_per_device)
+    eval_step = eval_step.lower(state.params, batch).compile()
+    sums = ShardSums(layout)
+    sums.compile()
+    return Executable(program=replace(program, train_step=train_step, eval_step=eval_step), layout=layout, sums=sums,
+                      step_bytes=step_bytes, compile_s=time.perf_counter() - started)
+
+
+def of_running(program: Program, train_step: Any, step_bytes: int) -> Executable:
+    """The executable of a run that has begun, whose step is compiled; its evaluation is when first needed."""
+    layout = layout_of(program)
+    return Executable(program=replace(program, train_step=train_step), layout=layout, sums=ShardSums(layout), step_bytes=step_bytes, compile_s=0.0)
+
+
+def _check_memory(step: Any, plan: Plan, bytes_per_device: int | None) -> int:
+    allocated = check_executable(step.memory_analysis(), bytes_per_device)
+    if allocated.fits is False:
+        raise PlanError(explain(
+            f"the compiled step needs {gib(allocated.total_bytes)} per device, {gib(bytes_per_device or 0)} are there",
+            given=plan.describe(), do="leave this plan out"))
+    return allocated.total_bytes
+
+
+Key = tuple[Plan, int, int, tuple[Device, ...]]
+"""Plan, global batch, tokens of an example, devices."""
+
+
+class Shelf:
+    """Executables that were used last; the others are forgotten.
+
+    Args:
+      size: how many are kept.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kept: OrderedDict[Key, Executable] = OrderedDict()
+
+    def put(self, executable: Executable) -> None:
+        """Keep this one, as the last used."""
+        key = _key(executable.program.config, executable.plan, executable.layout.devices)
+        self._kept[key] = executable
+        self._kept.move_to_end(key)
+        while len(self._kept) > self._size:
+            self._kept.popitem(last=False)
+
+    def get(self, config: Config, plan: Plan, devices: Sequence[Device]) -> Executable | None:
+        """The executable of a plan, if it is still there."""
+        return self._kept.get(_key(config, plan, devices))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _key(config: Config, plan: Plan, devices: Sequence[Device]) -> Key:
+    return plan, config.data.global_batch, config.seq_len, tuple(devices)

@@ -1,0 +1,167 @@
+"""What is on disk of switches, so that a run which dies at any moment goes on under one plan or the other.
+
+A checkpoint belongs to no plan (training/state.py), and every plan can read it. So a state on disk
+is never mixed, whatever happens in the middle of a switch; all that has to be known is which plan to
+go on with, and which one not to try again at once. `switches.jsonl` in the run directory says it, a
+line per record, each on the disk before anything is done about it:
+
+1. `begin`, with both plans; then the state moves, in memory
+2. plan.json is replaced; then `commit`
+3. the first steps under the new plan; then `end` with how it went. If the switch is taken back,
+   plan.json is replaced before that.
+
+A run that dies between `begin` and `end` goes on under the plan from before, which is known to run:
+the new one may be why it died. A switch of which the disk knows nothing has not happened.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from optimus_jax.errors import RunDirectoryError, explain
+from optimus_jax.plan import Plan
+from optimus_jax.training.run_directory import RunDirectory
+
+Ending = Literal["kept", "stopped", "taken back", "failed", "died"]
+"""The new plan was kept; the run ended in its first steps; it was taken back after them; the move failed; the process ended unawares."""
+FAILURES: tuple[Ending, ...] = ("taken back", "failed", "died")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchRecord:
+    """One switch."""
+
+    step: int
+    """Steps done when it began."""
+    source: Plan
+    target: Plan
+    why: str
+    """It was made."""
+    ending: Ending | None
+    """None: it has none yet, or the run died."""
+    ended_step: int | None
+    ended_why: str
+    costs_s: dict[str, float]
+    """Delay of the run by phase; empty if it died."""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether its target is not to be tried again soon."""
+        return self.ending in FAILURES
+
+
+def switches(run_dir: Path) -> list[SwitchRecord]:
+    """Every switch of a run, in order. Lines that a crash has torn are passed over."""
+    records: list[SwitchRecord] = []
+    for values in _read(run_dir / "switches.jsonl"):
+        if values["record"] == "begin":
+            records.append(SwitchRecord(
+                step=values["step"], source=_plan(values["source"]), target=_plan(values["target"]), why=values["why"],
+                ending=None, ended_step=None, ended_why="", costs_s={}))
+        elif values["record"] == "end" and records and records[-1].ending is None:
+            begun = records.pop()
+            records.append(SwitchRecord(
+                step=begun.step, source=begun.source, target=begun.target, why=begun.why, ending=values["ending"],
+                ended_step=values["step"], ended_why=values["why"], costs_s=values["costs_s"]))
+    return records
+
+
+def unfinished(run_dir: Path) -> SwitchRecord | None:
+    """The switch that a run died in; None: it did not."""
+    last = next(reversed(switches(run_dir)), None)
+    return last if last is not None and last.ending is None else None
+
+
+def plan_to_resume(run_dir: Path) -> str | None:
+    """The plan, as JSON, that a run goes on with: plan.json, but after a death in a switch the one before it. None: it has had none.
+
+    Reads only, so that it can be asked before the run directory is locked.
+    """
+    if (died := unfinished(run_dir)) is not None:
+        return died.source.to_json()
+    return RunDirectory(run_dir, writer=False).plan_text()
+
+
+class Journal:
+    """Writes the records of one run; in processes that do not write, it does nothing.
+
+    Args:
+      run: its directory.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._path = run, run.path / "switches.jsonl"
+
+    def recover(self, step: int) -> SwitchRecord | None:
+        """What a resume at `step` does first: give the switch that the run died in, if any, an end. Doing it twice is once."""
+        died = unfinished(self._run.path)
+        if died is not None:
+            self._run.write_plan(died.source.to_json())
+            self.end("died", step=step, why="the run ended before the new plan was known to be good", costs_s={})
+        return died
+
+    def begin(self, source: Plan, target: Plan, *, step: int, why: str) -> None:
+        """The state is about to be moved. Raises RunDirectoryError, as all methods, if it cannot be written."""
+        self._append({"record": "begin", "step": step, "source": json.loads(source.to_json()), "target": json.loads(target.to_json()), "why": why})
+
+    def commit(self, plan: Plan, *, step: int) -> None:
+        """The state has been moved and is the same: `plan` is the run's."""
+        self._run.write_plan(plan.to_json())
+        self._append({"record": "commit", "step": step, "plan": plan.digest})
+
+    def end(self, ending: Ending, *, step: int, why: str, costs_s: dict[str, float], back_to: Plan | None = None) -> None:
+        """How the switch went; `back_to`: the plan from before, which is the run's again."""
+        if back_to is not None:
+            self._run.write_plan(back_to.to_json())
+        self._append({"record": "end", "step": step, "ending": ending, "why": why, "costs_s": costs_s})
+
+    def _append(self, values: dict[str, Any]) -> None:
+        """A line, on the disk when this returns."""
+        if not self._run.writer:
+            return
+        line = json.dumps({**values, "time_s": time.time()}).encode() + b"\n"
+        try:
+            is_new = not self._path.exists()
+            with open(self._path, "a+b", buffering=0) as file:
+                if file.seek(0, os.SEEK_END) and _last_byte(file.fileno()) != b"\n":
+                    line = b"\n" + line  # what a crash has torn stays a line of its own
+                if file.write(line) != len(line):
+                    raise OSError("the disk took only a part of a line")
+                os.fsync(file.fileno())
+            if is_new:
+                _sync_directory(self._run.path)
+        except OSError as error:
+            raise RunDirectoryError(explain(
+                "the record of a switch cannot be written", given=f"{self._path}: {error}",
+                do="make room or mend the permissions; until then the run keeps its plan")) from error
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and "record" in values:
+            yield values
+
+
+def _plan(values: dict[str, Any]) -> Plan:
+    return Plan.from_json(json.dumps(values))
+
+
+def _last_byte(descriptor: int) -> bytes:
+    return os.pread(descriptor, 1, os.fstat(descriptor).st_size - 1)
+
+
+def _sync_directory(path: Path) -> None:
+    """Have the file's name on the disk as well."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""What plans of one run cost, by batch and conditions: the cost model's figures, as the predictor and the search are asked."""
+
+import math
+from dataclasses import replace
+
+from optimus_jax.control.candidates import times
+from optimus_jax.control.conditions import Conditions
+from optimus_jax.control.predictor import Query
+from optimus_jax.plan import Plan
+from optimus_jax.planning.search import Pricing
+
+Batch = tuple[int, int]
+"""Examples of a step, tokens of an example."""
+
+
+class Prices:
+    """Prices of a run.
+
+    Args:
+      base: in its first phase, in the conditions of the hardware profile.
+    """
+
+    def __init__(self, base: Pricing) -> None:
+        self.base = base
+        self._of: dict[Batch, Pricing] = {}
+        self._log_times: dict[tuple[str, Batch, Conditions], float] = {}
+        self._memory_shares: dict[tuple[str, Batch], float | None] = {}
+
+    @property
+    def first_batch(self) -> Batch:
+        """Of the first phase."""
+        return self.base.config.data.global_batch, self.base.config.seq_len
+
+    def of(self, batch: Batch) -> Pricing:
+        """With such batches."""
+        if batch not in self._of:
+            config = self.base.config
+            data = replace(config.data, global_batch=batch[0], seq_len=batch[1])
+            self._of[batch] = self.base if batch == self.first_batch else replace(self.base, config=replace(config, data=data))
+        return self._of[batch]
+
+    def log_time(self, plan: Plan, batch: Batch, conditions: Conditions) -> float:
+        """Logarithm of a step's seconds by the cost model. Raises PlanError where a link's speed is unknown."""
+        key = (plan.digest, batch, conditions)
+        if key not in self._log_times:
+            self._log_times[key] = math.log(sum(times(plan, conditions.applied(self.of(batch))).values()))
+        return self._log_times[key]
+
+    def memory_share(self, plan: Plan, batch: Batch) -> float | None:
+        """Of a device's memory, what the plan is estimated to need; None: it is not known how much there is."""
+        key = (plan.digest, batch)
+        if key not in self._memory_shares:
+            pricing, capacity = self.of(batch), self.base.cluster.accelerator.memory_bytes
+            self._memory_shares[key] = None if capacity is None else pricing.memory(plan).total / capacity
+        return self._memory_shares[key]
+
+
+def setting(batch: Batch, conditions: Conditions) -> str:
+    """Names batch and conditions, in logs and in what is learnt."""
+    slow = ", ".join(f"{name} x {factor:g}" for name, factor in conditions.as_json().items())
+    return f"{batch[0]} x {batch[1]} tokens" + (f", {slow}" if slow else "")
+
+
+def query(plan: Plan, pricing: Pricing, named: str, regime: int = 0) -> Query:
+    """What a predictor is asked about a plan. Raises PlanError where a link's speed is unknown."""
+    return Query(plan=plan.digest, setting=named, regime=regime, terms_s=times(plan, pricing))

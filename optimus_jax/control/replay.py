@@ -1,0 +1,61 @@
+"""A recorded run as a scenario: what its steps took, to be met again by any policy.
+
+What disturbed a real run is not in its log, only by how much: each step took so many times the usual of its plan. In a replay that
+factor holds for every plan alike, in the same step. So a replay shows what a policy makes of the noise and the regimes
+of a real machine; whether another plan would have escaped them it cannot show.
+"""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+from optimus_jax.config import Config
+from optimus_jax.control.scenarios import Scenario
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.plan import Plan
+
+FEWEST = 10
+"""Steps that a recording needs."""
+USUAL = 0.25
+"""Quantile of a plan's steps that is its usual time: half a run may have been disturbed."""
+
+
+def recorded(run_dir: Path) -> tuple[Scenario, Config]:
+    """What the run in a directory met, and its config.
+
+    Raises:
+      ConfigError: there is no run, or too few steps.
+    """
+    try:
+        config = Config.from_json((run_dir / "config.json").read_text(encoding="utf-8"))
+        plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
+        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(explain("a run cannot be read", given=f"{run_dir}: {error}", do="name the directory of a run")) from error
+    steps = [step for line in lines if (step := _step(line)) is not None]
+    by_plan: dict[str, list[float]] = {}
+    for digest, time_s in steps:
+        by_plan.setdefault(digest, []).append(time_s)
+    if len(steps) < FEWEST:
+        raise ConfigError(explain("a recording has too few steps", given=f"{len(steps)} in {run_dir}", do=f"record {FEWEST} or more"))
+    usual_s = {digest: _usual_s(times_s) for digest, times_s in by_plan.items()}
+    first = steps[0][0]
+    return Scenario(
+        name=f"replay of {run_dir.name}", about="Each step takes as many times its usual time as it did in that run, whatever the plan.", steps=len(steps),
+        start=str(plan.axes) if first == plan.digest else "best", seq_len=config.seq_len, global_batch=config.data.global_batch,
+        step_time_s=usual_s[first], step_factors=tuple([time_s / usual_s[digest] for digest, time_s in steps])), config
+
+
+def _usual_s(times_s: list[float]) -> float:
+    return times_s[0] if len(times_s) == 1 else statistics.quantiles(times_s, n=round(1 / USUAL), method="inclusive")[0]
+
+
+def _step(line: str) -> tuple[str, float] | None:
+    """Plan and time of a line of metrics.jsonl; None for one that is torn or of no use."""
+    try:
+        value = json.loads(line)
+        digest, time_s = str(value["plan"]), float(value["step_time_s"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return (digest, time_s) if 0 < time_s < math.inf else None

@@ -1,0 +1,182 @@
+"""What a simulated run is before it begins: its phases, its first plan, what its policy is told, and the truth beside that."""
+
+import bisect
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from optimus_jax.config import Config, ControlConfig
+from optimus_jax.control.advisor import Phase
+from optimus_jax.control.scenario_events import LostEvent
+from optimus_jax.control.scenarios import Prior, Scenario
+from optimus_jax.control.timeline import HORIZON, NORMAL, Conditions, Timeline
+from optimus_jax.control.world import Place, World
+from optimus_jax.errors import ConfigError, PlanError, explain
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.plan import Plan
+from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.links import Link
+from optimus_jax.planning.search import Pricing, fits, search
+
+DEFAULT, BEST = "default", "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A scenario on a cluster, without what the seed draws."""
+
+    scenario: Scenario
+    nominal: tuple[Pricing, ...]
+    """Of each phase: what would hold if links and devices were as they are called."""
+    told: tuple[Pricing, ...]
+    """Of each phase: what policies are told (the same, but for a wrong prior)."""
+    start: Plan
+    num_steps: int
+    settings: ControlConfig
+
+    @classmethod
+    def of(cls, scenario: Scenario, pricing: Pricing, settings: ControlConfig | None = None) -> "Setup":
+        """The scenario for a run of `pricing.config` on its cluster.
+
+        Raises:
+          OptimusError: the scenario cannot be had there, such as a first plan that is not legal.
+        """
+        configs = [config for _, config in scenario.configs(pricing.config)]
+        nominal = tuple([replace(pricing, config=config) for config in configs])
+        told = tuple([believed(each, scenario.prior) for each in nominal])
+        start = first_plan(scenario.start, told[0])
+        num_steps = scenario.steps or max(1, round(scenario.duration_s / nominal[0].step_time_s(start)))
+        return cls(scenario=scenario, nominal=nominal, told=told, start=start, num_steps=num_steps, settings=settings or pricing.config.controller)
+
+    @cached_property
+    def first_steps(self) -> tuple[int, ...]:
+        """Steps done when each phase begins."""
+        shares = [0.0, *[phase.start_share for phase in self.scenario.phases]]
+        return tuple([round(share * self.num_steps) for share in shares])
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """As a policy is told them; none if there is one only."""
+        if len(self.nominal) == 1:
+            return ()
+        return tuple([Phase(first_step=step + 1, global_batch=pricing.config.data.global_batch, seq_len=pricing.config.seq_len)
+                      for step, pricing in zip(self.first_steps, self.nominal, strict=True)])
+
+    def phase_at(self, step: int) -> int:
+        """Index of the phase that the step after `step` belongs to."""
+        return bisect.bisect_right(self.first_steps, step) - 1
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """Steps between checkpoints."""
+        return max(1, round(self.scenario.switching.checkpoint_every_s / self.nominal[0].step_time_s(self.start)))
+
+    def timeline(self, seed: int, began_s: dict[LostEvent, float] | None = None) -> Timeline:
+        """Of conditions."""
+        cluster = self.nominal[0].cluster
+        return Timeline(self.scenario, num_devices=cluster.num_devices, devices_per_host=cluster.devices_per_host,
+                        horizon_s=HORIZON * self.num_steps * self.nominal[0].step_time_s(self.start), seed=seed, began_s=began_s)
+
+
+class Truth:
+    """What the seed draws: the world, and what each step takes beyond what it should.
+
+    Args:
+      setup: of the run.
+      seed: the same one gives the same truth whatever is decided.
+    """
+
+    def __init__(self, setup: Setup, seed: int):
+        self.setup, self.seed = setup, seed
+        self.world, self.timeline = World(setup.scenario, setup.nominal, seed), setup.timeline(seed)
+        if setup.scenario.step_time_s is not None and (devices := self.world.devices_for(setup.start, NORMAL)):
+            self.world.scale(Place(setup.start, devices), setup.scenario.step_time_s)
+        self.noise = _noise(setup, seed)
+        """[num_steps]: factor on the time of each step."""
+        self.noise_sums = np.concatenate([[0.0], np.cumsum(self.noise)])
+        """[num_steps + 1]: of all steps before."""
+
+    def fallback(self, conditions: Conditions, phase: int) -> Place | None:
+        """What a run restarts with if nobody says otherwise: the default layout on the devices that are left; None: nothing fits."""
+        world, cluster = self.world, self.world.cluster
+        alive = cluster.num_devices - len(conditions.reported)
+        whole = [count for count in range(alive, 0, -1) if count % cluster.devices_per_host == 0]
+        for count in [*whole, *range(min(alive, cluster.devices_per_host - 1), 0, -1)]:
+            for plan in default_plans(world.pricings[phase], count):
+                devices = world.devices_for(plan, conditions)
+                if devices is not None and world.fits(plan, conditions, phase):
+                    return Place(plan, devices)
+        return None
+
+
+def believed(pricing: Pricing, prior: Prior) -> Pricing:
+    """What is told of a cluster that is called what `pricing` says."""
+    def scaled(link: Link, factor: float) -> Link:
+        return link if link.bytes_per_s is None or factor == 1 else replace(link, bytes_per_s=link.bytes_per_s * factor)
+
+    cluster, rates = pricing.cluster, pricing.rates
+    return replace(
+        pricing, cluster=replace(cluster, inside=scaled(cluster.inside, prior.inside), between=cluster.between and scaled(cluster.between, prior.between)),
+        rates=replace(rates, matmul_flops_per_s=rates.matmul_flops_per_s * prior.compute, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * prior.compute))
+
+
+def first_plan(start: str, pricing: Pricing) -> Plan:
+    """The plan that `start` names (Scenario.start). Raises PlanError if there is none."""
+    if start == DEFAULT:
+        for plan in default_plans(pricing, pricing.cluster.num_devices):
+            if fits(pricing.memory(plan), pricing.cluster.accelerator.memory_bytes):
+                return plan
+        raise PlanError(explain("the default layout does not fit", given=f"start={start}", do="use another cluster or a smaller batch"))
+    if start != BEST:
+        AxisSizes.parse(start)
+        pricing = replace(pricing, config=pricing.config.with_values({"parallel.mesh": start}))
+    found = search(pricing, top=1).best
+    if not found:
+        raise PlanError(explain("no plan is legal and fits", given=f"start={start} on {pricing.cluster}", do="use another mesh, more devices, or a smaller batch"))
+    return found[0].plan
+
+
+def default_plans(pricing: Pricing, num_devices: int) -> list[Plan]:
+    """The usual default on so many devices: fsdp over everything, everything computed again; with one microbatch, then with more.
+
+    Where parameters do not divide over so many, fsdp over as many as they do and data over the rest.
+    """
+    topology = replace(pricing.cluster.topology(), num_devices=num_devices)
+    for fsdp in [size for size in range(num_devices, 0, -1) if num_devices % size == 0]:
+        plans = _default_on(pricing.config, AxisSizes(data=num_devices // fsdp, fsdp=fsdp), topology)
+        if plans:
+            return plans
+    return []
+
+
+def _default_on(config: Config, axes: AxisSizes, topology: Topology) -> list[Plan]:
+    asked = config.with_values({"parallel.mesh": "auto", "parallel.remat": "full", "parallel.zero": None, "parallel.microbatches": None})
+    plan, plans = plan_for(asked, axes, topology), []
+    rows = config.data.global_batch // axes.num_devices
+    for microbatches in [number for number in range(1, rows + 1) if rows % number == 0]:
+        divided = replace(plan, microbatches=microbatches)
+        try:
+            divided.validate(config.model, global_batch=config.data.global_batch)
+        except PlanError:
+            return plans
+        plans.append(divided)
+    return plans
+
+
+def _noise(setup: Setup, seed: int) -> np.ndarray:
+    """A walk for the drift, noise that is always there, and rare spikes."""
+    misfit, random, count = setup.scenario.misfit, np.random.default_rng([seed, 4]), setup.num_steps
+    if setup.scenario.step_factors:
+        return np.resize(setup.scenario.step_factors, count)
+    drift = np.cumsum(random.standard_normal(count)) * misfit.drift / math.sqrt(count)
+    spikes = np.where(random.random(count) < misfit.spikes, misfit.spike_factor * np.exp(0.3 * random.standard_normal(count)), 1.0)
+    return np.exp(drift + misfit.noise * random.standard_normal(count)) * np.maximum(1.0, spikes)
+
+
+def check_seeds(seeds: int) -> None:
+    """Raise ConfigError for what is no number of seeds."""
+    if seeds < 1:
+        raise ConfigError(explain("there is at least one seed", given=f"--seeds {seeds}", do="give 1 or more"))

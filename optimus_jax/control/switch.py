@@ -1,0 +1,387 @@
+"""Moving a running job to another plan: prepare, move, verify, commit; and take it back.
+
+* PREPARE, while training goes on: a thread compiles the plan and the programs that move the state,
+  there and back, and finds out whether steps and move fit into memory. What goes wrong there is the
+  result of the preparation, and never an exception in training.
+* MOVE and VERIFY, at a step boundary: group of leaves by group (mesh/reshard.py). Checksums of a
+  group are taken before it moves and of what has arrived, and only when they are the same are its
+  old shards deleted. So until the last group has been verified nothing is lost: groups that have
+  moved are moved back, those that have not still lie as they did. Then the step, and the loss of a
+  fixed batch under both plans. (Nothing else belongs to a run: batches and random numbers depend on
+  the step alone.)
+* COMMIT: plan.json and the journal (control/journal.py).
+* The first steps under the new plan are the controller's to watch (control/canary.py). Then `keep`,
+  or `take_back`, which moves the state of the step that the run has come to, and not that of the
+  switch: no step is lost or done twice.
+
+If what has moved cannot be moved back either (`StateLostError`), devices or programs do what they
+should not, and the newest checkpoint is all that can be trusted.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+
+from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.config import Config, ControlConfig, Precision
+from optimus_jax.control.background import Worker
+from optimus_jax.control.executables import Executable, Shelf, compile_plan
+from optimus_jax.control.journal import Ending, Journal
+from optimus_jax.errors import OptimusError, PlanError, explain
+from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.exchange import Device
+from optimus_jax.mesh.reshard import Group, Move
+from optimus_jax.plan import Plan
+from optimus_jax.planning.compile_report import LIMIT_HEADROOM_SHARE
+from optimus_jax.planning.explain import gib
+from optimus_jax.training.objective import Batch
+from optimus_jax.training.state import TrainState, abstract_stored_state, from_stored, may_be_padded, to_stored
+from optimus_jax.training.step import Program
+
+PROBE_RELATIVE: dict[Precision, float] = {"f32": 1e-5, "bf16": 2e-3, "f16": 1e-3}
+"""By which the loss of one batch may differ between plans: sums in another order, of numbers that are rounded to 2^-24, 2^-8, 2^-11.
+
+Ten times what tests measure between plans in bf16 (1.5e-4); in f32 what every plan is held to.
+"""
+
+
+class StateLostError(OptimusError):
+    """A state was moved in part and cannot be moved back."""
+
+
+class _NotTheSameError(Exception):
+    """What has arrived is not what was sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that a switch needs, compiled."""
+
+    source: Executable
+    """That the run is under."""
+    target: Executable
+    there: Move
+    back: Move
+    compile_s: float
+    """Of what was not compiled yet: steps, evaluation, checksums and moves."""
+
+    @property
+    def move_bytes(self) -> int:
+        """That a device holds at most while the state moves: the larger state, and what is on the way."""
+        states = self.source.layout.num_bytes(), self.target.layout.num_bytes()
+        return max(states) + max(self.there.way_bytes, self.back.way_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switched:
+    """How a switch went. The state that was given to it is used up either way."""
+
+    state: TrainState
+    executable: Executable
+    """Under which `state` lies: the new one, or the one from before."""
+    is_done: bool
+    why_not: str
+    """What went wrong; empty if nothing did."""
+    costs_s: dict[str, float]
+    """Delay of the run by phase: agree_s, probe_s, move_s, verify_s, commit_s."""
+
+
+class Preparation:
+    """A plan on its way to be ready."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._future: Future[Prepared] = Future()
+
+    def do(self, work: Callable[[], Prepared]) -> None:
+        """Do the work here and now, and keep what comes of it. Called in the thread."""
+        try:
+            self._future.set_result(work())
+        except Exception as error:
+            self._future.set_exception(error)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not, in this process."""
+        return self._future.done()
+
+    @property
+    def failure(self) -> str:
+        """Why it has failed; empty: it has not."""
+        error = self._future.exception() if self.is_done else None
+        return "" if error is None else str(error) or type(error).__name__
+
+    def result(self) -> Prepared:
+        """Waits for it; raises what went wrong."""
+        return self._future.result()
+
+    def is_ready_everywhere(self) -> bool:
+        """Whether every process is ready for this plan. All have to ask at the same step boundary; a tiny collective.
+
+        Raises OptimusError, on all of them, if one prepares another plan or has failed.
+        """
+        mine = np.array([*bytes.fromhex(self.plan.digest), self.is_done, bool(self.failure)], np.uint8)
+        all_of_them = multihost_utils.process_allgather(mine) if jax.process_count() > 1 else mine[None]
+        *digests, done, failed = all_of_them.T
+        if any((part != part[0]).any() for part in digests):
+            raise OptimusError(explain("the processes of this run prepare different plans", given=f"{self.plan.digest} here",
+                                       do="start all processes from the same version and settings"))
+        if failed.any():
+            raise PlanError(self.failure or "another process cannot prepare the plan")
+        return bool(done.all())
+
+
+class Switcher:
+    """What a run has compiled, and the switch that it may be in the middle of.
+
+    Args:
+      running: what the run is under.
+      settings: budgets.
+      journal: the record on disk; None: there is none.
+      bytes_per_device: that JAX may use on each device; None: unknown.
+      probe: a batch for a program, always the same, on its devices; None: no loss is compared.
+    """
+
+    def __init__(self, *, running: Executable, settings: ControlConfig, journal: Journal | None = None, bytes_per_device: int | None = None,
+                 probe: Callable[[Program], Batch] | None = None) -> None:
+        self.running = running
+        self._settings, self._journal, self._bytes_per_device, self._probe = settings, journal, bytes_per_device, probe
+        self._shelf, self._worker = Shelf(settings.executables), Worker("compile")
+        self._shelf.put(running)
+        self._on_trial: Prepared | None = None
+
+    def prepare(self, plan: Plan, *, config: Config | None = None, devices: Sequence[Device] | None = None,
+                avoid: frozenset[Device] = frozenset()) -> Preparation:
+        """Begin to compile in a thread; preparations are made one after the other.
+
+        Args:
+          config: with other batches perhaps; None: the run's.
+          devices: that the plan is for; None: the run's.
+          avoid: devices from which only is read what no other has.
+        """
+        preparation, source = Preparation(plan), self.running
+        config = config or source.program.config
+        chosen = tuple(devices or source.layout.devices)
+        self._worker(lambda: preparation.do(lambda: self._prepared(source, plan, config, chosen, avoid)))
+        return preparation
+
+    def is_compiled(self, plan: Plan) -> bool:
+        """Whether the plan's executable is still there."""
+        return self._shelf.get(self.running.program.config, plan, self.running.layout.devices) is not None
+
+    def switch(self, state: TrainState, prepared: Prepared, *, step: int, why: str) -> Switched:
+        """Move the state, which is used up, and verify it; if anything goes wrong the run stays under its plan.
+
+        Args:
+          step: steps done.
+          why: for the journal.
+        Raises:
+          StateLostError: see there.
+          RunDirectoryError: the journal cannot be begun; nothing has happened then.
+        """
+        assert prepared.source is self.running, "prepared under another plan than the run's"
+        clock = _Clock()
+        with clock.phase("agree_s"):
+            _check_agreed(prepared.target.plan)
+        if self._journal is not None:
+            with clock.phase("commit_s"):
+                self._journal.begin(prepared.source.plan, prepared.target.plan, step=step, why=why)
+        switched = self._moved(state, prepared, step, clock, self._commit)
+        if switched.is_done:
+            self.running, self._on_trial = prepared.target, prepared
+            self._shelf.put(prepared.target)
+        else:
+            self._end("failed", step, switched.why_not, switched.costs_s, prepared.source.plan)
+        return switched
+
+    def close(self) -> None:
+        """Wait for a compilation that is under way: a process that ends in the middle of one is aborted."""
+        self._worker.finish()
+
+    def keep(self, *, step: int, why: str, costs_s: dict[str, float]) -> None:
+        """The new plan stays; what switches back needs is kept no longer than other executables."""
+        self._end("kept", step, why, costs_s)
+        self._on_trial = None
+
+    def stop(self, *, step: int) -> None:
+        """The run ends on purpose: if it is in the first steps under a new plan, that plan is not to blame."""
+        if self._on_trial is not None:
+            self._end("stopped", step, "the run ended before the first steps were done", {})
+
+    def take_back(self, state: TrainState, *, step: int, why: str, costs_s: dict[str, float]) -> Switched:
+        """Move the state, as it is now, back to the plan before the last switch.
+
+        Args:
+          costs_s: of the switch that is taken back, for the journal.
+        Raises:
+          StateLostError: see there.
+        """
+        trial = self._on_trial
+        assert trial is not None, "no switch is on trial"
+        back = Prepared(source=trial.target, target=trial.source, there=trial.back, back=trial.there, compile_s=0.0)
+        clock = _Clock()
+        switched = self._moved(state, back, step, clock, lambda prepared, at: self._end("taken back", at, why, costs_s, prepared.target.plan))
+        if switched.is_done:
+            self.running, self._on_trial = trial.source, None
+            self._shelf.put(trial.source)
+        return switched
+
+    def _prepared(self, source: Executable, plan: Plan, config: Config, devices: tuple[Device, ...], avoid: frozenset[Device]) -> Prepared:
+        started = time.perf_counter()
+        target = self._shelf.get(config, plan, devices) or compile_plan(config, plan, devices=devices, bytes_per_device=self._bytes_per_device)
+        source.sums.compile()
+        there, back = (Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
+                       for ends in ((source.layout, target.layout), (target.layout, source.layout)))
+        there.compile()
+        back.compile()
+        prepared = Prepared(source=source, target=target, there=there, back=back, compile_s=time.perf_counter() - started)
+        _check_memory(prepared, self._bytes_per_device)
+        return prepared
+
+    def _moved(self, state: TrainState, prepared: Prepared, step: int, clock: "_Clock", commit: Callable[[Prepared, int], None]) -> Switched:
+        """MOVE, VERIFY and `commit`; after trouble with any of them, the way back."""
+        leaves, sums, moved = named_leaves(state), {}, []
+        probed = self._probe_of(prepared)
+        try:
+            with clock.phase("probe_s"):
+                before = _loss(prepared.source, state, probed)
+            self._carry(prepared, leaves, sums, moved, clock)
+            new: TrainState = prepared.there.target_state(leaves)
+            if int(new.step) != step:
+                raise _NotTheSameError(f"the state is of step {int(new.step)}, not {step}")
+            with clock.phase("probe_s"):
+                _check_loss(before, _loss(prepared.target, new, probed), prepared.target.plan.precision)
+            with clock.phase("commit_s"):
+                commit(prepared, step)
+        except Exception as error:
+            with clock.phase("move_s"):
+                old = _brought_back(prepared, leaves, moved, sums)
+            return Switched(state=old, executable=prepared.source, is_done=False, why_not=str(error) or type(error).__name__, costs_s=clock.seconds)
+        return Switched(state=new, executable=prepared.target, is_done=True, why_not="", costs_s=clock.seconds)
+
+    def _carry(self, prepared: Prepared, leaves: dict[str, Array], sums: dict[str, int], moved: list[str], clock: "_Clock") -> None:
+        """Every leaf in `leaves` in its new layout; `sums` and `moved` tell how far it has come."""
+        for group in prepared.there.groups:
+            changed = [path for path in group.paths if not prepared.there.exchange(path).is_nothing]
+            with clock.phase("verify_s"):
+                sums |= prepared.source.sums.of(leaves, changed)
+            with clock.phase("move_s"):
+                arrived = prepared.there.carry(group, leaves)
+            with clock.phase("verify_s"):
+                _check_same(sums, prepared.target.sums.of(arrived, changed))
+            with clock.phase("move_s"):
+                prepared.there.release(group, leaves, arrived)
+                moved += group.paths
+
+    def _probe_of(self, prepared: Prepared) -> Callable[[Program], Batch] | None:
+        """The probe, if both plans train on the same batches."""
+        source, target = prepared.source.program.config, prepared.target.program.config
+        alike = (source.data.global_batch, source.seq_len) == (target.data.global_batch, target.seq_len)
+        return self._probe if alike else None
+
+    def _commit(self, prepared: Prepared, step: int) -> None:
+        if self._journal is not None:
+            self._journal.commit(prepared.target.plan, step=step)
+
+    def _end(self, ending: Ending, step: int, why: str, costs_s: dict[str, float], back_to: Plan | None = None) -> None:
+        if self._journal is not None:
+            self._journal.end(ending, step=step, why=why, costs_s=costs_s, back_to=back_to)
+
+
+def through_checkpoint(state: TrainState, source: Executable, target: Executable, checkpoints: Checkpoints, metadata: dict[str, object], *,
+                       step: int) -> TrainState:
+    """The state under another plan, by way of the disk: for devices whose processes change, or a move that has no room.
+
+    The state is on the disk, whole, before anything is deleted; what comes back is checked against its checksums.
+
+    Args:
+      metadata: what the run's checkpoints say.
+    Raises:
+      CheckpointError: it cannot be written or read.
+    """
+    checkpoints.save(step, to_stored(state, source.program.shapes, source.plan, source.program.state_shardings), metadata)
+    checkpoints.wait()
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    program = target.program
+    wanted = abstract_stored_state(program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh)
+    stored = checkpoints.restore(wanted, step, paddable=may_be_padded).state
+    return from_stored(stored, program.shapes, program.plan, program.state_shardings)
+
+
+def _brought_back(prepared: Prepared, leaves: dict[str, Array], moved: Iterable[str], sums: dict[str, int]) -> TrainState:
+    """The state under the plan from before, of leaves of which some have been moved."""
+    there = set(moved)
+    try:
+        for group in prepared.back.groups:
+            part = Group(paths=tuple(path for path in group.paths if path in there), way_bytes=group.way_bytes)
+            arrived = prepared.back.carry(part, leaves)
+            changed = [path for path in part.paths if path in sums]
+            _check_same(sums, prepared.source.sums.of(arrived, changed))
+            prepared.back.release(part, leaves, arrived)
+    except Exception as error:
+        raise StateLostError(explain(
+            "a state that was moved in part cannot be moved back", given=f"{prepared.target.plan.describe()}: {error}",
+            do="start again with --resume: the run goes on from its newest checkpoint under the plan from before")) from error
+    return prepared.back.target_state(leaves)
+
+
+def _check_same(sent: dict[str, int], arrived: dict[str, int]) -> None:
+    wrong = [path for path, value in arrived.items() if value != sent[path]]
+    if wrong:
+        raise _NotTheSameError(f"the checksum of {', '.join(wrong)} is not what it was before")
+
+
+def _loss(executable: Executable, state: TrainState, probe: Callable[[Program], Batch] | None) -> float | None:
+    """Mean loss of the probe's tokens."""
+    if probe is None:
+        return None
+    total, tokens = jax.device_get(executable.program.eval_step(state.params, probe(executable.program)))
+    return float(total) / float(tokens)
+
+
+def _check_loss(before: float | None, after: float | None, precision: Precision) -> None:
+    if before is None or after is None or (math.isnan(before) and math.isnan(after)):
+        return
+    if not abs(after - before) <= PROBE_RELATIVE[precision] * abs(before):
+        raise _NotTheSameError(f"the loss of a batch was {before!r} and is {after!r}")
+
+
+def _check_memory(prepared: Prepared, bytes_per_device: int | None) -> None:
+    if bytes_per_device is not None and prepared.move_bytes > (1 - LIMIT_HEADROOM_SHARE) * bytes_per_device:
+        raise PlanError(explain(
+            f"moving the state needs {gib(prepared.move_bytes)} per device, {gib(bytes_per_device)} are there",
+            given=prepared.target.plan.describe(), do="use a smaller controller.move_bytes, or another plan"))
+
+
+def _check_agreed(plan: Plan) -> None:
+    """Raise OptimusError on all processes unless all are about to switch to this plan."""
+    if jax.process_count() > 1:
+        mine = np.frombuffer(bytes.fromhex(plan.digest), np.uint8)
+        if (multihost_utils.process_allgather(mine) != mine).any():
+            raise OptimusError(explain("the processes of this run switch to different plans", given=f"{plan.digest} here",
+                                       do="start all processes from the same version and settings"))
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds what passes inside."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

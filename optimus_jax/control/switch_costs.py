@@ -1,0 +1,99 @@
+"""What switches cost: how long a run is delayed by one, before any has been made and after.
+
+A delay is the sum of a part that depends on the state that moves and of fixed parts by rung. How far off these
+expectations are is learnt from the switches that were made, as a factor for each rung and one for all.
+"""
+
+import math
+from dataclasses import dataclass
+
+from optimus_jax.control.policy import Rung
+from optimus_jax.plan import Plan
+from optimus_jax.planning.search import Pricing
+
+MOVE_SHARE = 0.3
+"""Of a link's speed, that moving the state is expected to reach."""
+MOVE_BYTES_PER_S = 1e9
+"""Where the speed of links is unknown."""
+CHECKPOINT_BYTES_PER_S = 1e9
+"""Each host's, to and from disk."""
+OWN = 0.5
+"""Weight of a rung's own experience against that of all switches: switches of its own that count as much as one of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchCosts:
+    """Expectations before any switch was made. Guesses, to be replaced by what the first switches take."""
+
+    compile_tax_s: float = 3.0
+    """What compiling in the background takes from the steps that go on meanwhile."""
+    stop_s: float = 1.0
+    """Until all processes stand at a step boundary, and to go on."""
+    verify_s: float = 1.0
+    """Checksums."""
+    first_steps_s: float = 2.0
+    """What the first steps of an executable take beyond their time."""
+    restart_s: float = 90.0
+    """Processes end and start again, restore and compile."""
+    failure: float = 0.05
+    """Probability that a switch is taken back, and costs twice for nothing."""
+
+
+class CostModel:
+    """Expected delays, corrected by those that were measured."""
+
+    def __init__(self, costs: SwitchCosts | None = None) -> None:
+        self._costs = costs or SwitchCosts()
+        self._seen: dict[Rung | None, list[float]] = {}
+        """Logarithms of measured over expected, by rung; None: all."""
+        self.spent_s = 0.0
+        """Of the switches so far that the run had a choice about."""
+
+    def expected_s(self, rung: Rung, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
+        """Delay by a switch, the risk that it fails included.
+
+        Args:
+          plan: to switch to.
+          pricing: of the devices that it uses.
+          compiled: its executable is still there.
+        """
+        return self._prior_s(rung, plan, pricing, compiled=compiled) * self._factor(rung) * (1 + self._costs.failure)
+
+    def learn(self, rung: Rung, plan: Plan, pricing: Pricing, *, compiled: bool, delay_s: float, counts: bool = True) -> None:
+        """A switch took so long. What makes no sense is left out.
+
+        Args:
+          counts: the run had a choice, so that its budget pays for it.
+        """
+        if not math.isfinite(delay_s) or delay_s < 0:
+            return
+        self.spent_s += delay_s if counts else 0.0
+        off = math.log(max(delay_s, 1e-3) / self._prior_s(rung, plan, pricing, compiled=compiled))
+        for key in (rung, None):
+            self._seen.setdefault(key, []).append(off)
+
+    def _prior_s(self, rung: Rung, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
+        costs = self._costs
+        fixed_s = costs.stop_s + costs.first_steps_s + (0.0 if compiled else costs.compile_tax_s)
+        if rung == "rebalance":
+            return costs.stop_s
+        if rung == "executable":
+            return fixed_s
+        state_bytes = pricing.memory(plan).states
+        if rung in ("permute", "remesh"):
+            return fixed_s + costs.verify_s + _move_s(state_bytes, pricing)
+        # Each host writes its share of one copy of the state, and reads as much.
+        host_bytes = state_bytes * pricing.cluster.devices_per_host / min(plan.axes.data, pricing.cluster.devices_per_host)
+        return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S
+
+    def _factor(self, rung: Rung) -> float:
+        """Of this rung, drawn to that of all, which is drawn to 1: one switch mends half of what is off."""
+        def drawn(offs: list[float], towards: float, weight: float) -> float:
+            return (sum(offs) + weight * towards) / (len(offs) + weight)
+
+        return math.exp(drawn(self._seen.get(rung, []), drawn(self._seen.get(None, []), 0.0, 1.0), OWN))
+
+
+def _move_s(state_bytes: int, pricing: Pricing) -> float:
+    link = pricing.cluster.between or pricing.cluster.inside
+    return state_bytes / (MOVE_SHARE * (link.bytes_per_s or MOVE_BYTES_PER_S / MOVE_SHARE))

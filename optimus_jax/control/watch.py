@@ -1,0 +1,237 @@
+"""Which conditions the run is in: readings and step times, held against one another.
+
+A reading that claims other conditions is believed if step times have changed as the cost model says they should, or
+if the present plan could not feel it and the reading is good. It is distrusted if step times ought to have changed and did
+not; so are its relatives. Step times that change without a reading that explains it open an unexplained regime:
+whatever it is, it may hit every plan.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from optimus_jax.control.changes import LEAST as LEAST_STEPS
+from optimus_jax.control.changes import SHIFT, Change, ChangeDetector, Durations
+from optimus_jax.control.conditions import Conditions, on_grid
+from optimus_jax.control.policy import Regime
+from optimus_jax.control.signals import Observation, Reading
+
+LEAST = {"inside": math.log(1.25), "between": math.log(1.25), "compute": math.log(1.2), "skew": math.log(1.12)}
+"""Change of a factor's logarithm that makes other conditions: more than readings scatter; what hits all plans alike matters less."""
+FAMILY = {"inside": "link", "between": "link", "compute": "compute", "skew": "skew"}
+"""What is measured in the same way, and wrong together."""
+FELT = 0.05
+"""Predicted change of the logarithm of step times that they can confirm or deny."""
+AGREES = 0.35
+"""Of the predicted change, what is seen of it at least where the reading is right."""
+RECENT = 5
+"""Step times that a claim is held against at first."""
+PATIENCE = 12
+"""Steps after which a claim that they do not bear out is distrusted."""
+UNSURE = 0.15
+"""How much worse a claim may fit the first steps, whose level nothing vouches for."""
+SETTLING = 2
+"""First steps under a plan, which are no measure of it."""
+DISTURBED = 0.2
+"""Distance from normal conditions, as a logarithm, from which on they are a disturbance."""
+OTHER_REGIME = math.log(1.5)
+"""Change of conditions by which one disturbance ends and another begins."""
+PRIOR_STEPS = 5
+"""Steps that a regime is expected to have lasted when nothing is known."""
+
+
+class Watch:
+    """Follows conditions and the level of step times."""
+
+    def __init__(self) -> None:
+        self.conditions = Conditions()
+        """As they are believed to be."""
+        self.normal = Conditions()
+        """Those of the run's first steps."""
+        self.regime = 0
+        """Number of the unexplained regime; 0: none."""
+        self.detector = ChangeDetector()
+        self.distrusted: dict[str, float] = {}
+        """Factors whose readings are not believed, with what they claim."""
+        self.straggler: int | None = None
+        """The slow process."""
+        self._strikes: set[str] = set()
+        self._heard: set[str] = set()
+        """Factors of which a reading has been believed."""
+        self._early: set[str] = set()
+        """Factors whose claims were there before step times under this plan had a level."""
+        self._was_so = False
+        """Whether what was last believed may have held from the start."""
+        self._claimed_at: dict[str, int] = {}
+        self._anchor: float | None = None
+        """Level in these conditions outside unexplained regimes, once one has begun."""
+        self._skipped = 0
+        self._num_regimes = 0
+        self._seen_steps = 0
+        self._since_s: float | None = None
+        self._durations: dict[bool, Durations] = {}
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether conditions are not those of the first steps."""
+        return self.regime != 0 or self.conditions.distance(self.normal) > DISTURBED
+
+    def regime_at(self, time_s: float) -> Regime:
+        """How long present conditions have held; the normal ones are here to stay until they have ended once."""
+        elapsed_s = 0.0 if self._since_s is None else max(0.0, time_s - self._since_s)
+        return Regime(elapsed_s=elapsed_s, durations=self._durations.get(self.is_disturbed))
+
+    @property
+    def wants_probe(self) -> bool:
+        """Whether step times and readings do not agree, so that more readings would help."""
+        return self.regime != 0 or bool(self._claimed_at)
+
+    def leave_out(self, time_s: float) -> None:
+        """The slow process is not used any longer; on the others, conditions are normal."""
+        self.conditions, self.straggler, self._since_s = self.conditions.without_skew(), None, time_s
+
+    def restart(self) -> None:
+        """Another plan or another batch: step times have another level."""
+        self.detector, self._skipped, self._anchor = ChangeDetector(), 0, None
+        self._claimed_at.clear()
+        self._early.clear()
+
+    def observe(self, observation: Observation, claims: Mapping[str, Reading], log_time_of: Callable[[Conditions], float]) -> str:
+        """Take what is new. What has changed, in words; empty: nothing.
+
+        Args:
+          claims: usable readings of factors, by name.
+          log_time_of: logarithm of the present plan's step time in some conditions, by the cost model.
+        """
+        if self._since_s is None:
+            self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
+        was_disturbed, before, self._was_so = self.is_disturbed, (self.conditions, self.regime), False
+        change, step_time_s = self._add_steps(observation)
+        news = [self._level_changed(change)] if change else []
+        news.append(self._hear(observation, claims, log_time_of))
+        if (self.conditions, self.regime) != before and not self._was_so:
+            begun_s = observation.time_s - step_time_s * (change.num_steps if change else RECENT)
+            self._turn(was_disturbed, before[0], begun_s, step_time_s)
+        return "; ".join(filter(None, news))
+
+    def _add_steps(self, observation: Observation) -> tuple[Change | None, float]:
+        """Into the detector. What has changed, and the time of a step."""
+        found, step_time_s = None, 0.0
+        for step_time_s in _sane(observation.step_times_s):
+            self._seen_steps += 1
+            if self._skipped < SETTLING:
+                self._skipped += 1
+                continue
+            found = self.detector.add(math.log(step_time_s)) or found
+        return found, step_time_s
+
+    def _level_changed(self, change: Change) -> str:
+        if self.regime == 0:
+            self._anchor = change.before
+        elif self._anchor is not None and abs(change.after - self._anchor) < SHIFT / 2:
+            self.regime = 0
+            return "step times are back to what they were"
+        self._num_regimes += 1
+        self.regime = self._num_regimes
+        return f"steps take {math.exp(change.after - change.before) - 1:+.0%} of their time"
+
+    def _hear(self, observation: Observation, claims: Mapping[str, Reading], log_time_of: Callable[[Conditions], float]) -> str:
+        """Believe or distrust what readings claim."""
+        claimed = self._claimed(claims)
+        news = {name: on_grid(value) for name, value in claimed.items() if abs(math.log(value / getattr(self.conditions, name))) > LEAST[name]}
+        self._heard |= {name for name in claimed if name not in news and claims[name].quality == "good"}
+        for name in [name for name in self._claimed_at if name not in news]:
+            del self._claimed_at[name]
+        for name in [name for name in self.distrusted if name not in news]:
+            del self.distrusted[name]  # it claims again what is believed
+        news = {name: value for name, value in news.items() if name not in self.distrusted}
+        if not news:
+            return ""
+        self._early &= news.keys()
+        for name in news:
+            if self.detector.count < LEAST_STEPS:
+                self._early.add(name)
+            if claims[name].quality == "good":
+                self._claimed_at.setdefault(name, self._seen_steps)
+        # Together first: what changes at the same time is felt together. By itself what is not felt waits for its relatives that are.
+        felt = {FAMILY[name] for name, value in news.items() if self._is_felt(name, value, log_time_of)}
+        alone = [{name: value} for name, value in news.items() if len(news) > 1 and (FAMILY[name] not in felt or self._is_felt(name, value, log_time_of))]
+        for group in [news, *alone]:
+            if self._is_borne_out(group, claims, log_time_of):
+                return self._believe(group, observation, log_time_of)
+        late = [name for name in news if self._seen_steps - self._claimed_at.get(name, math.inf) >= PATIENCE and self._is_felt(name, news[name], log_time_of)]
+        return self._distrust(late, news) if late else ""
+
+    def _claimed(self, claims: Mapping[str, Reading]) -> dict[str, float]:
+        values = {name: reading.value for name, reading in claims.items() if reading.value is not None}
+        if "skew" in values:
+            values["skew"] = max(1.0, values["skew"])
+            # A probe of compute on the slow process says the same thing again.
+            more, skewed = (math.log(values.get(name, 1.0) / getattr(self.conditions, name)) for name in ("compute", "skew"))
+            if skewed > 0 and abs(more - skewed) < LEAST["skew"]:
+                values.pop("compute", None)
+        return values
+
+    def _is_felt(self, name: str, value: float, log_time_of: Callable[[Conditions], float]) -> bool:
+        return abs(log_time_of(replace(self.conditions, **{name: value})) - log_time_of(self.conditions)) >= FELT
+
+    def _is_borne_out(self, group: Mapping[str, float], claims: Mapping[str, Reading], log_time_of: Callable[[Conditions], float]) -> bool:
+        """Whether to believe these factors."""
+        before, after = log_time_of(self.conditions), log_time_of(replace(self.conditions, **group))
+        predicted = after - before
+        is_good = all(claims[name].quality == "good" and FAMILY[name] not in self._strikes for name in group)
+        if abs(predicted) < FELT:  # nothing to hold it against; what is faster than it ever was needs more than a word
+            return is_good and all(value >= min(1.0, getattr(self.normal, name)) for name, value in group.items())
+        if (level := self.detector.recent(RECENT)) is None:
+            return False
+        if self.regime == 0 and (not self._heard.issuperset(group) or self._early.intersection(group)):  # it may have been so all the time
+            return is_good and abs(level - after) <= abs(level - before) + UNSURE
+        if (reference := self._anchor if self.regime else self.detector.level) is None:
+            return False
+        seen = level - reference
+        return seen / predicted >= AGREES and abs(seen) > self.detector.noise
+
+    def _believe(self, group: Mapping[str, float], observation: Observation, log_time_of: Callable[[Conditions], float]) -> str:
+        felt = abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions)) >= FELT
+        self._was_so = self.regime == 0 and not self._heard.issuperset(group)
+        self.conditions = replace(self.conditions, **group)
+        self._heard |= set(group)
+        if self._was_so:
+            self.normal = replace(self.normal, **group)
+        elif felt and self.regime:
+            self.regime = 0
+        elif felt and not self._early.intersection(group):
+            self.detector.begin_with(max(RECENT, self.detector.suspects))
+        if "skew" in group:
+            index = observation.reading("straggler").value
+            self.straggler = int(index) if group["skew"] > 1 and index is not None and math.isfinite(index) else None
+        for name in group:
+            self._claimed_at.pop(name, None)
+        return " and ".join(f"{_WORDS[name]} {value:.2g} times as long as profiled" for name, value in group.items())
+
+    def _distrust(self, names: list[str], news: Mapping[str, float]) -> str:
+        families = {FAMILY[name] for name in names}
+        self._strikes |= families
+        doubted = [name for name in news if FAMILY[name] in families]
+        self.distrusted.update({name: news[name] for name in doubted})
+        return "step times do not bear out what readings say of " + " and ".join(doubted)
+
+    def _turn(self, was_disturbed: bool, before: Conditions, begun_s: float, step_time_s: float) -> None:
+        """Another regime may have begun."""
+        if was_disturbed == self.is_disturbed and before.distance(self.conditions) < OTHER_REGIME:
+            return
+        if not self.is_disturbed and not self._durations:  # normal conditions have shown themselves
+            return
+        if not self._durations:
+            self._durations = {kind: Durations(PRIOR_STEPS * step_time_s) for kind in (False, True)}
+        assert self._since_s is not None, "observations have come"
+        self._durations[was_disturbed].ended(begun_s - self._since_s)
+        self._since_s = begun_s
+
+
+_WORDS = {"inside": "exchanges inside hosts take", "between": "exchanges between hosts take", "compute": "computing takes",
+          "skew": "the slowest process computes"}
+
+
+def _sane(step_times_s: tuple[float, ...]) -> list[float]:
+    return [time_s for time_s in step_times_s if math.isfinite(time_s) and time_s > 0]

@@ -1,0 +1,197 @@
+"""Try the controller on a simulated cluster. `python scripts/simulate.py --scenario link-quarter --cluster h100:8x8 --model gpt2-xl`"""
+
+import os
+import sys
+
+# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
+# place of the standard module `tokenize`, which inspect and linecache import, and jax with them.
+if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
+    sys.path.remove(folder)
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.presets import PRESETS
+from optimus_jax.request import SHORT_NAMES
+
+if TYPE_CHECKING:
+    from optimus_jax.config import Config
+    from optimus_jax.control.comparison import Estimate, Row
+    from optimus_jax.control.outcome import Outcome
+    from optimus_jax.control.scenarios import Scenario
+    from optimus_jax.control.setup import Setup
+    from optimus_jax.planning.calibrate import Calibration
+    from optimus_jax.planning.cluster import Cluster
+    from optimus_jax.planning.rates import Rates
+
+USER_ERROR = 2
+WIDE = 160
+"""Columns of a table that goes into a file."""
+HERE = "here"
+"""The devices that are here, measured."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag; only those given on the command line appear in the parsed result, but for the first few."""
+    flags = argparse.ArgumentParser(
+        description="Try the controller, and other ways to steer a run, on a simulated cluster. All figures are simulated.",
+        argument_default=argparse.SUPPRESS, allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+    flags.add_argument("--scenario", metavar="NAME|FILE.json", default="link-quarter", help="what happens (default: link-quarter; --list names all)")
+    flags.add_argument("--model", metavar="NAME", default="gpt2-xl", help=", ".join(PRESETS) + " (default: gpt2-xl)")
+    flags.add_argument("--cluster", metavar="NAME:HOSTSxDEVICES", default="h100:8x8", help="up to 1,024 devices, or here (default: h100:8x8)")
+    flags.add_argument("--link", action="append", default=[], metavar="NAME=SPEED", help="another speed: inside=300GB/s or between=400Gb/s,5us")
+    flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the scenario's, or the model's, at most 1024)")
+    flags.add_argument("--global-batch", metavar="N", help="examples per step, all devices (default: the scenario's, or 8 for each)")
+    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16)")
+    flags.add_argument("--cpu-devices", metavar="N", type=int, help="with --cluster here: virtual devices of a CPU")
+    flags.add_argument("--seeds", type=int, default=10, metavar="N", help="truths to draw (default: 10)")
+    flags.add_argument("--policy", metavar="NAME", action="append", help="only these ways to steer; may be given several times (default: all)")
+    flags.add_argument("--replay", metavar="RUN_DIR", help="replay what a real run met, instead of a scenario")
+    flags.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run, such as controller.min_gain=0.1")
+    flags.add_argument("--list", action="store_true", default=False, help="name all scenarios")
+    flags.add_argument("--show", action="store_true", default=False, help="print the scenario as JSON, every field, to change it")
+    flags.add_argument("--events", action="store_true", default=False, help="print every switch of the first seed, and why")
+    flags.add_argument("--json", action="store_true", default=False, help="print JSON")
+    return flags
+
+
+def scenario_of(given: dict) -> "tuple[Scenario, Config | None]":
+    """By name, from a file, or from a run, whose config comes with it."""
+    from optimus_jax.control.replay import recorded
+    from optimus_jax.control.scenarios import read_scenario, scenario_named
+
+    if "replay" in given:
+        return recorded(Path(given["replay"]))
+    name = given["scenario"]
+    return (read_scenario(name) if name.endswith(".json") or Path(name).is_file() else scenario_named(name)), None
+
+
+def setup_of(given: dict, scenario: "Scenario", config: "Config | None") -> "Setup":
+    """The scenario for this model, or for a recorded run's, on this cluster."""
+    from optimus_jax.control.setup import Setup
+    from optimus_jax.planning.search import Pricing
+    from optimus_jax.request import make_config
+
+    cluster, rates, calibration = hardware(given)
+    overrides = {} if config else {"precision": "bf16" if cluster.accelerator.platform == "gpu" else "f32", "global_batch": 8 * cluster.num_devices}
+    overrides |= {name: value for name, value in given.items() if name in SHORT_NAMES and name != "cpu_devices"}
+    for entry in given["set"]:
+        name, equals, value = entry.partition("=")
+        if not equals:
+            raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
+        overrides[name] = value
+    # What is typed counts more than what the scenario says of its first phase.
+    import dataclasses
+
+    said = {name: None for name in ("seq_len", "global_batch") if name in given}
+    config = make_config(given["model"], overrides) if config is None else config.with_values(overrides)
+    return Setup.of(dataclasses.replace(scenario, **said), Pricing(config, cluster, rates, calibration))
+
+
+def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
+    """The cluster, and what is known of it."""
+    from optimus_jax.planning.calibrate import Calibration
+    from optimus_jax.planning.cluster import Cluster
+    from optimus_jax.planning.rates import Rates
+
+    if given["cluster"] != HERE:
+        cluster = Cluster.parse(given["cluster"], given["link"])
+        return cluster, Rates.of(cluster.accelerator), Calibration()
+    from optimus_jax.mesh.build import discover
+    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.planning.here import measure_devices
+
+    if "cpu_devices" in given:
+        use_cpu_devices(given["cpu_devices"])
+    here = measure_devices(discover())
+    return here.cluster, here.rates, here.calibration
+
+
+def methods_of(given: dict) -> tuple[str, ...]:
+    """Those asked for, with what they are compared with."""
+    from optimus_jax.control.comparison import BEST_STATIC, DEFAULT_STATIC, METHODS, ORACLE, STAY
+    from optimus_jax.errors import nearest
+
+    asked = given.get("policy", METHODS)
+    for name in asked:
+        if name not in METHODS:
+            raise ConfigError(explain(f"unknown policy {name!r}", given=f"--policy {name}", do=nearest(name, METHODS)))
+    return tuple(name for name in METHODS if name in (*asked, STAY, DEFAULT_STATIC, BEST_STATIC, ORACLE))
+
+
+def show(given: dict, setup: "Setup", table_rows: "list[Row]") -> None:
+    """The table, and what it is a table of."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, scenario, told = Console(), setup.scenario, setup.told[0]
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(f"SIMULATED, not measured: {scenario.name}. {scenario.about}", highlight=False)
+    console.print(f"{told.config.model.name}, {told.config.data.global_batch} x {told.config.seq_len} tokens at first, {setup.num_steps} steps, on {told.cluster}", highlight=False)
+    console.print(f"starts with {setup.start.describe()}; {given['seeds']} seeds, 95% intervals", highlight=False)
+    table = Table(pad_edge=False)
+    for name in ("", "time, s", "less than default", "of the oracle's gain", "over best static", "switches", "most", "taken back", "restarts"):
+        table.add_column(name, justify="left" if not name else "right")
+    for row in table_rows:
+        table.add_row(row.method, figure(row.total_s, "{:,.0f}"), figure(row.saved, "{:.1%}"), figure(row.share, "{:.0%}"), figure(row.regret, "{:+.1%}"),
+                      f"{row.switches:.1f}", str(row.most_switches), f"{row.rollbacks:.1f}", f"{row.restarts:.1f}")
+    console.print(table)
+
+
+def figure(value: "Estimate | None", shape: str) -> str:
+    """A figure with its interval."""
+    return "" if value is None else f"{shape.format(value.value)} [{shape.format(value.low)}, {shape.format(value.high)}]"
+
+
+def show_events(outcomes: "dict[str, Outcome]") -> None:
+    """What each way did in one run."""
+    for name, outcome in outcomes.items():
+        print(f"{name}: {outcome.total_s:,.0f} s")
+        for moment in outcome.moments:
+            delays = ", ".join(f"{phase} {time_s:.1f}" for phase, time_s in moment.delay_s.items())
+            print(f"  {moment.time_s:8,.0f} s, step {moment.step:5d}: {moment.kind} {moment.plan.axes}, microbatches {moment.plan.microbatches}, "
+                  f"remat {moment.plan.remat} ({delays} s): {moment.why}")
+
+
+def main() -> int:
+    """Exit code: 0 done, 2 the user's error."""
+    given = vars(parser().parse_args())
+    # After parsing: --help need not wait for JAX.
+    from optimus_jax.control.comparison import rows, run_all
+    from optimus_jax.control.contenders import PooledSearch
+    from optimus_jax.control.scenarios import library
+    from optimus_jax.control.setup import check_seeds
+
+    try:
+        if given["list"]:
+            for scenario in library().values():
+                print(f"{scenario.name:22} {scenario.about}")
+            return 0
+        scenario, config = scenario_of(given)
+        if given["show"]:
+            print(scenario.to_json(), end="")
+            return 0
+        check_seeds(given["seeds"])
+        setup, methods, searcher = setup_of(given, scenario, config), methods_of(given), PooledSearch()
+        runs = [run_all(setup, seed, searcher, methods) for seed in range(given["seeds"])]
+    except OptimusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    if given["json"]:
+        print(json.dumps({"simulated": True, "scenario": scenario.name, "cluster": given["cluster"], "model": given["model"], "steps": setup.num_steps,
+                          "start": setup.start.describe(), "seeds": given["seeds"], "methods": [row.as_json() for row in rows(runs)],
+                          "runs": [{name: outcome.as_json() for name, outcome in run.items()} for run in runs]}, indent=2))
+        return 0
+    show(given, setup, rows(runs))
+    if given["events"]:
+        show_events(runs[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

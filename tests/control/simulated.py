@@ -1,0 +1,61 @@
+"""A small simulated cluster that tests share: two hosts of eight, minutes instead of hours."""
+
+import json
+from functools import cache
+
+from optimus_jax.control.contenders import PooledSearch
+from optimus_jax.control.outcome import Habits
+from optimus_jax.control.scenarios import Scenario
+from optimus_jax.control.setup import Setup, Truth
+from optimus_jax.control.simulator import Simulation
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.rates import Rates
+from optimus_jax.planning.search import Pricing
+from optimus_jax.request import make_config
+
+CLUSTER = Cluster.parse("h100:2x8", ("between=6.25GB/s",))
+PRICING = Pricing(make_config("gpt2-xl", {"precision": "bf16", "global_batch": 128, "seq_len": 1024}), CLUSTER, Rates.of(CLUSTER.accelerator))
+SEARCHER = PooledSearch()
+EXACT = {"links": 0, "rates": 0, "terms": 0, "plans": 0, "memory": 0, "noise": 0, "spikes": 0, "drift": 0, "probes": 0, "probe_bias": 0}
+"""A truth that is what the planner is told, but for how much of exchanges is hidden."""
+QUICK = {"spread": 0, "compile_s": 8, "restart_s": 20, "checkpoint_every_s": 20, "detect_s": 5, "probe_s": 0.01, "move_s": 0.1, "verify_s": 0.1, "first_steps_s": 0.2}
+"""Switches that fit into minutes."""
+QUARTER = {"kind": "link", "link": "between", "factor": 0.25, "start_s": 30, "for_s": 60}
+
+
+def scenario(*events, **fields):
+    """With short times, from the JSON that users write."""
+    value = {"name": "test", "steps": 400, "switching": QUICK, "events": list(events), **fields}
+    return Scenario.from_json(json.dumps(value))
+
+
+@cache
+def setup_of(made):
+    return Setup.of(made, PRICING)
+
+
+def truth(*events, seed=0, **fields):
+    return Truth(setup_of(scenario(*events, **fields)), seed)
+
+
+class Told:
+    """A policy that does what it is told: decisions by the step after which they are made; keeps what it hears."""
+
+    wants_probe = False
+
+    def __init__(self, decisions=()):
+        self.decisions, self.heard, self.observations = dict(decisions), [], []
+
+    def decide(self, observation):
+        self.observations.append(observation)
+        return self.decisions.pop(observation.step, None)
+
+    def switched(self, plan, costs_s):
+        self.heard.append(("switched", plan, dict(costs_s)))
+
+    def failed(self, plan, why):
+        self.heard.append(("failed", plan, why))
+
+
+def run(made, policy, **habits):
+    return Simulation(made, policy, Habits(**{"probes": False, **habits})).run()

@@ -1,0 +1,33 @@
+"""The first steps under a new plan, judged."""
+
+import math
+
+import pytest
+
+from optimus_jax.control.canary import judge
+
+BEFORE_S = (1.0, 1.02, 0.98, 1.01, 0.99)
+GOOD = {"losses": (2.0,), "before_s": BEFORE_S, "foretold_s": 0.8, "steps_left": 1000, "back_s": 5.0}
+
+
+@pytest.mark.parametrize(("times_s", "changes", "keep", "word"), [
+    ((3.0, 0.8, 0.82, 0.79), {}, True, "foretold"),  # the first step is not counted
+    ((3.0, 0.95, 0.95, 0.95), {}, True, "0.95 s per step, 0.8 s foretold"),  # the prediction was missed, and it is faster all the same
+    ((1.0, 1.3, 1.31, 1.29), {}, False, "1.3 s per step"),
+    ((1.0, 1.01, 0.99, 1.02), {}, True, "before"),  # noise
+    ((1.0, 1.3, 1.31, 1.29), {"steps_left": 3}, True, "going back would take"),
+    ((1.0, 0.8), {"losses": (2.0, math.nan)}, False, "not finite"),
+    ((1.3,), {}, False, "1.3"),
+    ((), {}, True, "no step")])
+def test_verdicts(times_s, changes, keep, word):
+    verdict = judge(times_s, **GOOD | changes)
+    assert verdict.keep == keep
+    assert word in verdict.why
+    assert verdict.before_s == 1.0
+
+
+def test_steps_that_vary_much_have_to_differ_much():
+    restless = {**GOOD, "before_s": (0.6, 1.4, 1.0, 0.7, 1.3)}
+    times_s = (9.0, 1.15, 1.55, 0.75, 1.1, 1.3)
+    assert judge(times_s, **restless).keep
+    assert not judge([2 * time_s for time_s in times_s], **restless).keep

@@ -1,0 +1,107 @@
+"""What could be switched to: other executables, what is left of a cluster, and what a switch has to touch."""
+
+from dataclasses import replace
+
+import pytest
+from fleet import CLUSTER, CONFIG, PRICING, plan_on, ranked
+
+from optimus_jax.control.candidates import (
+    Searches,
+    executables,
+    is_allowed,
+    is_legal,
+    leaving_out,
+    relaxed,
+    rung_of,
+    times,
+)
+from optimus_jax.errors import PlanError
+from optimus_jax.planning.search import fits
+
+PLAN = plan_on("fsdp=64", microbatches=2)
+
+
+@pytest.mark.parametrize(("other", "rung"), [
+    (replace(PLAN, microbatches=4), "executable"), (replace(PLAN, remat="none"), "executable"), (replace(PLAN, zero=1), "remesh"),
+    (plan_on("data=2,fsdp=32"), "remesh"), (plan_on("pipe=2,fsdp=32"), "remesh")])
+def test_the_rung_says_what_has_to_be_touched(other, rung):
+    assert rung_of(PLAN, other, same_devices=True) == rung
+    assert rung_of(PLAN, other, same_devices=False) == "subset"
+    assert rung_of(PLAN, other, same_devices=False, same_hosts=False) == "restart"
+
+
+def test_other_schedules_of_the_same_stages_move_nothing():
+    staged = plan_on("pipe=2,fsdp=32")
+    assert staged.pipeline is not None
+    assert rung_of(staged, replace(staged, pipeline=replace(staged.pipeline, schedule="gpipe")), same_devices=True) == "executable"
+    assert rung_of(staged, replace(staged, pipeline=replace(staged.pipeline, layers_per_stage=(15, 17))), same_devices=True) == "remesh"
+
+
+def test_executables_are_legal_fit_and_keep_the_state_where_it_is():
+    found = executables(PLAN, PRICING)
+    assert found
+    for other in found:
+        assert other != PLAN
+        assert rung_of(PLAN, other, same_devices=True) == "executable"
+        assert is_legal(other, CONFIG)
+        assert fits(PRICING.memory(other), CLUSTER.accelerator.memory_bytes)
+    assert sum(times(found[0], PRICING).values()) <= sum(times(found[-1], PRICING).values())
+    fixed = replace(PRICING, config=CONFIG.with_values({"parallel.microbatches": 2, "parallel.remat": "full"}))
+    assert executables(PLAN, fixed) == []
+
+
+@pytest.mark.parametrize(("lost", "hosts"), [({11}, 7), ({11, 12}, 7), ({0, 63}, 6)])
+def test_of_several_hosts_those_with_lost_devices_are_left_out(lost, hosts):
+    (first, without), *others = leaving_out(CLUSTER, frozenset(lost), CONFIG)
+    assert (first.num_hosts, first.devices_per_host) == (hosts, 8)
+    assert lost <= without
+    assert len(without) == 64 - first.num_devices
+    assert [cluster.num_hosts for cluster, _ in others] == sorted([cluster.num_hosts for cluster, _ in others], reverse=True)
+
+
+def test_of_one_host_the_other_devices_are_used():
+    one = replace(CLUSTER, num_hosts=1, between=None)
+    found = list(leaving_out(one, frozenset({2}), CONFIG))
+    assert [(cluster.devices_per_host, sorted(without)) for cluster, without in found][:2] == [(7, [2]), (6, [2, 7])]
+
+
+def test_sizes_that_nothing_divides_over_are_skipped():
+    """127 hosts would have to be 127 stages, of 32 layers."""
+    many = replace(CLUSTER, num_hosts=128)
+    sizes = [cluster.num_hosts for cluster, _ in leaving_out(many, frozenset({0}), CONFIG)]
+    assert sizes[0] == 124  # 4 that divide, times 31 stages
+    assert len(sizes) <= 3
+
+
+def test_two_hosts_leave_one_without_a_link_to_others():
+    found = list(leaving_out(replace(CLUSTER, num_hosts=2), frozenset({0}), CONFIG))
+    assert [(cluster.num_hosts, cluster.between) for cluster, _ in found] == [(1, None)]
+
+
+def test_the_list_of_meshes():
+    assert is_allowed(PLAN, ())
+    assert is_allowed(PLAN, ("data=8,tensor=8", "fsdp=64"))
+    assert not is_allowed(PLAN, ("data=8,tensor=8",))
+
+
+def test_each_search_is_done_once_and_one_in_the_background_is_asked_again():
+    answers, asked = [False, True], []
+
+    def searcher(pricing):
+        asked.append(pricing)
+        answer = answers.pop(0)
+        return ranked(pricing, [PLAN]) if answer else None
+
+    searches = Searches(searcher)
+    assert searches.best("key", PRICING) is None
+    assert searches.best("key", PRICING) == [PLAN]
+    assert searches.best("key", PRICING) == [PLAN]
+    assert len(asked) == 2
+
+
+def test_what_the_user_fixed_and_cannot_be_had_finds_nothing():
+    def searcher(pricing):
+        raise PlanError("the mesh needs 64 devices")
+
+    assert Searches(searcher).best("key", PRICING) == []
+    assert relaxed(CONFIG.with_values({"parallel.mesh": "fsdp=64", "parallel.zero": 3})).parallel.mesh == "auto"

@@ -1,0 +1,123 @@
+"""Changes are found soon after they can be told from noise, and hardly ever where there are none."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_jax.control.changes import KEPT, SHIFT, VOTES, ChangeDetector, Durations
+
+
+def steps(seed: int, count: int, noise: float, spikes: float = 0.0) -> np.ndarray:
+    """[count]: logarithms of step times about 0, some of them four times as long."""
+    random = np.random.default_rng(seed)
+    return noise * random.standard_normal(count) + math.log(4) * (random.random(count) < spikes)
+
+
+def changes(values: np.ndarray) -> list[int]:
+    """Where a detector says that something has changed."""
+    detector = ChangeDetector()
+    return [index for index, value in enumerate(values) if detector.add(float(value)) is not None]
+
+
+@pytest.mark.parametrize(("noise", "spikes"), [(0.005, 0.0), (0.02, 0.01), (0.05, 0.02), (0.1, 0.0)])
+def test_false_alarms_are_rare_on_stationary_noise(noise, spikes):
+    """In 60,000 steps of each kind; a tenth of noise is as much as the change that is looked for."""
+    alarms = sum(len(changes(steps(seed, 2000, noise, spikes))) for seed in range(30))
+    assert alarms <= (1 if noise < 0.1 else 6)
+
+
+@pytest.mark.parametrize(("noise", "most_steps"), [(0.005, 6), (0.02, 6), (0.05, 14), (0.1, 50)])
+@pytest.mark.parametrize("shift", [1.1, 1 / 1.1, 1.5, 0.5])
+def test_a_sustained_change_is_found_within_a_few_steps(noise, most_steps, shift):
+    """A tenth is THRESHOLD / (shift^2 / 2 noise^2) steps from being distinguishable, and it takes VOTES, some of which noise may have cast before."""
+    delays = []
+    for seed in range(40):
+        values = steps(seed, 200, noise)
+        values[100:] += math.log(shift)
+        found = [index for index in changes(values) if index >= 100]
+        delays.append(found[0] - 99 if found else 1000)
+    assert VOTES <= np.median(delays) <= most_steps
+    assert np.mean(np.array(delays) < 1000) >= (0.95 if noise < 0.1 else 0.85)
+
+
+def test_what_is_said_of_a_change_is_right():
+    detector, found = ChangeDetector(), []
+    for value in [*steps(0, 50, 0.01), *(steps(1, 8, 0.01) + 0.3)]:
+        found.append(detector.add(float(value)))
+    change = next(each for each in found if each is not None)
+    assert change.before == pytest.approx(0.0, abs=0.01)
+    assert change.after == pytest.approx(0.3, abs=0.02)
+    assert change.num_steps == VOTES
+    assert detector.level == pytest.approx(0.3, abs=0.02)
+
+
+def test_fewer_spikes_in_a_row_than_votes_are_no_change():
+    values = steps(0, 300, 0.02)
+    for begin in range(20, 280, 30):
+        values[begin : begin + VOTES - 1] += math.log(8)
+    assert changes(values) == []
+    values[150 : 150 + VOTES] += math.log(8)
+    assert len(changes(values)) >= 1
+
+
+def test_a_slow_drift_moves_the_level_and_is_no_jump():
+    """A hundredth of a percent for each step: no change that is larger than what is looked for."""
+    detector, found = ChangeDetector(), []
+    for index, value in enumerate(steps(0, 3000, 0.01)):
+        found.append(detector.add(float(value) + 1e-4 * index))
+    assert all(abs(change.after - change.before) < 1.5 * SHIFT for change in found if change)
+    assert detector.level == pytest.approx(0.3, abs=1e-4 * KEPT)
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60))
+def test_nothing_that_is_added_breaks_it(values):
+    detector = ChangeDetector()
+    for value in values:
+        detector.add(value)
+    assert detector.level is None or math.isfinite(detector.level)
+    assert detector.count <= len(values)
+
+
+def test_before_anything_has_ended_it_is_ski_rental():
+    """What has lasted as long as it takes to earn a cost back is as likely as not to last as long again."""
+    durations = Durations(prior_s=1.0)
+    assert durations.survival(99.0, 100.0) == pytest.approx(0.5)
+    assert durations.wait_s(49.0, 100.0, 0.5) == pytest.approx(50.0)
+    assert durations.wait_s(99.0, 100.0, 0.5) == 0.0
+
+
+def test_short_regimes_teach_caution_and_long_ones_confidence():
+    flapping, lasting = Durations(prior_s=1.0), Durations(prior_s=1.0)
+    for _ in range(5):
+        flapping.ended(60.0)
+        lasting.ended(3600.0)
+    assert flapping.wait_s(30.0, 100.0, 0.5) > 2 * Durations(prior_s=1.0).wait_s(30.0, 100.0, 0.5)
+    assert lasting.wait_s(0.0, 100.0, 0.5) == 0.0
+    assert flapping.expected_s(0.0, 1e5) == pytest.approx(60.0, rel=0.05)
+    assert lasting.expected_s(0.0, 1e6) == pytest.approx(3600.0, rel=0.05)
+
+
+@given(elapsed=st.floats(0, 1e6), more=st.floats(0, 1e5), horizon=st.floats(0, 1e6), past=st.lists(st.floats(0, 1e5), max_size=10))
+def test_durations_are_consistent(elapsed, more, horizon, past):
+    durations = Durations(prior_s=10.0)
+    for each in past:
+        durations.ended(each)
+    assert 0 <= durations.expected_s(elapsed, horizon) <= horizon * (1 + 1e-9)
+    assert durations.survival(elapsed, more) <= durations.survival(elapsed, more / 2) <= 1
+    # What has lasted longer is expected to last longer still.
+    assert durations.survival(elapsed + more, 100.0) >= durations.survival(elapsed, 100.0)
+    wait_s = durations.wait_s(elapsed, 100.0, 0.5)
+    assert durations.survival(elapsed + wait_s, 100.0) >= 0.5 - 1e-9
+    assert durations.survival(elapsed, durations.over_s(elapsed, 0.9)) == pytest.approx(0.1, abs=1e-6)
+
+
+def test_expected_time_left_is_the_integral_of_survival():
+    durations = Durations(prior_s=10.0)
+    for past in (20.0, 50.0):
+        times = np.linspace(0, 300, 20001)
+        survival = [durations.survival(5.0, float(time)) for time in times]
+        assert durations.expected_s(5.0, 300.0) == pytest.approx(np.trapezoid(survival, times), rel=1e-4)
+        durations.ended(past)

@@ -1,0 +1,72 @@
+"""Other conditions are other prices, and only readings that make sense speak of them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from fleet import CLUSTER, PRICING, plan_on
+
+from optimus_jax.control.candidates import times
+from optimus_jax.control.conditions import Conditions, claims, on_grid
+from optimus_jax.control.signals import UNKNOWN, Observation, Reading
+from optimus_jax.mesh.axes import AxisSizes
+
+AXES = AxisSizes.parse("data=8,tensor=8")
+"""data crosses the link between hosts, tensor the one inside."""
+
+
+def reading(value: float, quality="good") -> Reading:
+    return Reading(value=value, spread=0.1, count=5, time_s=0.0, quality=quality)
+
+
+def claimed(**readings: Reading) -> dict[str, float | None]:
+    named = {name.replace("link_", "link_slowdown/"): each for name, each in readings.items()}
+    observation = Observation(step=1, time_s=1.0, step_times_s=(), readings=named, global_batch=8, seq_len=8, lost_devices=frozenset())
+    return {name: each.value for name, each in claims(observation, CLUSTER, AXES).items()}
+
+
+@pytest.mark.parametrize(("conditions", "terms"), [
+    (Conditions(between=3.0), {"data"}), (Conditions(inside=3.0), {"tensor", "vocabulary"}),
+    (Conditions(compute=3.0), {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"}),
+    (Conditions(skew=3.0), {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"})])
+def test_what_is_slower_makes_its_terms_longer_and_no_others_shorter(conditions, terms):
+    plan = plan_on("data=8,tensor=8")
+    before, after = times(plan, PRICING), times(plan, conditions.applied(PRICING))
+    longer = {name for name in after if after[name] > 1.2 * before[name]}
+    assert longer >= terms & before.keys()
+    assert all(after[name] >= before[name] * (1 - 1e-9) for name in before if name != "data" or conditions.between > 1)
+
+
+def test_normal_conditions_are_the_prices_themselves():
+    assert Conditions().applied(PRICING) == PRICING
+
+
+def test_distance_is_that_of_the_factor_that_differs_most():
+    assert Conditions(between=4.0).distance(Conditions(inside=2.0)) == pytest.approx(math.log(4))
+    assert Conditions(skew=1.5).without_skew() == Conditions()
+    assert Conditions(between=4.0).as_json() == {"between": 4.0}
+
+
+def test_the_grid_is_coarse_and_has_a_one():
+    assert on_grid(1.0) == on_grid(1.04) == on_grid(0.96) == 1.0
+    assert on_grid(4.0) == on_grid(4.1) == pytest.approx(4.0, rel=0.05)
+    assert on_grid(1e9) == on_grid(1e12) < 1e4
+
+
+def test_the_link_itself_counts_before_axes_that_cross_it():
+    assert claimed(link_between=reading(3.0), link_data=reading(9.0)) == {"between": 3.0}
+    assert claimed(link_data=reading(9.0), link_tensor=reading(2.0)) == {"between": 9.0, "inside": 2.0}
+    assert claimed(compute_slowdown=reading(1.2), process_skew=reading(1.5)) == {"compute": 1.2, "skew": 1.5}
+
+
+@pytest.mark.parametrize("useless", [reading(3.0, "stale"), UNKNOWN, reading(math.nan), reading(-1.0), reading(0.0), reading(math.inf)])
+def test_what_is_stale_unknown_or_nonsense_claims_nothing(useless):
+    assert claimed(link_between=useless, compute_slowdown=useless) == {}
+    assert claimed(link_between=useless, link_data=reading(2.0)) == {"between": 2.0}
+
+
+def test_one_host_has_no_link_to_others():
+    one = replace(CLUSTER, num_hosts=1, between=None)
+    observation = Observation(step=1, time_s=1.0, step_times_s=(), readings={"link_slowdown/between": reading(4.0)}, global_batch=8, seq_len=8,
+                              lost_devices=frozenset())
+    assert claims(observation, one, AxisSizes.parse("tensor=8")) == {}

@@ -1,0 +1,205 @@
+"""The controller in whole runs: decisions of a scripted advisor are carried out, kept or taken back, and nothing of the run is lost."""
+
+import json
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+from helpers import F32_RELATIVE
+
+import optimus_jax
+from optimus_jax import api
+from optimus_jax.config import Config
+from optimus_jax.control import assembly
+from optimus_jax.control.journal import switches
+from optimus_jax.control.policy import CHOSEN, Alternative, Decision
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.build import discover
+from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.here import Here
+from optimus_jax.planning.links import Link
+from optimus_jax.planning.rates import Rates
+from optimus_jax.request import make_config
+
+STEPS = 24
+TINY = {
+    "steps": STEPS, "global_batch": 8, "seq_len": 32, "lr": 1e-2, "eval_every": 0, "progress": "none", "controller.canary_steps": 2,
+    "controller.probe_share": 0, "model.num_layers": 4, "model.embed_dim": 32, "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 8,
+    "model.mlp_dim": 64, "model.dropout": 0.1}
+START, OTHER = "data=8", "pipe=2,data=2,tensor=2"
+RATES = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n" for n in range(300)))
+    return str(path)
+
+
+def config_of(mesh: str) -> Config:
+    return make_config("gpt2-nano", {**TINY, "mesh": mesh}, None)
+
+
+def other_plan(mesh: str = OTHER):
+    return plan_for(config_of(mesh), AxisSizes.parse(mesh), discover())
+
+
+class Advisor:
+    """Decides what `script` says: decisions by the step at whose boundary they are made."""
+
+    script: ClassVar[dict[int, Decision]] = {}
+    told_last: ClassVar[list[str]] = []
+    wants_probe = False
+
+    def __init__(self, **_):
+        self.told: list[str] = []
+        type(self).told_last = self.told
+
+    def decide(self, observation):
+        return self.script.get(observation.step)
+
+    def switched(self, plan, costs_s):
+        assert all(time_s >= 0 for time_s in costs_s.values())
+        self.told.append(f"switched to {plan.axes}")
+
+    def failed(self, plan, why):
+        self.told.append(f"{plan.axes} failed: {why}")
+
+    def save(self):
+        self.told.append("saved")
+
+
+class AtOnce:
+    """Does in the foreground what a thread would do: these runs would be over before it has compiled."""
+
+    def __init__(self, name):
+        pass
+
+    def __call__(self, job):
+        job()
+
+    def finish(self):
+        pass
+
+
+def switch_at(step: int, plan, *, foretold_s: float = 1e3, at_step: int | None = None) -> Decision:
+    alternative = Alternative(plan=plan, rung="remesh", step_time_s=foretold_s, gain_s=1.0, cost_s=0.1, probability=0.95, verdict=CHOSEN)
+    return Decision(step=step, action="switch", why="the script says so", plan=plan, rung="remesh", at_step=at_step, alternatives=(alternative,))
+
+
+@pytest.fixture
+def scripted(monkeypatch, text, tmp_path):
+    """Runs under a script."""
+    cluster = Cluster.of(discover())
+    here = Here(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=RATES,
+                records=tmp_path / "records.jsonl")
+    monkeypatch.setattr(api, "known_devices", lambda _: here)
+    monkeypatch.setattr(assembly, "Advisor", Advisor)
+    monkeypatch.setattr("optimus_jax.control.switch.Worker", AtOnce)
+
+    def run(script: dict[int, Decision], name: str = "run", *, control: str = "auto", resume: bool = False, **more):
+        monkeypatch.setattr(Advisor, "script", script)
+        own = {} if resume else TINY | {"mesh": START, "data": text}
+        return optimus_jax.train(None if resume else "gpt2-nano", run_dir=tmp_path / name, resume=resume, **own | {"control": control} | more)
+
+    return run
+
+
+def events(result, *names):
+    return [event for event in map(json.loads, (result.run_dir / "events.jsonl").read_text().splitlines()) if event["event"] in names]
+
+
+def losses(result):
+    assert [record.step for record in result.history] == list(range(1, len(result.history) + 1)), "each step once, in order"
+    return [record.loss for record in result.history]
+
+
+def never_switched(scripted):
+    return losses(scripted({}, "never", control="off"))
+
+
+def plans(result):
+    return [record.plan for record in result.history]
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """The canary keeps whatever trains: steps of this size are noise."""
+    monkeypatch.setattr("optimus_jax.control.canary.NOISE", 1e9)
+
+
+def test_the_run_moves_and_loses_nothing(scripted, patient):
+    plan = other_plan()
+    result = scripted({3: switch_at(3, plan)})
+    assert result.plan == plan
+    first, *_, last = plans(result)
+    assert last == plan.digest
+    assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)
+    (remesh,) = events(result, "remesh")
+    assert remesh["plan"] == plan.digest
+    assert remesh["from_plan"] == first
+    assert {"prepare", "move", "verify", "commit", "probe"} <= remesh["phases_s"].keys()
+    assert plans(result).index(last) == remesh["step"], "the first step under the new plan is the one after the switch"
+    assert (result.run_dir / "plan.json").read_text() == plan.to_json()
+    assert [record.ending for record in switches(result.run_dir)] == ["kept"]
+    assert Advisor.told_last == ["switched to pipe=2,data=2,tensor=2", "saved"]
+    (decision,) = events(result, "decision")
+    assert decision["why"] == "the script says so"
+    assert decision["layout"] == plan.describe()
+
+
+def test_there_and_back_and_on(scripted, patient):
+    """Going back costs no second compilation, and a plan may be entered twice."""
+    there, back = other_plan(), other_plan(START)
+    result = scripted({2: switch_at(2, there), 13: switch_at(13, back)}, steps=STEPS + 6)
+    assert [event["layout"] for event in events(result, "remesh")] == [there.describe(), back.describe()]
+    assert result.plan == back
+
+
+def test_a_plan_that_is_slower_is_taken_back(scripted, monkeypatch):
+    plan = other_plan()
+    monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step is slow enough
+    monkeypatch.setattr("optimus_jax.control.controller.sum", lambda _: -1e9, raising=False)  # and going back is free
+    result = scripted({3: switch_at(3, plan)})
+    assert result.plan.axes == AxisSizes.parse(START)
+    assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)
+    (rollback,) = events(result, "rollback")
+    assert rollback["from_plan"] == plan.digest
+    assert [record.ending for record in switches(result.run_dir)] == ["taken back"]
+    assert any(told.startswith("pipe=2,data=2,tensor=2 failed") for told in Advisor.told_last)
+    assert len({*plans(result)}) == 2, "it had been under the other plan"
+
+
+def test_advice_moves_nothing(scripted):
+    result = scripted({3: switch_at(3, other_plan())}, control="advise")
+    assert len({*plans(result)}) == 1
+    assert [event["action"] for event in events(result, "decision")] == ["switch"]
+    assert not events(result, "remesh")
+
+
+def test_a_plan_that_cannot_be_prepared_is_left_alone(scripted):
+    broken = replace(other_plan(), microbatches=3)
+    result = scripted({3: switch_at(3, broken)})
+    assert len({*plans(result)}) == 1
+    assert "cannot be dealt out" in events(result, "decision")[-1]["why"]
+    assert any("could not be prepared" in told for told in Advisor.told_last)
+
+
+def test_a_switch_that_was_withdrawn_does_not_happen(scripted):
+    result = scripted({3: switch_at(3, other_plan(), at_step=STEPS - 4), 6: Decision(step=6, action="stay", why="conditions are back")})
+    assert not events(result, "remesh")
+
+
+def test_a_switch_waits_for_its_boundary(scripted, patient):
+    result = scripted({2: switch_at(2, other_plan(), at_step=STEPS - 6)})
+    assert [event["step"] for event in events(result, "remesh")] == [STEPS - 6]
+
+
+def test_a_resumed_run_goes_on_under_its_new_plan(scripted, patient):
+    plan = other_plan()
+    result = scripted({3: switch_at(3, plan)})
+    resumed = scripted({}, resume=True, steps=STEPS + 2)
+    assert resumed.plan == plan == result.plan
+    assert len(resumed.history) == STEPS + 2

@@ -1,0 +1,72 @@
+"""A switch is a checkpoint and a restart, bit for bit; and within rounding as if the run had never switched. In a model with dropout."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import F32_RELATIVE
+from moves import built, copied, layout_of
+from plans import batch_of_step, compiled_step, random_state
+
+from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.config import CheckpointConfig
+from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.reshard import Move
+from optimus_jax.mesh.shard_sums import ShardSums
+from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, to_stored
+
+JOURNEY = ("data", "fsdp, zero 3", "1f1b", "attention over tensor, feed-forward not", "gpipe, uneven", "interleaved, zero 1", "data")
+"""Every plan is left and reached: over each mesh axis, with and without stages; each kind of schedule, and ZeRO 0, 1 and 3."""
+STEPS_EACH = 2
+BUDGET_BYTES = 2**20
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """The compiled step of every plan."""
+    return {name: compiled_step(built(name)) for name in dict.fromkeys(JOURNEY)}
+
+
+def trained(program, step, state, first):
+    """The state after STEPS_EACH steps, and their losses, bit for bit."""
+    losses = []
+    for number in range(first, first + STEPS_EACH):
+        state, metrics = step(state, batch_of_step(program, number))
+        losses.append(np.asarray(metrics["loss"]))
+    return state, losses
+
+
+def restarted(state, source, target, directory, step):
+    """Saved under one plan and restored under another, as a run does."""
+    checkpoints = Checkpoints(directory, CheckpointConfig())
+    checkpoints.save(step, to_stored(state, source.shapes, source.plan, source.state_shardings), {})
+    checkpoints.close()
+    wanted = abstract_stored_state(target.shapes, target.optimizer, target.config.precision, target.plan, target.mesh)
+    stored = checkpoints.restore(wanted, step, paddable=may_be_padded).state
+    return from_stored(stored, target.shapes, target.plan, target.state_shardings)
+
+
+def test_switching_is_restarting_and_as_if_nothing_had_happened(steps, tmp_path):
+    name = JOURNEY[0]
+    program = built(name).program
+    start = random_state(program)
+    stayed, expected, done = copied(start), [], 0
+    for _ in JOURNEY:
+        stayed, losses = trained(program, steps[name], stayed, done + 1)
+        expected, done = expected + losses, done + STEPS_EACH
+    state, losses = trained(program, steps[name], start, 1)
+    seen, done = list(losses), STEPS_EACH
+    for other in JOURNEY[1:]:
+        target = built(other).program
+        restored = restarted(state, program, target, tmp_path / f"at-{done}", done)
+        state = Move(layout_of(program), layout_of(target), budget_bytes=BUDGET_BYTES).run(state)
+        assert int(state.step) == done
+        state, losses = trained(target, steps[other], state, done + 1)
+        restored, losses_restored = trained(target, steps[other], restored, done + 1)
+        assert losses == losses_restored, f"{name} -> {other}"
+        sums = ShardSums(layout_of(target))
+        paths = layout_of(target).named
+        assert sums.of(named_leaves(state), paths) == sums.of(named_leaves(restored), paths)
+        seen, done, name, program = seen + losses, done + STEPS_EACH, other, target
+    np.testing.assert_allclose(seen, expected, rtol=F32_RELATIVE)
+    assert seen != expected, "other plans add in another order: the same bits would mean the same plan"
+    assert jax.tree.structure(state) == jax.tree.structure(stayed)

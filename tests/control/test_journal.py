@@ -1,0 +1,167 @@
+"""Whatever a run dies in, it goes on under the plan from before or the new one, as the records say; and no switch is forgotten."""
+
+import json
+import os
+import shutil
+
+import pytest
+from plans import GPT, PlanCase, case, make_config, make_plan
+
+from optimus_jax.control import journal as journal_module
+from optimus_jax.control.journal import Journal, plan_to_resume, switches, unfinished
+from optimus_jax.errors import RunDirectoryError
+from optimus_jax.plan import Plan
+from optimus_jax.training import run_directory
+from optimus_jax.training.run_directory import RunDirectory
+
+COSTS_S = {"move_s": 0.5}
+
+
+def a_plan(text: PlanCase) -> Plan:
+    return make_plan(make_config(GPT, text))
+
+
+OLD, NEW = a_plan(case("data=8")), a_plan(case("fsdp=8"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", "test")
+    run.write_config("{}")
+    run.write_plan(OLD.to_json())
+    yield run
+    run.close()
+
+
+def switch(journal, ending):
+    """All that a switch writes."""
+    journal.begin(OLD, NEW, step=7, why="it is faster")
+    journal.commit(NEW, step=7)
+    journal.end(ending, step=12, why="", costs_s=COSTS_S, back_to=None if ending in ("kept", "stopped") else OLD)
+
+
+def test_a_switch_is_recorded(run):
+    assert switches(run.path) == []
+    switch(Journal(run), "kept")
+    [record] = switches(run.path)
+    assert (record.source, record.target, record.step, record.ended_step) == (OLD, NEW, 7, 12)
+    assert (record.ending, record.costs_s, record.why, record.is_failure) == ("kept", COSTS_S, "it is faster", False)
+    assert plan_to_resume(run.path) == NEW.to_json() == run.plan_text()
+    assert Journal(run).recover(12) is None
+
+
+def test_a_plan_that_was_taken_back_is_a_failure(run):
+    switch(Journal(run), "taken back")
+    assert switches(run.path)[0].is_failure
+    assert plan_to_resume(run.path) == OLD.to_json() == run.plan_text()
+
+
+def test_who_stops_in_the_first_steps_goes_on_under_the_new_plan(run):
+    switch(Journal(run), "stopped")
+    assert not switches(run.path)[0].is_failure
+    assert plan_to_resume(run.path) == NEW.to_json()
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def die_at(monkeypatch, number):
+    """Die instead of doing the numbered one of all writes, renames and syncs; returns how many were done."""
+    done = []
+
+    def mortal(function):
+        def call(*args, **kwargs):
+            if len(done) == number:
+                raise Killed
+            done.append(function.__name__)
+            return function(*args, **kwargs)
+        return call
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, mortal(getattr(os, name)))
+    monkeypatch.setattr(Journal, "_append", mortal(Journal._append))
+    monkeypatch.setattr(run_directory, "_replace", mortal(run_directory._replace))
+    return done
+
+
+@pytest.mark.parametrize("ending", ["kept", "taken back", "failed"])
+def test_dying_at_any_instant_leaves_one_plan_or_the_other(run, monkeypatch, ending, tmp_path):
+    fates = []
+    for number in range(100):
+        copy = tmp_path / str(number)
+        shutil.copytree(run.path, copy)
+        with monkeypatch.context() as patch:
+            done = die_at(patch, number)
+            try:
+                switch(Journal(RunDirectory(copy)), ending)
+                died = False
+            except Killed:
+                died = True
+        left = Plan.from_json(plan_to_resume(copy))
+        records, again = switches(copy), unfinished(copy)
+        if ending == "kept" and records and records[0].ending == "kept":
+            assert left == NEW
+        else:
+            assert left == OLD, "a switch without an end has not been"
+        Journal(RunDirectory(copy)).recover(9)
+        recovered = switches(copy)
+        assert unfinished(copy) is None
+        assert Plan.from_json(plan_to_resume(copy)) == left == Plan.from_json((copy / "plan.json").read_text())
+        assert len(recovered) == len(records), "a switch that began is not forgotten"
+        assert (again is not None) == bool(recovered and recovered[0].ending == "died")
+        fates.append((bool(records), recovered[0].ending if recovered else None))
+        if not died:
+            break
+    assert not died
+    assert len(done) >= 8, "every write was a place to die"
+    assert {(False, None), (True, "died"), (True, ending)} <= set(fates)
+
+
+def test_dying_while_recovering_changes_nothing(run, monkeypatch, tmp_path):
+    Journal(run).begin(OLD, NEW, step=7, why="")
+    Journal(run).commit(NEW, step=7)
+    assert run.plan_text() == NEW.to_json()
+    for number in range(20):
+        copy = tmp_path / str(number)
+        shutil.copytree(run.path, copy)
+        with monkeypatch.context() as patch:
+            die_at(patch, number)
+            try:
+                Journal(RunDirectory(copy)).recover(9)
+                died = False
+            except Killed:
+                died = True
+        assert plan_to_resume(copy) == OLD.to_json()
+        Journal(RunDirectory(copy)).recover(9)
+        assert [record.ending for record in switches(copy)] == ["died"]
+        assert plan_to_resume(copy) == OLD.to_json()
+        if not died:
+            break
+    assert not died
+
+
+def test_a_torn_line_spoils_no_other(run):
+    switch(Journal(run), "kept")
+    path = run.path / "switches.jsonl"
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        Journal(run).begin(NEW, OLD, step=20, why="back")
+        assert [record.step for record in switches(run.path)][-1] == 20
+        assert all(isinstance(json.loads(line), dict) for line in path.read_bytes().splitlines()[-1:])
+
+
+def test_a_process_that_does_not_write_writes_nothing(run):
+    switch(Journal(RunDirectory(run.path, writer=False)), "kept")
+    assert not (run.path / "switches.jsonl").exists()
+    assert run.plan_text() == OLD.to_json()
+
+
+def test_a_full_disk_is_an_error_that_says_so(run, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal_module.os, "fsync", full)
+    with pytest.raises(RunDirectoryError, match="No space left"):
+        Journal(run).begin(OLD, NEW, step=1, why="")

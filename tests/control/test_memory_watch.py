@@ -1,0 +1,86 @@
+"""Memory that something else takes is noticed in time, and estimates that are a little off are not taken for it."""
+
+import pytest
+from fleet import PRICING, plan_on
+
+from optimus_jax.control.candidates import has_room
+from optimus_jax.control.memory_watch import MemoryWatch
+from optimus_jax.control.signals import Observation, Reading
+
+
+def observed(watch: MemoryWatch, used: float | None, *, needed: float | None = 0.6, time_s: float = 0.0, quality="good"):
+    readings = {} if used is None else {"memory_peak_share": Reading(value=used, spread=0.0, count=5, time_s=time_s, quality=quality)}
+    return watch.observe(Observation(step=1, time_s=time_s, step_times_s=(), readings=readings, global_batch=8, seq_len=8, lost_devices=frozenset()), needed)
+
+
+@pytest.mark.parametrize("used", [0.5, 0.6, 0.9, 0.97])
+def test_a_plan_that_needs_much_is_not_pressed(used):
+    """Nothing else takes anything: an estimate is off by as much as the first reading says."""
+    watch = MemoryWatch()
+    assert [observed(watch, used, needed=used / 1.1, time_s=10.0 * number) for number in range(20)] == [None] * 20
+    assert watch.taken == 0.0
+
+
+def test_what_grows_is_noticed_before_it_is_too_late():
+    watch, said, used = MemoryWatch(), [], 0.6
+    for number in range(40):  # 0.1% of the memory each second
+        used = 0.6 + 0.001 * max(0, 10 * number - 100)
+        said.append(observed(watch, used, time_s=10.0 * number))
+        if said[-1]:
+            break
+    assert said[-1] == "pressed"
+    assert 0.7 < used < 0.9
+    # What is left is what the rest of the memory will be in three minutes.
+    assert watch.taken == pytest.approx(used - 0.6 + 0.18, abs=0.03)
+    less = watch.applied(PRICING).cluster.accelerator.memory_bytes
+    assert less == pytest.approx(PRICING.cluster.accelerator.memory_bytes * (1 - watch.taken), rel=1e-6)
+
+
+def test_it_says_so_once_and_again_when_more_is_taken():
+    watch = MemoryWatch()
+    observed(watch, 0.6)
+    assert observed(watch, 0.94, time_s=10.0) == "pressed"
+    assert observed(watch, 0.94, time_s=20.0) is None
+    watch.restart()  # a plan that needs 0.3
+    assert observed(watch, 0.64, needed=0.3, time_s=30.0) is None
+    assert observed(watch, 0.64, needed=0.3, time_s=200.0) is None
+    assert observed(watch, 0.95, needed=0.3, time_s=210.0) == "pressed"
+
+
+def test_it_is_free_again_once_it_has_been_so_for_a_while_and_for_longer_each_time():
+    watch, waits, time_s = MemoryWatch(), [], 0.0
+    observed(watch, 0.6)
+    for _ in range(3):
+        assert observed(watch, 0.94, time_s=time_s + 10.0) == "pressed"
+        begun_s = time_s
+        while observed(watch, 0.6, time_s=time_s) is None:
+            time_s += 10.0
+        assert watch.taken == 0.0
+        waits.append(time_s - begun_s)
+        time_s += 100.0
+    assert waits == sorted(waits)
+    assert waits[2] > 1.5 * waits[1] > 2 * waits[0] > 200.0
+
+
+def test_readings_right_after_a_switch_do_not_count():
+    """Their windows are about the plan before, whose memory was another."""
+    watch = MemoryWatch()
+    observed(watch, 0.6)
+    watch.restart()
+    assert [observed(watch, 0.9, needed=0.3, time_s=10.0 * number) for number in range(12)] == [None] * 12
+    assert [observed(watch, 0.3, needed=0.3, time_s=200.0 + 10.0 * number) for number in range(20)] == [None] * 20
+
+
+@pytest.mark.parametrize(("used", "quality", "needed"), [(1.3, "good", 0.6), (0.97, "stale", 0.6), (0.97, "few", 0.6), (None, "good", 0.6), (0.97, "good", None), (0.0, "good", 0.6)])
+def test_what_is_missing_stale_or_nonsense_presses_nobody(used, quality, needed):
+    watch = MemoryWatch()
+    observed(watch, 0.6)
+    assert observed(watch, used, time_s=10.0, quality=quality, needed=needed) is None
+
+
+def test_plans_have_to_fit_into_what_is_left():
+    watch, plan = MemoryWatch(), plan_on("fsdp=64")
+    assert watch.applied(PRICING) == PRICING
+    assert has_room(plan, watch.applied(PRICING))
+    watch.taken = 0.85
+    assert not has_room(plan, watch.applied(PRICING))

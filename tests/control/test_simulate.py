@@ -1,0 +1,141 @@
+"""Comparisons, replays and the command line: figures are what runs say, and a user's mistakes end with one message."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from optimus_jax.control.comparison import LEAST_GAIN, estimate, rows
+from optimus_jax.control.outcome import Moment, Outcome
+from optimus_jax.control.replay import recorded
+from optimus_jax.control.setup import Setup, Truth, default_plans
+from optimus_jax.errors import ConfigError
+from tests.control.simulated import PRICING, Told, run, scenario, setup_of
+
+PLAN = default_plans(PRICING, 16)[0]
+SCRIPT = Path(__file__).parents[2] / "scripts" / "simulate.py"
+
+
+def outcome(total_s, *kinds):
+    moments = tuple(Moment(kind=kind, step=1, time_s=1.0, plan=PLAN, delay_s={}, why="") for kind in kinds)
+    return Outcome(total_s=total_s, moments=moments, probes_s=0.0, plan=PLAN)
+
+
+# Comparisons
+
+def test_rows_say_what_runs_say():
+    runs = [{"auto": outcome(80.0, "switch", "rollback"), "stay": outcome(100.0), "default": outcome(160.0), "best static": outcome(90.0), "oracle": outcome(75.0)},
+            {"auto": outcome(100.0), "stay": outcome(100.0), "default": outcome(160.0), "best static": outcome(100.0), "oracle": outcome(95.0)}]
+    auto, stay, *_ = rows(runs)
+    assert auto.total_s.value == 90.0
+    assert auto.saved.value == pytest.approx(1 - 180 / 320)
+    assert auto.share.value == pytest.approx(20 / 30)
+    assert auto.regret.value == pytest.approx((80 / 90 + 1) / 2 - 1)
+    assert (auto.switches, auto.most_switches, auto.rollbacks, stay.most_switches) == (0.5, 1, 0.5, 0)
+    assert auto.total_s.low == 80.0
+    assert auto.total_s.high == 100.0
+
+
+def test_there_is_no_share_of_no_gain():
+    runs = [{"auto": outcome(100.0), "stay": outcome(100.0), "oracle": outcome(100.0 * (1 - LEAST_GAIN / 2))}]
+    assert [row.share for row in rows(runs)] == [None] * 3
+
+
+def test_intervals_cover_as_they_say():
+    """Of 200 samples of 30 normal draws, the interval of the mean holds the truth in about 95%: 3 deviations of a share of 200 are 5%."""
+    random = np.random.default_rng(0)
+    covered = 0
+    for _ in range(200):
+        drawn = random.normal(size=30)
+        found = estimate(lambda index, drawn=drawn: drawn[index].mean(axis=-1), 30)
+        covered += found.low <= 0 <= found.high
+    assert 0.88 <= covered / 200 <= 1.0
+
+
+# Replays
+
+def record(path, times_s, plans):
+    path.mkdir()
+    (path / "config.json").write_text(PRICING.config.to_json())
+    (path / "plan.json").write_text(PLAN.to_json())
+    lines = [json.dumps({"step": step, "step_time_s": time_s, "plan": plan}) for step, (time_s, plan) in enumerate(zip(times_s, plans, strict=True), start=1)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 99, "st')
+    return path
+
+
+def test_a_replay_under_the_recorded_plan_takes_what_was_recorded(tmp_path):
+    times_s = [0.5] * 30 + [1.5] * 10 + [0.5] * 20
+    made, config = recorded(record(tmp_path / "run", times_s, [PLAN.digest] * 60))
+    truth = Truth(Setup.of(made, replace(PRICING, config=config)), 0)
+    assert truth.setup.num_steps == 60
+    policy = Told()
+    assert run(truth, policy, every=1).total_s == pytest.approx(sum(times_s))
+    assert [observation.step_times_s[0] for observation in policy.observations] == pytest.approx(times_s[:59])
+
+
+def test_a_recording_with_two_plans_has_the_noise_of_each(tmp_path):
+    made, _ = recorded(record(tmp_path / "run", [0.5] * 20 + [0.3] * 10 + [0.6] * 5 + [0.3] * 5, [PLAN.digest] * 20 + ["another"] * 20))
+    assert made.step_factors == pytest.approx([1.0] * 30 + [2.0] * 5 + [1.0] * 5)
+    assert made.step_time_s == 0.5
+
+
+def test_what_is_no_recording(tmp_path):
+    with pytest.raises(ConfigError, match="a run cannot be read"):
+        recorded(tmp_path / "none")
+    with pytest.raises(ConfigError, match="too few steps"):
+        recorded(record(tmp_path / "run", [0.5] * 3, [PLAN.digest] * 3))
+
+
+# Set-ups
+
+def test_the_default_is_fsdp_over_everything_with_all_computed_again():
+    assert (PLAN.axes.fsdp, PLAN.microbatches, PLAN.remat, PLAN.zero, PLAN.pipeline) == (16, 1, "full", 3, None)
+
+
+def test_steps_and_first_plan_are_the_scenarios():
+    assert setup_of(scenario(steps=77)).num_steps == 77
+    made = setup_of(scenario(steps=None, duration_s=100.0))
+    assert made.num_steps == round(100 / PRICING.step_time_s(made.start))
+    assert str(setup_of(scenario(start="data=2,fsdp=8")).start.axes) == "data=2,fsdp=8"
+
+
+# The command line
+
+def simulate(*arguments, **options):
+    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options)
+
+
+def test_help_fits_a_screen_and_shows_defaults():
+    lines = simulate("--help").stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    assert sum("(default: " in line for line in lines) >= 6
+
+
+def test_a_scenario_from_a_file_as_json(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps({"name": "mine", "steps": 60, "events": [{"kind": "link", "factor": 0.5, "start_s": 3}]}))
+    ran = simulate("--scenario", tmp_path / "mine.json", "--model", "gpt2", "--cluster", "h100:2x8", "--global-batch", 64, "--seeds", 2,
+                   "--policy", "auto", "--policy", "greedy", "--json")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert (report["simulated"], report["scenario"], report["steps"], len(report["runs"])) == (True, "mine", 60, 2)
+    assert [row["method"] for row in report["methods"]] == ["auto", "stay", "default", "best static", "oracle", "greedy"]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--scenario", "link-quartr"), "did you mean 'link-quarter'"),
+    (("--policy", "atuo"), "did you mean 'auto'"),
+    (("--seeds", "0"), "at least one seed"),
+    (("--cluster", "h100:8by8"), "numbers of hosts and devices"),
+    (("--replay", "no-such-run"), "a run cannot be read"),
+    (("--set", "controller.min_gin=1"), "did you mean 'controller.min_gain'"),
+])
+def test_the_users_mistakes_end_with_one_message(arguments, message):
+    failed = simulate(*arguments)
+    assert failed.returncode == 2
+    assert message in failed.stderr
+    assert "Traceback" not in failed.stderr

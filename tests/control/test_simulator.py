@@ -1,0 +1,369 @@
+"""The simulated cluster: a truth that differs from what is told, signals late and noisy, switches that cost and fail."""
+
+import statistics
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from optimus_jax.control.moving_costs import MovingCosts
+from optimus_jax.control.outcome import Habits
+from optimus_jax.control.policy import Decision
+from optimus_jax.control.rivals import Static
+from optimus_jax.control.scenario_events import PhaseEvent
+from optimus_jax.control.scenarios import library
+from optimus_jax.control.setup import Setup, Truth, default_plans
+from optimus_jax.control.simulator import Simulation
+from optimus_jax.control.timeline import NORMAL
+from optimus_jax.control.world import Place
+from optimus_jax.planning.search import search
+from tests.control.simulated import CLUSTER, EXACT, PRICING, QUARTER, QUICK, Told, run, scenario, setup_of, truth
+
+BEST = search(PRICING, top=2).best
+START, SECOND = (candidate.plan for candidate in BEST)
+OTHER = default_plans(PRICING, 16)[0]
+PHASES = ("prepare", "quiesce", "move", "verify", "first_steps")
+
+
+def switch(step, plan, **fields):
+    return {step: Decision(step=step, action="switch", plan=plan, why="a test", **fields)}
+
+
+def static_s(made, plan=START):
+    return run(made, Static(plan, 16), every=None).total_s
+
+
+# The truth
+
+def test_the_truth_is_as_far_off_as_the_scenario_says():
+    worlds = [truth(seed=seed).world for seed in range(8)]
+    for name, share in (("inside", 0.3), ("between", 0.3), ("matmul", 0.15), ("memory_speed", 0.15)):
+        offs = {round(getattr(world, name), 6) for world in worlds}
+        assert offs == {1 - share, 1 + share}
+    times_s = [world.step_time_s(Place(START, tuple(range(16))), NORMAL, 0) for world in worlds]
+    told_s = PRICING.step_time_s(START)
+    assert len(set(times_s)) == 8
+    assert statistics.median(abs(time_s / told_s - 1) for time_s in times_s) > 0.05
+
+
+def test_without_misfit_the_planner_is_right_but_for_overlap():
+    world = truth(misfit=EXACT).world
+    place = Place(OTHER, tuple(range(16)))
+    told = replace(PRICING, rates=replace(PRICING.rates, overlap_share=world._rates.overlap_share))
+    assert world.step_time_s(place, NORMAL, 0) == pytest.approx(told.step_time_s(OTHER), rel=1e-12)
+    assert static_s(truth(misfit=EXACT)) == pytest.approx(400 * world.step_time_s(Place(START, tuple(range(16))), NORMAL, 0), rel=1e-9)
+
+
+def test_the_planner_may_be_told_something_wrong():
+    made = setup_of(scenario(prior={"between": 0.25}))
+    assert made.told[0].cluster.between.bytes_per_s == CLUSTER.between.bytes_per_s / 4
+    assert made.nominal[0].cluster == CLUSTER
+    assert made.start != START
+
+
+def test_the_same_seed_gives_the_same_run():
+    def outcome(seed):
+        return run(truth(QUARTER, seed=seed), Told(switch(100, SECOND)), probes=True)
+
+    assert outcome(3) == outcome(3)
+    assert outcome(3).total_s != outcome(4).total_s
+
+
+def test_noise_has_spikes_and_drift():
+    noise = truth(steps=20000, misfit={"spikes": 0.01}).noise
+    assert 100 < (noise > 2).sum() < 300
+    assert statistics.stdev(noise[:2000][noise[:2000] < 2]) == pytest.approx(0.02, rel=0.2)
+    assert (truth(steps=2000, misfit=EXACT).noise == 1).all()
+
+
+@cache
+def worst_and_normal(name):
+    """Step times of the first plan in a scenario of the library: the slowest that occurs (infinite: it cannot go on), and undisturbed."""
+    given = library()[name]
+    batches = {"seq_len": given.seq_len and given.seq_len // 2, "global_batch": given.global_batch and max(16, given.global_batch // 8)}
+    events = tuple(replace(event, global_batch=event.global_batch and max(16, event.global_batch // 8)) if isinstance(event, PhaseEvent) else event for event in given.events)
+    made = Truth(Setup.of(replace(given, events=events, **batches), PRICING), 0)
+    place = Place(made.setup.start, tuple(range(16)))
+    times_s = [made.world.step_time_s(place, made.timeline.conditions(index), phase)
+               for index in range(len(made.timeline.bounds_s)) for phase in range(len(made.setup.nominal))]
+    return max(times_s), made.world.step_time_s(place, NORMAL, 0)
+
+
+@pytest.mark.parametrize("name", ["link-quarter", "link-flapping", "straggler-10-minutes", "straggler-for-ever", "longer-sequences",
+                                  "batch-ramp", "device-lost", "host-lost-in-switch", "missing-metrics", "failing-switch", "slow-data"])
+def test_what_disturbs_is_felt(name):
+    worst, normal = worst_and_normal(name)
+    assert worst > 1.1 * normal
+
+
+@pytest.mark.parametrize("name", ["stationary", "short", "default-start", "lying-metrics"])
+def test_what_does_not_disturb_is_not(name):
+    worst, normal = worst_and_normal(name)
+    assert worst == normal
+
+
+def test_a_straggler_holds_up_all_unless_its_host_is_left_out():
+    made = truth({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}, misfit=EXACT).world
+    slow = truth({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}).timeline.at(20.0)
+    assert made.slowness(Place(OTHER, tuple(range(16))), slow) == 1.5
+    half = default_plans(PRICING, 8)[0]
+    assert made.devices_for(half, slow) == tuple(range(8, 16))
+    assert made.slowness(Place(half, tuple(range(8, 16))), slow) == 1.0
+
+
+def test_a_straggler_in_a_stage_with_fewer_layers_costs_less():
+    pipelined = next(candidate.plan for candidate in search(PRICING, top=20).best if candidate.plan.axes.pipe == 2 and candidate.plan.pipeline.repeats == 1)
+    uneven = replace(pipelined, pipeline=replace(pipelined.pipeline, layers_per_stage=(20, 28)))
+    world, devices = truth().world, tuple(range(16))
+    early = replace(NORMAL, slow=((3, 1.5),))
+    assert world.slowness(Place(pipelined, devices), early) == 1.5
+    assert world.slowness(Place(uneven, devices), early) == pytest.approx(30 / 28)
+
+
+# Time
+
+def test_a_stretch_is_its_steps():
+    """Skipping from change to change gives what going step by step does."""
+    made = truth(QUARTER, {"kind": "compute", "factor": 1.3, "start_s": 50, "for_s": 7, "every_s": 20})
+    by_step = run(made, Told(), every=1).total_s
+    assert static_s(made) == pytest.approx(by_step, rel=1e-12)
+
+
+def test_a_slow_link_costs_what_it_should():
+    made = truth(QUARTER, misfit=EXACT)
+    normal_s, slow_s = (made.world.step_time_s(Place(START, tuple(range(16))), conditions, 0) for conditions in (NORMAL, made.timeline.at(60.0)))
+    assert slow_s > 1.3 * normal_s
+    # For 60 s steps do less; a step at either border is off by one at most.
+    assert static_s(made) == pytest.approx(400 * normal_s + 60 * (1 - normal_s / slow_s), abs=slow_s)
+
+
+# Signals
+
+def observations(*events, every=1, **fields):
+    made, policy = truth(*events, **fields), Told()
+    Simulation(made, policy, Habits(every=every)).run()
+    return policy.observations
+
+
+def test_step_times_come_with_every_step():
+    seen = observations(QUARTER, misfit=EXACT)
+    assert len(seen) == 399
+    assert all(len(each.step_times_s) == 1 for each in seen)
+    assert [each.step for each in seen] == list(range(1, 400))
+
+
+def test_a_probe_is_late_noisy_and_near():
+    seen = observations(QUARTER, misfit={"links": 0, "probe_bias": 0})
+    between = [(each.time_s, each.reading("link_slowdown/between")) for each in seen if each.step > 3]
+    before = [reading.value for time_s, reading in between if 10 < time_s < 30]
+    late = next(time_s for time_s, reading in between if reading.value > 2)
+    within = [reading.value for time_s, reading in between if late <= time_s < 90]
+    assert statistics.median(before) == pytest.approx(1.0, rel=0.1)
+    assert 31 < late < 75
+    assert statistics.median(within) == pytest.approx(4.0, rel=0.15)
+    assert len(set(before)) > 1
+
+
+def test_probes_keep_to_their_budget():
+    outcome = Simulation(truth(misfit=EXACT), Told(), Habits()).run()
+    assert 0 < outcome.probes_s <= 0.002 * outcome.total_s + QUICK["probe_s"]
+
+
+@pytest.mark.parametrize(("fault", "expected"), [("missing", None), ("lying", 10.0)])
+def test_metrics_that_are_missing_or_lie(fault, expected):
+    event = {"kind": "metrics", "names": ["link_slowdown/*"], "fault": fault, "factor": 10, "start_s": 20, "for_s": 20}
+    seen = observations(event, misfit=EXACT)
+    told = {time_s: next(each.reading("link_slowdown/between").value for each in seen if each.time_s > time_s) for time_s in (15, 25, 45)}
+    assert told == {15: pytest.approx(1.0), 25: expected and pytest.approx(expected), 45: pytest.approx(1.0)}
+    assert all(each.reading("step_time_s").value for each in seen)
+
+
+def test_stale_metrics_keep_their_age():
+    event = {"kind": "metrics", "names": ["step_time_s", "step_times"], "fault": "stale", "start_s": 40, "for_s": 40}
+    seen = [each for each in observations(QUARTER, event, misfit=EXACT) if 42 < each.time_s < 78]
+    assert len({each.reading("step_time_s") for each in seen}) == 1
+    assert seen[-1].time_s - seen[-1].reading("step_time_s").time_s > 30
+
+
+def test_step_times_may_be_missing_too():
+    seen = observations({"kind": "metrics", "names": ["step_times"], "fault": "missing", "start_s": 40})
+    assert all(bool(each.step_times_s) == (each.time_s < 40) for each in seen)
+
+
+def test_memory_and_stragglers_are_told():
+    seen = observations({"kind": "memory", "share": 0.3, "start_s": 50, "for_s": 500}, {"kind": "compute", "factor": 1.5, "devices": [9], "start_s": 50}, misfit=EXACT)
+    early, late = (next(each for each in seen if each.time_s > time_s) for time_s in (45, 100))
+    assert late.reading("memory_share").value > early.reading("memory_share").value + 0.1
+    assert early.reading("process_skew").value == pytest.approx(1.0, abs=0.05)
+    assert late.reading("process_skew").value == pytest.approx(1.5, abs=0.06)
+    assert late.reading("straggler").value == 1.0
+
+
+# Switches
+
+def test_a_switch_costs_its_phases():
+    made = truth(misfit=EXACT)
+    policy = Told(switch(100, OTHER))
+    outcome = run(made, policy, canary=False)
+    [moment] = outcome.moments
+    assert (moment.kind, moment.plan, outcome.plan) == ("switch", OTHER, OTHER)
+    assert set(moment.delay_s) == set(PHASES)
+    first_s, second_s = (made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0) for plan in (START, OTHER))
+    expected_s = moment.step * first_s + (400 - moment.step) * second_s + sum(moment.delay_s.values())
+    # Steps while programs are compiled overshoot its end by a part of one.
+    assert outcome.total_s == pytest.approx(expected_s, abs=0.04 * first_s)
+    assert moment.time_s - moment.decided_s >= QUICK["compile_s"]
+    assert policy.heard == [("switched", OTHER, moment.delay_s)]
+
+
+def test_another_executable_moves_nothing():
+    made = truth(misfit=EXACT)
+    # fewer examples at a time: the same state in the same place
+    again = replace(START, microbatches=2 * START.microbatches)
+    [moment] = run(made, Told(switch(50, again)), canary=False).moments
+    assert set(moment.delay_s) == {"prepare", "quiesce", "first_steps"}
+
+
+def test_going_back_compiles_nothing():
+    made = truth(misfit=EXACT)
+    there, back = run(made, Told(switch(50, OTHER) | switch(200, START)), canary=False).moments
+    assert there.delay_s["prepare"] > 0
+    assert back.delay_s["prepare"] == 0
+    assert back.step == 200
+
+
+def test_costs_differ_from_what_the_scenario_says():
+    made = [MovingCosts(truth(seed=seed, switching=QUICK | {"spread": 0.4}).world) for seed in range(5)]
+    assert len({each.compile_s for each in made}) == 5
+
+
+def test_a_slow_link_makes_moving_slow():
+    world = truth(misfit=EXACT).world
+    places = Place(START, tuple(range(16))), Place(OTHER, tuple(range(16)))
+    costs = [MovingCosts(world).switch_s(*places, replace(NORMAL, between=between), 0)["move"] for between in (1.0, 0.25)]
+    assert costs[1] == pytest.approx(4 * costs[0], rel=0.2)
+
+
+def test_a_slower_plan_is_taken_back():
+    slow = replace(OTHER, microbatches=8)
+    policy = Told(switch(50, slow))
+    outcome = run(truth(misfit=EXACT), policy)
+    assert [moment.kind for moment in outcome.moments] == ["switch", "rollback"]
+    assert outcome.moments[1].step == outcome.moments[0].step + 5
+    assert (outcome.plan, policy.heard[1][:2]) == (START, ("failed", slow))
+
+
+@pytest.mark.parametrize("phase", ["prepare", "move", "verify", "canary"])
+def test_a_switch_that_fails_leaves_the_old_plan_and_costs_more_the_later(phase):
+    made = truth({"kind": "switch", "phase": phase}, misfit=EXACT)
+    policy = Told(switch(50, SECOND))
+    outcome = run(made, policy)
+    assert outcome.plan == START
+    assert policy.heard[-1][:2] == ("failed", SECOND)
+    assert outcome.num_switches == 1
+    before = {"prepare": -1.0, "move": "prepare", "verify": "move", "canary": "verify"}[phase]
+    if phase != "prepare":
+        earlier = run(truth({"kind": "switch", "phase": before}, misfit=EXACT), Told(switch(50, SECOND)))
+        assert outcome.total_s > earlier.total_s
+    assert outcome.total_s > static_s(made)
+
+
+def test_a_stay_withdraws_what_is_being_prepared():
+    policy = Told(switch(50, OTHER) | {55: Decision(step=55, action="stay", why="changed its mind")})
+    outcome = run(truth(misfit=EXACT), policy)
+    assert [moment.kind for moment in outcome.moments] == ["withdrawn"]
+    assert outcome.num_switches == 0
+    assert policy.heard == []
+
+
+def test_a_planned_switch_waits_for_its_step():
+    [moment] = run(truth(misfit=EXACT), Told(switch(50, SECOND, at_step=300)), canary=False).moments
+    assert moment.step == 300
+
+
+def test_too_much_memory_is_found_out_before_moving():
+    policy, capacity = Told(switch(50, SECOND)), CLUSTER.accelerator.memory_bytes
+    needed, present = (PRICING.memory(plan).total for plan in (SECOND, OTHER))
+    assert needed > present
+    outcome = run(truth({"kind": "memory", "share": 1 - (needed + present) / 2 / capacity, "start_s": 0.0, "for_s": 1e4}, misfit=EXACT, start="default"), policy)
+    assert policy.heard[0][0] == "failed"
+    assert "memory" in policy.heard[0][2]
+    assert outcome.plan == OTHER
+
+
+def test_policies_that_always_switch_are_punished():
+    class Restless(Told):
+        def decide(self, observation):
+            return switch(observation.step, SECOND if observation.step % 80 < 40 else START)[observation.step]
+
+    outcome = run(truth(), Restless(), canary=False)
+    assert outcome.num_switches >= 8
+    assert outcome.total_s > 1.1 * static_s(truth())
+
+
+# Faults
+
+def test_a_lost_device_ends_the_run_which_restarts_on_what_is_left_and_comes_back():
+    made = truth({"kind": "lost", "devices": [11], "start_s": 40, "for_s": 60}, misfit=EXACT)
+    outcome = run(made, Static(START, 16), every=None)
+    assert [moment.kind for moment in outcome.moments] == ["restart", "switch"]
+    assert outcome.moments[0].plan.num_devices == 8
+    assert outcome.moments[0].time_s >= 40 + QUICK["detect_s"] + QUICK["restart_s"]
+    assert outcome.moments[0].step % made.setup.checkpoint_steps == 0
+    assert outcome.plan == START
+    assert outcome.total_s > static_s(truth(misfit=EXACT)) + 60
+
+
+def test_a_policy_says_what_to_restart_with():
+    eight = default_plans(PRICING, 8)[0]
+    wanted = replace(eight, remat="none", microbatches=4)
+
+    class Advised(Told):
+        def decide(self, observation):
+            return Decision(step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True) if observation.lost_devices else None
+
+    outcome = run(truth({"kind": "lost", "devices": [11], "start_s": 40}, misfit=EXACT), Advised())
+    assert outcome.plan == wanted
+
+
+def test_a_host_lost_while_the_state_moves():
+    event = {"kind": "lost", "host": 1, "start_s": 1e6, "for_s": 100, "during": "move"}
+    policy = Told(switch(50, OTHER))
+    outcome = run(truth(event, misfit=EXACT), policy)
+    assert [moment.kind for moment in outcome.moments][:2] == ["failed", "restart"]
+    assert "lost in move" in outcome.moments[0].why
+    assert outcome.moments[1].plan.num_devices == 8
+    assert run(truth(event, misfit=EXACT), Told()).moments == ()
+
+
+def test_notice_lets_a_run_leave_before():
+    event = {"kind": "lost", "host": 0, "start_s": 60, "notice_s": 30}
+    eight = default_plans(PRICING, 8)[0]
+
+    class Careful(Told):
+        def decide(self, observation):
+            leaves = observation.lost_devices and not self.heard
+            return Decision(step=observation.step, action="switch", plan=eight, why="reported", without=observation.lost_devices) if leaves else None
+
+    outcome = run(truth(event, misfit=EXACT), Careful())
+    assert [moment.kind for moment in outcome.moments] == ["switch"]
+    assert outcome.moments[0].time_s < 60 + QUICK["restart_s"]
+
+
+def test_memory_that_is_gone_ends_the_run():
+    made = truth({"kind": "memory", "share": 0.8, "start_s": 40, "for_s": 2000}, misfit=EXACT)
+    outcome = run(made, Static(START, 16), every=None)
+    assert outcome.moments[0].why == "memory ran out"
+    assert made.world.memory_bytes(outcome.plan, 0) <= 0.2 * CLUSTER.accelerator.memory_bytes
+
+
+def test_a_phase_that_the_plan_cannot_have_is_a_restart():
+    made = truth({"kind": "phase", "start_share": 0.5, "global_batch": 24}, {"kind": "phase", "start_share": 0.75, "global_batch": 128}, misfit=EXACT, start="data=16")
+    outcome = run(made, Static(made.setup.start, 16), every=None)
+    assert outcome.moments[0].why == "the new phase's batch does not divide"
+    assert outcome.moments[0].step == 200
+
+
+def test_times_are_those_of_links_that_the_event_names():
+    inside, between = (static_s(truth({"kind": "link", "link": link, "factor": 0.1}, misfit=EXACT)) for link in ("inside", "between"))
+    assert between > 1.1 * inside > 1.1 * static_s(truth(misfit=EXACT))

@@ -1,0 +1,293 @@
+"""A switch keeps the state bit for bit, or everything stays as it was, whatever goes wrong and whenever."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from moves import copied
+from plans import LLAMA, case, host_batch, make_config, make_plan, random_state
+
+from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.config import CheckpointConfig, ControlConfig
+from optimus_jax.control import executables as executables_module
+from optimus_jax.control import switch as switch_module
+from optimus_jax.control.executables import Shelf, abstract_batch, compile_plan
+from optimus_jax.control.journal import Journal, switches
+from optimus_jax.control.switch import Prepared, StateLostError, Switcher, through_checkpoint
+from optimus_jax.errors import PlanError, RunDirectoryError
+from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.reshard import Move
+from optimus_jax.mesh.sharding import put_batch
+from optimus_jax.plan import Plan
+from optimus_jax.training.run_directory import RunDirectory
+
+MODEL = replace(LLAMA, num_layers=3)
+SETTINGS = ControlConfig(move_bytes=2**15, executables=2)
+"""A budget for some leaves at a time."""
+
+
+def batch(program, step=1):
+    return put_batch(host_batch(step), program.batch_sharding, program.config.data.global_batch)
+
+
+@pytest.fixture(scope="module")
+def executables():
+    """Of a plan without stages, and of one with uneven ones."""
+    def compiled(text):
+        config = make_config(MODEL, text)
+        return compile_plan(config, make_plan(config))
+
+    return compiled(case("data=2,fsdp=4", zero=1)), compiled(case("pipe=2,tensor=4", microbatches=4, layers_per_stage=(2, 1)))
+
+
+@pytest.fixture(scope="module")
+def prepared(executables):
+    old, new = executables
+    there, back = (Move(*ends, budget_bytes=SETTINGS.move_bytes) for ends in ((old.layout, new.layout), (new.layout, old.layout)))
+    there.compile()
+    back.compile()
+    assert len(there.groups) > 3
+    return Prepared(source=old, target=new, there=there, back=back, compile_s=1.0)
+
+
+@pytest.fixture
+def run(executables, tmp_path):
+    run = RunDirectory.create(tmp_path / "run", "test")
+    run.write_config("{}")
+    run.write_plan(executables[0].plan.to_json())
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def switcher(executables, run):
+    return Switcher(running=executables[0], settings=SETTINGS, journal=Journal(run), probe=batch)
+
+
+@pytest.fixture
+def state(executables):
+    """After a step, so that there are moments."""
+    program = executables[0].program
+    return program.train_step(random_state(program), batch(program))[0]
+
+
+def sums_of(executable, state):
+    return executable.sums.of(named_leaves(state), executable.layout.named)
+
+
+def plan_on_disk(run):
+    return Plan.from_json(run.plan_text())
+
+
+def test_a_switch_that_is_kept(switcher, prepared, state, run):
+    before = sums_of(prepared.source, copied(state))
+    switched = switcher.switch(state, prepared, step=1, why="it is faster")
+    assert (switched.is_done, switched.why_not) == (True, "")
+    assert set(switched.costs_s) == {"agree_s", "probe_s", "move_s", "verify_s", "commit_s"}
+    assert sums_of(prepared.target, switched.state) == before
+    assert switcher.running is switched.executable is prepared.target
+    assert plan_on_disk(run) == prepared.target.plan
+    assert switches(run.path)[0].ending is None
+    switcher.keep(step=6, why="0.1 s per step", costs_s=switched.costs_s)
+    switcher.stop(step=7)
+    [record] = switches(run.path)
+    assert (record.ending, record.ended_step, record.costs_s) == ("kept", 6, switched.costs_s)
+
+
+def test_a_switch_that_is_taken_back_after_a_step(switcher, prepared, state, run):
+    """The step that was done meanwhile is not lost."""
+    switched = switcher.switch(state, prepared, step=1, why="")
+    program = prepared.target.program
+    later, _ = program.train_step(switched.state, batch(program, 2))
+    before = sums_of(prepared.target, later)
+    back = switcher.take_back(later, step=2, why="it was slower", costs_s=switched.costs_s)
+    assert back.is_done
+    assert int(back.state.step) == 2
+    assert sums_of(prepared.source, back.state) == before
+    assert switcher.running is back.executable is prepared.source
+    assert plan_on_disk(run) == prepared.source.plan
+    assert [record.ending for record in switches(run.path)] == ["taken back"]
+    prepared.source.program.train_step(back.state, batch(prepared.source.program, 3))
+
+
+def test_a_run_that_ends_on_trial_does_not_blame_the_plan(switcher, prepared, state, run):
+    switcher.switch(state, prepared, step=1, why="")
+    switcher.stop(step=2)
+    assert not switches(run.path)[0].is_failure
+
+
+def flipped(leaf):
+    """One bit of one copy on one device is another."""
+    shards = [shard.data for shard in leaf.addressable_shards]
+    bits = np.asarray(shards[-1]).copy()
+    bits.view(np.uint32).reshape(-1)[-1] ^= 1
+    shards[-1] = jax.device_put(bits, shards[-1].device)
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def wrong_after(monkeypatch, prepared, number, spoil):
+    """Spoil what the numbered call of `carry` of the way there brings."""
+    carry, calls = Move.carry, []
+
+    def spoiled(self, group, leaves):
+        arrived = carry(self, group, leaves)
+        if self is prepared.there:
+            calls.append(group)
+            if len(calls) == number:
+                return spoil(arrived)
+        return arrived
+
+    monkeypatch.setattr(Move, "carry", spoiled)
+
+
+def a_bit(arrived):
+    path = next(iter(arrived))
+    return arrived | {path: flipped(arrived[path])}
+
+
+def no_memory(arrived):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def assert_stayed(switched, switcher, prepared, run, before):
+    assert not switched.is_done
+    assert switcher.running is switched.executable is prepared.source
+    assert sums_of(prepared.source, switched.state) == before
+    for path, leaf in named_leaves(switched.state).items():
+        assert leaf.sharding.is_equivalent_to(prepared.source.layout.named[path].sharding, leaf.ndim)
+    assert plan_on_disk(run) == prepared.source.plan
+    assert [record.ending for record in switches(run.path)] == ["failed"]
+    prepared.source.program.train_step(switched.state, batch(prepared.source.program, 2))
+
+
+@pytest.mark.parametrize("number", [0, 2, -1])
+@pytest.mark.parametrize(("spoil", "why"), [(a_bit, "hold different bits|checksum"), (no_memory, "RESOURCE_EXHAUSTED")])
+def test_what_arrives_wrong_is_seen_and_nothing_is_lost(switcher, prepared, state, run, monkeypatch, number, spoil, why):
+    before = sums_of(prepared.source, state)
+    moving = [group for group in prepared.there.groups if any(not prepared.there.exchange(path).is_nothing for path in group.paths)]
+    wrong_after(monkeypatch, prepared, prepared.there.groups.index(moving[number]) + 1, spoil)
+    switched = switcher.switch(state, prepared, step=1, why="")
+    assert_stayed(switched, switcher, prepared, run, before)
+    assert any(word in switched.why_not for word in why.split("|"))
+
+
+@pytest.mark.parametrize("what", ["loss", "step", "commit"])
+def test_trouble_after_the_move_brings_it_back(switcher, prepared, state, run, monkeypatch, what):
+    before = sums_of(prepared.source, state)
+    step = 1
+    if what == "loss":
+        losses = iter([2.0, 2.0001])
+        monkeypatch.setattr(switch_module, "_loss", lambda *args: next(losses))
+    elif what == "step":
+        step = 2
+    else:
+        def fail(*args, **kwargs):
+            raise RunDirectoryError("the disk is full")
+        monkeypatch.setattr(Journal, "commit", fail)
+    switched = switcher.switch(state, prepared, step=step, why="")
+    assert_stayed(switched, switcher, prepared, run, before)
+    assert {"loss": "2.0001", "step": "of step 1", "commit": "disk is full"}[what] in switched.why_not
+
+
+def test_a_state_that_cannot_be_brought_back_is_an_error(switcher, prepared, state, monkeypatch):
+    carry = Move.carry
+
+    def spoiled(self, group, leaves):
+        arrived = carry(self, group, leaves)
+        return a_bit(arrived) if self is prepared.back or group is prepared.there.groups[-1] else arrived
+
+    monkeypatch.setattr(Move, "carry", spoiled)
+    with pytest.raises(StateLostError, match="--resume"):
+        switcher.switch(state, prepared, step=1, why="")
+
+
+def test_a_journal_that_cannot_be_begun_stops_the_switch_before_anything(switcher, prepared, state, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RunDirectoryError("the disk is full")
+
+    monkeypatch.setattr(Journal, "begin", fail)
+    before = sums_of(prepared.source, state)
+    with pytest.raises(RunDirectoryError):
+        switcher.switch(state, prepared, step=1, why="")
+    assert sums_of(prepared.source, state) == before
+
+
+def test_preparing_goes_on_in_the_background(executables, switcher, prepared, state):
+    """And finds the executable on the shelf when the run has been there before."""
+    old, new = executables
+    switcher._shelf.put(new)
+    preparation = switcher.prepare(new.plan)
+    made = preparation.result()
+    assert preparation.is_ready_everywhere()
+    assert preparation.failure == ""
+    assert (made.source, made.target) == (old, new)
+    assert switcher.is_compiled(new.plan)
+    assert switcher.switch(state, made, step=1, why="").is_done
+
+
+@dataclass
+class Compiled:
+    """A function that does not have to be compiled again."""
+
+    function: Any
+
+    def lower(self, *args):
+        return self
+
+    def compile(self):
+        return self.function
+
+
+@pytest.mark.parametrize("what", ["not legal", "too large", "no room to move"])
+def test_what_goes_wrong_while_preparing_is_told_and_not_raised(executables, what, monkeypatch):
+    old, new = executables
+    plan, bytes_per_device = new.plan, None
+    if what == "not legal":
+        plan = replace(plan, microbatches=5)
+    elif what == "too large":
+        bytes_per_device = new.step_bytes // 2
+        compiled = replace(new.program, train_step=Compiled(new.program.train_step), eval_step=Compiled(new.program.eval_step))
+        monkeypatch.setattr(executables_module, "build_program", lambda *args: compiled)
+    else:
+        bytes_per_device = max(old.layout.num_bytes(), new.layout.num_bytes())
+        monkeypatch.setattr(switch_module, "compile_plan", lambda *args, **kwargs: new)
+    switcher = Switcher(running=old, settings=SETTINGS, bytes_per_device=bytes_per_device)
+    preparation = switcher.prepare(plan)
+    with pytest.raises(PlanError):
+        preparation.result()
+    assert preparation.is_done
+    assert preparation.failure
+    with pytest.raises(PlanError):
+        preparation.is_ready_everywhere()
+
+
+def test_the_shelf_forgets_what_was_used_longest_ago(executables):
+    old, new = executables
+    shelf = Shelf(1)
+    shelf.put(old)
+    assert shelf.get(old.program.config, old.plan, old.layout.devices) is old
+    shelf.put(new)
+    assert len(shelf) == 1
+    assert shelf.get(old.program.config, old.plan, old.layout.devices) is None
+    assert shelf.get(new.program.config, new.plan, new.layout.devices[:4]) is None
+
+
+def test_by_way_of_a_checkpoint(executables, prepared, state, tmp_path):
+    old, new = executables
+    before = sums_of(old, state)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    moved = through_checkpoint(state, old, new, checkpoints, {"plan": json.loads(old.plan.to_json())}, step=1)
+    checkpoints.close()
+    assert sums_of(new, moved) == before
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_batches_are_what_the_step_was_compiled_for(executables):
+    for executable in executables:
+        program = executable.program
+        real = batch(program)
+        assert {name: (array.shape, array.dtype, array.sharding) for name, array in real.items()} == {
+            name: (array.shape, array.dtype, array.sharding) for name, array in abstract_batch(program).items()}

@@ -1,0 +1,85 @@
+"""Costs of switching: what is expected at first, and how soon what was measured counts."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from fleet import PRICING, plan_on
+
+from optimus_jax.control.policy import RUNGS, Rung
+from optimus_jax.control.quarantine import Quarantine
+from optimus_jax.control.switch_costs import CostModel, SwitchCosts
+from optimus_jax.plan import Plan
+
+PLAN, WHOLE = plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
+"""The second has eight times as much of the state on each device."""
+
+
+def expected(model: CostModel, rung: Rung = "remesh", plan: Plan = PLAN, *, compiled: bool = False) -> float:
+    return model.expected_s(rung, plan, PRICING, compiled=compiled)
+
+
+def learn(model: CostModel, delay_s: float, rung: Rung = "remesh", **fields) -> None:
+    model.learn(rung, PLAN, PRICING, compiled=False, delay_s=delay_s, **fields)
+
+
+def test_dearer_rungs_cost_more():
+    costs = [expected(CostModel(), rung) for rung in RUNGS]
+    assert costs == sorted(costs)
+    assert costs[-1] > 10 * costs[1]
+
+
+def test_what_moves_more_costs_more_and_what_is_compiled_less():
+    model = CostModel()
+    assert expected(model, plan=WHOLE) > expected(model) > expected(model, compiled=True)
+    assert expected(model, "executable", WHOLE) == expected(model, "executable")
+
+
+def test_the_risk_of_failure_is_part_of_it():
+    assert expected(CostModel(SwitchCosts(failure=0.5))) == pytest.approx(expected(CostModel(SwitchCosts(failure=0.0))) * 1.5)
+
+
+def test_measured_switches_soon_replace_what_was_expected():
+    model = CostModel(SwitchCosts(failure=0.0))
+    before, others = expected(model), expected(model, "executable")
+    distances = []
+    for _ in range(6):
+        learn(model, 10 * before)
+        distances.append(abs(math.log(expected(model) / (10 * before))))
+    assert distances == sorted(distances, reverse=True)
+    assert distances[0] < 0.5 * math.log(10)
+    assert distances[-1] < 0.05 * math.log(10)
+    # What all switches have in common is learnt for the others, too, though less.
+    assert 2 * others < expected(model, "executable") < 10 * others
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_what_makes_no_sense_is_left_out(wrong):
+    model = CostModel()
+    before = expected(model)
+    learn(model, wrong)
+    assert (expected(model), model.spent_s) == (before, 0.0)
+
+
+def test_the_budget_pays_for_switches_by_choice_only():
+    model = CostModel()
+    learn(model, 3.0)
+    learn(model, 100.0, counts=False)
+    assert model.spent_s == 3.0
+
+
+def test_a_link_of_unknown_speed_still_has_a_cost():
+    unknown = replace(PRICING.cluster, inside=replace(PRICING.cluster.inside, bytes_per_s=None), between=None)
+    assert math.isfinite(CostModel().expected_s("remesh", PLAN, replace(PRICING, cluster=unknown), compiled=False))
+
+
+def test_a_plan_that_failed_is_left_alone_longer_each_time():
+    quarantine, plan, other = Quarantine(30), plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
+    assert quarantine.why(plan, 0) == ""
+    lasts = []
+    for step in (100, 1000, 10000):
+        quarantine.add(plan, step, "no memory")
+        assert "no memory" in quarantine.why(plan, step)
+        lasts.append(next(further for further in range(10**4) if not quarantine.why(plan, step + further)))
+    assert lasts == [60, 120, 240]
+    assert quarantine.why(other, 100) == ""

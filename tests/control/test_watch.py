@@ -1,0 +1,156 @@
+"""Readings are believed where step times bear them out, distrusted where they do not, and never missed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from optimus_jax.control.changes import VOTES
+from optimus_jax.control.conditions import Conditions
+from optimus_jax.control.signals import Observation, Reading
+from optimus_jax.control.watch import PATIENCE, Watch
+
+LINK_SHARE = 0.5
+"""Of the fake plan's step, in normal conditions, that goes over the link between hosts."""
+
+
+def log_time_of(conditions: Conditions) -> float:
+    return math.log((1 - LINK_SHARE) * conditions.compute * conditions.skew + LINK_SHARE * conditions.between)
+
+
+class Run:
+    """Steps of a fake plan, with noise of 1%, and what is said of them."""
+
+    def __init__(self, log_time=log_time_of) -> None:
+        self.watch, self.log_time, self.step, self.time_s = Watch(), log_time, 0, 0.0
+        self.random, self.news = np.random.default_rng(0), list[str]()
+
+    def go(self, count: int, true: Conditions | None = None, said: dict[str, float] | None = None, quality="good", straggler: float | None = None) -> "Run":
+        true = true or Conditions()
+        claims = {name: Reading(value=value, spread=0.0, count=5, time_s=self.time_s, quality=quality) for name, value in (said or {}).items()}
+        readings = {} if straggler is None else {"straggler": Reading(value=straggler, spread=0.0, count=5, time_s=0.0, quality="good")}
+        for _ in range(count):
+            step_time_s = math.exp(self.log_time(true) + 0.01 * self.random.standard_normal())
+            self.step, self.time_s = self.step + 1, self.time_s + step_time_s
+            observation = Observation(step=self.step, time_s=self.time_s, step_times_s=(step_time_s,), readings=readings, global_batch=8, seq_len=8,
+                                      lost_devices=frozenset())
+            if said_now := self.watch.observe(observation, claims, self.log_time):
+                self.news.append(said_now)
+        return self
+
+
+NORMAL = {"between": 1.0, "inside": 1.0, "compute": 1.0, "skew": 1.0}
+SLOW = Conditions(between=4.0)
+
+
+def test_nothing_happens_while_nothing_happens():
+    run = Run().go(300, said=NORMAL)
+    assert run.news == []
+    assert run.watch.conditions == Conditions()
+    assert not run.watch.wants_probe
+
+
+def test_a_reading_that_step_times_bear_out_is_believed():
+    run = Run().go(60, said=NORMAL).go(VOTES + 1, SLOW, {**NORMAL, "between": 4.1})
+    assert run.watch.conditions.between == pytest.approx(4.1, rel=0.06)
+    assert run.watch.regime == 0
+    assert run.watch.is_disturbed
+    assert any("between hosts" in each for each in run.news)
+
+
+def test_a_reading_that_comes_late_explains_what_was_not_explained():
+    run = Run().go(60, said=NORMAL).go(10, SLOW, NORMAL)
+    assert run.watch.regime == 1
+    assert run.watch.wants_probe
+    run.go(3, SLOW, {**NORMAL, "between": 4.0})
+    assert run.watch.regime == 0
+    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
+    assert not run.watch.wants_probe
+
+
+def test_a_reading_that_step_times_deny_is_distrusted_and_so_are_its_relatives():
+    run = Run().go(60, said=NORMAL).go(PATIENCE + 2, said={**NORMAL, "between": 4.0, "inside": 4.0})
+    assert run.watch.conditions == Conditions()
+    assert set(run.watch.distrusted) == {"between", "inside"}
+    assert len([each for each in run.news if "do not bear out" in each]) == 1
+    # Once it has lied, a factor that step times cannot check is not taken on its word.
+    run.go(100, said=NORMAL).go(30, said={**NORMAL, "inside": 4.0})
+    assert run.watch.conditions == Conditions()
+
+
+def test_a_reading_that_they_cannot_check_is_believed_if_it_is_good():
+    """The plan sends nothing inside hosts."""
+    assert Run().go(60, said=NORMAL).go(5, said={**NORMAL, "inside": 4.0}).watch.conditions.inside == pytest.approx(4.0, rel=0.06)
+    assert Run().go(60, said=NORMAL).go(50, said={**NORMAL, "inside": 4.0}, quality="few").watch.conditions.inside == 1.0
+    # Better than it ever was takes more than a word.
+    assert Run().go(60, said=NORMAL).go(50, said={**NORMAL, "inside": 0.4}).watch.conditions.inside == 1.0
+
+
+def test_without_readings_a_change_is_unexplained_and_its_end_is_noticed():
+    run = Run().go(60).go(30, SLOW)
+    assert run.watch.regime == 1
+    assert run.watch.conditions == Conditions()
+    run.go(30)
+    assert run.watch.regime == 0
+    assert "back to what they were" in run.news[-1]
+    run.go(30, SLOW)
+    assert run.watch.regime == 2  # another one: what it does to plans need not be the same
+
+
+def test_what_is_so_from_the_start_is_normal():
+    run = Run().go(10, SLOW).go(40, SLOW, {**NORMAL, "between": 4.0})
+    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
+    assert not run.watch.is_disturbed
+    assert run.watch.regime_at(run.time_s).durations is None
+
+
+def test_a_lie_from_the_start_is_not_believed():
+    run = Run().go(60, said={**NORMAL, "between": 10.0})
+    assert run.watch.conditions == Conditions()
+
+
+def test_a_straggler_is_known_by_its_number():
+    slow = Conditions(skew=1.5)
+    run = Run().go(60, said=NORMAL).go(15, slow, {**NORMAL, "skew": 1.5, "compute": 1.5}, straggler=3.0)
+    assert run.watch.straggler == 3
+    assert run.watch.conditions.compute == 1.0  # a probe on the slow process says the same thing again
+    assert run.watch.conditions.skew == pytest.approx(1.5, rel=0.06)
+    run.watch.leave_out(run.time_s)
+    assert (run.watch.straggler, run.watch.conditions) == (None, Conditions())
+
+
+def test_durations_are_learnt_from_what_has_ended():
+    run = Run().go(100, said=NORMAL)
+    assert run.watch.regime_at(run.time_s).durations is None  # here to stay until it has ended once
+    began_s = run.time_s
+    run.go(40, SLOW, {**NORMAL, "between": 4.0})
+    disturbed = run.watch.regime_at(run.time_s)
+    assert disturbed.durations is not None
+    assert disturbed.durations.num_past == 0
+    assert disturbed.elapsed_s == pytest.approx(run.time_s - began_s, rel=0.1)
+    run.go(20, said=NORMAL)
+    normal = run.watch.regime_at(run.time_s)
+    assert normal.durations is not None
+    assert normal.durations.num_past == 1
+    run.go(20, SLOW, {**NORMAL, "between": 4.0})
+    again = run.watch.regime_at(run.time_s)
+    assert again.durations is not None
+    assert again.durations.num_past == 1
+    assert again.durations.expected_s(0.0, 1e6) == pytest.approx(40 * 2.5, rel=0.3)
+
+
+def test_another_plan_has_another_level():
+    run = Run().go(60, said=NORMAL)
+    run.watch.restart()
+    run.log_time = lambda conditions: log_time_of(conditions) + 1.0
+    run.go(60, said=NORMAL)
+    assert run.news == []
+    assert run.watch.detector.level == pytest.approx(1.0, abs=0.02)
+
+
+def test_step_times_that_are_none_are_left_out():
+    run = Run().go(20)
+    for wrong in (math.nan, math.inf, 0.0, -1.0):
+        run.watch.observe(Observation(step=21, time_s=run.time_s, step_times_s=(wrong,), readings={}, global_batch=8, seq_len=8,
+                                      lost_devices=frozenset()), {}, log_time_of)
+    assert run.watch.detector.count == 18
