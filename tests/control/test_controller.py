@@ -90,12 +90,17 @@ def switch_at(step: int, plan, *, foretold_s: float = 1e3, at_step: int | None =
 
 
 @pytest.fixture
-def scripted(monkeypatch, text, tmp_path):
-    """Runs under a script."""
+def devices(monkeypatch, tmp_path):
+    """It is known how fast these are."""
     cluster = Cluster.of(discover())
     here = Here(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=RATES,
                 records=tmp_path / "records.jsonl")
     monkeypatch.setattr(api, "known_devices", lambda _: here)
+
+
+@pytest.fixture
+def scripted(monkeypatch, text, tmp_path, devices):
+    """Runs under a script."""
     monkeypatch.setattr(assembly, "Advisor", Advisor)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", AtOnce)
 
@@ -203,3 +208,15 @@ def test_a_resumed_run_goes_on_under_its_new_plan(scripted, patient):
     resumed = scripted({}, resume=True, steps=STEPS + 2)
     assert resumed.plan == plan == result.plan
     assert len(resumed.history) == STEPS + 2
+
+
+def test_the_advisor_itself_is_asked_and_says_why(devices, text, tmp_path):
+    """A switch that costs seconds does not pay in a run this short, and the decision says so with everything that it rests on."""
+    result = optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", data=text, mesh=START, control="auto", **TINY | {"steps": 40})
+    first, *_ = events(result, "decision")
+    assert first["action"] == "stay"
+    assert first["trigger"] == "step times are known"
+    assert first["inputs"]["step_time_s"] > 0
+    assert first["inputs"]["steps_left"] == 40 - first["step"]
+    assert any(f"--mesh {START} " not in each["flags"] for each in first["alternatives"]), "the run may leave its mesh"
+    assert not events(result, "remesh", "rollback")

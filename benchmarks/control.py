@@ -1,0 +1,104 @@
+"""What the controller is worth on this machine: runs that begin at some plan and stay, and runs that may leave it.
+
+    python benchmarks/control.py run --out runs.jsonl       every model from every start, with --control off and auto (goes on where it stopped)
+    python benchmarks/control.py report --out runs.jsonl
+
+Eight virtual devices share the cores. A run's figures are its wall time from the first step to the end, switches included, and the processor time of the
+whole process, compiling included: the second does not count what else the machine does. The hardware profile is measured before, once.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
+COMMON = {"gpt": ["--set", "model.num_layers=2", "--set", "model.embed_dim=256", "--set", "model.num_heads=4", "--set", "model.num_kv_heads=4",
+                  "--set", "model.head_dim=64", "--set", "model.mlp_dim=1024", "--seq-len", "256", "--global-batch", "8"],
+          "llama": ["--set", "model.family=llama", "--set", "model.tied=false", "--set", "model.num_layers=3", "--set", "model.embed_dim=192", "--set",
+                    "model.num_heads=2", "--set", "model.num_kv_heads=1", "--set", "model.head_dim=96", "--set", "model.mlp_dim=512", "--seq-len", "256",
+                    "--global-batch", "4"]}
+STARTS = {"gpt": {"pipe=2, tensor=4, one microbatch": ["--mesh", "pipe=2,tensor=4", "--microbatches", "1"],
+                  "tensor=8, attention whole": ["--mesh", "tensor=8", "--set", "parallel.rules=heads=none"],
+                  "pipe=2, data=4, recomputed": ["--mesh", "pipe=2,data=4", "--microbatches", "1", "--remat", "full"],
+                  "the usual default: fsdp=8, all recomputed": ["--mesh", "fsdp=8", "--remat", "full"],
+                  "the best measured: data=4, tensor=2": ["--mesh", "data=4,tensor=2", "--remat", "none"]},
+          "llama": {"pipe=2, tensor=4, attention whole": ["--mesh", "pipe=2,tensor=4", "--microbatches", "1", "--set", "parallel.rules=heads=none"],
+                    "tensor=8, attention whole": ["--mesh", "tensor=8", "--set", "parallel.rules=heads=none"],
+                    "pipe=2, data=4, recomputed": ["--mesh", "pipe=2,data=4", "--microbatches", "1", "--remat", "full"],
+                    "the best measured: data=4, tensor=2": ["--mesh", "data=4,tensor=2", "--remat", "none"]}}
+
+
+def run(out: Path, num_steps: int, budget_share: float) -> None:
+    """Append a line for each run that has none."""
+    done = {(row["model"], row["start"], row["control"]) for row in rows(out)}
+    for model, starts in STARTS.items():
+        for start, flags in starts.items():
+            for control in ("off", "auto"):
+                if (model, start, control) not in done:
+                    row = one_run([*COMMON[model], *flags, "--control", control, "--set", f"controller.budget_share={budget_share}"], num_steps)
+                    row = {"model": model, "start": start, "control": control, "num_steps": num_steps, "budget_share": budget_share, **row}
+                    with out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    print(json.dumps(row), flush=True)
+
+
+def one_run(flags: list[str], num_steps: int) -> dict:
+    """Figures of one run in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "run"
+        command = [sys.executable, str(TRAIN), "--model", "gpt2-nano", "--cpu-devices", "8", "--steps", str(num_steps), "--run-dir", str(directory), "--set",
+                   "eval_every=0", "--set", "checkpoint.every=0", "--progress", "none", *flags]
+        before = os.times()
+        started = time.perf_counter()
+        subprocess.run(command, check=True)
+        seconds, after = time.perf_counter() - started, os.times()
+        events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+        metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    moves = [event for event in events if event["event"] in ("remesh", "rollback")]
+    compiled = next(event["time_s"] for event in events if event["event"] == "compile")
+    return {"wall_s": round(seconds, 1), "steps_s": round(events[-1]["time_s"] - compiled, 1),
+            "cpu_s": round(after.children_user + after.children_system - before.children_user - before.children_system, 1),
+            "first_step_s": round(statistics.median(row["step_time_s"] for row in metrics[2:12]), 4),
+            "last_step_s": round(statistics.median(row["step_time_s"] for row in metrics[-20:]), 4),
+            "switches": [{"event": event["event"], "step": event["step"], "layout": event["layout"], "delay_s": round(event["step_delay_s"], 2)} for event in moves],
+            "loss": metrics[-1]["loss"]}
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def report(out: Path) -> None:
+    """A table: what staying takes, and what leaving saves."""
+    found = {(row["model"], row["start"], row["control"]): row for row in rows(out)}
+    print("| model | start | steps, staying: s | may leave: s | saved | processor time saved | step at first, at last: s | switches |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (model, start, control), auto in found.items():
+        if control == "auto" and (stay := found.get((model, start, "off"))):
+            switches = "; ".join(f"{each['event']} after {each['step']} to {each['layout'].split(', precision')[0]} ({each['delay_s']} s)" for each in auto["switches"])
+            print(f"| {model} | {start} | {stay['steps_s']} | {auto['steps_s']} | {1 - auto['steps_s'] / stay['steps_s']:.0%} | {1 - auto['cpu_s'] / stay['cpu_s']:.0%} "
+                  f"| {auto['first_step_s']:.3f}, {auto['last_step_s']:.3f} | {switches or 'none'} |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("--out", type=Path, default=Path("runs.jsonl"), help="JSON Lines of runs")
+    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
+    parser.add_argument("--budget-share", type=float, default=0.01, help="controller.budget_share (default: 0.01)")
+    args = parser.parse_args()
+    if args.what == "run":
+        run(args.out, args.steps, args.budget_share)
+    else:
+        report(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
