@@ -81,14 +81,6 @@ class Row:
         """The rows among which a planner would choose."""
         return *self.model, self.devices, self.global_batch
 
-    def fits_whole(self) -> bool:
-        """Whether 1F1B's activations fit beside the states (Korthikanti et al. 2022, arXiv:2205.05198, equation 2)."""
-        ways = self.tensor
-        layer = self.rows * self.seq_len * self.embed * (10 + 24 / ways + 5 * self.heads * self.seq_len / (self.embed * ways))
-        in_flight = min(self.pipe, self.global_batch // (self.data * self.rows))
-        params = 12 * self.layers * self.embed**2 / (ways * self.pipe)
-        return STATE_BYTES * params + layer * self.layers / self.pipe * in_flight < MEMORY_BYTES
-
     def sample(self, *, recomputes: bool) -> Sample:
         """The row in the planner's words."""
         hosts = -(-self.devices // DEVICES_PER_HOST)
@@ -103,22 +95,28 @@ class Row:
 class Rows:
     """Rows and, in the same order, samples.
 
-    A model is taken to have been run with full recomputation if one of its rows would not fit otherwise.
+    What a row does not say is taken from where it was run: on several nodes with full recomputation, for some row of each model would not
+    fit there otherwise; on one node, where all rows fit, without.
     """
 
     def __init__(self, rows: Iterable[Row]):
         self.rows = list(rows)
-        needs = {row.model for row in self.rows if not row.fits_whole()}
-        self.samples = [row.sample(recomputes=row.model in needs) for row in self.rows]
+        self.samples = [row.sample(recomputes=row.devices > DEVICES_PER_HOST) for row in self.rows]
 
     @classmethod
     def read(cls, *paths: Path) -> "Rows":
         """From files, with or without the first column that some have."""
-        lines = []
+        rows: list[Row] = []
         for path in paths:
-            with path.open(newline="") as file:
-                lines += list(csv.DictReader(file))
-        return cls(map(Row, lines))
+            try:
+                with path.open(newline="") as file:
+                    found = [Row(line) for line in csv.DictReader(file)]
+            except (OSError, KeyError, ValueError) as error:
+                raise SystemExit(f"error: {path} cannot be read as vTrain's rows: {error!r}") from error
+            if not found:
+                raise SystemExit(f"error: {path} has no rows")
+            rows += found
+        return cls(rows)
 
     def where(self, wanted: Callable[[Row], bool]) -> "Rows":
         """Some of them."""

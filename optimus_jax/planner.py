@@ -10,6 +10,7 @@ from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
+from optimus_jax.planning.assemble import check_words
 from optimus_jax.planning.calibrate import Calibration
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.cost import Prediction
@@ -119,6 +120,7 @@ def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Itera
     if not where.accelerator.has_bf16 and config.parallel.attention == "auto":
         config = config.with_values({"parallel.attention": "xla"})  # what has no bf16 is older than cuDNN's fused attention
     check_family(config.model)
+    check_words(config, where.topology())
     rates = rates or Rates.of(where.accelerator)
     ranking = search(Pricing(config, where, rates, calibration or Calibration()), top=top)
     if not ranking.best:

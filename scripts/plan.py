@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--link", action="append", default=[], metavar="NAME=SPEED", help="another speed: inside=300GB/s or between=400Gb/s,5us")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help="examples per step, all devices (default: 8 for each)")
-    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16 on GPUs, f32 on a CPU)")
+    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16, f16 on GPUs without it, f32 on a CPU)")
     flags.add_argument("--mesh", metavar="SIZES", help="only this one: data=2,pipe=4 (default: all)")
     flags.add_argument("--schedule", metavar="NAME", help="only this one (default: all)")
     flags.add_argument("--microbatches", metavar="N", help="only this number (default: all that divide the batch)")
@@ -204,6 +204,7 @@ def main() -> int:
     if given["rejected"]:
         for rejection in found.rejections:
             print(f"not {rejection.layouts}: {rejection.reason}")
+        print(f"of the {found.num_priced} legal layouts, those slower than the plans above were not asked whether they fit")
     return 0
 
 

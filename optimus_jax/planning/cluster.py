@@ -21,6 +21,8 @@ from optimus_jax.planning.links import Link, with_speed
 
 INSIDE, BETWEEN = LINKS = ("inside", "between")
 """The names of a cluster's links, as in `--link between=50GB/s`."""
+MOST_DEVICES = 2**16
+"""Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to enumerate."""
 _SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")
 
 
@@ -64,6 +66,8 @@ class Cluster:
             raise ConfigError(explain("a cluster needs its numbers of hosts and devices", given=f"--cluster {text}",
                                       do=f"write hosts x devices per host, such as {accelerator.name}:2x8, or {accelerator.name}:8 for one host"))
         num_hosts, host = int(match[1] or 1), host_of(accelerator.name)
+        if num_hosts * int(match[2]) > MOST_DEVICES:
+            raise ConfigError(explain(f"layouts are enumerated for up to {MOST_DEVICES:,} devices", given=f"--cluster {text}", do="give fewer hosts"))
         cluster = cls(num_hosts=num_hosts, devices_per_host=int(match[2]), accelerator=accelerator,
                       inside=host.inside, between=host.between if num_hosts > 1 else None)
         return cluster.with_links(links)

@@ -26,7 +26,7 @@ def why_best(best: Prediction, num_priced: int) -> str:
     """What the winner's step consists of."""
     parts = sorted(best.terms, key=lambda term: -term.time_s)[:3]
     shares = ", ".join(f"{term.name} {term.time_s / best.step_time_s:.0%}" for term in parts)
-    return f"the fastest of {num_priced} legal layouts: {shares} of the step"
+    return f"the fastest that fits of {num_priced} legal layouts: {shares} of the step"
 
 
 def why_not(other: Prediction, best: Prediction) -> str:

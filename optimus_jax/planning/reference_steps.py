@@ -91,6 +91,9 @@ def time_reference_steps(topology: Topology, *, progress: Progress | None = None
         config, plan, settings = legal[number[0]]
         time_s = _undisturbed_s(run_trial(config, plan, num_steps=NUM_STEPS), topology)
         steps.append(ReferenceStep(settings=settings, step_time_s=float(of_first_process(repr(time_s)))))
+    if agenda.num_left_out:
+        warnings.warn(f"{agenda.num_left_out} of {len(legal)} training steps were left out for want of time: is this machine busy? "
+                      "Measure it again when it is not, with scripts/plan.py --profile", stacklevel=2)
     return tuple(steps)
 
 

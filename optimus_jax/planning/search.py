@@ -80,7 +80,7 @@ class Pricing:
             if fits(memory, capacity):
                 return Candidate(plan=plan, prediction=self.predicted(plan), memory=memory)
         return Rejection(layouts=layout.describe(), needs_bytes=memory.total,
-                         reason=f"needs about {gib(memory.total)} of {gib(capacity or 0)}, whatever is recomputed")
+                         reason=f"needs about {gib(memory.total)}, whatever is recomputed; {USABLE_SHARE:.0%} of {gib(capacity or 0)} may be used")
 
 
 def search(pricing: Pricing, *, top: int = 10) -> Ranking:
