@@ -2,6 +2,7 @@
 
     python benchmarks/switch_cost.py               a state of 100M parameters on 8 virtual devices, moved around four plans
     python benchmarks/switch_cost.py --restart     besides, the first of these changes by a checkpoint and a new process
+    python benchmarks/switch_cost.py --moves       moves alone, five of each: nothing is trained
 
 The bound of a move: the bytes of the old shards that have to be read and of the new ones that have to
 be written, all devices together, by the rate at which the same devices copy the state to new memory
@@ -10,6 +11,7 @@ timed with nothing else going on, and again while the next plan is compiled in t
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -21,6 +23,7 @@ import time
 from pathlib import Path
 
 DEVICES = 8
+REPEATS = 5
 SEQ_LEN = 32
 GLOBAL_BATCH = 8
 JOURNEY = (
@@ -71,19 +74,20 @@ def stepped(executable, state):
     return state, time.perf_counter() - started
 
 
-def copy_rate(state) -> float:
-    """Bytes read and written in a second when every device copies its shards to new memory; best of three."""
+def copy_rate(state) -> tuple[float, float]:
+    """Bytes read and written in a second, and in a CPU-second, when every device copies its shards to new memory; best of three."""
     import jax
     import jax.numpy as jnp
 
     leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim > 1]
-    best_s = math.inf
+    best_s = best_cpu_s = math.inf
     for _ in range(3):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         copies = [jax.block_until_ready(jnp.copy(leaf)) for leaf in leaves]
-        best_s = min(best_s, time.perf_counter() - started)
+        best_s, best_cpu_s = min(best_s, time.perf_counter() - started), min(best_cpu_s, time.process_time() - cpu_started)
         del copies
-    return 2 * sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards) / best_s
+    num_bytes = 2 * sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    return num_bytes / best_s, num_bytes / best_cpu_s
 
 
 def necessary_bytes(move) -> int:
@@ -134,7 +138,7 @@ def one_switch(switcher, state, settings: dict):
         state, step_s = stepped(switcher.running, state)
         beside_s.append(step_s)
     prepared, prepared_s = preparation.result(), time.perf_counter() - started
-    rate, num_bytes = copy_rate(state), necessary_bytes(prepared.there)
+    (rate, _), num_bytes = copy_rate(state), necessary_bytes(prepared.there)
     started = time.perf_counter()
     switched = switcher.switch(state, prepared, step=int(state.step), why="measured")
     delay_s = time.perf_counter() - started
@@ -152,6 +156,50 @@ def one_switch(switcher, state, settings: dict):
           f"delay without move {(delay_s - move_s) / step_s:.2f} steps; on the way {prepared.there.way_bytes / 2**20:.0f} MiB per device, "
           f"state {prepared.source.layout.num_bytes() / 2**20:.0f} -> {prepared.target.layout.num_bytes() / 2**20:.0f}", flush=True)
     return state
+
+
+def moves() -> None:
+    """Each way of the journey and back, with the bound measured beside each move."""
+    import jax
+    import jax.numpy as jnp
+
+    from optimus_jax.config import ControlConfig
+    from optimus_jax.control.executables import layout_of
+    from optimus_jax.mesh.build import build_mesh
+    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.mesh.reshard import Move
+    from optimus_jax.models.shapes import planned_shapes
+    from optimus_jax.training.step import build_program
+
+    use_cpu_devices(DEVICES)
+    configs = [config_of(settings) for settings in (*JOURNEY, JOURNEY[0])]
+    plans = [plan_of(config) for config in configs]
+    programs = [build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan)) for config, plan in zip(configs, plans, strict=True)]
+    layouts = [layout_of(program) for program in programs]
+    state = programs[0].init(jnp.int32(0))
+    for number, (source, target) in enumerate(itertools.pairwise(layouts)):
+        ways = [Move(*ends, budget_bytes=ControlConfig().move_bytes) for ends in ((source, target), (target, source))]
+        started = time.perf_counter()
+        for way in ways:
+            way.compile()
+        compile_s = time.perf_counter() - started
+        seconds: list[list[float]] = [[], []]
+        ratios: list[list[float]] = [[], []]
+        cpu_ratios: list[list[float]] = [[], []]
+        for _ in range(REPEATS):
+            for which, way in enumerate(ways):
+                rate, cpu_rate = copy_rate(state)
+                started, cpu_started = time.perf_counter(), time.process_time()
+                state = jax.block_until_ready(way.run(state))
+                seconds[which].append(time.perf_counter() - started)
+                ratios[which].append(seconds[which][-1] * rate / necessary_bytes(way))
+                cpu_ratios[which].append((time.process_time() - cpu_started) * cpu_rate / necessary_bytes(way))
+        state = ways[0].run(state)
+        print(f"{plans[number].axes} -> {plans[number + 1].axes} and back: compile {compile_s:.1f} s; on the way {ways[0].way_bytes / 2**20:.0f} MiB per device")
+        for which, way in enumerate(ways):
+            print(f"  {'back' if which else 'there'}: median {statistics.median(seconds[which]):.3f} s for {necessary_bytes(way) / 1e9:.2f} GB "
+                  f"({way.sent_bytes / 1e9:.2f} between devices), {statistics.median(ratios[which]):.2f}x the bound "
+                  f"({min(ratios[which]):.2f} to {max(ratios[which]):.2f}), {statistics.median(cpu_ratios[which]):.2f}x in CPU-seconds", flush=True)
 
 
 def restart() -> None:
@@ -208,10 +256,14 @@ def main() -> None:
     restart_with_huge_pages()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--restart", action="store_true", help="measure checkpoint and restart as well")
+    parser.add_argument("--moves", action="store_true", help="moves alone")
     parser.add_argument("--restored", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.restored:
         restored(arguments.restored)
+        return
+    if arguments.moves:
+        moves()
         return
     phases()
     if arguments.restart:

@@ -99,6 +99,9 @@ class Advisor:
         self._lost: frozenset[int] = frozenset()
         self._looked, self._on_trial, self._num_switches, self._cool_until = False, False, 0, 0
         self._pending: Decision | None = None
+        """A switch that was decided and is being prepared."""
+        self._answering: _Question | None = None
+        """The question that this was the answer to."""
         self._question: _Question | None = None
         self._forced: _Question | None = None
         """The question whose answer had to be a switch, until it is made."""
@@ -250,11 +253,12 @@ class Advisor:
             return self._must("memory runs short")
         if (question := self._about_phase()) is not None:
             return question
-        if lost - self._lost:
-            return self._may("devices are back")
-        if news or memory == "relieved":
-            return self._may(news or "memory is free again")
-        return self._asked_by_time()
+        others = ["devices are back"] * bool(lost - self._lost) + [news] * bool(news) + ["memory is free again"] * (memory == "relieved")
+        if not others:
+            return self._asked_by_time()
+        # A switch that has to be, or belongs to a boundary, is not withdrawn for something else; but another plan may be better for it now.
+        asked = self._answering if self._pending is not None else None
+        return asked if asked is not None and (asked.mandatory or asked.at_step is not None) else self._may("; ".join(others))
 
     def _asked_by_time(self) -> _Question | None:
         if self._pending is not None:
@@ -301,6 +305,7 @@ class Advisor:
             return None
         self._question = None
         self._forced = question if question.mandatory else self._forced
+        self._answering = question
         return self._noted(self._weighed(question, offers, blocked, observation))
 
     def _blocked(self, question: _Question) -> str:

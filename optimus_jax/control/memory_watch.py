@@ -16,7 +16,9 @@ PRESSED = 0.93
 """Share in use from which on the plan may not be kept."""
 TAKEN = 0.1
 """Least share that counts as taken: estimates are not better than that."""
-LEAD_S = 180.0
+GROWN = 0.05
+"""The same where it grows, which no estimate that is off does."""
+LEAD_S = 120.0
 """What is taken more and more has to leave room for so long: a switch is prepared in that time."""
 TREND_S = 60.0
 """Over which growth is measured, and for how long nothing has to be taken before the memory counts as free."""
@@ -26,6 +28,8 @@ AHEAD = 0.1
 """Beyond what is taken, what is left free because more may be taken soon."""
 MOST = 0.9
 """Share that is given up at most."""
+BEHIND = 2 / 1.4826
+"""From the middle of samples on a line to their end, in robust deviations (signals.Reading.spread): half over a quarter of their range, in MADs."""
 OVER = 1.05
 """More of the memory than there is, by which a reading is nonsense."""
 OFF = (0.8, 1.25)
@@ -66,20 +70,26 @@ class MemoryWatch:
         self._past.append((time_s, present))
         while len(self._past) > 2 and time_s - self._past[1][0] >= TREND_S:
             self._past.popleft()
-        if self.taken and max(taken for _, taken in self._past) < TAKEN:
-            return self._relieved(time_s)
         growth = self._growth()
-        if present < max(TAKEN, self.taken) or (used < PRESSED and used + growth * LEAD_S < 1.0):
+        if self.taken and self._wanted(growth) < self.taken - TAKEN:
+            return self._relieved(time_s, growth)
+        is_full, will_be_full = present >= TAKEN and used >= PRESSED, present >= GROWN and used + growth * LEAD_S >= 1.0
+        if present < self.taken or not (is_full or (growth > 0 and will_be_full)):
             return None
-        self.taken = min(MOST, present + max(AHEAD, growth * LEAD_S))
+        self.taken = self._wanted(growth)
         self._pressed_s, self._num_pressed = time_s, self._num_pressed + 1
         return "pressed"
 
-    def _relieved(self, time_s: float) -> Literal["relieved"] | None:
-        """The memory is free: for long enough, and for longer each time that it did not stay so."""
+    def _wanted(self, growth: float) -> float:
+        """Share that plans should do without: what was taken lately, and what will be soon."""
+        lately = max(taken for _, taken in self._past)
+        return min(MOST, lately + max(AHEAD, growth * LEAD_S)) if lately >= GROWN else 0.0
+
+    def _relieved(self, time_s: float, growth: float) -> Literal["relieved"] | None:
+        """Less is taken: for long enough, and for longer each time that it did not stay so."""
         if time_s - self._past[0][0] < TREND_S or time_s - self._pressed_s < SETTLING_S * 2**self._num_pressed:
             return None
-        self.taken = 0.0
+        self.taken = self._wanted(growth)
         return "relieved"
 
     def _growth(self) -> float:
@@ -97,7 +107,12 @@ class MemoryWatch:
 
 
 def _used(observation: Observation) -> float | None:
-    """Share of the memory in use; None: not known, or nonsense."""
+    """Share of the memory in use; None: not known, or nonsense.
+
+    A median lags behind what grows. Of samples on a line the newest is BEHIND deviations above it; of samples that are
+    all alike there is no deviation.
+    """
     readings = [observation.reading(MEMORY_PEAK_SHARE), observation.reading(MEMORY_SHARE)]
-    used = max((reading.value for reading in readings if reading.quality == "good" and reading.value is not None), default=math.nan)
-    return used if 0 < used <= OVER else None
+    used = [reading.value + BEHIND * (reading.spread or 0.0) for reading in readings if reading.quality == "good" and reading.value is not None]
+    largest = max((share for share in used if share > 0), default=math.nan)
+    return largest if largest <= OVER else None

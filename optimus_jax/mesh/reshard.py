@@ -21,22 +21,20 @@ one another for ever: there each is waited for.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.mesh.checksum import named_leaves
-from optimus_jax.mesh.compiler import compiler_options
-from optimus_jax.mesh.exchange import Device, Exchange, Index, Lying, Place, Round, Route, lying, make_exchange
+from optimus_jax.mesh.exchange import Device, Exchange, Index, Lying, Round, lying, make_exchange
+from optimus_jax.mesh.piece_programs import ROW, Kind, piece_program, places
 from optimus_jax.mesh.restack import is_stacked
 
-ROW = "device"
-"""The only axis of the mesh on which shards are exchanged, whatever meshes they come from and go to."""
 PIECE_SHARE = 1 / 8
 """Of the budget, for the pieces of one program: they are there twice, sent and received."""
 
@@ -130,8 +128,8 @@ class Move:
                 continue
             row, new = as_row(old, self._row, exchange.old), None
             for program, part in self._steps(path):
-                places = _places(part, exchange.new[0], self._row)
-                new = program(row, places) if new is None else program(row, places, new)
+                told = places(part, exchange.new[0], self._row)
+                new = program(row, told) if new is None else program(row, told, new)
                 if is_cpu:
                     jax.block_until_ready(new)
             assert new is not None
@@ -178,7 +176,7 @@ class Move:
     def _steps(self, path: str) -> "list[tuple[jax.stages.Compiled, tuple[Round, ...]]]":
         """The programs that move a leaf one after the other, and what each is told: the first makes new shards, others add to them."""
         exchange, dtype = self.exchange(path), np.dtype(self.source.named[path].dtype)
-        return [(_program(tuple(map(_Kind.of, part)), exchange.old, exchange.new, dtype, self._row, number == 0), part)
+        return [(piece_program(tuple(map(Kind.of, part)), exchange.old, exchange.new, dtype, self._row, number == 0), part)
                 for number, part in enumerate(_parts(exchange.rounds, self._piece_bytes // dtype.itemsize))]
 
     def scratch_bytes(self, path: str) -> int:
@@ -207,93 +205,6 @@ def _in_groups(way_bytes: Mapping[str, int], order: Sequence[str], budget_bytes:
         else:
             groups.append(Group(paths=(path,), way_bytes=way_bytes[path]))
     return groups
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What the program of a round depends on; where its pieces lie is told to it."""
-
-    shape: Index
-    routes: tuple[Route, ...]
-    is_scattered: bool
-    is_for_all: bool
-    """Whether something arrives on every device."""
-
-    @classmethod
-    def of(cls, part: Round) -> "_Kind":
-        return cls(part.shape, part.routes, part.is_scattered, None not in part.put)
-
-    @property
-    def num_places(self) -> int:
-        """Numbers that tell a device where one piece lies."""
-        return (self.shape[0] if self.is_scattered else 1) + len(self.shape) - 1
-
-
-@lru_cache(maxsize=1 << 11)
-def _program(kinds: tuple[_Kind, ...], old: Index, new: Index, dtype: np.dtype, row: Mesh, is_first: bool) -> jax.stages.Compiled:
-    """(old shards, places, new shards unless it is the first) -> new shards. Leaves that are alike share it."""
-    def rows(shape: Index, kind: np.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((row.size * shape[0], *shape[1:]), kind, sharding=NamedSharding(row, PartitionSpec(ROW)))
-
-    num_places = sum(2 * kind.num_places + 1 for kind in kinds)
-    given = rows(old, dtype), rows((1, num_places), np.dtype(np.int32)), *(() if is_first else (rows(new, dtype),))
-    return _carried.lower(*given, kinds=kinds, row=row, shape=new).compile({**compiler_options(row.devices.flat[0].platform)})
-
-
-@partial(jax.jit, static_argnames=("kinds", "row", "shape"), donate_argnums=2)
-def _carried(old: Array, places: Array, new: Array | None = None, *, kinds: tuple[_Kind, ...], row: Mesh, shape: Index) -> Array:
-    """Old shards [devices * old[0], ...] and what there is of the new ones -> new ones with the pieces of some rounds."""
-    def on_device(old: Array, places: Array, *before: Array) -> Array:
-        new = before[0] if before else lax.pcast(jnp.zeros(shape, old.dtype), (ROW,), to="varying")
-        first = 0
-        for kind in kinds:
-            last = first + 2 * kind.num_places + 1
-            new = _with_piece(kind, old, new, places[0, first:last])
-            first = last
-        return new
-
-    given = (old, places) if new is None else (old, places, new)
-    return jax.shard_map(on_device, mesh=row, in_specs=PartitionSpec(ROW), out_specs=PartitionSpec(ROW))(*given)
-
-
-def _with_piece(kind: _Kind, old: Array, new: Array, places: Array) -> Array:
-    """A device's new shard with what one round brings."""
-    take, put, arrives = places[:kind.num_places], places[kind.num_places:-1], places[-1]
-    piece = old
-    if kind.is_scattered:
-        piece = _columns(piece, take, kind.shape).at[take[:kind.shape[0]]].get(mode="promise_in_bounds")
-    elif kind.shape != old.shape:
-        piece = lax.dynamic_slice(old, tuple(take), kind.shape)
-    if kind.routes:
-        piece = lax.ppermute(piece, ROW, kind.routes)
-    if kind.is_scattered:
-        columns = _columns(new, put, kind.shape).at[put[:kind.shape[0]]].set(piece, mode="drop")
-        return columns if columns.shape == new.shape else lax.dynamic_update_slice(new, columns, (0, *put[kind.shape[0]:]))
-    if not kind.is_for_all:
-        piece = jnp.where(arrives > 0, piece, lax.dynamic_slice(new, tuple(put), kind.shape))
-    return piece if kind.shape == new.shape else lax.dynamic_update_slice(new, piece, tuple(put))
-
-
-def _columns(shard: Array, place: Array, shape: Index) -> Array:
-    """All rows of a shard, but along other dimensions only what a piece has."""
-    if shard.shape[1:] == shape[1:]:
-        return shard
-    return lax.dynamic_slice(shard, (0, *place[shape[0]:]), (shard.shape[0], *shape[1:]))
-
-
-@lru_cache(maxsize=1 << 10)
-def _places(part: tuple[Round, ...], new_rows: int, row: Mesh) -> Array:
-    """int32 [devices, numbers]: for every round, where a device's piece lies in the old shard and in the new one, and whether any arrives."""
-    def numbers(kind: _Kind, place: Place | None, none: int) -> list[int]:
-        if place is None:
-            return [none] * kind.shape[0] + [0] * (len(kind.shape) - 1) if kind.is_scattered else [0] * len(kind.shape)
-        rows = [row for first, count in place.rows for row in range(first, first + count)]
-        return [*(rows if kind.is_scattered else rows[:1]), *place.starts]
-
-    table = np.array([[number for each in part for number in (
-        *numbers(_Kind.of(each), each.take[device], 0), *numbers(_Kind.of(each), each.put[device], new_rows), each.put[device] is not None)]
-        for device in range(row.size)], np.int32)
-    return jax.make_array_from_callback(table.shape, NamedSharding(row, PartitionSpec(ROW)), lambda index: table[index])
 
 
 def _parts(rounds: Sequence[Round], most: int) -> list[tuple[Round, ...]]:

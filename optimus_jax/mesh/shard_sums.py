@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.mesh.checksum import _scramble as scramble
 from optimus_jax.mesh.exchange import Index, Lying
-from optimus_jax.mesh.reshard import ROW, Layout, as_row
+from optimus_jax.mesh.piece_programs import ROW
+from optimus_jax.mesh.reshard import Layout, as_row
 
 
 class ReplicasDifferError(Exception):

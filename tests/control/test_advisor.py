@@ -275,6 +275,14 @@ def test_a_planned_phase_is_prepared_before_it_begins_and_switched_to_at_its_bou
     assert is_legal(job.plan, replace(CONFIG, data=replace(CONFIG.data, global_batch=32)))
 
 
+def test_what_has_to_be_is_not_withdrawn_for_other_news():
+    phases = (Phase(first_step=1, global_batch=512, seq_len=4096), Phase(first_step=301, global_batch=32, seq_len=4096))
+    job = Job(BEST, num_steps=5000, phases=phases).go(280)
+    assert job.pending is not None
+    job.go(20, said=Conditions(between=10.0))  # which step times do not bear out
+    assert [step for step, _ in job.switches] == [300]
+
+
 def test_a_batch_that_nobody_announced_is_answered():
     job = Job(num_steps=5000).go(100).go(1, batch=(32, 4096))
     assert job.decisions[-1].mandatory

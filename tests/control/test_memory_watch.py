@@ -1,15 +1,16 @@
 """Memory that something else takes is noticed in time, and estimates that are a little off are not taken for it."""
 
+import numpy as np
 import pytest
 from fleet import PRICING, plan_on
 
 from optimus_jax.control.candidates import has_room
-from optimus_jax.control.memory_watch import MemoryWatch
+from optimus_jax.control.memory_watch import AHEAD, MemoryWatch
 from optimus_jax.control.signals import Observation, Reading
 
 
-def observed(watch: MemoryWatch, used: float | None, *, needed: float | None = 0.6, time_s: float = 0.0, quality="good"):
-    readings = {} if used is None else {"memory_peak_share": Reading(value=used, spread=0.0, count=5, time_s=time_s, quality=quality)}
+def observed(watch: MemoryWatch, used: float | None, *, needed: float | None = 0.6, time_s: float = 0.0, quality="good", spread: float = 0.0):
+    readings = {} if used is None else {"memory_peak_share": Reading(value=used, spread=spread, count=5, time_s=time_s, quality=quality)}
     return watch.observe(Observation(step=1, time_s=time_s, step_times_s=(), readings=readings, global_batch=8, seq_len=8, lost_devices=frozenset()), needed)
 
 
@@ -30,10 +31,19 @@ def test_what_grows_is_noticed_before_it_is_too_late():
             break
     assert said[-1] == "pressed"
     assert 0.7 < used < 0.9
-    # What is left is what the rest of the memory will be in three minutes.
-    assert watch.taken == pytest.approx(used - 0.6 + 0.18, abs=0.03)
+    # What is left is what will be left in two minutes.
+    assert watch.taken == pytest.approx(used - 0.6 + 0.12, abs=0.03)
     less = watch.applied(PRICING).cluster.accelerator.memory_bytes
     assert less == pytest.approx(PRICING.cluster.accelerator.memory_bytes * (1 - watch.taken), rel=1e-6)
+
+
+def test_a_median_that_lags_behind_does_not_hide_it():
+    """Samples of the last 200 s, of which the newest is 0.1 above the median."""
+    samples = np.linspace(0.74, 0.94, 21)
+    spread = 1.4826 * float(np.median(np.abs(samples - np.median(samples))))
+    watch = MemoryWatch()
+    observed(watch, 0.6)
+    assert observed(watch, float(np.median(samples)), spread=spread, time_s=200.0) == "pressed"
 
 
 def test_it_says_so_once_and_again_when_more_is_taken():
@@ -60,6 +70,18 @@ def test_it_is_free_again_once_it_has_been_so_for_a_while_and_for_longer_each_ti
         time_s += 100.0
     assert waits == sorted(waits)
     assert waits[2] > 1.5 * waits[1] > 2 * waits[0] > 200.0
+
+
+def test_what_has_stopped_growing_no_longer_leaves_room_for_more():
+    watch, time_s = MemoryWatch(), 0.0
+    observed(watch, 0.6)
+    while observed(watch, min(0.95, 0.6 + 0.004 * time_s), time_s=time_s) is None:
+        time_s += 5.0
+    before = watch.taken
+    assert before > 0.6
+    while observed(watch, 0.8, time_s=time_s) is None:
+        time_s += 10.0
+    assert watch.taken == pytest.approx(0.8 - 0.6 + AHEAD)
 
 
 def test_readings_right_after_a_switch_do_not_count():

@@ -1,6 +1,7 @@
 """A switch keeps the state bit for bit, or everything stays as it was, whatever goes wrong and whenever."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,6 +173,14 @@ def test_what_arrives_wrong_is_seen_and_nothing_is_lost(switcher, prepared, stat
     switched = switcher.switch(state, prepared, step=1, why="")
     assert_stayed(switched, switcher, prepared, run, before)
     assert any(word in switched.why_not for word in why.split("|"))
+
+
+@pytest.mark.parametrize(("before", "after", "is_same"), [
+    (4.0, 4.00003, True), (4.0, 4.00005, False), (1e-4, 1.001e-4, True), (1e-4, 1.3e-4, False), (float("nan"), float("nan"), True),
+    (4.0, float("nan"), False), (None, None, True)])
+def test_losses_are_the_same_within_rounding(before, after, is_same):
+    with nullcontext() if is_same else pytest.raises(Exception, match="the loss of a batch was"):
+        switch_module._check_loss(before, after, "f32")
 
 
 @pytest.mark.parametrize("what", ["loss", "step", "commit"])

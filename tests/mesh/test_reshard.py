@@ -10,7 +10,7 @@ from moves import MODEL, PLANS, QUICK, a_state, assert_is_the_state, bits_of, bu
 from plans import build, case
 from test_exchange import acted_out
 
-from optimus_jax.mesh import reshard
+from optimus_jax.mesh import piece_programs
 from optimus_jax.mesh.checksum import checksums, named_leaves
 from optimus_jax.mesh.reshard import Layout, Move, row_of_devices
 from optimus_jax.mesh.shard_sums import ReplicasDifferError, ShardSums
@@ -22,10 +22,10 @@ BUDGET_BYTES = 2**20
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     """Compile moves without optimising them."""
-    reshard._program.cache_clear()
-    monkeypatch.setattr(reshard, "compiler_options", lambda platform: QUICK)
+    piece_programs.piece_program.cache_clear()
+    monkeypatch.setattr(piece_programs, "compiler_options", lambda platform: QUICK)
     yield
-    reshard._program.cache_clear()
+    piece_programs.piece_program.cache_clear()
 
 
 def layout(name):
@@ -137,7 +137,7 @@ def test_the_same_plan_costs_nothing():
     move = Move(source, source, budget_bytes=BUDGET_BYTES)
     moved = move.run(state)
     assert (move.way_bytes, move.sent_bytes) == (0, 0)
-    assert reshard._program.cache_info().currsize == 0
+    assert piece_programs.piece_program.cache_info().currsize == 0
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True):
         assert [shard.data.unsafe_buffer_pointer() for shard in old.addressable_shards] == [
             shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards]

@@ -1,0 +1,91 @@
+"""A plan on its way to be ready: compiled in a thread while training goes on, in every process.
+
+What goes wrong on the way is a result, told when it is asked for, and never an exception in training.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from optimus_jax.control.executables import Executable
+from optimus_jax.errors import OptimusError, PlanError, explain
+from optimus_jax.mesh.reshard import Move
+from optimus_jax.plan import Plan
+from optimus_jax.planning.compile_report import LIMIT_HEADROOM_SHARE
+from optimus_jax.planning.explain import gib
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that a switch needs, compiled."""
+
+    source: Executable
+    """That the run is under."""
+    target: Executable
+    there: Move
+    back: Move
+    compile_s: float
+    """Of what was not compiled yet: steps, evaluation, checksums and moves."""
+
+    @property
+    def move_bytes(self) -> int:
+        """That a device holds at most while the state moves: the larger state, and what is on the way."""
+        states = self.source.layout.num_bytes(), self.target.layout.num_bytes()
+        return max(states) + max(self.there.way_bytes, self.back.way_bytes)
+
+
+class Preparation:
+    """A plan on its way to be ready."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._future: Future[Prepared] = Future()
+
+    def do(self, work: Callable[[], Prepared]) -> None:
+        """Do the work here and now, and keep what comes of it. Called in the thread."""
+        try:
+            self._future.set_result(work())
+        except Exception as error:
+            self._future.set_exception(error)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not, in this process."""
+        return self._future.done()
+
+    @property
+    def failure(self) -> str:
+        """Why it has failed; empty: it has not."""
+        error = self._future.exception() if self.is_done else None
+        return "" if error is None else str(error) or type(error).__name__
+
+    def result(self) -> Prepared:
+        """Waits for it; raises what went wrong."""
+        return self._future.result()
+
+    def is_ready_everywhere(self) -> bool:
+        """Whether every process is ready for this plan. All have to ask at the same step boundary; a tiny collective.
+
+        Raises OptimusError, on all of them, if one prepares another plan or has failed.
+        """
+        mine = np.array([*bytes.fromhex(self.plan.digest), self.is_done, bool(self.failure)], np.uint8)
+        all_of_them = multihost_utils.process_allgather(mine) if jax.process_count() > 1 else mine[None]
+        *digests, done, failed = all_of_them.T
+        if any((part != part[0]).any() for part in digests):
+            raise OptimusError(explain("the processes of this run prepare different plans", given=f"{self.plan.digest} here",
+                                       do="start all processes from the same version and settings"))
+        if failed.any():
+            raise PlanError(self.failure or "another process cannot prepare the plan")
+        return bool(done.all())
+
+
+def check_room(prepared: Prepared, bytes_per_device: int | None) -> None:
+    """Raise PlanError if the state cannot be moved within the memory of a device; None: that is unknown."""
+    if bytes_per_device is not None and prepared.move_bytes > (1 - LIMIT_HEADROOM_SHARE) * bytes_per_device:
+        raise PlanError(explain(
+            f"moving the state needs {gib(prepared.move_bytes)} per device, {gib(bytes_per_device)} are there",
+            given=prepared.target.plan.describe(), do="use a smaller controller.move_bytes, or another plan"))
