@@ -43,6 +43,33 @@ class Executable:
         """That it runs."""
         return self.program.plan
 
+    def compile_rest(self) -> None:
+        """Compile what a switch from here needs and a run that stays does not: the evaluation and checksums."""
+        if isinstance(self.program.eval_step, _CompiledLater):
+            self.program.eval_step.compile()
+        self.sums.compile()
+
+
+class _CompiledLater:
+    """A jitted function that can be compiled before it is called, once it is clear that it will be.
+
+    Args:
+      function: jitted.
+      abstract: what it will be called with.
+    """
+
+    def __init__(self, function: Any, *abstract: Any) -> None:
+        self._function, self._abstract = function, abstract
+        self._compiled: Any = None
+
+    def compile(self) -> None:
+        """May run in a thread while training goes on."""
+        if self._compiled is None:
+            self._compiled = self._function.lower(*self._abstract).compile()
+
+    def __call__(self, *args: Any) -> Any:
+        return (self._compiled or self._function)(*args)
+
 
 def layout_of(program: Program) -> Layout:
     """How a program's state lies."""
@@ -88,9 +115,11 @@ def compile_plan(config: Config, plan: Plan, *, devices: Sequence[Device] | None
 
 
 def of_running(program: Program, train_step: Any, step_bytes: int) -> Executable:
-    """The executable of a run that has begun, whose step is compiled; its evaluation is when first needed."""
+    """The executable of a run that has begun, whose step is compiled; the rest is when first needed."""
     layout = layout_of(program)
-    return Executable(program=replace(program, train_step=train_step), layout=layout, sums=ShardSums(layout), step_bytes=step_bytes, compile_s=0.0)
+    state: TrainState = layout.leaves
+    eval_step = _CompiledLater(program.eval_step, state.params, abstract_batch(program))
+    return Executable(program=replace(program, train_step=train_step, eval_step=eval_step), layout=layout, sums=ShardSums(layout), step_bytes=step_bytes, compile_s=0.0)
 
 
 def _check_memory(step: Any, plan: Plan, bytes_per_device: int | None) -> int:

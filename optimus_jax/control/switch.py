@@ -172,7 +172,7 @@ class Switcher:
     def _prepared(self, source: Executable, plan: Plan, config: Config, devices: tuple[Device, ...], avoid: frozenset[Device]) -> Prepared:
         started = time.perf_counter()
         target = self._shelf.get(config, plan, devices) or compile_plan(config, plan, devices=devices, bytes_per_device=self._bytes_per_device)
-        source.sums.compile()
+        source.compile_rest()
         there, back = (Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
                        for ends in ((source.layout, target.layout), (target.layout, source.layout)))
         there.compile()

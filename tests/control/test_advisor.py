@@ -236,6 +236,15 @@ def test_lost_devices_have_to_be_left_at_once_and_are_used_again():
     assert job.decisions[-1].step < 400
 
 
+def test_a_forced_move_that_fails_is_decided_anew():
+    job = Job(num_steps=5000).go(100)
+    job.fails = 1
+    job.go(20, lost=frozenset({11}))
+    tried = [each.plan for each in job.decisions if each.mandatory]
+    assert len(tried) == 2
+    assert tried[0] != tried[1] == job.plan
+
+
 def test_a_straggler_for_hours_is_left_out():
     settings = ControlConfig(budget_share=0.02)
     job = Job(num_steps=30000, switch_s=60.0, settings=settings, costs=SwitchCosts(restart_s=20.0)).go(100)
