@@ -22,7 +22,7 @@ from optimus_jax.control.memory_watch import MemoryWatch
 from optimus_jax.control.options import Offer, Options, Standing, View
 from optimus_jax.control.phases import Phase, Phases
 from optimus_jax.control.policy import Candidate, Decision, Regime, Situation
-from optimus_jax.control.predictor import Predictor
+from optimus_jax.control.predictor import Predictor, Query
 from optimus_jax.control.prices import Batch, Prices, query, setting
 from optimus_jax.control.quarantine import Quarantine
 from optimus_jax.control.signals import Observation
@@ -37,12 +37,30 @@ ABANDONED = 10
 """Cool-downs after which a switch that was decided and never made is no longer waited for."""
 REMEMBERED = 8
 """Plans that the run was under, which are always candidates."""
+FORGOTTEN_S = 3600.0
+"""Time in which caution after going to and fro falls to a third."""
+LEVELS = 30
+"""Levels of step times of this run that are kept by name, the newest."""
 LOOK_AGAIN = 0.1
 """Of the time that conditions have lasted: at least so much lies between two looks at what their duration speaks against."""
 SPARE = 0.02
 """Beyond the least probability: that a process which was left out has recovered, before it is tried again."""
 TRIAL = "the first steps under the new plan are done"
 """Puts up for decision whether to go back."""
+
+
+Level = tuple[float, float, int]
+"""Of step times: logarithm, its noise, and the steps that it rests on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """What a level was measured of."""
+
+    plan: Plan
+    batch: Batch
+    conditions: Conditions
+    regime: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +111,12 @@ class Advisor:
         self._standing, self._before = Standing(plan=plan), Standing(plan=plan)
         """What the run is under, and what it was under before the last switch."""
         self._plans = OrderedDict({plan.digest: plan})
+        self._levels: dict[_Known, tuple[Level, int]] = {}
+        """What was learnt in this run, with the step at which."""
         self._left: dict[str, tuple[str, int]] = {}
         """By digest of a plan that was left: conditions and regime at the time."""
+        self._returned_s: list[float] = []
+        """When the run went back to a plan that it had left."""
         self._step, self._time_s, self._began_s = 0, 0.0, None
         self._lost: frozenset[int] = frozenset()
         self._looked, self._on_trial, self._num_switches, self._cool_until = False, False, 0, 0
@@ -134,11 +156,12 @@ class Advisor:
                           delay_s=sum(costs_s.values()), counts=by_choice and not self._undoes_loss(without))
         if is_return:
             self._quarantine.add(old.plan, self._step)
-        self._left[old.plan.digest] = self._now
+        self._left[old.plan.digest], has_been = self._now, plan.digest in self._left
         left_out = older.left_out.still_slow(self._time_s) if is_return and older.left_out else self._left_out_by(without)
         self._under(Standing(plan=plan, without=without, left_out=left_out))
         self._before, self._on_trial, self._forced = old, by_choice and not is_return, None
         self._num_switches += by_choice
+        self._returned_s += [self._time_s] * (by_choice and has_been)
         self._cool()
 
     def failed(self, plan: Plan, why: str) -> None:
@@ -187,14 +210,16 @@ class Advisor:
         before, level = (watch.conditions, watch.regime), self._level()
         news = watch.observe(observation, claims(observation, self._cluster, plan.axes),
                              lambda conditions: self._prices.log_time(plan, self._batch, conditions))
-        if before != (watch.conditions, watch.regime):
+        if watch.was_so:
+            self._call_anew(watch.was_so)
+        elif before != (watch.conditions, watch.regime):
             if level is not None:
                 self._learn(*before, level)
             if before[1] and before[1] != watch.regime:
                 self._predictor.forget_regime(before[1])
         return news
 
-    def _level(self) -> tuple[float, float, int] | None:
+    def _level(self) -> Level | None:
         """Of step times under the plan: logarithm, its noise, and the steps that it rests on."""
         detector = self._watch.detector
         return None if detector.level is None or detector.count < self._settings.canary_steps else (detector.level, detector.noise, detector.count)
@@ -203,9 +228,29 @@ class Advisor:
         if (level := self._level()) is not None:
             self._learn(self._watch.conditions, self._watch.regime, level)
 
-    def _learn(self, conditions: Conditions, regime: int, level: tuple[float, float, int]) -> None:
-        asked = query(self._standing.plan, conditions.applied(self._prices.of(self._batch)), setting(self._batch, conditions), regime)
-        self._predictor.learn(asked, log_time=level[0], noise=level[1], count=level[2], step=self._step)
+    def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:
+        known = _Known(plan=self._standing.plan, batch=self._batch, conditions=conditions, regime=regime)
+        self._levels.pop(known, None)
+        self._levels[known] = (level, self._step)
+        while len(self._levels) > LEVELS:
+            self._levels.pop(next(iter(self._levels)))
+        self._tell(known, level, self._step)
+
+    def _tell(self, known: _Known, level: Level, step: int) -> None:
+        self._predictor.learn(self._query_of(known), log_time=level[0], noise=level[1], count=level[2], step=step)
+
+    def _query_of(self, known: _Known) -> Query:
+        return query(known.plan, known.conditions.applied(self._prices.of(known.batch)), setting(known.batch, known.conditions), known.regime)
+
+    def _call_anew(self, was_so: Mapping[str, float]) -> None:
+        """Conditions have turned out to be other ones all the time: so they were when levels were learnt."""
+        levels, self._levels = self._levels, {}
+        for known in levels:
+            self._predictor.forget(self._query_of(known))
+        for known, (level, step) in levels.items():
+            renamed = replace(known, conditions=replace(known.conditions, **was_so))
+            self._levels[renamed] = (level, step)
+            self._tell(renamed, level, step)
 
     def _left_out_by(self, without: frozenset[int]) -> LeftOut | None:
         """The slow process that a run without these devices does without."""
@@ -343,7 +388,7 @@ class Advisor:
         regime = watch.regime_at(self._time_s) if question.only is None else Regime(elapsed_s=0.0, durations=None)
         situation = Situation(
             step=self._step, trigger=question.trigger, step_time_s=step_time_s, horizon_s=steps_left * step_time_s, regime=regime, blocked=blocked,
-            budget_s=self._budget_s(usual_s), mandatory=question.mandatory, at_step=question.at_step,
+            caution=1.0 if question.only is not None else self._caution(), budget_s=self._budget_s(usual_s), mandatory=question.mandatory, at_step=question.at_step,
             inputs=self._inputs(question, observation, forecast.interval_s(0), steps_left))
         return policy.decide(situation, candidates, self._settings)
 
@@ -386,6 +431,10 @@ class Advisor:
     def _compiled(self) -> list[str]:
         """Digests of plans whose executables are still there."""
         return list(self._plans)[-self._settings.executables:]
+
+    def _caution(self) -> float:
+        """Twice as much for every time that the run went back to a plan, as long as that is not forgotten."""
+        return 2.0 ** sum(math.exp(-(self._time_s - time_s) / FORGOTTEN_S) for time_s in self._returned_s)
 
     def _budget_s(self, step_time_s: float) -> float:
         """What switches may still take, of the time that the whole run takes if the steps that are left take so long."""

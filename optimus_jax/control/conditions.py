@@ -16,7 +16,7 @@ from optimus_jax.planning.search import Pricing
 
 GRID = math.log(1.1)
 """Factors are told apart if they differ by a tenth."""
-FASTEST, SLOWEST = 0.25, 1000.0
+FASTEST, SLOWEST = 0.01, 1000.0
 """What is beyond is no slowdown but nonsense."""
 NAMES = ("inside", "between", "compute", "skew")
 

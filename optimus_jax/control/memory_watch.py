@@ -30,6 +30,8 @@ MOST = 0.9
 """Share that is given up at most."""
 BEHIND = 2 / 1.4826
 """From the middle of samples on a line to their end, in robust deviations (signals.Reading.spread): half over a quarter of their range, in MADs."""
+WIDEST = 0.1
+"""Deviation of samples beyond which they are of two plans, and their median is of neither."""
 OVER = 1.05
 """More of the memory than there is, by which a reading is nonsense."""
 OFF = (0.8, 1.25)
@@ -113,6 +115,7 @@ def _used(observation: Observation) -> float | None:
     all alike there is no deviation.
     """
     readings = [observation.reading(MEMORY_PEAK_SHARE), observation.reading(MEMORY_SHARE)]
-    used = [reading.value + BEHIND * (reading.spread or 0.0) for reading in readings if reading.quality == "good" and reading.value is not None]
+    used = [reading.value + BEHIND * (reading.spread or 0.0) for reading in readings
+            if reading.quality == "good" and reading.value is not None and (reading.spread or 0.0) <= WIDEST]
     largest = max((share for share in used if share > 0), default=math.nan)
     return largest if largest <= OVER else None

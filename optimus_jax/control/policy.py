@@ -106,6 +106,8 @@ class Situation:
     regime: Regime
     budget_s: float
     """What switches may still take."""
+    caution: float = 1.0
+    """Factor on the costs that a gain has to be worth: more than 1 where the run has been to and fro."""
     blocked: str = ""
     """Why no switch may be made now, whatever it gains; empty: one may."""
     mandatory: bool = False
@@ -265,8 +267,9 @@ def _objection(situation: Situation, candidate: Candidate, settings: ControlConf
     later_s = None if situation.regime.durations is None else LOOK_AGAIN * situation.regime.elapsed_s
     if probability < settings.min_probability:
         return f"saves time with probability {probability:.2f}, and {settings.min_probability:g} is the least", later_s
-    if gain_s < settings.gain_over_cost * cost_s:
-        return f"saves {seconds(gain_s)} for {seconds(cost_s)}, and {settings.gain_over_cost:g} times is the least", later_s
+    least_times = settings.gain_over_cost * situation.caution
+    if gain_s < least_times * cost_s:
+        return f"saves {seconds(gain_s)} for {seconds(cost_s)}, and {least_times:.2g} times is the least", later_s
     return "", None
 
 

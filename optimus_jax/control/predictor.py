@@ -159,6 +159,10 @@ class Predictor:
         """It is over, and its number will not come again."""
         self._evidence = {key: each for key, each in self._evidence.items() if key[2] != regime}
 
+    def forget(self, query: Query) -> None:
+        """It was not what it was called."""
+        self._evidence.pop(query.key, None)
+
     def foretell(self, queries: Sequence[Query]) -> Forecast:
         """Step times of all queries, jointly."""
         believed = self._believed(queries)

@@ -36,6 +36,8 @@ DISTURBED = 0.2
 """Distance from normal conditions, as a logarithm, from which on they are a disturbance."""
 OTHER_REGIME = math.log(1.5)
 """Change of conditions by which one disturbance ends and another begins."""
+OUTDATED = 0.4
+"""The same for a claim that is newer than the plan, against what was believed before."""
 PRIOR_STEPS = 5
 """Steps that a regime is expected to have lasted when nothing is known."""
 
@@ -56,16 +58,17 @@ class Watch:
         self.straggler: int | None = None
         """The slow process."""
         self._strikes: set[str] = set()
+        self._first_compute: float | None = None
         self._heard: set[str] = set()
         """Factors of which a reading has been believed."""
         self._early: set[str] = set()
         """Factors whose claims were there before step times under this plan had a level."""
-        self._was_so = False
-        """Whether what was last believed may have held from the start."""
+        self.was_so: dict[str, float] = {}
+        """What the last observation made known that may have held from the start."""
         self._claimed_at: dict[str, int] = {}
         self._anchor: float | None = None
         """Level in these conditions outside unexplained regimes, once one has begun."""
-        self._skipped = 0
+        self._skipped = self._plan_steps = 0
         self._num_regimes = 0
         self._seen_steps = 0
         self._since_s: float | None = None
@@ -92,7 +95,7 @@ class Watch:
 
     def restart(self) -> None:
         """Another plan or another batch: step times have another level."""
-        self.detector, self._skipped, self._anchor = ChangeDetector(), 0, None
+        self.detector, self._skipped, self._plan_steps, self._anchor = ChangeDetector(), 0, 0, None
         self._claimed_at.clear()
         self._early.clear()
 
@@ -105,11 +108,11 @@ class Watch:
         """
         if self._since_s is None:
             self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
-        was_disturbed, before, self._was_so = self.is_disturbed, (self.conditions, self.regime), False
+        was_disturbed, before, self.was_so = self.is_disturbed, (self.conditions, self.regime), {}
         change, step_time_s = self._add_steps(observation)
         news = [self._level_changed(change)] if change else []
         news.append(self._hear(observation, claims, log_time_of))
-        if (self.conditions, self.regime) != before and not self._was_so:
+        if (self.conditions, self.regime) != before and not self.was_so:
             begun_s = observation.time_s - step_time_s * (change.num_steps if change else RECENT)
             self._turn(was_disturbed, before[0], begun_s, step_time_s)
         return "; ".join(filter(None, news))
@@ -122,6 +125,7 @@ class Watch:
             if self._skipped < SETTLING:
                 self._skipped += 1
                 continue
+            self._plan_steps += 1
             found = self.detector.add(math.log(step_time_s)) or found
         return found, step_time_s
 
@@ -142,33 +146,45 @@ class Watch:
         self._heard |= {name for name in claimed if name not in news and claims[name].quality == "good"}
         for name in [name for name in self._claimed_at if name not in news]:
             del self._claimed_at[name]
+        self._early &= news.keys()
         for name in [name for name in self.distrusted if name not in news]:
             del self.distrusted[name]  # it claims again what is believed
         news = {name: value for name, value in news.items() if name not in self.distrusted}
         if not news:
             return ""
-        self._early &= news.keys()
         for name in news:
-            if self.detector.count < LEAST_STEPS:
+            if self._plan_steps < LEAST_STEPS:
                 self._early.add(name)
             if claims[name].quality == "good":
                 self._claimed_at.setdefault(name, self._seen_steps)
-        # Together first: what changes at the same time is felt together. By itself what is not felt waits for its relatives that are.
-        felt = {FAMILY[name] for name, value in news.items() if self._is_felt(name, value, log_time_of)}
-        alone = [{name: value} for name, value in news.items() if len(news) > 1 and (FAMILY[name] not in felt or self._is_felt(name, value, log_time_of))]
-        for group in [news, *alone]:
+        for group in self._groups(news, log_time_of):
             if self._is_borne_out(group, claims, log_time_of):
                 return self._believe(group, observation, log_time_of)
         late = [name for name in news if self._seen_steps - self._claimed_at.get(name, math.inf) >= PATIENCE and self._is_felt(name, news[name], log_time_of)]
         return self._distrust(late, news) if late else ""
 
+    def _groups(self, news: Mapping[str, float], log_time_of: Callable[[Conditions], float]) -> list[dict[str, float]]:
+        """Claims that are held against step times together: relatives, each by itself, all.
+
+        By itself what is not felt waits for its relatives that are: if those lie, so may it.
+        """
+        families = [{name: value for name, value in news.items() if FAMILY[name] == family} for family in dict.fromkeys(FAMILY.values())]
+        felt = {FAMILY[name] for name, value in news.items() if self._is_felt(name, value, log_time_of)}
+        alone = [{name: value} for name, value in news.items() if FAMILY[name] not in felt or self._is_felt(name, value, log_time_of)]
+        return [*[group for group in families if group], *alone, dict(news)]
+
     def _claimed(self, claims: Mapping[str, Reading]) -> dict[str, float]:
         values = {name: reading.value for name, reading in claims.items() if reading.value is not None}
+        if "compute" in values:
+            # What has been so from the start is learnt from step times, which all plans have in common.
+            if claims["compute"].quality == "good" and self._first_compute is None:
+                self._first_compute = values["compute"]
+            values["compute"] /= self._first_compute or values["compute"]
         if "skew" in values:
             values["skew"] = max(1.0, values["skew"])
             # A probe of compute on the slow process says the same thing again.
-            more, skewed = (math.log(values.get(name, 1.0) / getattr(self.conditions, name)) for name in ("compute", "skew"))
-            if skewed > 0 and abs(more - skewed) < LEAST["skew"]:
+            skew, more = values["skew"], values.get("compute", 1.0) / self.conditions.compute
+            if skew > 1 and abs(math.log(more / skew)) < LEAST["skew"]:
                 values.pop("compute", None)
         return values
 
@@ -180,12 +196,14 @@ class Watch:
         before, after = log_time_of(self.conditions), log_time_of(replace(self.conditions, **group))
         predicted = after - before
         is_good = all(claims[name].quality == "good" and FAMILY[name] not in self._strikes for name in group)
-        if abs(predicted) < FELT:  # nothing to hold it against; what is faster than it ever was needs more than a word
-            return is_good and all(value >= min(1.0, getattr(self.normal, name)) for name, value in group.items())
+        if abs(predicted) < FELT:  # nothing to hold it against; what is suddenly faster than it ever was needs more than a word
+            return is_good and all(name not in self._heard or value >= min(1.0, getattr(self.normal, name)) for name, value in group.items())
         if (level := self.detector.recent(RECENT)) is None:
             return False
         if self.regime == 0 and (not self._heard.issuperset(group) or self._early.intersection(group)):  # it may have been so all the time
-            return is_good and abs(level - after) <= abs(level - before) + UNSURE
+            # Of a factor that was heard before, what is believed is a reading too, and an older one.
+            unsure = UNSURE if not self._heard.issuperset(group) else OUTDATED
+            return is_good and abs(level - after) <= abs(level - before) + unsure
         if (reference := self._anchor if self.regime else self.detector.level) is None:
             return False
         seen = level - reference
@@ -193,18 +211,19 @@ class Watch:
 
     def _believe(self, group: Mapping[str, float], observation: Observation, log_time_of: Callable[[Conditions], float]) -> str:
         felt = abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions)) >= FELT
-        self._was_so = self.regime == 0 and not self._heard.issuperset(group)
+        self.was_so = dict(group) if self.regime == 0 and not self._heard.issuperset(group) else {}
         self.conditions = replace(self.conditions, **group)
         self._heard |= set(group)
-        if self._was_so:
+        if self.was_so:
             self.normal = replace(self.normal, **group)
         elif felt and self.regime:
             self.regime = 0
         elif felt and not self._early.intersection(group):
-            self.detector.begin_with(max(RECENT, self.detector.suspects))
+            self.detector.begin_with(self.detector.suspects or RECENT)
         if "skew" in group:
             index = observation.reading("straggler").value
             self.straggler = int(index) if group["skew"] > 1 and index is not None and math.isfinite(index) else None
+        self._early -= group.keys()
         for name in group:
             self._claimed_at.pop(name, None)
         return " and ".join(f"{_WORDS[name]} {value:.2g} times as long as profiled" for name, value in group.items())

@@ -89,7 +89,7 @@ class Round:
 
     shape: Index
     routes: tuple[Route, ...]
-    """All that send; none: every piece stays on its device."""
+    """All that send, some to themselves; none: every piece stays on its device."""
     take: tuple[Place | None, ...]
     """By device: its piece in the old shard; None: it sends none."""
     put: tuple[Place | None, ...]
@@ -139,15 +139,34 @@ def make_exchange(source: Lying, target: Lying, *, processes: tuple[int, ...], m
       avoid: devices that send only what no other has.
     """
     pieces = [part for piece in _pieces(source, target, processes, avoid) for part in _cut(piece, most)]
-    shapes = sorted({piece.shape for piece in pieces}, key=lambda shape: (-math.prod(shape), shape))
-    rounds = []
-    for shape in shapes:
-        staying = [piece for piece in pieces if piece.shape == shape and piece.start == piece.end]
-        moving = [piece for piece in pieces if piece.shape == shape and piece.start != piece.end]
-        for among in (staying, moving):
-            rounds += [_round([among[edge] for edge in part], len(processes))
-                       for part in matchings([(piece.start, piece.end) for piece in among])]
+    by_shape: dict[Index, list[_Piece]] = {}
+    for piece in _of_equal_rows(pieces):
+        by_shape.setdefault(piece.shape, []).append(piece)
+    rounds = [_round(part, len(processes)) for shape in sorted(by_shape, key=lambda shape: (-math.prod(shape), shape))
+              for among in _staying_apart(by_shape[shape]) for part in _without_conflict(among)]
     return Exchange(old=source.local, new=target.local, rounds=tuple(rounds))
+
+
+def _of_equal_rows(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
+    """Pieces cut by rows where others, alike in the rest, end: in a round all devices work, also those to which nothing comes."""
+    lengths: dict[Index, set[int]] = {}
+    for piece in pieces:
+        lengths.setdefault(piece.shape[1:], {0}).add(piece.shape[0])
+    for piece in pieces:
+        for first, last in itertools.pairwise(sorted(length for length in lengths[piece.shape[1:]] if length <= piece.shape[0])):
+            yield _along(piece, 0, first, last - first)
+
+
+def _staying_apart(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Pieces that stay on their devices and those that move, if every device has some that stay; else all together, which gives fuller rounds."""
+    staying = [piece for piece in pieces if piece.start == piece.end]
+    if {piece.end for piece in staying} != {piece.end for piece in pieces}:
+        return [list(pieces)]
+    return [staying, [piece for piece in pieces if piece.start != piece.end]]
+
+
+def _without_conflict(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    return [[pieces[number] for number in part] for part in matchings([(piece.start, piece.end) for piece in pieces])]
 
 
 def matchings(routes: Sequence[Route]) -> list[list[int]]:
@@ -193,24 +212,25 @@ def _round(pieces: Sequence[_Piece], num_devices: int) -> Round:
     put: list[Place | None] = [None] * num_devices
     for piece in pieces:
         take[piece.start], put[piece.end] = piece.take, piece.put
-    routes = tuple(sorted((piece.start, piece.end) for piece in pieces if piece.start != piece.end))
-    return Round(shape=pieces[0].shape, routes=routes, take=tuple(take), put=tuple(put))
+    routes = tuple(sorted((piece.start, piece.end) for piece in pieces))
+    moves = any(start != end for start, end in routes)
+    return Round(shape=pieces[0].shape, routes=routes if moves else (), take=tuple(take), put=tuple(put))
 
 
 def _pieces(source: Lying, target: Lying, processes: Sequence[int], avoid: frozenset[int]) -> Iterator[_Piece]:
     """Every piece of every new shard, each from one device that has it."""
-    replicas, sent = source.replicas, [0] * len(processes)
     rows = _Borders(source.rows, target.rows, source.local[0], target.local[0])
     dims = [_Borders(None, None, old, new) for old, new in zip(source.local[1:], target.local[1:], strict=True)]
-    for end, block in enumerate(target.blocks):
-        if block is None:
-            continue
-        for stretches, *parts in itertools.product(rows.by_old(block[0]), *(dim.by_old(at) for dim, at in zip(dims, block[1:], strict=True))):
-            start = min(replicas[stretches[0], *(old for old, _ in parts)], key=lambda device, end=end: (
-                device in avoid, device != end, processes[device] != processes[end], sent[device], (device - end) % len(processes)))
-            piece = _piece(start, end, stretches[1], [runs[0] for _, runs in parts])
-            sent[start] += math.prod(piece.shape) if start != end else 0
-            yield piece
+    needs = [(end, (stretches[0], *(old for old, _ in parts)), stretches[1], [runs[0] for _, runs in parts])
+             for end, block in enumerate(target.blocks) if block is not None
+             for stretches, *parts in itertools.product(rows.by_old(block[0]), *(dim.by_old(at) for dim, at in zip(dims, block[1:], strict=True)))]
+    replicas, busy = source.replicas, [0] * len(processes)
+    for end, block, stretches, others in sorted(needs, key=lambda need: need[0] not in replicas[need[1]]):  # first those that stay
+        start = min(replicas[block], key=lambda device, end=end: (
+            device in avoid and device != end, device != end, processes[device] != processes[end], busy[device], (device - end) % len(processes)))
+        piece = _piece(start, end, stretches, others)
+        busy[start] += math.prod(piece.shape)
+        yield piece
 
 
 def _piece(start: int, end: int, stretches: Sequence[Run], others: Sequence[Run]) -> _Piece:
@@ -261,12 +281,17 @@ def _cut(piece: _Piece, most: int) -> Iterator[_Piece]:
     step = max(1, most * piece.shape[dim] // size)
     for first in range(0, piece.shape[dim], step):
         length = min(step, piece.shape[dim] - first)
-        yield from _cut(replace(piece, take=_part(piece.take, dim, first, length), put=_part(piece.put, dim, first, length),
-                                shape=(*piece.shape[:dim], length, *piece.shape[dim + 1:])), most)
+        yield from _cut(_along(piece, dim, first, length), most)
+
+
+def _along(piece: _Piece, dim: int, first: int, length: int) -> _Piece:
+    """A part of a piece, along one dimension."""
+    return replace(piece, take=_part(piece.take, dim, first, length), put=_part(piece.put, dim, first, length),
+                   shape=(*piece.shape[:dim], length, *piece.shape[dim + 1:]))
 
 
 def _part(place: Place, dim: int, first: int, length: int) -> Place:
-    """A part of a piece, along one dimension."""
+    """Where that part is."""
     if dim > 0:
         return replace(place, starts=(*place.starts[:dim - 1], place.starts[dim - 1] + first, *place.starts[dim:]))
     rows, before = [], 0

@@ -114,8 +114,9 @@ class Move:
     @property
     def sent_bytes(self) -> int:
         """That all devices together get from others."""
-        return sum(len(part.routes) * math.prod(part.shape) * leaf.dtype.itemsize
-                   for path, leaf in self.source.named.items() for part in self.exchange(path).rounds)
+        return sum(math.prod(part.shape) * leaf.dtype.itemsize
+                   for path, leaf in self.source.named.items() for part in self.exchange(path).rounds
+                   for start, end in part.routes if start != end)
 
     def carry(self, group: Group, leaves: Mapping[str, Array]) -> dict[str, Array]:
         """The group's leaves in the new layout, finished. The old ones are still there."""

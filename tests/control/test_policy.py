@@ -154,6 +154,14 @@ def test_what_is_better_afterwards_too_need_not_wait():
     assert decided(candidate(log_ratio_after=math.log(1.2)), regime=regime).action == "stay"
 
 
+def test_to_and_fro_makes_cautious():
+    """30% of 1000 s for 10 s are 30 times the cost."""
+    assert decided(candidate(), horizon_s=1000.0, caution=8.0).action == "switch"
+    decision = decided(candidate(), horizon_s=1000.0, caution=16.0)
+    assert decision.action == "stay"
+    assert "32 times is the least" in decision.why
+
+
 def test_what_undoes_a_forced_move_needs_no_budget():
     assert decided(candidate(is_free=True), budget_s=0.0).action == "switch"
 

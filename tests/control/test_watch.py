@@ -56,6 +56,10 @@ def test_a_reading_that_step_times_bear_out_is_believed():
     assert run.watch.regime == 0
     assert run.watch.is_disturbed
     assert any("between hosts" in each for each in run.news)
+    # That steps take longer from now on is no news of its own.
+    run.go(60, SLOW, {**NORMAL, "between": 4.1})
+    assert run.watch.regime == 0
+    assert len(run.news) <= 2
 
 
 def test_a_reading_that_comes_late_explains_what_was_not_explained():
@@ -102,6 +106,25 @@ def test_what_is_so_from_the_start_is_normal():
     assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
     assert not run.watch.is_disturbed
     assert run.watch.regime_at(run.time_s).durations is None
+
+
+def test_computing_that_was_always_slower_is_normal_and_what_becomes_slower_is_not():
+    run = Run().go(60, said={**NORMAL, "compute": 1.3})
+    assert run.watch.conditions == Conditions()
+    run.go(20, Conditions(compute=2.0), {**NORMAL, "compute": 2.6})
+    assert run.watch.conditions.compute == pytest.approx(2.0, rel=0.06)
+
+
+def test_a_claim_that_was_there_early_is_an_ordinary_one_later():
+    run = Run().go(10, SLOW, {**NORMAL, "between": 4.0}).go(60, SLOW, {**NORMAL, "between": 4.0})
+    slower = Conditions(between=16.0)
+    run.go(80, slower, {**NORMAL, "between": 16.0})
+    assert run.watch.conditions.between == pytest.approx(16.0, rel=0.06)
+    assert run.watch.regime == 0
+
+
+def test_a_link_that_was_always_faster_than_profiled_is_believed_though_the_plan_avoids_it():
+    assert Run().go(30, said={**NORMAL, "inside": 0.1}).watch.conditions.inside == pytest.approx(0.1, rel=0.06)
 
 
 def test_a_lie_from_the_start_is_not_believed():

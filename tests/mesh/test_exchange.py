@@ -101,8 +101,8 @@ def received(exchange):
     """Elements that each device gets from others."""
     got = collections.Counter()
     for part in exchange.rounds:
-        for _, end in part.routes:
-            got[end] += math.prod(part.shape)
+        for start, end in part.routes:
+            got[end] += math.prod(part.shape) if start != end else 0
     return got
 
 
