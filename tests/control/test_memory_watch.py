@@ -5,7 +5,7 @@ import pytest
 from fleet import PRICING, plan_on
 
 from optimus_jax.control.candidates import has_room
-from optimus_jax.control.memory_watch import AHEAD, LASTING_S, MemoryWatch
+from optimus_jax.control.memory_watch import AHEAD, MemoryWatch
 from optimus_jax.control.signals import Observation, Reading
 
 
@@ -31,8 +31,8 @@ def test_what_grows_is_noticed_before_it_is_too_late():
             break
     assert said[-1] == "pressed"
     assert 0.7 < used < 0.9
-    # What is left is what will be left after LASTING_S.
-    assert watch.taken == pytest.approx(used - 0.6 + 0.001 * LASTING_S, abs=0.05)
+    # What is left is what will be left in two minutes.
+    assert watch.taken == pytest.approx(used - 0.6 + 0.12, abs=0.03)
     less = watch.applied(PRICING).cluster.accelerator.memory_bytes
     assert less == pytest.approx(PRICING.cluster.accelerator.memory_bytes * (1 - watch.taken), rel=1e-6)
 
@@ -53,8 +53,8 @@ def test_it_says_so_once_and_again_when_more_is_taken():
     assert observed(watch, 0.94, time_s=20.0) is None
     watch.restart()  # a plan that needs 0.3
     assert observed(watch, 0.64, needed=0.3, time_s=30.0) is None
-    assert observed(watch, 0.64, needed=0.3, time_s=300.0) is None
-    assert observed(watch, 0.95, needed=0.3, time_s=310.0) == "pressed"
+    assert observed(watch, 0.64, needed=0.3, time_s=200.0) is None
+    assert observed(watch, 0.95, needed=0.3, time_s=210.0) == "pressed"
 
 
 def test_it_is_free_again_once_it_has_been_so_for_a_while_and_for_longer_each_time():
@@ -96,8 +96,8 @@ def test_readings_right_after_a_switch_do_not_count():
     watch = MemoryWatch()
     observed(watch, 0.6)
     watch.restart()
-    assert [observed(watch, 0.9, needed=0.3, time_s=10.0 * number) for number in range(24)] == [None] * 24
-    assert [observed(watch, 0.3, needed=0.3, time_s=300.0 + 10.0 * number) for number in range(20)] == [None] * 20
+    assert [observed(watch, 0.9, needed=0.3, time_s=10.0 * number) for number in range(12)] == [None] * 12
+    assert [observed(watch, 0.3, needed=0.3, time_s=200.0 + 10.0 * number) for number in range(20)] == [None] * 20
 
 
 @pytest.mark.parametrize(("used", "quality", "needed"), [(1.3, "good", 0.6), (0.97, "stale", 0.6), (0.97, "few", 0.6), (None, "good", 0.6), (0.97, "good", None), (0.0, "good", 0.6)])
