@@ -1,5 +1,6 @@
 """Plans that a running job is moved between, on eight devices, and a state whose every bit counts."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -9,8 +10,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from plans import LLAMA, VOCAB_SIZE, build, case
 
+from optimus_jax.mesh import piece_programs, shard_sums
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.reshard import Layout
 from optimus_jax.mesh.restack import is_stacked
@@ -97,4 +100,22 @@ def next_of(name):
 
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-"""For programs that are run once: half of the time to compile. What they do is decided before."""
+"""For programs that are run once: less than half of the time to compile. What they do is decided before."""
+
+
+@contextlib.contextmanager
+def compiled_quickly():
+    """Programs that are lowered and compiled meanwhile are not optimised, and those that moves keep are not kept longer."""
+    whole = jax.stages.Lowered.compile
+
+    def quick(lowered, compiler_options=None):
+        return whole(lowered, QUICK | (compiler_options or {}))
+
+    kept = piece_programs.piece_program, shard_sums._program
+    for programs in kept:
+        programs.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", quick)
+        yield
+    for programs in kept:
+        programs.cache_clear()

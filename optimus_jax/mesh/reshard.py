@@ -3,7 +3,8 @@
 Layouts differ in what is split over which mesh axes, in the slots that layers lie in, in the padding
 of the vocabulary, and perhaps in the devices themselves. Every leaf moves by compiled programs that
 send exactly the pieces which a device lacks (mesh/exchange.py); a leaf that lies alike under both
-layouts is not touched. No array is made whole on the way, on a device or on the host.
+layouts is not touched. No array is made whole on the way, on a device or on the host. Virtual devices of
+one process have one memory, in which pieces are copied without any program (mesh/host_copies.py).
 
 Memory: leaves move in *groups*. A group's old shards are deleted when its new ones are there, and
 what a device holds besides (new shards, and pieces on the way) is at most the budget, or what a
@@ -32,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.exchange import Device, Exchange, Index, Lying, Round, lying, make_exchange
+from optimus_jax.mesh.host_copies import blank_program, copied, have_one_memory
 from optimus_jax.mesh.piece_programs import ROW, Kind, piece_program, places
 from optimus_jax.mesh.restack import is_stacked
 
@@ -97,12 +99,20 @@ class Move:
     def __init__(self, source: Layout, target: Layout, *, budget_bytes: int, avoid: frozenset[Device] = frozenset()) -> None:
         assert source.named.keys() == target.named.keys(), "the states are of different models"
         self.source, self.target, self._budget_bytes = source, target, budget_bytes
-        self._row = Mesh(np.array(row_of_devices(source, target)), (ROW,))
+        self._row, self._target_row = (Mesh(np.array(devices), (ROW,)) for devices in (row_of_devices(source, target), target.devices))
+        self._is_one_memory = have_one_memory(row_of_devices(source, target))
         self._avoid = avoid
         self.groups: tuple[Group, ...] = ()
 
     def compile(self) -> None:
-        """Compile every program that is needed; only then is it known what they need, and `groups` is filled."""
+        """Compile every program that is needed; only then is it known what they need, and `groups` is filled.
+
+        Runs nothing, but puts the tables that programs are told by onto the devices.
+        """
+        if self._is_one_memory:
+            for path, leaf in self.target.named.items():
+                if not (exchange := self.exchange(path)).is_nothing:
+                    blank_program(exchange.new, np.dtype(leaf.dtype), self._target_row)
         way_bytes = {path: self.way_bytes_of(path) for path in self.source.named}
         self.groups = tuple(_in_groups(way_bytes, sorted(way_bytes, key=self._growth_bytes), self._budget_bytes))
 
@@ -120,21 +130,17 @@ class Move:
 
     def carry(self, group: Group, leaves: Mapping[str, Array]) -> dict[str, Array]:
         """The group's leaves in the new layout, finished. The old ones are still there."""
-        devices, is_cpu = tuple(self._row.devices.flat), self._platform == "cpu"
         arrived = {}
         for path in group.paths:
             old, asked, exchange = leaves[path], self.target.named[path], self.exchange(path)
             if exchange.is_nothing:
                 arrived[path] = _as_leaf(_shards(old), asked)
                 continue
-            row, new = as_row(old, self._row, exchange.old), None
-            for program, part in self._steps(path):
-                told = places(part, exchange.new[0], self._row)
-                new = program(row, told) if new is None else program(row, told, new)
-                if is_cpu:
-                    jax.block_until_ready(new)
-            assert new is not None
-            arrived[path] = _as_leaf({device: shard for device, shard in _shards(new).items() if device in devices}, asked)
+            if self._is_one_memory:
+                new = copied(_shards(old), exchange, np.dtype(asked.dtype), tuple(self._row.devices.flat), self._target_row)
+            else:
+                new = _shards(self._sent(path, as_row(old, self._row, exchange.old)))
+            arrived[path] = _as_leaf(new, asked)
         return jax.block_until_ready(arrived)
 
     def release(self, group: Group, leaves: dict[str, Array], arrived: Mapping[str, Array]) -> None:
@@ -157,9 +163,15 @@ class Move:
         """The leaves, all in the new layout, as a state."""
         return jax.tree.unflatten(jax.tree.structure(self.target.leaves), [leaves[path] for path in self.target.named])
 
-    @property
-    def _platform(self) -> str:
-        return self._row.devices.flat[0].platform
+    def _sent(self, path: str, row: Array) -> Array:
+        """A leaf's shards, one after the other, as programs make them of the old ones."""
+        new, is_cpu = None, self._row.devices.flat[0].platform == "cpu"
+        for program, told in self._steps(path):
+            new = program(row, told) if new is None else program(row, told, new)
+            if is_cpu:
+                jax.block_until_ready(new)
+        assert new is not None
+        return new
 
     def exchange(self, path: str) -> Exchange:
         """How the shards of a leaf become its new ones."""
@@ -174,15 +186,16 @@ class Move:
     def _piece_bytes(self) -> int:
         return max(1024, int(self._budget_bytes * PIECE_SHARE))
 
-    def _steps(self, path: str) -> "list[tuple[jax.stages.Compiled, tuple[Round, ...]]]":
+    def _steps(self, path: str) -> "list[tuple[jax.stages.Compiled, Array]]":
         """The programs that move a leaf one after the other, and what each is told: the first makes new shards, others add to them."""
         exchange, dtype = self.exchange(path), np.dtype(self.source.named[path].dtype)
-        return [(piece_program(tuple(map(Kind.of, part)), exchange.old, exchange.new, dtype, self._row, number == 0), part)
+        return [(piece_program(tuple(map(Kind.of, part)), exchange.old, exchange.new, dtype, self._row, number == 0),
+                 places(part, exchange.new[0], self._row))
                 for number, part in enumerate(_parts(exchange.rounds, self._piece_bytes // dtype.itemsize))]
 
     def scratch_bytes(self, path: str) -> int:
         """That a device needs for pieces of a leaf, beside its old shard and its new one; as the compiled programs say."""
-        if self.exchange(path).is_nothing:
+        if self._is_one_memory or self.exchange(path).is_nothing:
             return 0
         analyses = [program.memory_analysis() for program, _ in self._steps(path)]
         return max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)

@@ -39,6 +39,7 @@ class ShardSums:
         """Compile every program that is needed; leaves whose shards are alike share one."""
         for path in self._layout.named:
             self._program(path)
+            _numbers(self._lying(path), self._row)
 
     def of(self, leaves: Mapping[str, Array], paths: Iterable[str]) -> dict[str, int]:
         """The checksum of some leaves, by path; the same on every process.

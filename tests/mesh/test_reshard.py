@@ -6,11 +6,22 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from moves import MODEL, PLANS, QUICK, a_state, assert_is_the_state, bits_of, built, copied, layout_of, next_of
+from moves import (
+    MODEL,
+    PLANS,
+    a_state,
+    assert_is_the_state,
+    bits_of,
+    built,
+    compiled_quickly,
+    copied,
+    layout_of,
+    next_of,
+)
 from plans import build, case
 from test_exchange import acted_out
 
-from optimus_jax.mesh import piece_programs
+from optimus_jax.mesh import piece_programs, reshard
 from optimus_jax.mesh.checksum import checksums, named_leaves
 from optimus_jax.mesh.reshard import Layout, Move, row_of_devices
 from optimus_jax.mesh.shard_sums import ReplicasDifferError, ShardSums
@@ -19,13 +30,24 @@ from optimus_jax.training.state import to_stored
 BUDGET_BYTES = 2**20
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch):
-    """Compile moves without optimising them."""
-    piece_programs.piece_program.cache_clear()
-    monkeypatch.setattr(piece_programs, "compiler_options", lambda platform: QUICK)
-    yield
-    piece_programs.piece_program.cache_clear()
+@pytest.fixture(scope="module", autouse=True)
+def quickly():
+    """Moves between many plans share programs."""
+    with compiled_quickly():
+        yield
+
+
+@pytest.fixture(params=["programs", "one memory"])
+def way(request, monkeypatch):
+    """How pieces get to their places: sent, as between real devices, or copied, as virtual ones of a process do it."""
+    sends = request.param == "programs"
+    if sends:
+        by_programs(monkeypatch)
+    return sends
+
+
+def by_programs(monkeypatch):
+    monkeypatch.setattr(reshard, "have_one_memory", lambda devices: False)
 
 
 def layout(name):
@@ -33,7 +55,7 @@ def layout(name):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_state_moves_to_other_plans_and_is_the_same(name):
+def test_a_state_moves_to_other_plans_and_is_the_same(name, way):
     source = layout(name)
     state = a_state(source)
     for other in next_of(name):
@@ -87,7 +109,7 @@ def live_bytes():
 @pytest.mark.parametrize(("name", "other"), [
     ("fsdp, zero 3", "data"), ("data", "fsdp, zero 3"), ("interleaved, zero 1", "data x tensor, vocabulary whole"),
     ("eight stages, uneven", "feed-forward over tensor, attention not, zero 3")])
-def test_no_device_holds_more_than_the_state_and_the_budget(name, other, monkeypatch):
+def test_no_device_holds_more_than_the_state_and_the_budget(name, other, way):
     """Arrays are counted when a group's old shards are still there; scratch space of programs is what XLA says."""
     source, target = layout(name), layout(other)
     before = live_bytes()
@@ -110,7 +132,7 @@ def test_no_device_holds_more_than_the_state_and_the_budget(name, other, monkeyp
     assert peak > state_bytes, "old and new shards of a group were counted"
 
 
-def test_other_padding_of_the_vocabulary_and_stages_over_six_devices():
+def test_other_padding_of_the_vocabulary_and_stages_over_six_devices(way):
     there, back = (layout_of(build(MODEL, each).program) for each in (
         case("pipe=3,tensor=2", microbatches=3, layers_per_stage=(2, 5, 3)), case("data=6")))
     table = "params/head/table"
@@ -120,7 +142,7 @@ def test_other_padding_of_the_vocabulary_and_stages_over_six_devices():
     assert_is_the_state(Move(back, there, budget_bytes=BUDGET_BYTES).run(state), there)
 
 
-def test_fewer_devices_and_more():
+def test_fewer_devices_and_more(way):
     """Two of eight leave and come back; nothing is read from the first of them that another has."""
     eight, six = layout("data x fsdp, zero 1"), layout_of(build(MODEL, case("fsdp=3,tensor=2", zero=2)).program)
     lost = frozenset(jax.devices()[6:])
@@ -134,10 +156,11 @@ def test_fewer_devices_and_more():
 def test_the_same_plan_costs_nothing():
     source = layout("tensor")
     state = a_state(source)
+    before = piece_programs.piece_program.cache_info()
     move = Move(source, source, budget_bytes=BUDGET_BYTES)
     moved = move.run(state)
     assert (move.way_bytes, move.sent_bytes) == (0, 0)
-    assert piece_programs.piece_program.cache_info().currsize == 0
+    assert piece_programs.piece_program.cache_info() == before, "no program is asked for"
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True):
         assert [shard.data.unsafe_buffer_pointer() for shard in old.addressable_shards] == [
             shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards]
@@ -173,8 +196,9 @@ def test_any_bit_in_an_empty_slot_changes_the_sum():
     assert ShardSums(source).of(leaves, [path]) != ShardSums(source).of({path: wrong}, [path])
 
 
-def test_a_large_leaf_moves_in_pieces_of_the_budget():
+def test_a_large_leaf_moves_in_pieces_of_the_budget(monkeypatch):
     """By several programs, of which each needs room for little: a sixteenth of the shard here."""
+    by_programs(monkeypatch)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     whole, split = (Layout(leaves={"w": jax.ShapeDtypeStruct((64, 4096), jnp.float32, sharding=NamedSharding(mesh, spec))}, slots=())
                     for spec in (P(), P("a")))
