@@ -174,7 +174,7 @@ class _Kept:
     @classmethod
     def of(cls, devices: Devices | None, sizes: ProbeSizes | None, cache: Path | None) -> "_Kept":
         devices = jax.devices() if devices is None else devices
-        sizes = sizes or ProbeSizes.of(np.asarray(devices, dtype=object)[0].platform)
+        sizes = sizes or ProbeSizes.of(np.asarray(devices, dtype=object)[0].platform, jax.process_count())
         nvml = read_nvml()
         setting = Setting.now(devices, sizes, nvml.driver)
         return cls(devices=devices, sizes=sizes, nvml=nvml, setting=setting, path=(cache or cache_directory()) / f"{setting.digest}.json")

@@ -50,12 +50,13 @@ class ProbeSizes:
     """No probe begins later than this."""
 
     @classmethod
-    def of(cls, platform: str) -> "ProbeSizes":
-        """What suits a platform."""
+    def of(cls, platform: str, num_processes: int = 1) -> "ProbeSizes":
+        """What suits a platform; between processes CPU devices exchange by way of sockets, and large messages would take all the time that there is."""
         if platform == "cpu":
+            messages = (4 * KIB, 64 * KIB, MIB, 8 * MIB) if num_processes == 1 else (4 * KIB, 64 * KIB, MIB)
             weights = ((64, 64), (64, 256), (256, 256), (256, 1024), (1024, 256), (1024, 1024))
             return cls(matmuls=tuple((m, k, n) for m in (64, 512) for k, n in weights), dtypes=("f32",),
-                       pass_bytes=(256 * KIB, 4 * MIB, 32 * MIB), message_bytes=(4 * KIB, 64 * KIB, MIB, 8 * MIB),
+                       pass_bytes=(256 * KIB, 4 * MIB, 32 * MIB), message_bytes=messages,
                        timing=Timing(guessed_flops_per_s=1e10, guessed_bytes_per_s=4e9, program_s=0.01, runs=4))
         weights = ((512, 512), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 16384), (16384, 4096), (8192, 8192))
         return cls(matmuls=tuple((m, k, n) for m in (1024, 8192) for k, n in weights), dtypes=("bf16", "f32"),
@@ -104,11 +105,9 @@ def _collectives(num_devices: int, sizes: ProbeSizes, several_hosts: bool) -> It
     axis_sizes = [size for size in range(2, num_devices + 1) if num_devices % size == 0]
     axes = {(size, stride): None for size in axis_sizes for stride in (1, num_devices // size if several_hosts else 1)}
     ends = (min(sizes.message_bytes), max(sizes.message_bytes))
-    # Smallest and largest messages first: if time runs out, there is a fit for every axis.
-    for message in sorted(sizes.message_bytes, key=lambda size: size not in ends):
-        for axis_size, stride in axes:
-            for kind in KINDS:
-                yield kind, axis_size, stride, message
+    every = [(kind, *axis, message) for message in sizes.message_bytes for axis in axes for kind in KINDS]
+    # Smallest and largest messages first, and of these all-reduces: if time runs out, every axis, and so every link, has a fit.
+    yield from sorted(every, key=lambda each: (each[-1] not in ends, each[0] != ALL_REDUCE))
 
 
 def _for_overlap(matmuls: Iterable[MatmulTime], collectives: Iterable[CollectiveTime], dtype: str) -> tuple[MatmulTime, CollectiveTime]:

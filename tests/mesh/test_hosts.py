@@ -1,4 +1,4 @@
-"""Machines are told apart by what all their containers share (several processes: tests/planning/test_hardware.py)."""
+"""Hosts are told apart by machine and network (several processes: tests/planning/test_hardware.py)."""
 
 from optimus_jax.mesh import hosts
 from optimus_jax.mesh.hosts import count_hosts
@@ -8,8 +8,14 @@ def test_one_process_is_on_one_host():
     assert count_hosts() == 1
 
 
-def test_a_machine_has_a_name_of_its_own_without_linux(monkeypatch, tmp_path):
-    monkeypatch.setattr(hosts, "_BOOT_ID", tmp_path / "not there")
-    assert hosts._machine() == hosts._machine() != ""
-    (tmp_path / "not there").write_text("4e2a")
-    assert hosts._machine() == "4e2a"
+def test_a_host_is_a_machine_with_its_network(monkeypatch, tmp_path):
+    boot_id, network = tmp_path / "boot_id", tmp_path / "net"
+    monkeypatch.setattr(hosts, "_BOOT_ID", boot_id)
+    monkeypatch.setattr(hosts, "_NETWORK", network)
+    assert hosts._host() == hosts._host() != ""  # not Linux: neither is there
+    boot_id.write_text("4e2a\n")
+    network.symlink_to("net:[1]")
+    assert hosts._host() == "4e2a net:[1]"
+    network.unlink()
+    network.symlink_to("net:[2]")
+    assert hosts._host() == "4e2a net:[2]"
