@@ -7,7 +7,6 @@ user can get wrong is found before anything expensive begins.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,29 +15,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint import Checkpoints, Saved
 from optimus_jax.config import Config, Precision
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
+from optimus_jax.control.executables import Executable, of_running
 from optimus_jax.control.journal import Journal
-from optimus_jax.data.dataset import Data, load_data
-from optimus_jax.data.loader import BatchLoader, eval_batches
-from optimus_jax.data.sampler import Batch
+from optimus_jax.control.phase_changes import PhaseChanges
+from optimus_jax.control.switch import Switcher
+from optimus_jax.data.dataset import Data
+from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError, DataError, OptimusError, PlanError, explain
 from optimus_jax.first_plan import fastest_tried, own_plan
+from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
 from optimus_jax.mesh.distributed import connect, is_writer, together
-from optimus_jax.mesh.sharding import local_rows, put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
 from optimus_jax.models.shapes import planned_shapes
+from optimus_jax.phases import Phase, in_phase, phase_after
 from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import Choice, choose_plan
 from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.explain import gib
 from optimus_jax.planning.here import Here, known_devices, measure_devices
+from optimus_jax.planning.phase_plans import plan_of, plans_ahead
+from optimus_jax.planning.search import Pricing
 from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, resumed_config
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -101,10 +105,13 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
     connect(config.distributed)
     topology = discover()
     here = _here(config, topology)
-    choice = own_plan(config, topology, run_dir, overrides) if resume and run_dir is not None else None
-    choice = choice or choose_plan(config, topology, here and here.pricing(config), kept=FIXED_FOR_A_RUN if resume else ())
+    saved = _newest(config, run_dir) if resume and run_dir is not None else None
+    devices = _Devices(topology=topology, here=here)
+    now = in_phase(config, phase_after(config, saved.step if saved else 0))
+    choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
+    choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
+    plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
     display = make_display(config.log, config.steps, show=is_writer())
-    program = build_program(config, planned_shapes(config.model, choice.plan), choice.plan, build_mesh(choice.plan))
     run: RunDirectory | None = None
     try:
         with together():
@@ -112,16 +119,12 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
                 check_installed()
             if resume and run_dir is not None:
                 run = RunDirectory.resume(run_dir, writer=is_writer(), warn=display.message)
-            inputs = _inputs(config, program)
+            inputs = Inputs.of(config)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
         if here is not None and choice.ranked and not resume and config.parallel.mesh == "auto":
-            tried = fastest_tried(config, topology, choice, here, run, display)
-            if tried.plan != choice.plan:
-                program = build_program(config, planned_shapes(config.model, tried.plan), tried.plan, build_mesh(tried.plan))
-                inputs = _inputs(config, program)
-            choice = tried
-        outcome, plan = _run(config, topology, choice, program, inputs, run, display, resume, here)
+            choice = fastest_tried(now, topology, choice, here, run, display)
+        outcome, plan = _run(config, devices, choice, _program(now, choice), inputs, run, display, resume)
         return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=plan,
                          history=run.metrics(), run_dir=run.path)
     except BaseException as error:
@@ -132,6 +135,30 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
     finally:
         if run is not None:
             run.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Devices:
+    """What a run has."""
+
+    topology: Topology
+    here: Here | None
+    """How fast they are; None: nobody needs to know, or nobody does."""
+
+    def pricing(self, config: Config) -> Pricing | None:
+        """What plans cost there."""
+        return None if self.here is None else self.here.pricing(config)
+
+
+def _newest(config: Config, run_dir: str | Path) -> Saved | None:
+    """The checkpoint that says which phase a run goes on in; None: it has none, or one phase only."""
+    if not config.data.phases:
+        return None
+    return Checkpoints(RunDirectory(run_dir, writer=False).checkpoints, config.checkpoint).latest()
+
+
+def _program(config: Config, choice: Choice) -> Program:
+    return build_program(config, planned_shapes(config.model, choice.plan), choice.plan, build_mesh(choice.plan))
 
 
 def _here(config: Config, topology: Topology) -> Here | None:
@@ -181,71 +208,41 @@ def _new_directory(run_dir: str | Path | None, config: Config, display: Display)
     return RunDirectory(run_dir, writer=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Inputs:
-    """What a run reads."""
-
-    data: Data
-    loader: BatchLoader
-    eval_batches: Callable[[], Iterator[Batch]] | None
-
-    def dealt_out(self, program: Program) -> "_Inputs":
-        """The same batches, as the processes of another program share them."""
-        return _cut(self.data, program)
-
-    def probe(self, program: Program) -> Any:
-        """The first batch, on a program's devices."""
-        return put_batch(self.dealt_out(program).loader.batch(1), program.batch_sharding, program.config.data.global_batch)
-
-
-def _inputs(config: Config, program: Program) -> _Inputs:
-    """Data and batches; nothing here waits for another process."""
-    model = config.model
-    return _cut(load_data(config.data, seq_len=config.seq_len, vocab_size=model.vocab_size, model_name=model.name), program)
-
-
-def _cut(data: Data, program: Program) -> _Inputs:
-    """Data as batches, this process's rows of them."""
-    config = program.config
-    rows = local_rows(program.batch_sharding, config.data.global_batch)
-    cut = {"seq_len": config.seq_len, "global_batch": config.data.global_batch, "rows": rows,
-           "respect_documents": config.data.respect_documents}
-    loader = BatchLoader(data.train, seed=config.seed, **cut)
-    held_out = data.held_out if config.eval_every else None
-    if held_out is None:
-        return _Inputs(data=data, loader=loader, eval_batches=None)
-    eval_batches(held_out, num_batches=1, **cut)  # too short a held-out text is found now, not after hours
-    return _Inputs(data=data, loader=loader, eval_batches=lambda: eval_batches(held_out, num_batches=config.eval_batches, **cut))
-
-
-def _run(config: Config, topology: Topology, choice: Choice, program: Program, inputs: _Inputs, run: RunDirectory, display: Display,
-         resume: bool, here: Here | None) -> tuple[Outcome, Plan]:
+def _run(config: Config, devices: _Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory, display: Display,
+         resume: bool) -> tuple[Outcome, Plan]:
     """State, compile, loop; with the plan that the run ended under."""
+    topology = devices.topology
     checkpoints = Checkpoints(
         run.checkpoints, config.checkpoint, warn=display.message,
         saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s))
-    state = _first_state(config, program, inputs, checkpoints, resume, display)
+    state = _first_state(program, inputs, checkpoints, resume, display)
+    now = in_phase(config, phase_after(config, int(state.step)))
+    if now != program.config:  # the newest checkpoint was damaged, and the one before it is of an earlier phase
+        plan = plan_of(phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing)
+        choice = replace(choice, plan=plan)
+        program = _program(now, choice)
+        state = _first_state(program, inputs, checkpoints, resume, display)
     first_step = int(state.step)
     with together():
         _write_down(config, topology, choice, program, inputs, run, display, first_step, resume)
     started = time.perf_counter()
-    train_step, step_bytes = _compiled(program, state, inputs.loader, topology)
+    dealt = inputs.dealt(program, first_step)
+    train_step, step_bytes = _compiled(program, state, dealt.loader, topology)
     compile_s = time.perf_counter() - started
     run.log_event("compile", first_step, compile_time_s=compile_s, step_bytes_per_device=step_bytes)
     start_report(display, config=config, topology=topology, why=choice.why, program=program, data=inputs.data,
-                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path)
+                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path,
+                 ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing))
     tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
-    controller = None
-    if config.control != "off" and here is not None:
-        controller = make_controller(config, topology, here, program, train_step, step_bytes, probe=inputs.probe, run=run, display=display)
+    controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, inputs, run, display)
     with StopRequest() as stop:
         trainer = Trainer(
-            program=program, train_step=train_step, topology=topology, loader=inputs.loader, eval_batches=inputs.eval_batches,
-            bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata={"data": inputs.data.identity},
+            program=program, train_step=train_step, topology=topology, loader=dealt.loader, eval_batches=dealt.eval_batches,
+            bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata={"config": config.to_json(), "data": inputs.data.identity},
             checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop, overseer=controller)
         try:
             with display, tensorboard or nullcontext():
-                trainer, outcome = _trained(trainer, state, inputs, controller)
+                trainer, outcome = _trained(trainer, state, first_step, inputs, controller, changes)
         except Exception:
             with suppress(OptimusError):  # the error on its way says more
                 checkpoints.close()
@@ -255,20 +252,68 @@ def _run(config: Config, topology: Topology, choice: Choice, program: Program, i
         return outcome, trainer.program.plan
 
 
-def _trained(trainer: Trainer, state: TrainState, inputs: _Inputs, controller: Controller | None) -> tuple[Trainer, Outcome]:
-    """The run to its end, under one plan after the other; with the trainer of the last."""
-    outcome = trainer.train(state)
-    while outcome.reason == "switch" and controller is not None:
-        state, executable = controller.carry_out(outcome.state, outcome.last_step)
-        dealt = inputs.dealt_out(executable.program)
-        trainer = replace(trainer, program=executable.program, train_step=executable.program.train_step, loader=dealt.loader, eval_batches=dealt.eval_batches)
+def _directors(config: Config, devices: _Devices, running: Executable, compile_s: float, inputs: Inputs, run: RunDirectory,
+               display: Display) -> tuple[Controller | None, PhaseChanges | None]:
+    """Who brings a run to other plans, and who to other batches; None where the run has only one."""
+    has_controller, topology = config.control != "off" and devices.here is not None, devices.topology
+    if not has_controller and not config.data.phases:
+        return None, None
+    switcher = Switcher(running=running, settings=config.controller, journal=Journal(run),
+                        bytes_per_device=topology.bytes_per_device, probe=inputs.probe)
+
+    def plan_in(phase: Phase, plan: Plan) -> Plan:
+        return plan_of(phase, config, plan, replace(topology, num_devices=plan.num_devices), devices.pricing)
+
+    changes = PhaseChanges(config, plan_in, switcher, run, display) if config.data.phases else None
+    if not has_controller or devices.here is None:
+        return None, changes
+    return make_controller(config, topology, devices.here, switcher, compile_s=compile_s, changes=changes, run=run, display=display), changes
+
+
+def _trained(trainer: Trainer, state: TrainState, step: int, inputs: Inputs, controller: Controller | None,
+             changes: PhaseChanges | None) -> tuple[Trainer, Outcome]:
+    """The run to its end, under one plan and in one phase after the other; with the trainer of the last."""
+    while True:
+        if changes is not None and controller is None:
+            changes.prepare(step)
+        trainer = replace(trainer, last_step=phase_after(inputs.config, step).last_step)
         outcome = trainer.train(state)
+        if outcome.reason not in ("switch", "phase"):
+            break
+        state, step, is_switch = outcome.state, outcome.last_step, outcome.reason == "switch"
+        del outcome  # what it holds of the state on devices that are left now would stay there
+        if is_switch and controller is not None:
+            state, executable = controller.carry_out(state, step)
+            trainer = trainer.under(executable.program)
+        if changes is not None and changes.is_due(step):
+            state, trainer = _in_next_phase(trainer, state, step, controller, changes)
+        dealt = inputs.dealt(trainer.program, step)
+        trainer = replace(trainer, loader=dealt.loader, eval_batches=dealt.eval_batches)
     if controller is not None:
         controller.close(outcome.last_step)
+    elif changes is not None:
+        changes.close()
     return trainer, outcome
 
 
-def _write_down(config: Config, topology: Topology, choice: Choice, program: Program, inputs: _Inputs, run: RunDirectory,
+def _in_next_phase(trainer: Trainer, state: TrainState, step: int, controller: Controller | None, changes: PhaseChanges) -> tuple[TrainState, Trainer]:
+    """The state and what trains on with the batches of the next phase. Raises PlanError, with the state saved, if that cannot be."""
+    try:
+        switched = changes.enter(state, step)
+    except PlanError:
+        trainer.save(state, step)
+        raise
+    if not switched.is_done:
+        trainer.save(switched.state, step)
+        raise PlanError(explain(
+            f"the state could not be moved to the plan for the batches after step {step}", given=switched.why_not,
+            do="start again with --resume: the state is saved, and is read under the new plan"))
+    if controller is not None:
+        controller.enter_phase(switched, trainer.program.plan)
+    return switched.state, trainer.under(switched.executable.program)
+
+
+def _write_down(config: Config, topology: Topology, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory,
                 display: Display, first_step: int, resume: bool) -> None:
     """What is about to run; from here on it can be resumed."""
     if first_step > config.steps:
@@ -295,8 +340,9 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
         "parallel.loss_chunk_tokens": plan.loss_chunk_tokens}
 
 
-def _first_state(config: Config, program: Program, inputs: _Inputs, checkpoints: Checkpoints, resume: bool, display: Display) -> TrainState:
+def _first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, resume: bool, display: Display) -> TrainState:
     """Fresh, or restored onto this plan's mesh whatever mesh saved it."""
+    config = inputs.config
     if resume and checkpoints.steps():
         if (latest := checkpoints.latest()) is not None:
             check_stored_model(latest.metadata, config.model)
@@ -342,7 +388,7 @@ def _compiled(program: Program, state: TrainState, loader: BatchLoader, topology
       PlanError: the compiled program needs more memory than a device has.
     """
     rows = {name: jax.ShapeDtypeStruct((loader.global_batch, *array.shape[1:]), array.dtype, sharding=program.batch_sharding)
-            for name, array in loader.batch(1).items()}
+            for name, array in loader.batch(loader.steps_before + 1).items()}
     compiled = program.train_step.lower(state, rows).compile()
     if topology.platform == "cpu":
         return_freed_memory()

@@ -6,8 +6,10 @@ from both is a `Plan`. `None` in a field means "derive it", and the run prints w
 """
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -96,6 +98,36 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """Other batches from a step on; what is left open stays as it was before."""
+
+    after_step: int
+    """Steps done when they begin."""
+    global_batch: int | None = None
+    """Examples per step over all devices."""
+    seq_len: int | None = None
+    """Tokens per example."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "after_step", "global_batch", "seq_len")
+        if self.global_batch is None and self.seq_len is None:
+            raise ConfigError(explain("a phase changes nothing", given=f"after_step={self.after_step}", do="give it a global_batch, a seq_len, or both"))
+
+    @classmethod
+    def parse(cls, text: str) -> "PhaseConfig":
+        """The inverse of `str`. Raises ConfigError for other text."""
+        match = re.fullmatch(r"(\d+):(\d+)?(?:x(\d+))?", text.strip())
+        if match is None:
+            raise ConfigError(explain("a phase is written AFTER_STEP:BATCHxTOKENS", given=text,
+                                      do="write 200:64 or 200:64x512, or 200:x512 for longer examples only; commas between phases"))
+        after_step, global_batch, seq_len = (None if part is None else int(part) for part in match.groups())
+        return cls(after_step=after_step or 0, global_batch=global_batch, seq_len=seq_len)
+
+    def __str__(self) -> str:
+        return f"{self.after_step}:{self.global_batch or ''}" + ("" if self.seq_len is None else f"x{self.seq_len}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where tokens come from and how a batch is cut from them."""
 
@@ -107,6 +139,8 @@ class DataConfig:
     """Tokens per example; None: the model's max_length, at most 1024."""
     global_batch: int = 16
     """Examples per step over all devices."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Other batches later in the run, in order: `200:64,400:128x2048` is 64 examples after step 200, then 128 of 2048 tokens."""
     respect_documents: bool = True
     """No attention and no loss across the border of two documents in one example."""
     eval_fraction: float = 0.01
@@ -120,6 +154,10 @@ class DataConfig:
         _check_positive(self, "seq_len", "global_batch")
         if not self.sources:
             raise ConfigError(explain("no data was named", given="data.sources=()", do="name `stdlib` or at least one file"))
+        for first, second in itertools.pairwise(self.phases):
+            if first.after_step >= second.after_step:
+                raise ConfigError(explain("phases follow one another", given=f"data.phases={first},{second}",
+                                          do="put them in order, each with an after_step of its own"))
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(explain("data.eval_fraction is a share", given=self.eval_fraction, do="choose 0 <= eval_fraction < 1"))
 
@@ -346,15 +384,18 @@ class Config:
         if self.eval_every < 0 or self.checkpoint.every < 0:
             raise ConfigError(explain("eval_every and checkpoint.every cannot be negative",
                                       given=f"{self.eval_every}, {self.checkpoint.every}", do="choose 0 or more"))
-        if self.seq_len > self.model.max_length:
-            raise ConfigError(explain(
-                f"a sequence is longer than the positions of {self.model.name}",
-                given=f"data.seq_len={self.seq_len}, model.max_length={self.model.max_length}",
-                do=f"use --seq-len {self.model.max_length} or less, or --set model.max_length={self.seq_len}"))
+        for phase in (None, *self.data.phases):
+            seq_len = self.seq_len if phase is None else phase.seq_len or 0
+            if seq_len > self.model.max_length:
+                raise ConfigError(explain(
+                    f"a sequence is longer than the positions of {self.model.name}",
+                    given=f"data.{'phases' if phase else 'seq_len'}={phase or seq_len}, model.max_length={self.model.max_length}",
+                    do=f"use {'phases of' if phase else '--seq-len'} {self.model.max_length}{' tokens' if phase else ''} or less, "
+                       f"or --set model.max_length={seq_len}"))
 
     @property
     def seq_len(self) -> int:
-        """Tokens per example, derived where the user left it open."""
+        """Tokens per example in the first phase, derived where the user left it open."""
         return self.data.seq_len or min(self.model.max_length, 1024)
 
     @property

@@ -4,14 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from optimus_jax.checkpoint import Saved
 from optimus_jax.config import Config
 from optimus_jax.control.journal import plan_to_resume
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.phases import in_phase, phase_after
 from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import Choice
 from optimus_jax.planning.here import Here
 from optimus_jax.planning.measure import TRIAL_STEPS, measure
 from optimus_jax.planning.memory import estimate_memory
+from optimus_jax.planning.phase_plans import Prices, plan_of
 from optimus_jax.planning.trial import Trial, run_trial
 from optimus_jax.request import SHORT_NAMES
 from optimus_jax.training.display import Display
@@ -21,15 +24,29 @@ LAYOUT_SETTINGS = ("parallel.", "precision.")
 """A resumed run keeps its plan unless one of these is given."""
 
 
-def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides: dict[str, Any]) -> Choice | None:
-    """The plan that the run had, unless its layout was asked to change or the devices have changed."""
-    text = plan_to_resume(RunDirectory.resume(run_dir, writer=False).path)
+def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides: dict[str, Any], saved: Saved | None, prices: Prices) -> Choice | None:
+    """The plan that the run had, unless its layout was asked to change or the devices have changed.
+
+    Args:
+      config: of the whole run.
+      saved: in a run with phases, the checkpoint that it goes on from, if there is one.
+      prices: for a phase that needs another plan than the one before.
+    """
+    run = RunDirectory.resume(run_dir, writer=False)
+    text = plan_to_resume(run.path)
     layout = {name for name, dotted in SHORT_NAMES.items() if dotted.startswith(LAYOUT_SETTINGS)}
     if text is None or any(name in layout or name.startswith(LAYOUT_SETTINGS) for name in overrides):
         return None
     plan = Plan.from_json(text)
     if plan.num_devices != topology.num_devices:
         return None
+    if config.data.phases:
+        now, last_step = phase_after(config, saved.step if saved else 0), max((record.step for record in run.metrics()), default=0)
+        if phase_after(config, last_step) != now:  # steps are done again in an earlier phase, whose plan the checkpoint knows
+            if saved is None:
+                return None
+            plan = Plan.from_json(saved.metadata["plan"])
+        plan, config = plan_of(now, config, plan, topology, prices), in_phase(config, now)
     plan.validate(config.model, global_batch=config.data.global_batch)
     return Choice(plan=plan, why="the run's own plan",
                   memory=estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch))

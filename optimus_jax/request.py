@@ -15,6 +15,7 @@ SHORT_NAMES = {
     "tokenizer": "data.tokenizer",
     "seq_len": "data.seq_len",
     "global_batch": "data.global_batch",
+    "phases": "data.phases",
     "mesh": "parallel.mesh",
     "zero": "parallel.zero",
     "microbatches": "parallel.microbatches",

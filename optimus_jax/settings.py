@@ -82,6 +82,8 @@ def build(cls: type[T], value: Any, path: str = "") -> T:
 def _convert(kind: Any, value: Any, name: str) -> Any:
     """`value`, from JSON or the command line, as a `kind`."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if isinstance(value, str) and (parse := getattr(kind, "parse", None)):  # it has a short form
+            return parse(value)
         return value if isinstance(value, kind) else build(kind, value, name + ".")
     if isinstance(value, os.PathLike):
         value = (os.fspath(value),) if typing.get_origin(kind) is tuple else os.fspath(value)

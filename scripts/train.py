@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--tokenizer", metavar="PATH", help=f"`bytes` or a tokenizer.json (default: {default.data.tokenizer})")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help=f"examples per step, all devices (default: {default.data.global_batch})")
+    flags.add_argument("--phases", metavar="LIST", help="other batches later: 200:64,400:128x2048, BATCHxTOKENS after a step (default: none)")
     flags.add_argument("--steps", metavar="N", help=f"steps of the whole run (default: {default.steps})")
     flags.add_argument("--lr", metavar="X", help="peak learning rate (default: by model size)")
     flags.add_argument("--mesh", metavar="SIZES", help=f"`auto` or sizes of data, fsdp, tensor and pipe: data=2,pipe=4 (default: {default.parallel.mesh})")

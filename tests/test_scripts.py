@@ -60,6 +60,8 @@ def test_help_fits_a_screen_and_shows_defaults():
     (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "pipe=2", "--schedule", "no.json"), "cannot be read[\\s\\S]*no.json: No such file"),
     (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=2", "--zero", "1"), "mesh axis 'fsdp'[\\s\\S]*--zero 0 or --mesh fsdp=2"),
     (("--model", "gpt2-nano", "--control", "sometimes"), "advise"),
+    (("--model", "gpt2-nano", "--phases", "200"), "AFTER_STEP:BATCHxTOKENS[\\s\\S]*200:64x512"),
+    (("--model", "gpt2-nano", "--cpu-devices", "4", "--mesh", "data=4", "--phases", "20:18"), "the batches after step 20[\\s\\S]*dealt out evenly[\\s\\S]*--mesh"),
     (("--model", "gpt2-nano", "--cpu-devices", "1", "--set", "parallel.attention=cudnn"), "cannot run here[\\s\\S]*cpu"),
     (("--model", "gpt2-nano", "--data", "no-such-file.txt"), "no-such-file.txt"),
     (("--model", "llama3.3-70b", "--cpu-devices", "2", "--seq-len", "64"), "does not fit: about .* GiB per device are needed"),

@@ -42,6 +42,10 @@ class BatchLoader:
     """The rows wanted here: int [R], any of 0 to global_batch - 1, in any order."""
     respect_documents: bool
     """Whether positions restart, segments count and loss stops at the border of two documents."""
+    steps_before: int = 0
+    """Done when the run's batches became these; earlier steps are not asked for."""
+    examples_before: int = 0
+    """Of this length, that those steps have used."""
 
     def __post_init__(self) -> None:
         _check_rows(self.rows, self.global_batch)
@@ -67,7 +71,7 @@ class BatchLoader:
         Returns:
           What `cut_examples` does, [R, seq_len] each, and `examples`, int32 [R]: the rows' numbers.
         """
-        first = (step - 1) * self.global_batch
+        first = self.examples_before + (step - 1 - self.steps_before) * self.global_batch
         examples = np.array([self._order[first + int(row)] for row in self.rows], np.int64)
         batch = cut_examples(self.stream, examples, seq_len=self.seq_len, respect_documents=self.respect_documents)
         return batch | {"examples": np.asarray(self.rows, np.int32)}

@@ -1,6 +1,7 @@
 """What you actually got: the choices made for a run, shown before its first step."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from optimus_jax.data.dataset import Data
 from optimus_jax.mesh.restack import is_stacked
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.phases import Phase
 from optimus_jax.plan import ZERO_STAGES, Plan
 from optimus_jax.training.display import Display
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -22,13 +24,14 @@ LARGEST = 8
 
 
 def start_report(display: Display, *, config: Config, topology: Topology, why: str, program: Program, data: Data,
-                 compile_s: float, step_bytes: int, run_dir: Path) -> None:
+                 compile_s: float, step_bytes: int, run_dir: Path, ahead: Sequence[tuple[Phase, Plan]] = ()) -> None:
     """Show the run's settings, given and derived, and how its tensors lie on the devices.
 
     Args:
       why: where the plan comes from.
       compile_s: seconds that the training step took to compile.
       step_bytes: bytes per device that the compiled step needs, its arguments included.
+      ahead: later phases, with the plans that they would have.
     """
     plan, shapes = program.plan, program.shapes
     padding = shapes.vocab_rows - config.model.vocab_size
@@ -40,8 +43,9 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         ["devices", str(topology)],
         ["mesh", f"{plan.axes} ({why})"],
         ["sharded over fsdp", f"zero={plan.zero}: {ZERO_STAGES[plan.zero]}" if plan.axes.fsdp > 1 else "nothing (fsdp=1)"],
-        ["batch", f"{config.data.global_batch} sequences x {config.seq_len} tokens, {plan.microbatches} microbatch(es), "
+        ["batch", f"{program.config.data.global_batch} sequences x {program.config.seq_len} tokens, {plan.microbatches} microbatch(es), "
                   f"documents {'kept apart' if config.data.respect_documents else 'not regarded'}"],
+        *_phase_rows(plan, ahead, config.steps),
         *_pipeline_rows(plan),
         ["attention kernel", plan.attention],
         ["precision", f"{plan.precision} compute, f32 master weights, moments and gradient sums"],
@@ -51,6 +55,17 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         ["plan", plan.digest],
     ])
     display.table("largest tensors: shape, parameter / gradient while summed / moments on one device", _tensor_rows(program))
+
+
+def _phase_rows(plan: Plan, ahead: Sequence[tuple[Phase, Plan]], num_steps: int) -> list[list[str]]:
+    """Batches that the run will have later."""
+    rows, before = [], plan
+    for phase, later in ahead:
+        under = "" if later == before else f", under {later.describe()}"
+        missed = "" if phase.steps_before < num_steps else " (not reached in this run)"
+        rows.append([f"batch after step {phase.steps_before}", f"{phase.global_batch} sequences x {phase.seq_len} tokens{under}{missed}"])
+        before = later
+    return rows
 
 
 def _pipeline_rows(plan: Plan) -> list[list[str]]:

@@ -30,7 +30,7 @@ from optimus_jax.training.run_lock import RunLock
 T = TypeVar("T")
 
 EventName = Literal[
-    "start", "plan", "compile", "checkpoint", "decision", "remesh", "rollback", "fault", "resume", "end", "eval"]
+    "start", "plan", "compile", "checkpoint", "decision", "remesh", "rollback", "fault", "resume", "end", "eval", "phase"]
 
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
@@ -170,7 +170,8 @@ class RunDirectory:
             raise ConfigError(explain(
                 "the run directory already holds a run, and runs are never overwritten", given=self.path,
                 do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
-        files = (path for path in self.path.iterdir() if path.name != LOCK) if self.path.is_dir() else iter(())
+        ours = {LOCK, _unfinished(self._config).name}  # what a start that was killed leaves
+        files = (path for path in self.path.iterdir() if path.name not in ours) if self.path.is_dir() else iter(())
         if in_the_way := next(files, None):
             raise ConfigError(explain(
                 "the run directory holds files that are not a run's", given=in_the_way,
@@ -398,7 +399,7 @@ def _cut_torn_line(path: Path) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: a reader sees the old content or the new."""
-    temporary = path.with_suffix(".tmp")
+    temporary = _unfinished(path)
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -408,6 +409,11 @@ def _replace(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _unfinished(path: Path) -> Path:
+    """What a file is called until it is whole."""
+    return path.with_suffix(".tmp")
 
 
 @contextlib.contextmanager

@@ -7,10 +7,11 @@ for the host.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config
@@ -28,9 +29,9 @@ from optimus_jax.training.step import Metrics, Program
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
 
-Reason = Literal["done", "interrupt", "terminate", "fault", "switch"]
+Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
-"""By the number that processes agree on: the larger wins. On `switch` they have agreed before they say so."""
+"""By the number that processes agree on: the larger wins. On `switch` they have agreed before they say so, and `phase` all know."""
 
 
 class StepWatcher(Protocol):
@@ -86,7 +87,7 @@ class Trainer:
     bits_per_token: bool
     """Whether a token is a byte, so that loss / ln 2 is bits per byte."""
     metadata: Mapping[str, Any]
-    """What checkpoints say beside config, plan and step."""
+    """What checkpoints say beside plan and step; of `config`, the run's JSON, they need the model."""
     checkpoints: Checkpoints
     run: RunDirectory
     display: Display
@@ -94,9 +95,12 @@ class Trainer:
     stop: StopRequest
     overseer: Overseer | None = None
     """Who is told what only the loop can measure, and may end it; None: nobody."""
+    last_step: int | None = None
+    """Of the phase whose batches these are; None: it lasts until the run ends."""
 
     def train(self, state: TrainState) -> Outcome:
-        """Run from the step after `state.step` to the config's last, or until asked to stop, and save then; or until the overseer asks for another plan.
+        """Run from the step after `state.step` to the config's last, or until asked to stop, and save then; or until another phase begins, or the
+        overseer asks for another plan, and leave the rest to what comes next.
 
         Raises:
           RunDirectoryError: a log cannot be written. The state of the step was saved first.
@@ -114,6 +118,7 @@ class Trainer:
                 step, host_batch = next(batches)
                 loaded_at = time.perf_counter()
                 batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
+                has_ended = unread is not None and _is_ready(unread.metrics["loss"])
                 called_at = time.perf_counter()
                 state, metrics = self.train_step(state, batch)
                 if self.overseer is not None:
@@ -127,6 +132,8 @@ class Trainer:
                 agreed = wish if agree is None else agree(wish)
                 # Collectives on a CPU are waited for when the next is dispatched: then this is the end of the step.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
+                if unread is not None and unread.finished_at is None:
+                    unread = replace(unread, finished_at=called_at if has_ended else _between(max(clock, called_at), finished_at))
                 waiting = [unread, _Unread(step, metrics, agreed, finished_at)]
                 unread = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
@@ -135,18 +142,20 @@ class Trainer:
                 if evaluates:
                     self._evaluate(state, step)
                 if saves or reason != "done":
-                    self._save(state, step)
+                    self.save(state, step)
                 if probes and self.overseer is not None:
                     self.overseer.probe(step)
                 if reason == "done" and step < config.steps and self.overseer is not None and self.overseer.leaves(step):
                     reason = "switch"
+                elif reason == "done" and step < config.steps and step == self.last_step:
+                    reason = "phase"
                 if reads_now:
                     clock = time.perf_counter()
             if unread is not None:
                 last_loss, clock = self._record(unread, clock)
         finally:
             batches.close()
-        if reason == "switch":  # if a log could not be written, the first step under the next plan finds that out
+        if reason in ("switch", "phase"):  # if a log could not be written, the first step under the next plan finds that out
             return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
         self.checkpoints.wait()
         self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
@@ -157,6 +166,10 @@ class Trainer:
             raise RunDirectoryError(explain("another process of this run cannot write its logs", given=f"stopped and saved at step {step}",
                                             do="see what process 0 has printed"))
         return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
+
+    def under(self, program: Program) -> "Trainer":
+        """The same run under another program, whose step is compiled; its batches are still to be given."""
+        return replace(self, program=program, train_step=program.train_step)
 
     @property
     def watchers(self) -> Sequence[StepWatcher]:
@@ -178,8 +191,8 @@ class Trainer:
         record = StepRecord(
             step=item.step, loss=float(metrics["loss"]), grad_norm=float(metrics["grad_norm"]), lr=float(metrics["lr"]),
             tokens=tokens, step_time_s=seconds, tokens_per_s=tokens / seconds,
-            mfu=flops / seconds / peak / self.topology.num_devices if peak else None,
-            plan=self.program.plan.digest, peak_bytes=_peak_bytes(), skipped=bool(metrics["skipped"]),
+            mfu=flops / seconds / peak / self.program.plan.num_devices if peak else None,
+            plan=self.program.plan.digest, peak_bytes=_peak_bytes(self.program.mesh), skipped=bool(metrics["skipped"]),
             loss_scale=float(metrics["loss_scale"]) if self.program.plan.precision == "f16" else None)
         self.run.log_step(record)
         for watcher in self.watchers:
@@ -200,13 +213,13 @@ class Trainer:
         for watcher in self.watchers:
             watcher.evaluation(step, loss, perplexity, bits)
 
-    def _save(self, state: TrainState, step: int) -> None:
+    def save(self, state: TrainState, step: int) -> None:
+        """Begin to save the state after `step`. Raises CheckpointError if it cannot be written."""
         program = self.program
         # A copy of all layers where the plan has them in another order, until they have been copied to the host.
         stored = to_stored(state, program.shapes, program.plan, program.state_shardings)
         self.checkpoints.save(step, stored, {
-            "config": self._config.to_json(), "plan": self.program.plan.to_json(), "next_step": step + 1,
-            "seed": self._config.seed, **self.metadata})
+            "plan": self.program.plan.to_json(), "next_step": step + 1, "seed": self._config.seed, **self.metadata})
 
 
 @dataclass(frozen=True)
@@ -221,6 +234,11 @@ class _Unread:
     """Time on the trainer's clock if it was finished as soon as dispatched; None: reading its numbers will tell."""
 
 
+def _between(called_at: float, finished_at: float | None) -> float | None:
+    """When a step ended that had not when the next was dispatched, at `called_at`, and that has ended at `finished_at` as the next has; None: not known yet."""
+    return None if finished_at is None else 0.5 * (called_at + finished_at)
+
+
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -229,6 +247,7 @@ def _is_ready(array: Any) -> bool:
     return array.is_ready()
 
 
-def _peak_bytes() -> int | None:
-    stats = [device.memory_stats() for device in jax.local_devices()[:1]]
+def _peak_bytes(mesh: Mesh) -> int | None:
+    """Of the first device here that the run uses: one that is lost may not answer."""
+    stats = [device.memory_stats() for device in mesh.local_devices[:1]]
     return max((s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s), default=None)

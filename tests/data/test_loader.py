@@ -34,6 +34,16 @@ def loader_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
+def test_a_phase_deals_on_where_the_steps_before_have_stopped():
+    """Two steps of 6, then steps of 9 of the same deck; step numbers go on."""
+    ramped = BatchLoader(stream_of(101), seq_len=4, global_batch=9, seed=3, rows=np.arange(9), respect_documents=True, steps_before=2, examples_before=12)
+    small = np.concatenate([loader_of().batch(step)["tokens"] for step in range(1, 6)])
+    assert np.array_equal(np.concatenate([ramped.batch(step)["tokens"] for step in (3, 4)]), small[12:30])
+    [(step, batch)] = itertools.islice(ramped.iterate(4), 1)
+    assert step == 4
+    assert_same(batch, ramped.batch(4))
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.permutations(range(6)), cuts=st.lists(st.integers(0, 6), max_size=4), step=st.integers(1, 30))
 def test_any_partition_of_the_rows_makes_the_same_global_batch(rows, cuts, step):

@@ -185,6 +185,16 @@ def test_an_existing_run_is_never_overwritten(run: RunDirectory):
     assert run.config_text() == "{}"
 
 
+def test_a_start_that_was_killed_is_not_in_the_way(tmp_path: Path):
+    """Killed while it wrote its first file: there is no run yet, and its name is free."""
+    (tmp_path / "config.tmp").write_text("{")
+    run = RunDirectory.create(tmp_path, "gpt2")
+    run.write_config("{}")
+    run.close()
+    assert run.is_begun
+    assert not (tmp_path / "config.tmp").exists()
+
+
 def test_other_peoples_files_are_left_alone(tmp_path: Path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"thesis\.tex"):

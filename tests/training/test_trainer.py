@@ -88,7 +88,7 @@ def test_evaluating_and_saving_are_no_part_of_a_steps_time(monkeypatch, several_
     run = SimpleNamespace(failure=None, log_step=records.append, log_event=lambda *_, **__: None, check=lambda: None)
     plan = SimpleNamespace(precision="f32", digest="", to_json=str)
     outcome = Trainer(
-        program=SimpleNamespace(config=config, plan=plan, mesh=None, batch_sharding=None, shapes=None, state_shardings=None), train_step=train_step,
+        program=SimpleNamespace(config=config, plan=plan, mesh=SimpleNamespace(local_devices=[]), batch_sharding=None, shapes=None, state_shardings=None), train_step=train_step,
         topology=SimpleNamespace(num_processes=2 if several_processes else 1, num_devices=2, dense_peak_flops=lambda _: None),
         loader=SimpleNamespace(iterate=batches), eval_batches=list,
         bits_per_token=False, metadata={},

@@ -1,0 +1,65 @@
+"""A phase gets the plan of the one before it, as far as its batches allow."""
+
+from dataclasses import replace
+
+import pytest
+from plans import LLAMA, case, make_config, make_plan
+
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.build import discover
+from optimus_jax.planning import phase_plans
+from optimus_jax.planning.phase_plans import plans_ahead
+
+TOPOLOGY = discover()
+
+
+def ahead(text, chosen, *, topology=TOPOLOGY, **settings):
+    """Plans of the phases after the first, and that of the first."""
+    config = make_config(replace(LLAMA, num_layers=4), chosen, {"data.phases": text, "data.global_batch": 16, **settings})
+    plan = make_plan(config)
+    return [each for _, each in plans_ahead(config, plan, 0, topology, lambda _: None)], plan
+
+
+def test_a_plan_that_can_stay_stays():
+    found, plan = ahead("5:32,9:x8", case("data=2,fsdp=4", zero=3))
+    assert found == [plan, plan]
+
+
+def test_microbatches_follow_the_batch_and_nothing_moves():
+    (found,), plan = ahead("5:8", case("pipe=2,data=2,tensor=2", microbatches=None))
+    assert plan.microbatches == 8
+    assert found == replace(plan, microbatches=4)
+
+
+def test_microbatches_that_were_asked_for_stay():
+    with pytest.raises(PlanError, match=r"after step 5 \(data.phases: 24 x 16 tokens from step 6\): the global batch cannot(.|\n)*--microbatches"):
+        ahead("5:24", case("data=8", microbatches=2))
+
+
+def test_more_is_computed_again_where_memory_is_short(monkeypatch):
+    """Of a long sequence one microbatch each is too much, and there are no smaller ones."""
+    plain = phase_plans.fits
+
+    def fits(memory, capacity):
+        return plain(memory, capacity) and memory.activations <= 2**17
+
+    chosen = case("data=8", microbatches=None)
+    (found,), plan = ahead("5:8x16", chosen)
+    assert found == plan
+    monkeypatch.setattr(phase_plans, "fits", fits)
+    (found,), plan = ahead("5:8x16", chosen)
+    assert found.remat != plan.remat == "none"
+    assert found == replace(plan, remat=found.remat)
+
+
+def test_a_mesh_that_was_asked_for_is_kept_unless_the_controller_may_leave_it():
+    with pytest.raises(PlanError, match="after step 5"):
+        ahead("5:4", case("fsdp=8", zero=3))
+    with pytest.raises(PlanError, match=r"after step 5(.|\n)*--mesh"):
+        ahead("5:4", case("fsdp=8", zero=3), control="auto")  # nobody knows how fast the devices are, and the rule for that case needs 8 rows
+
+
+def test_phases_that_are_over_are_not_looked_at():
+    config = make_config(LLAMA, case("data=8"), {"data.phases": "5:12,9:16"})
+    plan = make_plan(config)
+    assert [phase.steps_before for phase, _ in plans_ahead(config, plan, 5, TOPOLOGY, lambda _: None)] == [9]
