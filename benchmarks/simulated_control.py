@@ -1,31 +1,33 @@
 """What the controller gains on simulated clusters: every scenario, over seeds, against other ways to steer. SIMULATED, not measured.
 
-    python benchmarks/simulated_control.py                      all scenarios on all settings, 30 seeds (minutes on 2 cores)
-    python benchmarks/simulated_control.py --scenario FILE.json --setting llama-a100
-    ... --seeds 5 --json
+    python benchmarks/simulated_control.py --out runs/simulated.jsonl --markdown table.md      all scenarios on two settings, 30 seeds
+    python benchmarks/simulated_control.py --scenario FILE.json --setting llama-a100 --seeds 5
 
-The cluster's truth is hidden from what decides, and lies off what it is told (optimus_jax/control/scenarios.py). Targets:
+A line goes into the --out file for every seed that is done; called again, it goes on from there. (The lines belong to the code that wrote
+them: after a change, begin another file.)
+
+The cluster's truth is hidden from what decides, and lies off what it is told (optimus_jax/control/simulated/scenarios.py). Targets:
 70% of the oracle's gain where there is one; 20% less time than the static default where something disturbs the run; no switch where
 nothing changes or little is left; 2 at most while a link flaps; 1% over the best static plan at most where nothing changes.
 """
 
 import argparse
 import dataclasses
+import datetime
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from optimus_jax.control.comparison import AUTO, METHODS, ORACLE, Row, rows, run_all
-from optimus_jax.control.contenders import PooledSearch
-from optimus_jax.control.outcome import Outcome
-from optimus_jax.control.scenario_events import PhaseEvent
-from optimus_jax.control.scenarios import Scenario, library, read_scenario, scenario_named
-from optimus_jax.control.setup import Setup
+from optimus_jax.control.simulated.comparison import AUTO, METHODS, ORACLE, Result, Row, rows, run_all
+from optimus_jax.control.simulated.contenders import PooledSearch
+from optimus_jax.control.simulated.events import PhaseEvent
+from optimus_jax.control.simulated.scenarios import Scenario, library, read_scenario, scenario_named
+from optimus_jax.control.simulated.setup import Setup
 from optimus_jax.errors import OptimusError
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.rates import Rates
@@ -77,10 +79,64 @@ def setup_of(scenario: Scenario, setting: Setting) -> Setup:
     return Setup.of(scenario, Pricing(config, cluster, Rates.of(cluster.accelerator)))
 
 
-def run_chunk(scenario: Scenario, setting: Setting, seeds: Sequence[int]) -> list[dict[str, Outcome]]:
-    """Outcomes of some seeds, by way to steer."""
+Job = tuple[str, str]
+"""Setting and scenario, by name."""
+Runs = dict[Job, dict[int, dict[str, Result]]]
+"""Results by seed and way to steer."""
+
+
+def run_chunk(scenario: Scenario, setting: Setting, seeds: Sequence[int]) -> dict[int, dict[str, Result]]:
+    """Results of some seeds, by way to steer. Raises OptimusError where the scenario cannot be had."""
     setup = setup_of(scenario, setting)
-    return [run_all(setup, seed, searcher()) for seed in seeds]
+    return {seed: {name: Result.of(outcome) for name, outcome in run_all(setup, seed, searcher()).items()} for seed in seeds}
+
+
+def kept(path: Path | None) -> Runs:
+    """What an earlier call has done; a line that was torn is left out."""
+    found: Runs = {}
+    if path is None or not path.exists():
+        return found
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+            results = {name: Result(total_s=each["total_s"], moments=each["moments"]) for name, each in value["results"].items()}
+            found.setdefault((value["setting"], value["scenario"]), {})[value["seed"]] = results
+        except (ValueError, KeyError):
+            continue
+    return found
+
+
+def keep(path: Path | None, job: Job, found: Mapping[int, Mapping[str, Result]]) -> None:
+    """Append what has been done."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for seed, results in found.items():
+            value = {name: {"total_s": each.total_s, "moments": dict(each.moments)} for name, each in results.items()}
+            file.write(json.dumps({"setting": job[0], "scenario": job[1], "seed": seed, "simulated": True, "results": value}) + "\n")
+
+
+def run_jobs(jobs: Mapping[Job, Scenario], seeds: int, processes: int, out: Path | None) -> Runs:
+    """Everything that is not done yet."""
+    done, began_s = kept(out), time.perf_counter()
+    missing = {job: [seed for seed in range(seeds) if seed not in done.get(job, {})] for job in jobs}
+    with ProcessPoolExecutor(processes) as pool:
+        # The first seeds of all before the next of any: what is there when it is stopped is a table of fewer seeds.
+        futures = {pool.submit(run_chunk, jobs[job], SETTINGS[job[0]], left[first:first + CHUNK]): job
+                   for first in range(0, seeds, CHUNK) for job, left in missing.items() if first < len(left)}
+        for number, future in enumerate(as_completed(futures), start=1):
+            job = futures[future]
+            try:
+                found = future.result()
+            except OptimusError as error:
+                print(f"{job[0]}, {job[1]}: left out, {str(error).splitlines()[0]}", file=sys.stderr)
+                continue
+            keep(out, job, found)
+            done.setdefault(job, {}).update(found)
+            left_s = (time.perf_counter() - began_s) * (len(futures) - number) / number
+            print(f"{number} of {len(futures)} parts done ({job[0]}, {job[1]}), about {left_s / 60:.0f} min left", file=sys.stderr, flush=True)
+    return {job: {seed: done[job][seed] for seed in range(seeds) if seed in done[job]} for job in jobs if job in done}
 
 
 def verdicts(scenario: str, row: Row, oracle: Row) -> list[str]:
@@ -117,6 +173,21 @@ def _cell(value, shape: str) -> str:
     return "" if value is None else f"{shape.format(value.value)} [{shape.format(value.low)}, {shape.format(value.high)}]"
 
 
+def markdown(report: Mapping[Job, Sequence[Row]], seeds: int, command: str) -> str:
+    """Two tables: the controller against its targets, and the time of every way to steer."""
+    text = [f"# The controller on simulated clusters, {datetime.date.today()}", "", f"SIMULATED, not measured. `{command}`: means over {seeds} seeds [95% intervals, bootstrapped over seeds].", "",
+            "| setting | scenario | less time than the default | of the oracle's gain | over the best static plan | switches (most) | targets |", "|---|---|---|---|---|---|---|"]
+    for (setting, scenario), found in report.items():
+        auto, oracle = (next(row for row in found if row.method == name) for name in (AUTO, ORACLE))
+        text.append(f"| {setting} | {scenario} | {_cell(auto.saved, '{:.1%}')} | {_cell(auto.share, '{:.0%}') or 'has none'} | {_cell(auto.regret, '{:+.1%}')} "
+                    f"| {auto.switches:.1f} ({auto.most_switches}) | {'; '.join(verdicts(scenario, auto, oracle)) or 'none'} |")
+    names = [row.method for row in next(iter(report.values()))]
+    text += ["", "Less time than the static default, by way to steer:", "", "| setting | scenario | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for (setting, scenario), found in report.items():
+        text.append(f"| {setting} | {scenario} | " + " | ".join("" if row.saved is None else f"{row.saved.value:.1%}" for row in found) + " |")
+    return "\n".join(text) + "\n"
+
+
 def main() -> int:
     """Parse, run, report."""
     parser = argparse.ArgumentParser(description="What the controller gains on simulated clusters. All figures are simulated.")
@@ -124,6 +195,8 @@ def main() -> int:
     parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="these models and clusters (default: the first two)")
     parser.add_argument("--seeds", type=int, default=30, metavar="N", help="truths to draw (default: 30)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="keep what is done, and go on from it")
+    parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="write tables")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     try:
@@ -131,22 +204,16 @@ def main() -> int:
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    began_s, report = time.perf_counter(), []
-    chunks = [range(first, min(first + CHUNK, options.seeds)) for first in range(0, options.seeds, CHUNK)]
-    with ProcessPoolExecutor(options.jobs) as pool:
-        jobs = {(name, scenario.name): [pool.submit(run_chunk, scenario, SETTINGS[name], chunk) for chunk in chunks]
-                for name in options.setting or list(SETTINGS)[:2] for scenario in scenarios}
-        for (name, scenario), futures in jobs.items():
-            try:
-                found = rows([run for future in futures for run in future.result()])
-            except OptimusError as error:
-                print(f"{name}, {scenario}: left out, {str(error).splitlines()[0]}", file=sys.stderr)
-                continue
-            report.append({"setting": name, "scenario": scenario, "simulated": True, "seeds": options.seeds, "methods": [row.as_json() for row in found]})
-            if not options.json:
-                print("\n".join(lines(name, scenario, found)), flush=True)
+    began_s = time.perf_counter()
+    jobs = {(name, scenario.name): scenario for name in options.setting or list(SETTINGS)[:2] for scenario in scenarios}
+    report = {job: rows(list(runs.values())) for job, runs in run_jobs(jobs, options.seeds, options.jobs, options.out).items()}
     if options.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps([{"setting": setting, "scenario": scenario, "simulated": True, "seeds": options.seeds, "methods": [row.as_json() for row in found]}
+                          for (setting, scenario), found in report.items()], indent=2))
+    else:
+        print("\n".join(line for (setting, scenario), found in report.items() for line in lines(setting, scenario, found)))
+    if options.markdown and report:
+        options.markdown.write_text(markdown(report, options.seeds, "python " + " ".join(sys.argv)), encoding="utf-8")
     print(f"simulated {len(report)} scenarios x {options.seeds} seeds x {len(METHODS)} ways to steer in {time.perf_counter() - began_s:.0f} s", file=sys.stderr)
     return 0
 

@@ -19,10 +19,10 @@ from optimus_jax.request import SHORT_NAMES
 
 if TYPE_CHECKING:
     from optimus_jax.config import Config
-    from optimus_jax.control.comparison import Estimate, Row
-    from optimus_jax.control.outcome import Outcome
-    from optimus_jax.control.scenarios import Scenario
-    from optimus_jax.control.setup import Setup
+    from optimus_jax.control.simulated.comparison import Estimate, Row
+    from optimus_jax.control.simulated.outcome import Outcome
+    from optimus_jax.control.simulated.scenarios import Scenario
+    from optimus_jax.control.simulated.setup import Setup
     from optimus_jax.planning.calibrate import Calibration
     from optimus_jax.planning.cluster import Cluster
     from optimus_jax.planning.rates import Rates
@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
 
 def scenario_of(given: dict) -> "tuple[Scenario, Config | None]":
     """By name, from a file, or from a run, whose config comes with it."""
-    from optimus_jax.control.replay import recorded
-    from optimus_jax.control.scenarios import read_scenario, scenario_named
+    from optimus_jax.control.simulated.replay import recorded
+    from optimus_jax.control.simulated.scenarios import read_scenario, scenario_named
 
     if "replay" in given:
         return recorded(Path(given["replay"]))
@@ -72,7 +72,7 @@ def scenario_of(given: dict) -> "tuple[Scenario, Config | None]":
 
 def setup_of(given: dict, scenario: "Scenario", config: "Config | None") -> "Setup":
     """The scenario for this model, or for a recorded run's, on this cluster."""
-    from optimus_jax.control.setup import Setup
+    from optimus_jax.control.simulated.setup import Setup
     from optimus_jax.planning.search import Pricing
     from optimus_jax.request import make_config
 
@@ -113,7 +113,7 @@ def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
 
 def methods_of(given: dict) -> tuple[str, ...]:
     """Those asked for, with what they are compared with."""
-    from optimus_jax.control.comparison import BEST_STATIC, DEFAULT_STATIC, METHODS, ORACLE, STAY
+    from optimus_jax.control.simulated.comparison import BEST_STATIC, DEFAULT_STATIC, METHODS, ORACLE, STAY
     from optimus_jax.errors import nearest
 
     asked = given.get("policy", METHODS)
@@ -162,10 +162,10 @@ def main() -> int:
     """Exit code: 0 done, 2 the user's error."""
     given = vars(parser().parse_args())
     # After parsing: --help need not wait for JAX.
-    from optimus_jax.control.comparison import rows, run_all
-    from optimus_jax.control.contenders import PooledSearch
-    from optimus_jax.control.scenarios import library
-    from optimus_jax.control.setup import check_seeds
+    from optimus_jax.control.simulated.comparison import rows, run_all
+    from optimus_jax.control.simulated.contenders import PooledSearch
+    from optimus_jax.control.simulated.scenarios import library
+    from optimus_jax.control.simulated.setup import check_seeds
 
     try:
         if given["list"]:

@@ -14,20 +14,22 @@ from typing import Any
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import policy
-from optimus_jax.control.candidates import Searcher, Searches, has_room, is_allowed, is_legal, rung_of
-from optimus_jax.control.changes import LEAST
-from optimus_jax.control.conditions import Conditions, claims
-from optimus_jax.control.left_out import LeftOut
-from optimus_jax.control.memory_watch import MemoryWatch
-from optimus_jax.control.options import Offer, Options, Standing, View
-from optimus_jax.control.phases import Phase, Phases
+from optimus_jax.control.deciding.allowance import Allowance
+from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_allowed, is_legal, rung_of
+from optimus_jax.control.deciding.changes import LEAST
+from optimus_jax.control.deciding.conditions import Conditions, claims
+from optimus_jax.control.deciding.experience import Experience, Known, Level
+from optimus_jax.control.deciding.left_out import LeftOut
+from optimus_jax.control.deciding.memory_watch import MemoryWatch
+from optimus_jax.control.deciding.options import Offer, Options, Standing, View
+from optimus_jax.control.deciding.phases import Phase, Phases
+from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
+from optimus_jax.control.deciding.quarantine import Quarantine
+from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
+from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Candidate, Decision, Regime, Situation
-from optimus_jax.control.predictor import Predictor, Query
-from optimus_jax.control.prices import Batch, Prices, query, setting
-from optimus_jax.control.quarantine import Quarantine
+from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation
-from optimus_jax.control.switch_costs import CostModel, SwitchCosts
-from optimus_jax.control.watch import Watch
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import Pricing
 
@@ -37,30 +39,12 @@ ABANDONED = 10
 """Cool-downs after which a switch that was decided and never made is no longer waited for."""
 REMEMBERED = 8
 """Plans that the run was under, which are always candidates."""
-FORGOTTEN_S = 3600.0
-"""Time in which caution after going to and fro falls to a third."""
-LEVELS = 30
-"""Levels of step times of this run that are kept by name, the newest."""
 LOOK_AGAIN = 0.1
 """Of the time that conditions have lasted: at least so much lies between two looks at what their duration speaks against."""
 SPARE = 0.02
 """Beyond the least probability: that a process which was left out has recovered, before it is tried again."""
 TRIAL = "the first steps under the new plan are done"
 """Puts up for decision whether to go back."""
-
-
-Level = tuple[float, float, int]
-"""Of step times: logarithm, its noise, and the steps that it rests on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Known:
-    """What a level was measured of."""
-
-    plan: Plan
-    batch: Batch
-    conditions: Conditions
-    regime: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +76,16 @@ class Advisor:
       memory: file of what was learnt about this hardware (JSON); None: nothing is read or kept.
       costs: what switches are expected to cost before any was made.
       num_processes: that devices are dealt out to, in order; None: one for each host.
+      keeps_devices: whether all devices stay in use, whatever is wrong with them.
     Raises:
       PlanError: `plan` sends over a link of unknown speed, so that nothing can be predicted.
     """
 
     def __init__(self, *, pricing: Pricing, plan: Plan, num_steps: int, settings: ControlConfig, phases: Sequence[Phase] = (),
                  searcher: Searcher | None = None, memory: Path | None = None, costs: SwitchCosts | None = None,
-                 num_processes: int | None = None):
+                 num_processes: int | None = None, keeps_devices: bool = False):
         self._prices, self._cluster, self._settings, self._num_steps = Prices(pricing), pricing.cluster, settings, num_steps
-        self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher)), memory
+        self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher), keeps_devices=keeps_devices), memory
         self._num_processes = num_processes or pricing.cluster.num_hosts
         self._predictor, self._costs, self._watch, self._memory_watch = Predictor(pricing.calibration), CostModel(costs), Watch(), MemoryWatch()
         self._quarantine = Quarantine(settings.cooldown_steps)
@@ -111,17 +96,18 @@ class Advisor:
         self._standing, self._before = Standing(plan=plan), Standing(plan=plan)
         """What the run is under, and what it was under before the last switch."""
         self._plans = OrderedDict({plan.digest: plan})
-        self._levels: dict[_Known, tuple[Level, int]] = {}
-        """What was learnt in this run, with the step at which."""
+        self._experience, self._allowance = Experience(self._predictor, self._prices), Allowance(settings)
         self._left: dict[str, tuple[str, int]] = {}
         """By digest of a plan that was left: conditions and regime at the time."""
-        self._returned_s: list[float] = []
-        """When the run went back to a plan that it had left."""
+        self._fled: set[str] = set()
+        """Digests of plans that it could not keep."""
         self._step, self._time_s, self._began_s = 0, 0.0, None
         self._lost: frozenset[int] = frozenset()
-        self._looked, self._on_trial, self._num_switches, self._cool_until = False, False, 0, 0
+        self._looked, self._on_trial = False, False
         self._pending: Decision | None = None
         """A switch that was decided and is being prepared."""
+        self._decided_s = 0.0
+        """When it was decided."""
         self._answering: _Question | None = None
         """The question that this was the answer to."""
         self._question: _Question | None = None
@@ -133,6 +119,16 @@ class Advisor:
     def wants_probe(self) -> bool:
         """Whether step times have changed and readings of links and compute do not say why: a probe now would help."""
         return self._watch.wants_probe
+
+    @property
+    def changed_s(self) -> float | None:
+        """On the run's clock, since when step times are others than they were, for a reason that was not known then: older probes tell nothing of now."""
+        return self._watch.changed_s
+
+    @property
+    def steps_alike(self) -> int:
+        """Newest steps under the plan that were done in the conditions that hold now: with these, and no others, a new plan's are compared."""
+        return self._watch.steps_alike
 
     def decide(self, observation: Observation) -> Decision | None:
         """What to do at this step boundary; None: nothing was up for decision. Call it at every boundary."""
@@ -152,27 +148,38 @@ class Advisor:
         # A plan that nobody decided on is on the devices that are there.
         without = decided.without if decided else self._lost if plan.num_devices < self._cluster.num_devices else frozenset()
         self._learn_level()
-        self._costs.learn(self._rung(plan, without), plan, self._prices.of(self._batch), compiled=plan.digest in self._compiled,
-                          delay_s=sum(costs_s.values()), counts=by_choice and not self._undoes_loss(without))
+        rung, compiled = self._rung(plan, without), plan.digest in self._compiled
+        if decided is not None and decided.at_step is None and self._costs.prepare_s(rung, compiled=compiled):
+            self._costs.prepared(self._time_s - self._decided_s)
+        self._costs.learn(rung, plan, self._prices.of(self._batch), compiled=compiled,
+                          delay_s=sum(costs_s.values()), counts=by_choice and not self._is_repair(without))
         if is_return:
             self._quarantine.add(old.plan, self._step)
         self._left[old.plan.digest], has_been = self._now, plan.digest in self._left
         left_out = older.left_out.still_slow(self._time_s) if is_return and older.left_out else self._left_out_by(without)
         self._under(Standing(plan=plan, without=without, left_out=left_out))
         self._before, self._on_trial, self._forced = old, by_choice and not is_return, None
-        self._num_switches += by_choice
-        self._returned_s += [self._time_s] * (by_choice and has_been)
-        self._cool()
+        self._allowance.switched(self._time_s, by_choice=by_choice, is_return=has_been and plan.digest not in self._fled)
+        self._fled = self._fled - {plan.digest} | ({old.plan.digest} if decided is None or decided.mandatory else set())
+        self._cool(by_choice=by_choice)
 
-    def failed(self, plan: Plan, why: str) -> None:
-        """The switch to `plan` did not happen or was taken back: it is left alone for a while, longer each time."""
-        self._quarantine.add(plan, self._step, why)
+    def failed(self, plan: Plan, why: str, *, at_step: int | None = None) -> None:
+        """The switch to `plan` did not happen or was taken back: it is left alone for a while, longer each time.
+
+        Args:
+          at_step: when; None: now.
+        """
+        self._quarantine.add(plan, self._step if at_step is None else at_step, why)
         if plan == self._standing.plan and self._before.plan != plan:
             left_out = self._before.left_out
             self._under(replace(self._before, left_out=left_out and left_out.still_slow(self._time_s)))
         self._on_trial = False
         self._cool()
         self._question = self._forced
+
+    def dropped(self) -> None:
+        """The batches have changed, and what was being prepared is not to be had: it was for those before."""
+        self._pending, self._question = None, self._forced
 
     def save(self) -> None:
         """Keep what was learnt about this hardware for later runs."""
@@ -193,6 +200,15 @@ class Advisor:
         index, each = self._watch.straggler, self._cluster.num_devices // self._num_processes
         return frozenset() if index is None else frozenset(range(index * each, (index + 1) * each))
 
+    def _located(self, conditions: Conditions) -> Conditions:
+        """With where in the mesh the slow process is."""
+        straggling = self._straggling
+        if not straggling:
+            return conditions
+        used = [device for device in range(self._cluster.num_devices) if device not in self._standing.without][:self._standing.plan.num_devices]
+        slow = [place for place, device in enumerate(used) if device in straggling]
+        return replace(conditions, slow_part=(slow[0] / len(used), (slow[-1] + 1) / len(used))) if slow else conditions
+
     def _enter_batch(self, observation: Observation) -> bool:
         """Whether another batch has begun."""
         batch = (observation.global_batch, observation.seq_len)
@@ -200,6 +216,8 @@ class Advisor:
             return False
         self._learn_level()
         self._batch, self._looked = batch, False
+        if self._question is not None:
+            self._question = replace(self._question, batch=batch, at_step=None)
         self._watch.restart()
         self._memory_watch.restart()
         return True
@@ -209,9 +227,9 @@ class Advisor:
         watch, plan = self._watch, self._standing.plan
         before, level = (watch.conditions, watch.regime), self._level()
         news = watch.observe(observation, claims(observation, self._cluster, plan.axes),
-                             lambda conditions: self._prices.log_time(plan, self._batch, conditions))
+                             lambda conditions: self._prices.log_time(plan, self._batch, self._located(conditions)))
         if watch.was_so:
-            self._call_anew(watch.was_so)
+            self._experience.call_anew(watch.was_so)
         elif before != (watch.conditions, watch.regime):
             if level is not None:
                 self._learn(*before, level)
@@ -229,28 +247,8 @@ class Advisor:
             self._learn(self._watch.conditions, self._watch.regime, level)
 
     def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:
-        known = _Known(plan=self._standing.plan, batch=self._batch, conditions=conditions, regime=regime)
-        self._levels.pop(known, None)
-        self._levels[known] = (level, self._step)
-        while len(self._levels) > LEVELS:
-            self._levels.pop(next(iter(self._levels)))
-        self._tell(known, level, self._step)
-
-    def _tell(self, known: _Known, level: Level, step: int) -> None:
-        self._predictor.learn(self._query_of(known), log_time=level[0], noise=level[1], count=level[2], step=step)
-
-    def _query_of(self, known: _Known) -> Query:
-        return query(known.plan, known.conditions.applied(self._prices.of(known.batch)), setting(known.batch, known.conditions), known.regime)
-
-    def _call_anew(self, was_so: Mapping[str, float]) -> None:
-        """Conditions have turned out to be other ones all the time: so they were when levels were learnt."""
-        levels, self._levels = self._levels, {}
-        for known in levels:
-            self._predictor.forget(self._query_of(known))
-        for known, (level, step) in levels.items():
-            renamed = replace(known, conditions=replace(known.conditions, **was_so))
-            self._levels[renamed] = (level, step)
-            self._tell(renamed, level, step)
+        known = Known(plan=self._standing.plan, batch=self._batch, conditions=self._located(conditions), regime=regime)
+        self._experience.learn(known, level, self._step)
 
     def _left_out_by(self, without: frozenset[int]) -> LeftOut | None:
         """The slow process that a run without these devices does without."""
@@ -271,10 +269,10 @@ class Advisor:
         self._watch.restart()
         self._memory_watch.restart()
 
-    def _cool(self) -> None:
+    def _cool(self, *, by_choice: bool = True) -> None:
         self._pending = self._question = None
-        self._cool_until = self._step + max(self._settings.cooldown_steps, self._settings.window_steps)
-        self._review_step, self._review_s = self._cool_until, math.inf
+        self._allowance.cool(self._step, by_choice=by_choice)
+        self._review_step, self._review_s = self._allowance.cool_until, math.inf
         self._look_at_left_out()
 
     def _look_at_left_out(self) -> None:
@@ -346,6 +344,8 @@ class Advisor:
         blocked = "" if question.mandatory else self._blocked(question)
         self._learn_level()
         offers = [] if blocked else self._offers(question)
+        while offers == [] and question.mandatory and self._memory_watch.settle_for_less():
+            offers = self._offers(question)
         if offers is None:
             return None
         self._question = None
@@ -354,18 +354,17 @@ class Advisor:
         return self._noted(self._weighed(question, offers, blocked, observation))
 
     def _blocked(self, question: _Question) -> str:
-        settings = self._settings
-        if settings.max_switches is not None and self._num_switches >= settings.max_switches:
-            return f"{settings.max_switches} switches are the most that the settings allow"
-        if question.only is None and (question.at_step or self._step) < self._cool_until:
-            self._review_step = self._cool_until
-            return f"cooling down after a switch, until step {self._cool_until}"
-        return ""
+        allowance = self._allowance
+        if question.only is not None or allowance.too_many():
+            return allowance.too_many()
+        too_soon = allowance.too_soon(question.at_step or self._step)
+        self._review_step = allowance.cool_until if too_soon else self._review_step
+        return too_soon
 
     def _offers(self, question: _Question) -> list[Offer] | None:
         """What could be switched to; None: a search is still at work."""
         watch = self._watch
-        view = View(batch=question.batch, time_s=self._time_s, conditions=watch.conditions, normal=watch.normal, lost=self._lost, slow=self._straggling,
+        view = View(batch=question.batch, time_s=self._time_s, conditions=self._located(watch.conditions), normal=watch.normal, lost=self._lost, slow=self._straggling,
                     left_out=self._standing.left_out, memory=self._memory_watch)
         if question.only is not None:
             return self._options.back(view, question.only)
@@ -373,7 +372,7 @@ class Advisor:
 
     def _weighed(self, question: _Question, offers: Sequence[Offer], blocked: str, observation: Observation) -> Decision:
         watch, plan, priced = self._watch, self._standing.plan, self._memory_watch.applied(self._prices.of(question.batch))
-        asked = [query(plan, watch.conditions.applied(priced), setting(question.batch, watch.conditions), watch.regime)]
+        asked = [query(plan, self._located(watch.conditions).felt_by(plan).applied(priced), setting(question.batch, watch.conditions), watch.regime)]
         asked += [query(offer.plan, offer.place.pricing, offer.place.setting, watch.regime) for offer in offers]
         if watch.is_disturbed:
             normal = setting(question.batch, watch.normal)
@@ -388,7 +387,7 @@ class Advisor:
         regime = watch.regime_at(self._time_s) if question.only is None else Regime(elapsed_s=0.0, durations=None)
         situation = Situation(
             step=self._step, trigger=question.trigger, step_time_s=step_time_s, horizon_s=steps_left * step_time_s, regime=regime, blocked=blocked,
-            caution=1.0 if question.only is not None else self._caution(), budget_s=self._budget_s(usual_s), mandatory=question.mandatory, at_step=question.at_step,
+            caution=1.0 if question.only is not None else self._allowance.caution(self._time_s), budget_s=self._budget_s(step_time_s, usual_s), mandatory=question.mandatory, at_step=question.at_step,
             inputs=self._inputs(question, observation, forecast.interval_s(0), steps_left))
         return policy.decide(situation, candidates, self._settings)
 
@@ -400,14 +399,17 @@ class Advisor:
             plan=plan, rung=rung, log_ratio=log_ratio, deviation=deviation, log_ratio_after=log_ratio_after, without=place.without, likely=place.likely,
             barred=self._quarantine.why(plan, self._step) if is_listed else "not on the list of meshes that may be switched to",
             cost_s=self._costs.expected_s(rung, plan, place.pricing, compiled=plan.digest in self._compiled),
-            return_s=self._costs.expected_s(rung, plan, place.pricing, compiled=True), is_free=self._undoes_loss(place.without),
+            prepare_s=self._costs.prepare_s(rung, compiled=plan.digest in self._compiled),
+            return_s=self._costs.expected_s(rung, self._standing.plan, place.normal, compiled=True),
+            is_free=self._is_repair(place.without) or self._goes_home(plan),
             was_left=question.only is None and self._left.get(plan.digest) == self._now)
 
     def _noted(self, decision: Decision) -> Decision | None:
         """Remember what was decided; None: it says nothing new."""
         if decision.action == "switch":
             is_old = self._pending is not None and (self._pending.plan, self._pending.at_step) == (decision.plan, decision.at_step)
-            self._pending = self._pending if is_old else decision
+            if not is_old:
+                self._pending, self._decided_s = decision, self._time_s
             return None if is_old else decision
         self._pending = None
         self._look_at_left_out()
@@ -422,6 +424,16 @@ class Advisor:
         same_devices = without == self._standing.without and plan.num_devices == self._standing.plan.num_devices
         return rung_of(self._standing.plan, plan, same_devices=same_devices, same_hosts=self._cluster.num_hosts == 1)
 
+    def _is_repair(self, without: frozenset[int]) -> bool:
+        """Whether a plan without these devices leaves out a slow process, or uses again what was lost or left out: a fault's costs, not the budget's."""
+        left_out = self._standing.left_out
+        takes_back = left_out is not None and without < self._standing.without and self._standing.without - without <= left_out.devices
+        return bool(self._straggling and self._straggling <= without) or takes_back or self._undoes_loss(without)
+
+    def _goes_home(self, plan: Plan) -> bool:
+        """Whether a disturbance is over that `plan` was left for: the way back was reserved when it was left."""
+        return not self._watch.is_disturbed and plan.digest in self._left and plan.digest not in self._fled
+
     def _undoes_loss(self, without: frozenset[int]) -> bool:
         """Whether a plan without these devices uses some that were lost and have come back."""
         left_out, used_again = self._standing.left_out, self._standing.without - without
@@ -432,14 +444,15 @@ class Advisor:
         """Digests of plans whose executables are still there."""
         return list(self._plans)[-self._settings.executables:]
 
-    def _caution(self) -> float:
-        """Twice as much for every time that the run went back to a plan, as long as that is not forgotten."""
-        return 2.0 ** sum(math.exp(-(self._time_s - time_s) / FORGOTTEN_S) for time_s in self._returned_s)
+    def _budget_s(self, step_time_s: float, usual_s: float) -> float:
+        """What switches may still take, of the time that the whole run is expected to take if it stays where it is.
 
-    def _budget_s(self, step_time_s: float) -> float:
-        """What switches may still take, of the time that the whole run takes if the steps that are left take so long."""
-        whole_s = self._time_s - (self._began_s or 0.0) + max(0, self._num_steps - self._step) * step_time_s
-        return self._settings.budget_share * whole_s - self._costs.spent_s
+        Steps take `step_time_s` as long as present conditions last, and `usual_s` from then on.
+        """
+        steps_left = max(0, self._num_steps - self._step)
+        disturbed_s = self._watch.regime_at(self._time_s).expected_s(steps_left * step_time_s)
+        whole_s = self._time_s - (self._began_s or 0.0) + disturbed_s + max(0.0, steps_left - disturbed_s / step_time_s) * usual_s
+        return self._allowance.budget_s(whole_s, self._costs.spent_s)
 
     def _inputs(self, question: _Question, observation: Observation, interval_s: tuple[float, float], steps_left: int) -> dict[str, Any]:
         watch = self._watch

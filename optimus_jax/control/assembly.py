@@ -2,56 +2,62 @@
 
 import re
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 from optimus_jax.config import Config, ParallelConfig
 from optimus_jax.control.advisor import Advisor
-from optimus_jax.control.candidates import search_now
 from optimus_jax.control.controller import Controller
-from optimus_jax.control.executables import of_running
-from optimus_jax.control.journal import Journal, switches
+from optimus_jax.control.deciding.candidates import search_now
+from optimus_jax.control.deciding.phases import Phase
+from optimus_jax.control.deciding.switch_costs import SwitchCosts
+from optimus_jax.control.journal import switches
 from optimus_jax.control.live import Probes, live_signals
+from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.reported import ReportedDevices
 from optimus_jax.control.switch import Switcher
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.phases import phases_of
 from optimus_jax.planning.hardware import kept_profile
 from optimus_jax.planning.here import Here
 from optimus_jax.planning.kept import cache_directory
 from optimus_jax.planning.search import Pricing, Ranking
 from optimus_jax.training.display import Display
-from optimus_jax.training.objective import Batch
 from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.step import Program
+
+COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
+"""What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs."""
 
 
-def make_controller(config: Config, topology: Topology, here: Here, program: Program, train_step: object, step_bytes: int, *,
-                    probe: Callable[[Program], Batch], run: RunDirectory, display: Display) -> Controller:
-    """The controller of a run that begins under `program`; every process has to call it.
+def make_controller(config: Config, topology: Topology, here: Here, switcher: Switcher, *, compile_s: float, changes: PhaseChanges | None,
+                    run: RunDirectory, display: Display) -> Controller:
+    """The controller of a run; every process has to call it.
 
     Args:
-      config: says when it may act.
+      config: of the whole run; says when it may act.
       here: how fast the devices are.
-      train_step: the program's, compiled.
-      step_bytes: that it needs on a device.
-      probe: a batch for a program, always the same, whose loss is compared before and after a switch.
+      switcher: of the run, which begins under what that has running.
+      compile_s: that its step took to compile, from which the first guess of what a switch takes is made.
+      changes: of the run's phases; None: it has one.
     """
     assert config.control != "off"
-    settings, pricing = config.controller, here.pricing(freed(config))
+    program = switcher.running.program
+    settings, pricing = config.controller, here.pricing(freed(program.config))
+    phases = [Phase(first_step=phase.steps_before + 1, global_batch=phase.global_batch, seq_len=phase.seq_len) for phase in phases_of(config)]
     advisor = Advisor(
-        pricing=pricing, plan=program.plan, num_steps=config.steps, settings=settings, searcher=_BackgroundSearch(),
-        memory=cache_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}.json")
+        pricing=pricing, plan=program.plan, num_steps=config.steps, settings=settings, searcher=_BackgroundSearch(), phases=phases if changes else (),
+        costs=SwitchCosts(prepare_s=2 * compile_s, compile_tax_s=COMPILE_TAX.get(topology.platform, COMPILE_TAX["gpu"]) * compile_s),
+        # Fewer processes are another run: what started this one has to start that.
+        num_processes=topology.num_processes, keeps_devices=topology.num_processes > 1,
+        memory=cache_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json")
     for record in switches(run.path):
         if record.is_failure:
-            advisor.failed(record.target, f"it was tried at step {record.step}: {record.ended_why}")
+            advisor.failed(record.target, f"it was tried at step {record.step}: {record.ended_why}", at_step=record.ended_step)
     probes = Probes(settings.probe_share, here.cluster, kept_profile())
-    signals = live_signals(settings, global_batch=config.data.global_batch, seq_len=config.seq_len, rounds=probes.on(program.mesh),
+    signals = live_signals(settings, global_batch=program.config.data.global_batch, seq_len=program.config.seq_len, rounds=probes.on(program.mesh),
                            run_directory=run.path, warn=display.message)
-    switcher = Switcher(running=of_running(program, train_step, step_bytes), settings=settings, journal=Journal(run),
-                        bytes_per_device=topology.bytes_per_device, probe=probe)
     return Controller(mode="auto" if config.control == "auto" else "advise", settings=settings, num_steps=config.steps, advisor=advisor, signals=signals,
-                      probes=probes, switcher=switcher, reported=ReportedDevices(run.path, display.message), run=run, display=display)
+                      probes=probes, switcher=switcher, changes=changes, reported=ReportedDevices(run.path, display.message), run=run, display=display)
 
 
 def freed(config: Config) -> Config:

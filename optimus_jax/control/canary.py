@@ -22,8 +22,8 @@ class Verdict:
     """One sentence for people."""
     step_time_s: float | None
     """Median under the new plan, measured; None: no step was timed."""
-    before_s: float
-    """Median under the old one, measured."""
+    before_s: float | None
+    """Median under the old one, measured; None: there is nothing to compare with."""
     foretold_s: float
     """Under the new plan, predicted."""
 
@@ -38,13 +38,13 @@ def judge(step_times_s: Sequence[float], *, losses: Sequence[float], before_s: S
     Args:
       step_times_s: of the steps since the switch.
       losses: of the same steps.
-      before_s: times of steps under the old plan, under conditions as they are now; not empty.
+      before_s: times of steps under the old plan, under conditions as they are now; empty: there are none, or the run had to leave it and may be slower.
       foretold_s: prediction for the new plan.
       steps_left: of the run.
       back_s: delay of the run by going back.
     """
     times_s = step_times_s[1:] if len(step_times_s) > 1 else step_times_s
-    old_s = statistics.median(before_s)
+    old_s = statistics.median(before_s) if before_s else None
     new_s = statistics.median(times_s) if times_s else None
 
     def verdict(keep: bool, why: str) -> Verdict:
@@ -54,6 +54,8 @@ def judge(step_times_s: Sequence[float], *, losses: Sequence[float], before_s: S
         return verdict(False, "the loss is not finite")
     if new_s is None:
         return verdict(True, "no step was timed")
+    if old_s is None:
+        return verdict(True, f"{new_s:.3g} s per step, {foretold_s:.3g} s foretold; before is not to be compared")
     told = f"{new_s:.3g} s per step, {foretold_s:.3g} s foretold, {old_s:.3g} s before"
     noise_s = NOISE * math.hypot(_error_s(times_s), _error_s(before_s))
     lost_s = (new_s - old_s) * steps_left

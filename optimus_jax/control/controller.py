@@ -5,19 +5,21 @@ that the run leaves its plan, the trainer returns, `carry_out` moves the state, 
 What is known of a plan's first steps decides whether it is kept.
 """
 
+import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import Advisor
+from optimus_jax.control.advisor import LEAD_S, Advisor
 from optimus_jax.control.canary import Verdict, judge
 from optimus_jax.control.council import Council, Order
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
+from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Preparation, Switched, Switcher
@@ -40,7 +42,7 @@ class _Trial:
     costs_s: dict[str, float]
     """Of the switch."""
     before_s: tuple[float, ...]
-    """Times of the last steps under the plan from before."""
+    """Times of the last steps under the plan from before; empty: it is not to be compared with."""
     foretold_s: float
     """Predicted time of a step."""
     records: list[StepRecord] = field(default_factory=list)
@@ -58,16 +60,17 @@ class Controller:
       signals: what is measured.
       probes: of each mesh.
       switcher: moves the state.
+      changes: between the run's phases; None: it has one.
       reported: ids of devices that someone has reported to be bad.
       run: where decisions and switches are written down.
       display: where they are shown.
     """
 
     def __init__(self, *, mode: Mode, settings: ControlConfig, num_steps: int, advisor: Advisor, signals: Signals, probes: Probes, switcher: Switcher,
-                 reported: Callable[[], frozenset[int]], run: RunDirectory, display: Display) -> None:
+                 changes: PhaseChanges | None, reported: Callable[[], frozenset[int]], run: RunDirectory, display: Display) -> None:
         self._mode, self._settings, self._num_steps = mode, settings, num_steps
         self._advisor, self._signals, self._probes, self._switcher = advisor, signals, probes, switcher
-        self._reported, self._run, self._display = reported, run, display
+        self._changes, self._reported, self._run, self._display = changes, reported, run, display
         self._council = Council()
         self._decision: Decision | None = None
         """The switch that is being prepared, in the process that decided it."""
@@ -78,6 +81,8 @@ class Controller:
         self._verdict: Verdict | None = None
         """Of a trial, while other processes have not heard it."""
         self._is_taken_back = False
+        self._probed_of_s: float | None = None
+        """When those steps changed for whose sake a probe was asked for last."""
         self._last_times_s: deque[float] = deque(maxlen=settings.window_steps)
 
     # What the trainer says.
@@ -97,8 +102,8 @@ class Controller:
         """An evaluation says nothing about steps."""
 
     def is_probe_due(self, step: int) -> bool:
-        """Whether to let the devices finish `step` and call `probe`."""
-        return self._signals.is_probe_due(step)
+        """Whether to let the devices finish `step` and call `probe`; the same answer in every process."""
+        return not self._is_crowded and self._signals.is_probe_due(step)
 
     def probe(self, step: int) -> None:
         """The devices are free: measure links and compute."""
@@ -106,13 +111,16 @@ class Controller:
 
     def leaves(self, step: int) -> bool:
         """Whether the run is to go on under another plan after `step`."""
+        self._look_ahead(step)
         if jax.process_index() == 0:
             self._think(step)
         else:
             self._signals.observe(step)
         if not self._council.is_held(step):
             return False
-        self._obey(self._council.hear(), step)
+        step_time_s = statistics.median(self._last_times_s) if self._last_times_s else None
+        for order in self._council.hear(step, step_time_s):
+            self._obey(order, step)
         return self._is_taken_back or self._is_ready(step)
 
     def carry_out(self, state: TrainState, step: int) -> tuple[TrainState, Executable]:
@@ -124,9 +132,26 @@ class Controller:
           StateLostError: the newest checkpoint is all that is left.
         """
         switched = self._take_back(state, step) if self._is_taken_back else self._switch(state, step)
-        config = switched.executable.program.config
-        self._signals.enter(global_batch=config.data.global_batch, seq_len=config.seq_len, rounds=self._probes.on(switched.executable.program.mesh))
+        self._measure_anew(switched.executable)
         return switched.state, switched.executable
+
+    def enter_phase(self, switched: Switched, source: Plan) -> None:
+        """The run has gone on to other batches, perhaps from plan `source` to another, without an order.
+
+        What was being prepared is for the batches before, with which first steps cannot be compared any more either.
+        """
+        self._order = self._preparation = self._decision = self._trial = self._verdict = None
+        self._is_taken_back = False
+        self._last_times_s.clear()
+        if jax.process_index() == 0:
+            if switched.executable.plan != source:
+                self._advisor.switched(switched.executable.plan, switched.costs_s)
+            self._advisor.dropped()
+        self._measure_anew(switched.executable)
+
+    def _measure_anew(self, executable: Executable) -> None:
+        config = executable.program.config
+        self._signals.enter(global_batch=config.data.global_batch, seq_len=config.seq_len, rounds=self._probes.on(executable.program.mesh))
 
     def close(self, step: int) -> None:
         """The run ends, or stops, after `step`."""
@@ -138,19 +163,36 @@ class Controller:
             self._advisor.save()
         self._signals.close()
 
+    def _look_ahead(self, step: int) -> None:
+        """Have a phase that is near prepared, but not while the first steps under a plan are timed: compiling slows them on a CPU."""
+        if self._changes is not None and self._trial is None:
+            times_s = self._last_times_s
+            lead_steps = LEAD_S / max(statistics.median(times_s), 1e-9) if times_s else 0.0
+            self._changes.prepare(step, within_steps=max(self._settings.cooldown_steps, lead_steps))
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether a plan is being compiled on the cores that are the devices: what is timed meanwhile says nothing of links or plans."""
+        return self._order is not None and self._trial is None and jax.default_backend() == "cpu"
+
     # What the first process thinks.
 
     def _think(self, step: int) -> None:
         """Observe, judge the first steps under a new plan, decide; orders are given to the council."""
         observation = self._signals.observe(step, self._reported())
+        if self._is_crowded:
+            observation = replace(observation, step_times_s=())
         trial = self._trial
         if trial is not None and self._verdict is None and len(trial.records) > self._settings.canary_steps:
             self._verdict = judge(
                 [record.step_time_s for record in trial.records], losses=[record.loss for record in trial.records], before_s=trial.before_s,
                 foretold_s=trial.foretold_s, steps_left=self._num_steps - step, back_s=sum(trial.costs_s.values()))
             self._council.give(Order(kind="keep" if self._verdict.keep else "take back", why=self._verdict.why))
+        if self._verdict is not None and not self._verdict.keep:
+            return  # what is decided now would be of a plan that the run is about to leave
         if self._advisor.wants_probe:
-            self._council.give(Order(kind="probe"))
+            self._council.give(Order(kind="probe", anew=self._advisor.changed_s != self._probed_of_s))
+            self._probed_of_s = self._advisor.changed_s
         decision = self._advisor.decide(observation)
         if decision is not None:
             self._announce(decision)
@@ -176,11 +218,13 @@ class Controller:
             assert order.plan is not None
             devices = [device for device in jax.devices() if device.id not in order.without]
             avoid = frozenset(device for device in jax.devices() if device.id in order.without)
-            self._order, self._preparation = order, self._switcher.prepare(order.plan, devices=devices[:order.plan.num_devices], avoid=avoid)
+            config = None if self._changes is None else self._changes.config_after(max(step, order.at_step or 0))
+            self._order = order
+            self._preparation = self._switcher.prepare(order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid)
         elif order.kind == "withdraw":
             self._order = self._preparation = None
         elif order.kind == "probe":
-            self._signals.ask_probe(step + 1)
+            self._signals.ask_probe(step + 1, anew=order.anew)
         elif order.kind == "keep" and self._trial is not None:
             self._switcher.keep(step=step, why=order.why, costs_s=self._trial.costs_s)
             self._display.decision(f"kept: {order.why}")
@@ -195,6 +239,8 @@ class Controller:
         # While the first steps under a plan are watched, the way back has to stay open.
         if order is None or preparation is None or self._trial is not None or (order.at_step is not None and step < order.at_step):
             return False
+        if order.at_step is None and self._changes is not None and self._changes.is_due(step):
+            return False  # it was prepared for the batches that end here
         try:
             return preparation.is_ready_everywhere()
         except OptimusError as error:
@@ -205,7 +251,8 @@ class Controller:
         assert self._preparation is not None
         assert self._order is not None
         prepared, order, source = self._preparation.result(), self._order, self._switcher.running.plan
-        switched = self._switcher.switch(state, prepared, step=step, why=order.why)
+        begins_phase = not prepared.has_same_batches
+        switched = (self._switcher.enter if begins_phase else self._switcher.switch)(state, prepared, step=step, why=order.why)
         target, decision = prepared.target.plan, self._decision
         if not switched.is_done:
             self._log_rollback(step, target, source, f"the move failed: {switched.why_not}", switched.costs_s)
@@ -217,7 +264,12 @@ class Controller:
             phases_s=_phases(phases_s), bytes_moved=prepared.there.sent_bytes, step_delay_s=sum(switched.costs_s.values()))
         self._run.log_event("compile", step, compile_time_s=prepared.target.compile_s, step_bytes_per_device=prepared.target.step_bytes)
         self._display.message(f"after step {step} the run goes on under {target.describe()}; moving took {sum(switched.costs_s.values()):.2f} s")
-        self._trial = _Trial(source=source, plan=target, costs_s=switched.costs_s, before_s=tuple(self._last_times_s), foretold_s=_foretold_s(decision))
+        if begins_phase and self._changes is not None:
+            self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
+        elif not begins_phase:
+            # What the run had to leave is no measure: fewer devices may be slower.
+            before_s = () if decision is not None and decision.mandatory else tuple(self._last_times_s)[-max(1, self._advisor.steps_alike):]
+            self._trial = _Trial(source=source, plan=target, costs_s=switched.costs_s, before_s=before_s, foretold_s=_foretold_s(decision))
         if jax.process_index() == 0:
             self._advisor.switched(target, switched.costs_s)
         self._order = self._preparation = self._decision = None
@@ -234,6 +286,9 @@ class Controller:
             self._display.message(f"after step {step} the run goes back to {trial.source.describe()}: {why}")
             if jax.process_index() == 0:
                 self._advisor.failed(trial.plan, why)
+        else:
+            self._run.log_event("decision", step, action="stay", plan=trial.plan.digest, layout=trial.plan.describe(),
+                                why=f"it cannot be taken back: {switched.why_not}")
         self._trial = self._verdict = self._decision = None
         self._is_taken_back = False
         self._last_times_s.clear()

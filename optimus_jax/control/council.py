@@ -1,10 +1,11 @@
 """What the first process decides, heard by all of them at the same step boundaries.
 
 Only the first process decides: clocks differ, and every process has to move at the same boundary. Alone it acts
-at once; several processes hold a council every few steps, since it costs them a small collective.
+at once; several processes hold a council about every second, since it costs them a small collective.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,34 +14,36 @@ import jax
 from optimus_jax.plan import Plan
 from optimus_jax.planning.kept import of_first_process
 
-EVERY = 8
-"""Steps between two councils of several processes."""
-Kind = Literal["nothing", "prepare", "withdraw", "keep", "take back", "probe"]
+PAUSE_S, MOST_STEPS = 1.0, 8
+"""Between two councils of several processes: about so long, but not more steps."""
+Kind = Literal["prepare", "withdraw", "keep", "take back", "probe"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """What is to be done."""
 
-    kind: Kind = "nothing"
+    kind: Kind
     plan: Plan | None = None
     """To prepare."""
     without: frozenset[int] = frozenset()
     """Ids of devices that it must not use."""
     at_step: int | None = None
     """The boundary at which the run enters the plan; None: the first one after it is ready."""
+    anew: bool = False
+    """Of a probe: what probes have found so far is of other conditions."""
     why: str = ""
 
-    def to_json(self) -> str:
+    def as_json(self) -> dict[str, Any]:
         """For the other processes."""
-        return json.dumps({"kind": self.kind, "plan": self.plan and self.plan.to_json(), "without": sorted(self.without), "at_step": self.at_step, "why": self.why})
+        return {"kind": self.kind, "plan": self.plan and self.plan.to_json(), "without": sorted(self.without), "at_step": self.at_step, "anew": self.anew,
+                "why": self.why}
 
     @classmethod
-    def from_json(cls, text: str) -> "Order":
-        """The inverse of `to_json`."""
-        value: dict[str, Any] = json.loads(text)
+    def from_json(cls, value: dict[str, Any]) -> "Order":
+        """The inverse of `as_json`."""
         return cls(kind=value["kind"], plan=value["plan"] and Plan.from_json(value["plan"]), without=frozenset(value["without"]),
-                   at_step=value["at_step"], why=value["why"])
+                   at_step=value["at_step"], anew=value["anew"], why=value["why"])
 
 
 class Council:
@@ -48,16 +51,28 @@ class Council:
 
     def __init__(self) -> None:
         self._orders: list[Order] = []
+        self._next_step = 0
 
     def give(self, order: Order) -> None:
-        """To be heard at the next council. Only the first process's orders count."""
-        self._orders.append(order)
+        """To be heard at the next council; who asks for the same twice is heard once. Only the first process's orders count."""
+        if order not in self._orders:
+            self._orders.append(order)
 
     def is_held(self, step: int) -> bool:
-        """Whether processes speak at the boundary after this step."""
-        return jax.process_count() == 1 or step % EVERY == 0
+        """Whether processes speak at the boundary after this step; the same answer in every process."""
+        return jax.process_count() == 1 or step >= self._next_step
 
-    def hear(self) -> Order:
-        """The oldest order that is left, the same in every process; all have to call it, when a council is held."""
-        order = self._orders.pop(0) if self._orders else Order()
-        return order if jax.process_count() == 1 else Order.from_json(of_first_process(order.to_json()))
+    def hear(self, step: int, step_time_s: float | None) -> tuple[Order, ...]:
+        """The orders given since the last council, oldest first, the same in every process; all have to call it, when a council is held.
+
+        Args:
+          step: the last one done.
+          step_time_s: of a step, as far as known; what the first process says counts.
+        """
+        orders, self._orders = self._orders, []
+        if jax.process_count() == 1:
+            return tuple(orders)
+        pause = MOST_STEPS if step_time_s is None else min(MOST_STEPS, max(1, math.ceil(PAUSE_S / max(step_time_s, 1e-9))))
+        heard = json.loads(of_first_process(json.dumps({"orders": [order.as_json() for order in orders], "pause": pause})))
+        self._next_step = step + heard["pause"]
+        return tuple(map(Order.from_json, heard["orders"]))

@@ -88,12 +88,14 @@ def abstract_batch(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     return tokens | {"loss_mask": array(jnp.bool_, length), "examples": array(jnp.int32)}
 
 
-def compile_plan(config: Config, plan: Plan, *, devices: Sequence[Device] | None = None, bytes_per_device: int | None = None) -> Executable:
+def compile_plan(config: Config, plan: Plan, *, devices: Sequence[Device] | None = None, bytes_per_device: int | None = None,
+                 rest: bool = True) -> Executable:
     """Compile steps, evaluation and checksums of `config` under `plan`. Runs nothing on a device.
 
     Args:
       devices: that the plan is for; None: all.
       bytes_per_device: that JAX may use on each; None: unknown.
+      rest: whether evaluation and checksums are compiled now; otherwise they are when first needed.
     Raises:
       PlanError: the plan is not legal, or a step needs more memory than there is.
     """
@@ -104,19 +106,19 @@ def compile_plan(config: Config, plan: Plan, *, devices: Sequence[Device] | None
     layout, batch = layout_of(program), abstract_batch(program)
     state: TrainState = layout.leaves
     train_step: Any = program.train_step
-    eval_step: Any = program.eval_step
     train_step = train_step.lower(state, batch).compile()
-    step_bytes = _check_memory(train_step, plan, bytes_per_device)
-    eval_step = eval_step.lower(state.params, batch).compile()
-    sums = ShardSums(layout)
-    sums.compile()
-    return Executable(program=replace(program, train_step=train_step, eval_step=eval_step), layout=layout, sums=sums,
-                      step_bytes=step_bytes, compile_s=time.perf_counter() - started)
+    executable = _executable(program, layout, train_step, _check_memory(train_step, plan, bytes_per_device))
+    if rest:
+        executable.compile_rest()
+    return replace(executable, compile_s=time.perf_counter() - started)
 
 
 def of_running(program: Program, train_step: Any, step_bytes: int) -> Executable:
     """The executable of a run that has begun, whose step is compiled; the rest is when first needed."""
-    layout = layout_of(program)
+    return _executable(program, layout_of(program), train_step, step_bytes)
+
+
+def _executable(program: Program, layout: Layout, train_step: Any, step_bytes: int) -> Executable:
     state: TrainState = layout.leaves
     eval_step = _CompiledLater(program.eval_step, state.params, abstract_batch(program))
     return Executable(program=replace(program, train_step=train_step, eval_step=eval_step), layout=layout, sums=ShardSums(layout), step_bytes=step_bytes, compile_s=0.0)

@@ -105,7 +105,7 @@ class Journal:
         return died
 
     def begin(self, source: Plan, target: Plan, *, step: int, why: str) -> None:
-        """The state is about to be moved. Raises RunDirectoryError, as all methods, if it cannot be written."""
+        """The state is about to be moved. Raises RunDirectoryError, as `commit`, if it cannot be written."""
         self._append({"record": "begin", "step": step, "source": json.loads(source.to_json()), "target": json.loads(target.to_json()), "why": why})
 
     def commit(self, plan: Plan, *, step: int) -> None:
@@ -114,10 +114,17 @@ class Journal:
         self._append({"record": "commit", "step": step, "plan": plan.digest})
 
     def end(self, ending: Ending, *, step: int, why: str, costs_s: dict[str, float], back_to: Plan | None = None) -> None:
-        """How the switch went; `back_to`: the plan from before, which is the run's again."""
-        if back_to is not None:
-            self._run.write_plan(back_to.to_json())
-        self._append({"record": "end", "step": step, "ending": ending, "why": why, "costs_s": costs_s})
+        """How the switch went; `back_to`: the plan from before, which is the run's again.
+
+        Raises nothing: the switch is over, and a record that cannot be written is kept in the run's `failure`, as trouble with its
+        logs is, so that the state is saved before the run ends. What is on the disk then is a switch that has not been.
+        """
+        try:
+            if back_to is not None:
+                self._run.write_plan(back_to.to_json())
+            self._append({"record": "end", "step": step, "ending": ending, "why": why, "costs_s": costs_s})
+        except RunDirectoryError as error:
+            self._run.failure = self._run.failure or error
 
     def _append(self, values: dict[str, Any]) -> None:
         """A line, on the disk when this returns."""
@@ -141,7 +148,8 @@ class Journal:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+    """Whole records. One that lacks only its newline is whole: the next to be written will give it one, and the record must not say another thing then."""
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
             values = json.loads(line)
         except ValueError:

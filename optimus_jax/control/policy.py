@@ -14,19 +14,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.changes import Durations
+from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.plan import Plan
 from optimus_jax.planning.explain import flags, seconds
 
-Rung = Literal["rebalance", "executable", "permute", "remesh", "subset", "restart"]
-RUNGS: tuple[Rung, ...] = ("rebalance", "executable", "permute", "remesh", "subset", "restart")
-"""Cheapest first."""
+Rung = Literal["executable", "rebalance", "permute", "remesh", "subset", "restart"]
+RUNGS: tuple[Rung, ...] = ("executable", "rebalance", "permute", "remesh", "subset", "restart")
+"""Cheapest first: nothing moves; some layers move to neighbours; the rest moves more. Nothing offers `permute` (docs/control.md)."""
 Action = Literal["stay", "switch"]
 CHOSEN = "chosen"
 ALMOST = 0.9
 """A cheaper rung wins if its net gain is this share of the largest."""
 EVEN_ODDS = 0.5
 """Of earning a switch's cost back, before it is made while it is unknown how long conditions last."""
+LONG_ODDS = 0.7
+"""The same of a restart, which takes as long again to undo; nor does anything tell when it should be, for who is left out is not measured."""
 LOOK_AGAIN = 0.25
 """Of the time that conditions have lasted: after so much more of it, what only their duration spoke against is weighed again."""
 RETURN = 2.0
@@ -52,6 +54,8 @@ class Candidate:
     """Expected delay by the switch."""
     return_s: float = 0.0
     """Expected delay by the way back."""
+    prepare_s: float = 0.0
+    """Expected time until the switch can be made, in which the run goes on; if conditions end before, it is not made."""
     without: frozenset[int] = frozenset()
     """Ids of devices that it does not use."""
     likely: float = 1.0
@@ -86,9 +90,9 @@ class Regime:
         """Probability that it lasts that much longer."""
         return 1.0 if self.durations is None else self.durations.survival(self.elapsed_s, further_s)
 
-    def wait_s(self, further_s: float) -> float:
-        """How much longer it has to last until it is as likely as not to last `further_s` more."""
-        return 0.0 if self.durations is None else self.durations.wait_s(self.elapsed_s, further_s, EVEN_ODDS)
+    def wait_s(self, further_s: float, probability: float = EVEN_ODDS) -> float:
+        """How much longer it has to last until it lasts `further_s` more with this probability."""
+        return 0.0 if self.durations is None else self.durations.wait_s(self.elapsed_s, further_s, probability)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +224,20 @@ def _weigh(situation: Situation, candidate: Candidate, settings: ControlConfig) 
         # It is better now and afterwards, so how long now lasts does not matter.
         regime = replace(regime, durations=None)
         candidate = replace(candidate, log_ratio=max(candidate.log_ratio, candidate.log_ratio_after))
+    unprepared = regime
+    if candidate.prepare_s and regime.durations is not None:
+        # Conditions that end before the switch is ready withdraw it, so what counts is how long those last that have lasted until then.
+        regime = replace(regime, elapsed_s=regime.elapsed_s + candidate.prepare_s)
+        situation = replace(situation, horizon_s=max(0.0, situation.horizon_s - candidate.prepare_s))
     left_s = max(0.0, situation.horizon_s - candidate.cost_s)
     lasting_s = regime.expected_s(left_s)
     # The way back is walked only if conditions end before the run does.
-    cost_s = candidate.cost_s + (0.0 if regime.durations is None else (1.0 - regime.survival(left_s)) * candidate.return_s)
-    gain_s = candidate.likely * candidate.gain * lasting_s
+    back_s = 0.0 if regime.durations is None else (1.0 - regime.survival(left_s)) * candidate.return_s
+    gain_s, cost_s = candidate.likely * candidate.gain * lasting_s, candidate.cost_s + back_s
     probability = candidate.likely * _probability(candidate, cost_s, lasting_s)
-    earned_s = cost_s / candidate.gain if candidate.gain > 0 else math.inf
-    objection, wait_s = _objection(replace(situation, regime=regime), candidate, settings, gain_s, cost_s, probability, earned_s)
+    earned_s = candidate.cost_s / candidate.gain if candidate.gain > 0 else math.inf
+    unsure_s = unprepared.wait_s(candidate.prepare_s)
+    objection, wait_s = _objection(replace(situation, regime=regime), candidate, settings, gain_s, cost_s, probability, earned_s, unsure_s)
     return _Weighed(candidate=candidate, gain_s=gain_s, cost_s=cost_s, probability=probability, objection=objection, wait_s=wait_s)
 
 
@@ -247,20 +257,24 @@ def _probability(candidate: Candidate, cost_s: float, lasting_s: float) -> float
 
 
 def _objection(situation: Situation, candidate: Candidate, settings: ControlConfig, gain_s: float, cost_s: float, probability: float,
-               earned_s: float) -> tuple[str, float | None]:
+               earned_s: float, unsure_s: float) -> tuple[str, float | None]:
     """The first test that is not passed, and how long to wait where time alone is missing."""
     least = settings.min_gain * (RETURN if candidate.was_left else 1.0)
     if candidate.barred:
         return candidate.barred, None
     if candidate.gain <= least:
         return f"saves {candidate.gain:.1%} of a step, and {least:.0%} is the least", None
-    if candidate.cost_s > situation.budget_s and not candidate.is_free:
-        return f"costs {seconds(candidate.cost_s)}, and {seconds(max(0.0, situation.budget_s))} are left for switches", None
+    # Where conditions may end, the way back has to be affordable too, or the run would be stranded.
+    needed_s = candidate.cost_s + (0.0 if situation.regime.durations is None else candidate.return_s)
+    if needed_s > situation.budget_s and not candidate.is_free:
+        return f"costs {seconds(needed_s)}, and {seconds(max(0.0, situation.budget_s))} are left for switches", None
     if earned_s >= situation.horizon_s - candidate.cost_s:
         return f"costs {seconds(cost_s)}, which the {seconds(situation.horizon_s)} that are left cannot earn back", None
     if candidate.likely < settings.min_probability:
         return f"saves time only if conditions there are normal, with probability {candidate.likely:.2f}", None
-    wait_s = situation.regime.wait_s(earned_s)
+    if unsure_s > 0:
+        return f"conditions may not last the {seconds(candidate.prepare_s)} that preparing it takes; worth it if they last {seconds(unsure_s)} longer", unsure_s
+    wait_s = situation.regime.wait_s(earned_s, LONG_ODDS if candidate.rung == "restart" else EVEN_ODDS)
     if wait_s > 0:
         return f"conditions may not last the {seconds(earned_s)} that earn its cost back; worth it if they last {seconds(wait_s)} longer", wait_s
     # The longer they have lasted, the longer they are expected to: what fails by that alone may pass later.
@@ -268,8 +282,8 @@ def _objection(situation: Situation, candidate: Candidate, settings: ControlConf
     if probability < settings.min_probability:
         return f"saves time with probability {probability:.2f}, and {settings.min_probability:g} is the least", later_s
     least_times = settings.gain_over_cost * situation.caution
-    if gain_s < least_times * cost_s:
-        return f"saves {seconds(gain_s)} for {seconds(cost_s)}, and {least_times:.2g} times is the least", later_s
+    if gain_s < max(cost_s, least_times * candidate.cost_s):
+        return f"saves {seconds(gain_s)} for {seconds(candidate.cost_s)}, and {least_times:.2g} times is the least", later_s
     return "", None
 
 

@@ -32,6 +32,17 @@ class Prepared:
     """Of what was not compiled yet: steps, evaluation, checksums and moves."""
 
     @property
+    def has_same_batches(self) -> bool:
+        """Whether both plans train on the same batches."""
+        source, target = self.source.program.config, self.target.program.config
+        return (source.data.global_batch, source.seq_len) == (target.data.global_batch, target.seq_len)
+
+    @property
+    def stays(self) -> bool:
+        """Whether nothing moves, since plan and devices are the same."""
+        return (self.source.plan, self.source.layout.devices) == (self.target.plan, self.target.layout.devices)
+
+    @property
     def move_bytes(self) -> int:
         """That a device holds at most while the state moves: the larger state, and what is on the way."""
         states = self.source.layout.num_bytes(), self.target.layout.num_bytes()

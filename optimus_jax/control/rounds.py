@@ -24,10 +24,16 @@ LONGEST_S = 0.05
 """A large message that would take longer is left out: on a link that became slow, one round would use up the budget of many."""
 
 
+NEWS = math.log(2)
+"""Change of a link's slowdown, as a logarithm, that is worth a second look at once; single samples scatter by as much as half."""
+LOAN = 1.0
+"""Rounds' costs that the budget may be short of when somebody asks for a round; so it is never short of more than that and a round."""
+
+
 class Budget:
     """When rounds are due: as often as their cost allows, with one round's cost kept in reserve for when somebody asks.
 
-    The first is a loan.
+    The first is a loan, and who asks may have one more: that steps have changed, and why, has to be known at once.
 
     Args:
       share: of wall time.
@@ -45,7 +51,7 @@ class Budget:
         if not self._share or self._last_step is None:
             return bool(self._share)
         is_asked = self._asked_at is not None and step >= self._asked_at
-        return self._left_at(step) >= self._cost_s * (1 if is_asked else 2)
+        return self._left_at(step) >= self._cost_s * (-LOAN if is_asked else 2)
 
     def ask(self, step: int) -> None:
         """Wish for a round behind `step`, or as soon as the budget allows. Every process has to ask for the same step."""
@@ -83,19 +89,23 @@ class Rounds:
         self.budget = budget
         self.skew: Skew | None = None
         """What the last round said of processes; None: nothing, or there is one."""
+        self.at_first: list[dict[str, float]] = []
+        """Samples of links, by signal, of each time that they were measured before the first step on this mesh."""
         self._programs, self._links, self._baselines = programs, links, baselines
         self._exchange, self._clock = exchange or _among_processes, clock
 
-    def settle(self) -> float:
-        """Run all probes once before the first step on this mesh, for a first run also connects devices; as often as
-        a baseline needs if there is one to learn. Returns the seconds that it took, which no budget counts."""
-        start_s = self._clock()
+    def settle(self) -> None:
+        """Run all probes once before the first step on this mesh, for a first run also connects devices. Run them more
+        often if there is a baseline to learn, or if a link is not what it was when last probed, for one sample is a
+        rumour. What they say of links is `at_first`. No budget counts it."""
         works = [self._programs.work(axis, num_bytes) for axis in self._programs.axes for num_bytes in MESSAGES] + [self._programs.compute]
         is_known = all(self._baselines.of(work) is not None for work in works)
-        self._measure(0.0, 0.0)
-        for _ in range(0 if is_known else FEW):
-            self._learn(self._measure(0.0, 0.0))
-        return self._clock() - start_s
+        before = dict(self._baselines.slowdowns)
+        found = self._measure(0.0, 0.0)
+        if is_known:
+            self.at_first = [self._link_samples(found)]
+        if not is_known or any(abs(math.log(now / before.get(name, 1.0))) > NEWS for name, now in self._baselines.slowdowns.items()):
+            self.at_first = [self._link_samples(self._learnt(self._measure(0.0, 0.0))) for _ in range(FEW)]
 
     def run(self, step: int, *, step_time_s: float, data_wait_s: float) -> dict[str, float]:
         """A round behind `step`, whose work is done; every process has to call it.
@@ -109,7 +119,7 @@ class Rounds:
         """
         found = self._measure(step_time_s, data_wait_s)
         self.budget.spent(step, max(found.cost_s), min(found.step_time_s))
-        self._learn(found)
+        self._learnt(found)
         return self._link_samples(found) | self._compute_sample(found) | self._skew_samples(found)
 
     def sources(self) -> dict[str, str]:
@@ -135,11 +145,12 @@ class Rounds:
         """Of all processes: who came last to a collective has not waited for the others in it."""
         return self._exchange(np.array(own_s, np.float32)).min(axis=0).astype(float).tolist() if own_s else []
 
-    def _learn(self, found: "_Found") -> None:
+    def _learnt(self, found: "_Found") -> "_Found":
         for num_bytes, times_s in ((SMALL_BYTES, found.small_s), (LARGE_BYTES, found.large_s)):
             for axis, time_s in times_s.items():
                 self._baselines.learn(self._programs.work(axis, num_bytes), time_s, self._links[axis])
         self._baselines.learn(self._programs.compute, median(found.compute_s), COMPUTE_SLOWDOWN)
+        return found
 
     def _link_samples(self, found: "_Found") -> dict[str, float]:
         slowdowns = {axis: slowdown for axis in found.small_s if (slowdown := self._link_slowdown(axis, found)) is not None}
@@ -150,13 +161,17 @@ class Rounds:
         return {LINK_SLOWDOWN + name: slowdown for name, slowdown in (slowdowns | links).items()}
 
     def _link_slowdown(self, axis: str, found: "_Found") -> float | None:
-        """Time of a large message now over its baseline; of a small one if a large one could never be afforded."""
+        """How much longer a byte of a large message takes than by the baseline; of a small one if a large one could never be afforded."""
         small, large = (self._baselines.of(self._programs.work(axis, num_bytes)) for num_bytes in MESSAGES)
-        if axis in found.large_s:
-            return None if large is None else found.large_s[axis] / large.time_s
         if large is None:
-            return None if small is None else found.small_s[axis] / small.time_s
-        return extrapolated_s(found.small_s[axis], small, large) / large.time_s
+            return None if small is None or axis in found.large_s else found.small_s[axis] / small.time_s
+        latency_s = latency_of(small, large)
+        if axis in found.large_s:
+            bytes_s = found.large_s[axis] - latency_s
+        else:  # was too slow to send: what a small one took beyond latency grows with the message
+            bytes_s = (found.small_s[axis] - latency_s) * LARGE_BYTES / SMALL_BYTES
+        # What comes sooner than a message without bytes is a slip of the clock.
+        return max(bytes_s, 0.1 * found.small_s[axis]) / (large.time_s - latency_s)
 
     def _compute_sample(self, found: "_Found") -> dict[str, float]:
         baseline = self._baselines.of(self._programs.compute)
@@ -187,13 +202,12 @@ class _Found:
     """Of the round itself."""
 
 
-def extrapolated_s(small_s: float, small: Baseline | None, large: Baseline) -> float:
-    """Time of a large message that was too slow to send, from a small one: what that took beyond latency grows with the message."""
+def latency_of(small: Baseline | None, large: Baseline) -> float:
+    """Seconds of a message that do not grow with it, at most half of a large one's: the difference of two times that are nearly alike is noise."""
     if small is None:
-        return small_s * LARGE_BYTES / SMALL_BYTES
+        return 0.0
     per_byte_s = max(0.0, large.time_s - small.time_s) / (LARGE_BYTES - SMALL_BYTES)
-    latency_s = max(0.0, small.time_s - per_byte_s * SMALL_BYTES)
-    return latency_s + max(0.0, small_s - latency_s) * LARGE_BYTES / SMALL_BYTES
+    return min(max(0.0, small.time_s - per_byte_s * SMALL_BYTES), 0.5 * large.time_s)
 
 
 def _among_processes(own: np.ndarray) -> np.ndarray:

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from optimus_jax.control.moving_costs import MovingCosts
-from optimus_jax.control.outcome import Habits, Kind, Moment, Outcome, Policy
 from optimus_jax.control.policy import Decision
-from optimus_jax.control.scenario_events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
-from optimus_jax.control.setup import Truth
-from optimus_jax.control.telemetry import Now, Telemetry
-from optimus_jax.control.timeline import NORMAL, Conditions
-from optimus_jax.control.world import Place
+from optimus_jax.control.simulated.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
+from optimus_jax.control.simulated.moving_costs import MovingCosts
+from optimus_jax.control.simulated.outcome import Habits, Kind, Moment, Outcome, Policy
+from optimus_jax.control.simulated.setup import Truth
+from optimus_jax.control.simulated.telemetry import Now, Telemetry
+from optimus_jax.control.simulated.timeline import NORMAL, Conditions
+from optimus_jax.control.simulated.world import Place
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 
@@ -71,7 +71,7 @@ class Simulation:
     def __init__(self, truth: Truth, policy: Policy, habits: Habits, start: Plan | None = None):
         self.truth, self.policy, self.habits = truth, policy, habits
         self.setup, self.world = truth.setup, truth.world
-        self.costs, self.telemetry = MovingCosts(truth.world), Telemetry(truth.world, self.setup.settings, truth.seed)
+        self.costs, self.telemetry = MovingCosts(truth.world), Telemetry(truth.world, self.setup.told[0], self.setup.settings, truth.seed)
         self.step, self.phase, self.time_s, self.probes_s = 0, 0, 0.0, 0.0
         self.began_s: dict[LostEvent, float] = {}
         self.timeline = truth.timeline
@@ -87,6 +87,8 @@ class Simulation:
         """Of steps since the policy was last asked."""
         self._recent_s: list[float] = []
         self._saved_step = 0
+        self._tries_again = False
+        """Whether one that is seldom asked is to be asked after the next step, because what it wanted could not be had."""
         self._reported: frozenset[int] = frozenset()
         self._base: tuple[tuple[Place, int, int], float] | None = None
 
@@ -140,6 +142,8 @@ class Simulation:
         limits = [self.setup.num_steps, *[step for step in self.setup.first_steps if step > self.step]]
         if self.habits.every is not None:
             limits.append(self.step // self.habits.every * self.habits.every + self.habits.every)
+        elif self._tries_again:
+            return self.step + 1
         elif (place := bisect.bisect_right(self.habits.asked_at, self.step)) < len(self.habits.asked_at):
             limits.append(self.habits.asked_at[place])
         if self._canary is not None:
@@ -159,7 +163,7 @@ class Simulation:
         if reported != self._reported:
             self._reported = reported
             return True
-        return self.step in self.habits.asked_at if self.habits.every is None else self.step % self.habits.every == 0
+        return (self._tries_again or self.step in self.habits.asked_at) if self.habits.every is None else self.step % self.habits.every == 0
 
     def _ask(self) -> None:
         """Let the policy decide, and begin what it has decided."""
@@ -169,7 +173,7 @@ class Simulation:
         if self.habits.probes:
             probe_s = self.telemetry.probe_s(now, asked=self.policy.wants_probe)
             self.time_s, self.probes_s = self.time_s + probe_s, self.probes_s + probe_s
-        times_s, self._times_s = self._times_s, []
+        times_s, self._times_s, self._tries_again = self._times_s, [], False
         decision = self.policy.decide(self.telemetry.observation(times_s, now))
         if decision is None or self._canary is not None:
             return
@@ -235,13 +239,19 @@ class Simulation:
                 self.time_s += costs_s["quiesce"] + costs_s.get("move", 0.0) * (1.0 if name == "verify" else 0.5)
                 self._note("failed", plan, compiled_s | {"quiesce": costs_s["quiesce"]}, f"devices were lost in {name}", pending.decided_s)
                 return
-        before, before_s = self.place, statistics.median(self._recent_s) if self._recent_s else math.nan
+        before, before_s = self.place, self._usual_s()
         self._arrive(new, costs_s, phase)
         self._note("switch", plan, compiled_s | costs_s, pending.decision.why, pending.decided_s)
         self.policy.switched(plan, compiled_s | costs_s)
         self._happens("canary")
         if self.habits.canary and not changes_phase and not pending.decision.mandatory and before_s == before_s:
             self._canary = _Canary(before=before, before_s=before_s, until_step=self.step + self.setup.settings.canary_steps, fails=fails == "canary")
+
+    def _usual_s(self) -> float:
+        """Median time of the last steps, of those in which conditions were as they are now; NaN: there were none."""
+        alike = self.policy.steps_alike
+        recent_s = self._recent_s if alike is None else self._recent_s[len(self._recent_s) - min(alike, len(self._recent_s)):]
+        return statistics.median(recent_s) if recent_s else math.nan
 
     def _refused(self, plan: Plan, devices: tuple[int, ...] | None, conditions: Conditions, phase: int) -> str:
         """Why the plan cannot be had, as compiling tells; empty if it can."""
@@ -273,6 +283,7 @@ class Simulation:
     def _fail(self, pending: _Pending, costs_s: Mapping[str, float], why: str) -> None:
         self.time_s += sum(costs_s.values()) - costs_s.get("prepare", 0.0)
         self._note("failed", pending.plan, costs_s, why, pending.decided_s)
+        self._tries_again = True
         self.policy.failed(pending.plan, why)
 
     def _judge(self) -> None:

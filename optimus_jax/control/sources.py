@@ -23,6 +23,8 @@ from optimus_jax.control.signals import (
     HEARTBEAT_AGE_S,
     LINK_SLOWDOWN,
     LOSS_SLOPE,
+    MEMORY_PEAK_SHARE,
+    MEMORY_SHARE,
     MFU,
     PROCESS_SKEW,
     STEP_TIME_S,
@@ -40,6 +42,8 @@ _LOG = logging.getLogger(__name__)
 _OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
 """What belongs to a plan and a phase: another one's samples say nothing of it."""
 _OF_ROUNDS = (COMPUTE_SLOWDOWN, PROCESS_SKEW, STRAGGLER, LINK_SLOWDOWN)
+_OF_MEMORY = (MEMORY_SHARE, MEMORY_PEAK_SHARE)
+"""What can run short soon: the newest samples count, and those of a plan or a phase say nothing of the next."""
 _NEWEST_ONLY = (STRAGGLER, HEARTBEAT_AGE_S, ECC_ERRORS)
 """What has no median: a process's number, an age, a count."""
 BATCHES_S = 10.0
@@ -72,6 +76,8 @@ class Signals:
         self._windows: dict[str, Window] = {}
         self._loss_slope = LossSlope(settings.window_steps)
         self._step_times_s: list[float] = []
+        self._is_probed_anew = False
+        self._settled()
 
     def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
         """A step was handed to the devices.
@@ -119,9 +125,14 @@ class Signals:
         """Whether to let the devices finish `step` and call `probe`; the same answer in every process."""
         return self._rounds is not None and self._step_time().count >= FEW and self._rounds.budget.is_due(step)
 
-    def ask_probe(self, step: int) -> None:
-        """Wish for a probe after `step`, if the budget allows. Every process has to ask for the same step."""
+    def ask_probe(self, step: int, *, anew: bool = False) -> None:
+        """Wish for a probe after `step`, if the budget allows. Every process has to ask for the same step.
+
+        Args:
+          anew: what probes have found so far is forgotten then, for it is of other conditions.
+        """
         if self._rounds is not None:
+            self._is_probed_anew |= anew
             self._rounds.budget.ask(step)
 
     def probe(self, step: int) -> None:
@@ -136,7 +147,10 @@ class Signals:
         samples = self._round_guard.samples(lambda: rounds.run(step, step_time_s=step_time_s, data_wait_s=wait_s or 0.0))
         if self._round_guard.missing is not None:
             self._rounds = None
-        self._take(samples or {}, self._round_guard, max(STALE_POLLS * POLL_S, STALE_ROUNDS * rounds.budget.interval_s))
+        if self._is_probed_anew:
+            self._forget(_OF_ROUNDS)
+            self._is_probed_anew = False
+        self._take_round(samples or {}, rounds)
 
     def enter(self, *, global_batch: int, seq_len: int, rounds: Rounds | None) -> None:
         """The run goes on under another plan or in another phase: samples that belong to the one before are forgotten.
@@ -151,7 +165,9 @@ class Signals:
             self._forget(self.batches.signals)
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
-        self._forget((*_OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES)))
+        self._forget(_OF_MEMORY)
+        self._forget((*_OF_STEPS, LINK_SLOWDOWN) if rounds is not None and rounds.at_first else (*_OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES)))
+        self._settled()
 
     @property
     def missing(self) -> dict[str, str]:
@@ -167,6 +183,15 @@ class Signals:
     def _step_time(self) -> Reading:
         window = self._windows.get(STEP_TIME_S)
         return UNKNOWN if window is None else window.reading(self._clock())
+
+    def _settled(self) -> None:
+        """Take what probes found while they settled on this mesh."""
+        if (rounds := self._rounds) is not None:
+            for samples in rounds.at_first:
+                self._take_round(samples, rounds)
+
+    def _take_round(self, samples: Mapping[str, float], rounds: Rounds) -> None:
+        self._take(samples, self._round_guard, max(STALE_POLLS * POLL_S, STALE_ROUNDS * rounds.budget.interval_s))
 
     def _poll(self, step: int, now_s: float) -> None:
         for source in self._sources:
@@ -186,7 +211,7 @@ class Signals:
             return
         window = self._windows.get(name)
         if window is None:
-            size = 1 if name in _NEWEST_ONLY else FEW if name.startswith(_OF_ROUNDS) else self._settings.window_steps
+            size = 1 if name in _NEWEST_ONLY else FEW if name.startswith(_OF_ROUNDS) or name in _OF_MEMORY else self._settings.window_steps
             window = self._windows[name] = Window(size)
         window.add(value, now_s, stale_s)
 

@@ -35,7 +35,7 @@ from optimus_jax.control.background import Worker
 from optimus_jax.control.executables import Executable, Shelf, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
-from optimus_jax.errors import OptimusError, explain
+from optimus_jax.errors import OptimusError, RunDirectoryError, explain
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.exchange import Device
 from optimus_jax.mesh.reshard import Group, Move
@@ -120,21 +120,36 @@ class Switcher:
           why: for the journal.
         Raises:
           StateLostError: see there.
-          RunDirectoryError: the journal cannot be begun; nothing has happened then.
         """
         assert prepared.source is self.running, "prepared under another plan than the run's"
         clock = _Clock()
         with clock.phase("agree_s"):
             _check_agreed(prepared.target.plan)
-        if self._journal is not None:
+        try:
             with clock.phase("commit_s"):
-                self._journal.begin(prepared.source.plan, prepared.target.plan, step=step, why=why)
+                self._begin(prepared, step, why)
+        except RunDirectoryError as error:  # nothing has happened, and that is no reason to lose the state
+            return Switched(state=state, executable=prepared.source, is_done=False, why_not=str(error), costs_s=clock.seconds)
         switched = self._moved(state, prepared, step, clock, self._commit)
         if switched.is_done:
             self.running, self._on_trial = prepared.target, prepared
             self._shelf.put(prepared.target)
         else:
             self._end("failed", step, switched.why_not, switched.costs_s, prepared.source.plan)
+        return switched
+
+    def enter(self, state: TrainState, prepared: Prepared, *, step: int, why: str) -> Switched:
+        """As `switch`, but to other batches: nothing is on trial then, since there is no way back. Under the same plan nothing moves."""
+        if self._on_trial is not None:
+            self.keep(step=step, why="other batches began before the first steps were done", costs_s={})
+        if prepared.stays:
+            assert prepared.source is self.running, "prepared under another plan than the run's"
+            self.running = prepared.target
+            self._shelf.put(prepared.target)
+            return Switched(state=state, executable=prepared.target, is_done=True, why_not="", costs_s={})
+        switched = self.switch(state, prepared, step=step, why=why)
+        if switched.is_done:
+            self.keep(step=step, why="the batches need it", costs_s=switched.costs_s)
         return switched
 
     def close(self) -> None:
@@ -152,7 +167,7 @@ class Switcher:
             self._end("stopped", step, "the run ended before the first steps were done", {})
 
     def take_back(self, state: TrainState, *, step: int, why: str, costs_s: dict[str, float]) -> Switched:
-        """Move the state, as it is now, back to the plan before the last switch.
+        """Move the state, as it is now, back to the plan before the last switch; if that goes wrong the run stays under the new plan.
 
         Args:
           costs_s: of the switch that is taken back, for the journal.
@@ -165,14 +180,20 @@ class Switcher:
         clock = _Clock()
         switched = self._moved(state, back, step, clock, lambda prepared, at: self._end("taken back", at, why, costs_s, prepared.target.plan))
         if switched.is_done:
-            self.running, self._on_trial = trial.source, None
+            self.running = trial.source
             self._shelf.put(trial.source)
+        else:
+            self._end("kept", step, f"it cannot be taken back: {switched.why_not}", costs_s)
+        self._on_trial = None
         return switched
 
     def _prepared(self, source: Executable, plan: Plan, config: Config, devices: tuple[Device, ...], avoid: frozenset[Device]) -> Prepared:
         started = time.perf_counter()
-        target = self._shelf.get(config, plan, devices) or compile_plan(config, plan, devices=devices, bytes_per_device=self._bytes_per_device)
-        source.compile_rest()
+        stays = (plan, devices) == (source.plan, source.layout.devices)
+        target = self._shelf.get(config, plan, devices) or compile_plan(
+            config, plan, devices=devices, bytes_per_device=self._bytes_per_device, rest=not stays or config.eval_every > 0)
+        if not stays:
+            source.compile_rest()
         there, back = (Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
                        for ends in ((source.layout, target.layout), (target.layout, source.layout)))
         there.compile()
@@ -218,9 +239,11 @@ class Switcher:
 
     def _probe_of(self, prepared: Prepared) -> Callable[[Program], Batch] | None:
         """The probe, if both plans train on the same batches."""
-        source, target = prepared.source.program.config, prepared.target.program.config
-        alike = (source.data.global_batch, source.seq_len) == (target.data.global_batch, target.seq_len)
-        return self._probe if alike else None
+        return self._probe if prepared.has_same_batches else None
+
+    def _begin(self, prepared: Prepared, step: int, why: str) -> None:
+        if self._journal is not None:
+            self._journal.begin(prepared.source.plan, prepared.target.plan, step=step, why=why)
 
     def _commit(self, prepared: Prepared, step: int) -> None:
         if self._journal is not None:

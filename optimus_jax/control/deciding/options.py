@@ -7,20 +7,30 @@ it, as if it had recovered.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from optimus_jax.control.candidates import Searches, executables, has_room, is_legal, leaving_out, relaxed
-from optimus_jax.control.conditions import Conditions
-from optimus_jax.control.left_out import LeftOut
-from optimus_jax.control.memory_watch import MemoryWatch
-from optimus_jax.control.prices import Batch, Prices, setting
+from optimus_jax.control.deciding.candidates import Searches, executables, has_room, is_legal, leaving_out, relaxed
+from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.deciding.left_out import LeftOut
+from optimus_jax.control.deciding.memory_watch import MemoryWatch
+from optimus_jax.control.deciding.prices import Batch, Prices, setting
+from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
 from optimus_jax.plan import Plan
 from optimus_jax.planning.calibrate import Calibration
 from optimus_jax.planning.search import Pricing
+
+STAGED = "1f1b"
+"""A schedule, which only plans with stages have."""
+SPARED = 4
+"""Plans with stages that are looked at with fewer layers for slow ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Devices that can be used."""
 
+    conditions: Conditions
+    """Present ones there."""
+    profiled: Pricing
+    """What plans cost there as profiled, with all the memory."""
     pricing: Pricing
     """What plans cost there in present conditions."""
     setting: str
@@ -75,10 +85,11 @@ class Options:
     Args:
       prices: of the run.
       searches: what is best on given devices.
+      keeps_devices: whether all devices stay in use whatever is wrong with them: a process without one would have nothing to run.
     """
 
-    def __init__(self, prices: Prices, searches: Searches) -> None:
-        self._prices, self._searches = prices, searches
+    def __init__(self, prices: Prices, searches: Searches, *, keeps_devices: bool = False) -> None:
+        self._prices, self._searches, self._keeps_devices = prices, searches, keeps_devices
 
     def all(self, view: View, standing: Standing, known: list[Plan], learnt: Calibration, *, mandatory: bool) -> list[Offer] | None:
         """Every plan worth weighing; None: a search is still at work.
@@ -93,10 +104,13 @@ class Options:
             found = self._found(place, view, learnt, mandatory=mandatory)
             if found is None:
                 return None
-            more = self._known(place, view, standing, known)
-            for plan in [*found, *more]:
+            plans = [*found, *self._known(place, view, standing, known)]
+            spared = self._rebalanced([standing.plan, *plans], place, view, learnt)
+            if spared is None:
+                return None
+            for plan in [*plans, *spared]:
                 if (plan, place.without) != (standing.plan, standing.without):
-                    offers.setdefault((plan.digest, place.without), Offer(plan=plan, place=place))
+                    offers.setdefault((plan.digest, place.without), Offer(plan=plan, place=self._felt(place, plan, view)))
         return list(offers.values())
 
     def back(self, view: View, before: Standing) -> list[Offer]:
@@ -117,7 +131,9 @@ class Options:
         """Sets of devices that can be used."""
         priced, conditions, lost = self._prices.of(view.batch), view.conditions, view.lost
         places = [(lost, conditions, 1.0)]
-        if view.left_out is not None:
+        if self._keeps_devices:
+            places = [(frozenset[int](), conditions, 1.0)]
+        elif view.left_out is not None:
             places = [(lost | view.left_out.devices, conditions, 1.0), (lost, conditions, view.left_out.recovered(view.time_s))]
         elif view.slow - lost:
             places.append((lost | view.slow, conditions.without_skew(), 1.0))
@@ -126,17 +142,43 @@ class Options:
             for cluster, without in leaving_out(priced.cluster, unusable, priced.config) if unusable else whole:
                 yield self._place(replace(priced, cluster=cluster), there, without, view, likely)
 
+    def _rebalanced(self, plans: list[Plan], place: Place, view: View, learnt: Calibration) -> list[Plan] | None:
+        """Of these plans and of the best with stages, those that spare a slow process; None: a search is still at work."""
+        conditions, config = place.conditions, place.pricing.config
+        if conditions.skew == 1 or conditions.slow_part == ANYWHERE:
+            return []
+        staged = self._best(place, view, learnt, staged=True) if config.parallel.schedule == "auto" and config.parallel.mesh == "auto" else []
+        if staged is None:
+            return None
+        found = [rebalanced(plan, conditions.slow_part, conditions.skew) for plan in [*[plan for plan in plans if plan.pipeline][:SPARED], *staged[:SPARED]]]
+        return [plan for plan in found if plan is not None and is_legal(plan, config) and has_room(plan, place.pricing)]
+
+    @staticmethod
+    def _felt(place: Place, plan: Plan, view: View) -> Place:
+        """The place as a plan feels it whose slow stages have fewer layers."""
+        felt = place.conditions.felt_by(plan)
+        return place if felt == place.conditions else replace(place, pricing=view.memory.applied(felt.applied(place.profiled)))
+
     @staticmethod
     def _place(priced: Pricing, conditions: Conditions, without: frozenset[int], view: View, likely: float = 1.0) -> Place:
-        return Place(pricing=view.memory.applied(conditions.applied(priced)), setting=setting(view.batch, conditions),
+        return Place(conditions=conditions, profiled=priced, pricing=view.memory.applied(conditions.applied(priced)), setting=setting(view.batch, conditions),
                      normal=view.memory.applied(view.normal.applied(priced)), without=without, likely=likely)
 
     def _found(self, place: Place, view: View, learnt: Calibration, *, mandatory: bool) -> list[Plan] | None:
-        key = (place.setting, place.pricing.cluster.num_devices, round(view.memory.taken, 2))
+        found = self._best(place, view, learnt)
+        return self._best(place, view, learnt, free=True) if mandatory and found == [] else found
+
+    def _best(self, place: Place, view: View, learnt: Calibration, *, staged: bool = False, free: bool = False) -> list[Plan] | None:
+        """What a search finds there; None: it is still at work.
+
+        Args:
+          staged: only plans with pipeline stages.
+          free: what the user fixed does not count.
+        """
         pricing = replace(place.pricing, calibration=learnt)
-        found = self._searches.best(key, pricing)
-        if mandatory and found is not None and not found:
-            found = self._searches.best((*key, "relaxed"), replace(pricing, config=relaxed(pricing.config)))
+        config = relaxed(pricing.config) if free else pricing.config.with_values({"parallel.schedule": STAGED}) if staged else pricing.config
+        key = (place.setting, pricing.cluster.num_devices, round(view.memory.taken, 2), staged, free)
+        found = self._searches.best(key, replace(pricing, config=config))
         return None if found is None else list(found)
 
     @staticmethod

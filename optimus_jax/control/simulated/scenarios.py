@@ -2,7 +2,7 @@
 
 A *scenario* says how long a run is, what happens to its cluster and when (events), how far the truth lies from
 what the planner is told, and what a switch really costs. Every field has a default, so that a scenario names only
-what it is about; `scenarios.json` holds those that come along. An event is told by its `kind` (control/scenario_events.py):
+what it is about; `scenarios.json` holds those that come along. An event is told by its `kind` (control/simulated/events.py):
 
     {"name": "link-quarter", "events": [{"kind": "link", "link": "between", "factor": 0.25, "start_s": 900, "for_s": 1440}]}
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from optimus_jax import settings
 from optimus_jax.config import Config
-from optimus_jax.control.scenario_events import EVENTS, Event, PhaseEvent
+from optimus_jax.control.simulated.events import EVENTS, Event, PhaseEvent
 from optimus_jax.errors import ConfigError, explain, nearest
 
 LIBRARY = "scenarios.json"
@@ -117,7 +117,7 @@ class Scenario:
     step_time_s: float | None = None
     """True usual step time of the first plan in the first phase; all plans are scaled by as much. None: as the misfit has it."""
     step_factors: tuple[float, ...] = ()
-    """Of each step, what it took over the usual, as recorded (control/replay.py); begins again at its end. Empty: drawn by the seed."""
+    """Of each step, what it took over the usual, as recorded (control/simulated/replay.py); begins again at its end. Empty: drawn by the seed."""
     misfit: Misfit = field(default_factory=Misfit)
     prior: Prior = field(default_factory=Prior)
     switching: Switching = field(default_factory=Switching)
@@ -174,7 +174,7 @@ def read_scenario(path: str | Path) -> Scenario:
 @cache
 def library() -> Mapping[str, Scenario]:
     """The scenarios that come along, by name."""
-    values = json.loads(resources.files("optimus_jax.control").joinpath(LIBRARY).read_text(encoding="utf-8"))
+    values = json.loads(resources.files("optimus_jax.control.simulated").joinpath(LIBRARY).read_text(encoding="utf-8"))
     return {scenario.name: scenario for scenario in map(_scenario, values)}
 
 
@@ -188,7 +188,7 @@ def scenario_named(name: str) -> Scenario:
 
 def _scenario(value: object) -> Scenario:
     if not isinstance(value, Mapping) or not isinstance(value.get("events", []), list):
-        raise ConfigError(explain("a scenario is a JSON object, and its events a list", given=str(value)[:80], do="see optimus_jax/control/scenarios.json"))
+        raise ConfigError(explain("a scenario is a JSON object, and its events a list", given=str(value)[:80], do="see optimus_jax/control/simulated/scenarios.json"))
     fields = {name: item for name, item in value.items() if name != "events"}
     events = tuple(_event(item, f"events[{place}]") for place, item in enumerate(value.get("events", [])))
     return dataclasses.replace(_build(Scenario, fields, "scenario"), events=events)

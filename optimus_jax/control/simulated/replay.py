@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 
 from optimus_jax.config import Config
-from optimus_jax.control.scenarios import Scenario
+from optimus_jax.control.simulated.scenarios import Scenario
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.plan import Plan
 

@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
-from optimus_jax.control.candidates import times
-from optimus_jax.control.conditions import Conditions
+from optimus_jax.control.deciding.candidates import times
+from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.predictor import Query
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import Pricing
@@ -23,8 +23,8 @@ class Prices:
     def __init__(self, base: Pricing) -> None:
         self.base = base
         self._of: dict[Batch, Pricing] = {}
-        self._log_times: dict[tuple[str, Batch, Conditions], float] = {}
-        self._memory_shares: dict[tuple[str, Batch], float | None] = {}
+        self._log_times: dict[tuple[Plan, Batch, Conditions], float] = {}
+        self._memory_shares: dict[tuple[Plan, Batch], float | None] = {}
 
     @property
     def first_batch(self) -> Batch:
@@ -41,14 +41,14 @@ class Prices:
 
     def log_time(self, plan: Plan, batch: Batch, conditions: Conditions) -> float:
         """Logarithm of a step's seconds by the cost model. Raises PlanError where a link's speed is unknown."""
-        key = (plan.digest, batch, conditions)
+        key = (plan, batch, conditions)
         if key not in self._log_times:
-            self._log_times[key] = math.log(sum(times(plan, conditions.applied(self.of(batch))).values()))
+            self._log_times[key] = math.log(sum(times(plan, conditions.felt_by(plan).applied(self.of(batch))).values()))
         return self._log_times[key]
 
     def memory_share(self, plan: Plan, batch: Batch) -> float | None:
         """Of a device's memory, what the plan is estimated to need; None: it is not known how much there is."""
-        key = (plan.digest, batch)
+        key = (plan, batch)
         if key not in self._memory_shares:
             pricing, capacity = self.of(batch), self.base.cluster.accelerator.memory_bytes
             self._memory_shares[key] = None if capacity is None else pricing.memory(plan).total / capacity

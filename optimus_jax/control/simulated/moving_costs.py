@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from optimus_jax.control.timeline import Conditions
-from optimus_jax.control.world import Place, World
+from optimus_jax.control.simulated.timeline import Conditions
+from optimus_jax.control.simulated.world import Place, World
 from optimus_jax.plan import Plan
 
 PHASES = ("compile", "quiesce", "move", "verify", "first_steps", "restart", "checkpoint")

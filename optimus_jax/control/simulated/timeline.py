@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus_jax.control.scenario_events import ComputeEvent, DataEvent, LinkEvent, LostEvent, MemoryEvent, Timed
-from optimus_jax.control.scenarios import Scenario
+from optimus_jax.control.simulated.events import ComputeEvent, DataEvent, LinkEvent, LostEvent, MemoryEvent, Timed
+from optimus_jax.control.simulated.scenarios import Scenario
 
 RAMP_LEVELS = 8
 """Steps in which something that grows gets to its full size."""

@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from optimus_jax.control.setup import Setup, default_plans
-from optimus_jax.control.timeline import Conditions, Timeline
+from optimus_jax.control.deciding.options import STAGED
+from optimus_jax.control.deciding.rebalancing import rebalanced
+from optimus_jax.control.simulated.setup import Setup, default_plans
+from optimus_jax.control.simulated.timeline import Conditions, Timeline
 from optimus_jax.plan import Plan
 from optimus_jax.planning.calibrate import Calibration
 from optimus_jax.planning.cluster import Cluster
@@ -59,8 +61,19 @@ def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list
             for cluster in _clusters(pricing.cluster, conditions):
                 scaled = replace(cluster, inside=_scaled(cluster.inside, conditions.inside),
                                  between=cluster.between and _scaled(cluster.between, conditions.between))
-                plans |= dict.fromkeys(searcher.plans(replace(pricing, cluster=scaled)))
+                there = replace(pricing, cluster=scaled)
+                found = searcher.plans(there)
+                staged = searcher.plans(replace(there, config=there.config.with_values({"parallel.schedule": STAGED}))) if conditions.slow else ()
+                plans |= dict.fromkeys([*found, *_sparing([*found, *staged], conditions)])
     return list(plans)
+
+
+def _sparing(plans: Sequence[Plan], conditions: Conditions) -> list[Plan]:
+    """The same with fewer layers for stages whose devices are slow, as far as these are one stretch of the mesh."""
+    slow = [device for device, factor in conditions.slow if factor > 1]
+    found = [rebalanced(plan, (slow[0] / plan.num_devices, (slow[-1] + 1) / plan.num_devices), max(factor for _, factor in conditions.slow))
+             for plan in plans if slow and plan.num_devices > slow[-1]]
+    return [plan for plan in found if plan is not None]
 
 
 def _different(timeline: Timeline) -> list[Conditions]:

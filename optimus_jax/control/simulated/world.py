@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.control.scenarios import Scenario
-from optimus_jax.control.timeline import NORMAL, Conditions
+from optimus_jax.control.simulated.scenarios import Scenario
+from optimus_jax.control.simulated.timeline import NORMAL, Conditions
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import PIPE
 from optimus_jax.models.flops import step_flops

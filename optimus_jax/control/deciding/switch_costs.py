@@ -5,6 +5,7 @@ expectations are is learnt from the switches that were made, as a factor for eac
 """
 
 import math
+import statistics
 from dataclasses import dataclass
 
 from optimus_jax.control.policy import Rung
@@ -17,6 +18,8 @@ MOVE_BYTES_PER_S = 1e9
 """Where the speed of links is unknown."""
 CHECKPOINT_BYTES_PER_S = 1e9
 """Each host's, to and from disk."""
+REBALANCED = 0.5
+"""Of the state, what moves when stages of the same mesh get other layers: neighbours hand over some."""
 OWN = 0.5
 """Weight of a rung's own experience against that of all switches: switches of its own that count as much as one of all."""
 
@@ -25,6 +28,8 @@ OWN = 0.5
 class SwitchCosts:
     """Expectations before any switch was made. Guesses, to be replaced by what the first switches take."""
 
+    prepare_s: float = 30.0
+    """From the decision until a switch can be made, where it has to be compiled; steps go on meanwhile."""
     compile_tax_s: float = 3.0
     """What compiling in the background takes from the steps that go on meanwhile."""
     stop_s: float = 1.0
@@ -46,6 +51,7 @@ class CostModel:
         self._costs = costs or SwitchCosts()
         self._seen: dict[Rung | None, list[float]] = {}
         """Logarithms of measured over expected, by rung; None: all."""
+        self._prepared_s: list[float] = []
         self.spent_s = 0.0
         """Of the switches so far that the run had a choice about."""
 
@@ -58,6 +64,17 @@ class CostModel:
           compiled: its executable is still there.
         """
         return self._prior_s(rung, plan, pricing, compiled=compiled) * self._factor(rung) * (1 + self._costs.failure)
+
+    def prepare_s(self, rung: Rung, *, compiled: bool) -> float:
+        """Expected from a decision until its switch can be made, steps going on meanwhile: nothing where processes start again, which compile then."""
+        if compiled or rung in ("subset", "restart"):
+            return 0.0
+        return statistics.median(self._prepared_s) if self._prepared_s else self._costs.prepare_s
+
+    def prepared(self, time_s: float) -> None:
+        """One that had to be compiled was ready after this time."""
+        if 0 <= time_s < math.inf:
+            self._prepared_s.append(time_s)
 
     def learn(self, rung: Rung, plan: Plan, pricing: Pricing, *, compiled: bool, delay_s: float, counts: bool = True) -> None:
         """A switch took so long. What makes no sense is left out.
@@ -75,15 +92,14 @@ class CostModel:
     def _prior_s(self, rung: Rung, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
         costs = self._costs
         fixed_s = costs.stop_s + costs.first_steps_s + (0.0 if compiled else costs.compile_tax_s)
-        if rung == "rebalance":
-            return costs.stop_s
         if rung == "executable":
             return fixed_s
         state_bytes = pricing.memory(plan).states
+        if rung == "rebalance":
+            return fixed_s + costs.verify_s + REBALANCED * _move_s(state_bytes, pricing)
         if rung in ("permute", "remesh"):
             return fixed_s + costs.verify_s + _move_s(state_bytes, pricing)
-        # Each host writes its share of one copy of the state, and reads as much.
-        host_bytes = state_bytes * pricing.cluster.devices_per_host / min(plan.axes.data, pricing.cluster.devices_per_host)
+        host_bytes = _host_bytes(plan, pricing)
         return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S
 
     def _factor(self, rung: Rung) -> float:
@@ -92,6 +108,17 @@ class CostModel:
             return (sum(offs) + weight * towards) / (len(offs) + weight)
 
         return math.exp(drawn(self._seen.get(rung, []), drawn(self._seen.get(None, []), 0.0, 1.0), OWN))
+
+
+def _host_bytes(plan: Plan, pricing: Pricing) -> float:
+    """What a host writes to a checkpoint, and reads: what its devices hold, copies of the same once."""
+    size, memory, axes = pricing.cluster.devices_per_host, pricing.memory(plan), plan.axes
+    beyond_tensor = max(1, size // axes.tensor)  # devices of a host with the same part of each layer, for tensor is innermost in a mesh
+
+    def copies(is_split: bool) -> int:
+        return min(max(1, beyond_tensor // axes.fsdp), axes.data) if is_split else min(beyond_tensor, axes.fsdp * axes.data)
+
+    return size * (memory.params / copies(plan.zero >= 3) + memory.moments / copies(plan.zero >= 1))
 
 
 def _move_s(state_bytes: int, pricing: Pricing) -> float:

@@ -4,19 +4,20 @@ Every way meets the same truth in the same seed, so differences between ways are
 are bootstrapped over seeds: of 2000 samples drawn from them with replacement, the middle 95%.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import Advisor
-from optimus_jax.control.contenders import PooledSearch, contenders
-from optimus_jax.control.oracle import STATIC, best_static, run_oracle, run_static
-from optimus_jax.control.outcome import Habits, Outcome, Policy
-from optimus_jax.control.rivals import CostModelOnly, Greedy, Static, Threshold
-from optimus_jax.control.setup import DEFAULT, Setup, Truth, first_plan
+from optimus_jax.control.simulated.contenders import PooledSearch, contenders
+from optimus_jax.control.simulated.oracle import STATIC, best_static, run_oracle, run_static
+from optimus_jax.control.simulated.outcome import Habits, Outcome, Policy
+from optimus_jax.control.simulated.rivals import CostModelOnly, Greedy, Static, Threshold
+from optimus_jax.control.simulated.setup import DEFAULT, Setup, Truth, first_plan
 from optimus_jax.control.simulator import Simulation
 
 AUTO, STAY, DEFAULT_STATIC, BEST_STATIC, ORACLE = "auto", "stay", "default", "best static", "oracle"
@@ -68,6 +69,47 @@ def run_all(setup: Setup, seed: int, searcher: PooledSearch, methods: Sequence[s
     return {name: found[name] for name in methods if name in found}
 
 
+class Ended(Protocol):
+    """What rows need of a run: its Outcome, or a Result."""
+
+    @property
+    def total_s(self) -> float:
+        """Its time."""
+        ...
+
+    @property
+    def num_switches(self) -> int:
+        """Switches that were begun."""
+        ...
+
+    def count(self, kind: str) -> int:
+        """Moments of a kind (Outcome.moments)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What is kept of an outcome in a file."""
+
+    total_s: float
+    moments: Mapping[str, int]
+    """How many, by kind."""
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> "Result":
+        """Of a run."""
+        return cls(total_s=outcome.total_s, moments=Counter(moment.kind for moment in outcome.moments))
+
+    @property
+    def num_switches(self) -> int:
+        """Switches that were begun."""
+        return self.count("switch") + self.count("failed")
+
+    def count(self, kind: str) -> int:
+        """Moments of a kind."""
+        return self.moments.get(kind, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """A figure over seeds."""
@@ -114,13 +156,13 @@ class Row:
                 "restarts": self.restarts}
 
 
-def rows(runs: Sequence[Mapping[str, Outcome]]) -> list[Row]:
+def rows(runs: Sequence[Mapping[str, Ended]]) -> list[Row]:
     """A row for each way. `runs`: of each seed, outcomes by way."""
     times_s = {name: np.array([run[name].total_s for run in runs]) for name in runs[0]}
     return [_row(name, times_s, [run[name] for run in runs]) for name in runs[0]]
 
 
-def _row(name: str, times_s: Mapping[str, np.ndarray], outcomes: Sequence[Outcome]) -> Row:
+def _row(name: str, times_s: Mapping[str, np.ndarray], outcomes: Sequence[Ended]) -> Row:
     own_s, default_s, best_s = times_s[name], times_s.get(DEFAULT_STATIC), times_s.get(BEST_STATIC)
     switches = [outcome.num_switches for outcome in outcomes]
     return Row(

@@ -14,12 +14,13 @@ import numpy as np
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import signals
-from optimus_jax.control.scenario_events import MetricsEvent
 from optimus_jax.control.signals import Observation, Reading, Window
-from optimus_jax.control.timeline import Conditions
-from optimus_jax.control.world import Place, World
+from optimus_jax.control.simulated.events import MetricsEvent
+from optimus_jax.control.simulated.timeline import Conditions
+from optimus_jax.control.simulated.world import Place, World
 from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.planning.cost import shares_of
+from optimus_jax.planning.search import Pricing
 
 STEP_TIMES = "step_times"
 """How a scenario names the run's own record of its steps."""
@@ -29,6 +30,8 @@ STALE_ROUNDS = 2
 """Age, in times between two rounds of probes, from which on what they said is stale."""
 OF_STEPS = (signals.STEP_TIME_S, signals.DATA_WAIT_S, signals.DISPATCH_S, signals.TOKENS_PER_S, signals.MFU)
 """What belongs to a plan."""
+OF_MEMORY = (signals.MEMORY_SHARE, signals.MEMORY_PEAK_SHARE)
+"""What says how full a device is: it hardly scatters, and a long window would tell late."""
 FIRST_PROBE_STEP = 3
 DISPATCH_S = 1e-3
 """Of each step, by the host."""
@@ -52,23 +55,25 @@ class Telemetry:
 
     Args:
       world: what is measured.
+      told: what its hardware profile says, which readings of links and compute are held against.
       settings: how far windows look back, and what probes may take.
       seed: draws noise.
     """
 
-    def __init__(self, world: World, settings: ControlConfig, seed: int):
-        self._world, self._settings = world, settings
+    def __init__(self, world: World, told: Pricing, settings: ControlConfig, seed: int):
+        self._world, self._told, self._settings = world, told, settings
         self._random = np.random.default_rng([seed, 3])
         bias = world.scenario.misfit.probe_bias
         self._bias = {name: math.exp(bias * self._random.standard_normal()) for name in ("inside", "between", "compute")}
         self._windows: dict[str, Window] = {}
+        self._phase = 0
         self._probe_left_s, self._probed_at_s, self._health_at_s = 0.0, 0.0, -math.inf
         self._frozen: dict[str, Reading] = {}
         self._shares: tuple[Place, Conditions, int, dict[str, float]] | None = None
 
     def forget(self) -> None:
         """The run is under another plan: what was measured of steps and mesh axes says nothing of it."""
-        for name in (*OF_STEPS, *[signals.LINK_SLOWDOWN + axis for axis in MESH_AXES]):
+        for name in (*OF_STEPS, *OF_MEMORY, *[signals.LINK_SLOWDOWN + axis for axis in MESH_AXES]):
             if name in self._windows:
                 self._windows[name].clear()
         self._health_at_s = -math.inf
@@ -88,6 +93,9 @@ class Telemetry:
 
     def steps(self, times_s: Sequence[float], now: Now) -> None:
         """Steps have been done."""
+        if now.phase != self._phase:
+            self._phase = now.phase
+            self.forget()
         tokens = self._tokens(now)
         for time_s in times_s[-self._settings.window_steps:]:
             self._add(signals.STEP_TIME_S, time_s, now.time_s, self._settings.window_steps)
@@ -95,7 +103,7 @@ class Telemetry:
         if times_s and now.time_s - self._health_at_s >= HEALTH_EVERY_S:
             self._health_at_s = now.time_s
             for name, value in self._health(now, times_s[-1]).items():
-                self._add(name, value, now.time_s, self._settings.window_steps, 6 * HEALTH_EVERY_S)
+                self._add(name, value, now.time_s, signals.FEW if name in OF_MEMORY else self._settings.window_steps, 6 * HEALTH_EVERY_S)
 
     def observation(self, times_s: Sequence[float], now: Now, *, step_times: bool = True) -> Observation:
         """What is known now."""
@@ -141,17 +149,23 @@ class Telemetry:
         for axis in MESH_AXES:
             if axes[axis] > 1:
                 link = "between" if world.cluster.between and world.cluster.link_of(axes, axis) is world.cluster.between else "inside"
-                value = self._noisy(world.link_slowdown(link, conditions) * self._bias[link], noise)
+                value = self._noisy(world.link_slowdown(link, conditions) * self._believed(link) * self._bias[link], noise)
                 found[signals.LINK_SLOWDOWN + axis] = value
                 found[signals.LINK_SLOWDOWN + link] = max(value, found.get(signals.LINK_SLOWDOWN + link, 0.0))
         by_process = self._slow_processes(now)
         typical = sorted(by_process.values())[(len(by_process) - 1) // 2]
         slowest = max(by_process, key=lambda process: by_process[process])
-        found[signals.COMPUTE_SLOWDOWN] = self._noisy(typical / world.matmul * self._bias["compute"], noise)
+        believed = self._told.rates.matmul_flops_per_s / world.pricings[0].rates.matmul_flops_per_s
+        found[signals.COMPUTE_SLOWDOWN] = self._noisy(typical * believed / world.matmul * self._bias["compute"], noise)
         if len(by_process) > 1:
             found[signals.PROCESS_SKEW] = by_process[slowest] / typical
             found[signals.STRAGGLER] = float(slowest)
         return found
+
+    def _believed(self, link: str) -> float:
+        """Speed of a link by the hardware profile, over the nominal one."""
+        told, nominal = (cluster.inside if link == "inside" or cluster.between is None else cluster.between for cluster in (self._told.cluster, self._world.cluster))
+        return 1.0 if told.bytes_per_s is None or nominal.bytes_per_s is None else told.bytes_per_s / nominal.bytes_per_s
 
     def _slow_processes(self, now: Now) -> dict[int, float]:
         """Time of computing of each process, one for each host that is in use, over the usual time."""

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from optimus_jax.control.changes import LEAST as LEAST_STEPS
-from optimus_jax.control.changes import SHIFT, Change, ChangeDetector, Durations
-from optimus_jax.control.conditions import Conditions, on_grid
+from optimus_jax.control.deciding.changes import LEAST as LEAST_STEPS
+from optimus_jax.control.deciding.changes import SHIFT, Change, ChangeDetector, Durations
+from optimus_jax.control.deciding.conditions import Conditions, on_grid
 from optimus_jax.control.policy import Regime
 from optimus_jax.control.signals import Observation, Reading
 
@@ -66,6 +66,8 @@ class Watch:
         self.was_so: dict[str, float] = {}
         """What the last observation made known that may have held from the start."""
         self._claimed_at: dict[str, int] = {}
+        self.changed_s: float | None = None
+        """On the run's clock, when step times last changed and no reading had said why; None: never."""
         self._anchor: float | None = None
         """Level in these conditions outside unexplained regimes, once one has begun."""
         self._skipped = self._plan_steps = 0
@@ -89,6 +91,11 @@ class Watch:
         """Whether step times and readings do not agree, so that more readings would help."""
         return self.regime != 0 or bool(self._claimed_at)
 
+    @property
+    def steps_alike(self) -> int:
+        """Newest steps that were done in present conditions; while a change is suspected, those that speak for it."""
+        return self.detector.suspects or self.detector.count
+
     def leave_out(self, time_s: float) -> None:
         """The slow process is not used any longer; on the others, conditions are normal."""
         self.conditions, self.straggler, self._since_s = self.conditions.without_skew(), None, time_s
@@ -110,6 +117,8 @@ class Watch:
             self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
         was_disturbed, before, self.was_so = self.is_disturbed, (self.conditions, self.regime), {}
         change, step_time_s = self._add_steps(observation)
+        if change:
+            self.changed_s = observation.time_s - step_time_s * change.num_steps
         news = [self._level_changed(change)] if change else []
         news.append(self._hear(observation, claims, log_time_of))
         if (self.conditions, self.regime) != before and not self.was_so:
@@ -206,20 +215,23 @@ class Watch:
             return is_good and abs(level - after) <= abs(level - before) + unsure
         if (reference := self._anchor if self.regime else self.detector.level) is None:
             return False
+        if self.regime and any((claims[name].time_s or -math.inf) < (self.changed_s or -math.inf) for name in group):
+            return False  # what was so before they changed is not why they have
         seen = level - reference
         return seen / predicted >= AGREES and abs(seen) > self.detector.noise
 
     def _believe(self, group: Mapping[str, float], observation: Observation, log_time_of: Callable[[Conditions], float]) -> str:
         felt = abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions)) >= FELT
-        self.was_so = dict(group) if self.regime == 0 and not self._heard.issuperset(group) else {}
+        # What was heard before was so then, and is otherwise now: only what is heard for the first time may have been so all the time.
+        self.was_so = {name: value for name, value in group.items() if name not in self._heard} if self.regime == 0 else {}
         self.conditions = replace(self.conditions, **group)
         self._heard |= set(group)
         if self.was_so:
-            self.normal = replace(self.normal, **group)
+            self.normal = replace(self.normal, **self.was_so)
         elif felt and self.regime:
             self.regime = 0
         elif felt and not self._early.intersection(group):
-            self.detector.begin_with(self.detector.suspects or RECENT)
+            self.detector.begin_with(self._num_new())
         if "skew" in group:
             index = observation.reading("straggler").value
             self.straggler = int(index) if group["skew"] > 1 and index is not None and math.isfinite(index) else None
@@ -227,6 +239,11 @@ class Watch:
         for name in group:
             self._claimed_at.pop(name, None)
         return " and ".join(f"{_WORDS[name]} {value:.2g} times as long as profiled" for name, value in group.items())
+
+    def _num_new(self) -> int:
+        """How many of the newest samples belong to conditions that have just been believed: the others are no measure of them."""
+        before, after = self.detector.level, self.detector.recent(RECENT)
+        return 0 if before is None or after is None else self.detector.in_a_row(before, after)
 
     def _distrust(self, names: list[str], news: Mapping[str, float]) -> str:
         families = {FAMILY[name] for name in names}

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from optimus_jax.control.moving_costs import MovingCosts
-from optimus_jax.control.outcome import Habits, Outcome
 from optimus_jax.control.policy import Decision
-from optimus_jax.control.rivals import Static
-from optimus_jax.control.setup import Truth
 from optimus_jax.control.signals import Observation
+from optimus_jax.control.simulated.moving_costs import MovingCosts
+from optimus_jax.control.simulated.outcome import Habits, Outcome
+from optimus_jax.control.simulated.rivals import Static
+from optimus_jax.control.simulated.setup import Truth
+from optimus_jax.control.simulated.timeline import NORMAL, Conditions
+from optimus_jax.control.simulated.world import Place
 from optimus_jax.control.simulator import Simulation
-from optimus_jax.control.timeline import NORMAL, Conditions
-from optimus_jax.control.world import Place
 from optimus_jax.plan import Plan
 
 KEPT = 4
@@ -35,7 +35,7 @@ class Scripted:
       path: plans by the step that is done when they begin.
     """
 
-    wants_probe = False
+    wants_probe, steps_alike = False, None
 
     def __init__(self, path: Mapping[int, Plan]):
         self._path, self._furthest = path, 0

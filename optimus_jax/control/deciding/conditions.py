@@ -4,12 +4,13 @@ What plans cost in other conditions is another `Pricing`: slower links, slower m
 grid, so that a search is needed only when something has really changed.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass, replace
 
+from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, felt_skew
 from optimus_jax.control.signals import COMPUTE_SLOWDOWN, LINK_SLOWDOWN, PROCESS_SKEW, UNKNOWN, Observation, Reading
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
+from optimus_jax.plan import Plan
 from optimus_jax.planning.cluster import BETWEEN, INSIDE, Cluster
 from optimus_jax.planning.links import Link
 from optimus_jax.planning.search import Pricing
@@ -33,6 +34,8 @@ class Conditions:
     """Of computing, on all devices."""
     skew: float = 1.0
     """Of computing on the slowest process, over the others."""
+    slow_part: SlowPart = ANYWHERE
+    """Where that process's devices lie in the mesh."""
 
     def distance(self, other: "Conditions") -> float:
         """Largest difference of the logarithm of a factor."""
@@ -41,6 +44,10 @@ class Conditions:
     def without_skew(self) -> "Conditions":
         """Of the devices that are not slow."""
         return replace(self, skew=1.0)
+
+    def felt_by(self, plan: Plan) -> "Conditions":
+        """The same, with what is left of the skew under a plan whose slow stages have fewer layers."""
+        return self if self.skew == 1 else replace(self, skew=felt_skew(plan, self.slow_part, self.skew))
 
     def applied(self, pricing: Pricing) -> Pricing:
         """What plans cost in these conditions."""
@@ -55,7 +62,7 @@ class Conditions:
 
     def as_json(self) -> dict[str, float]:
         """Factors that are not 1."""
-        return {name: round(value, 3) for name, value in dataclasses.asdict(self).items() if value != 1}
+        return {name: round(value, 3) for name in NAMES if (value := getattr(self, name)) != 1}
 
 
 def on_grid(factor: float) -> float:

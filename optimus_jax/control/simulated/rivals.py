@@ -2,7 +2,7 @@
 
 Static plans never move of their own accord. *Greedy* goes to whatever the cost model, told of the newest probes, calls
 fastest. The *threshold* rule is that of Optimus-Megatron. The *cost model* weighs gains and costs but learns nothing from step
-times. *Checkpoint-restart* decides as the advisor does, but has to stop for it. The oracle is in control/oracle.py.
+times. *Checkpoint-restart* decides as the advisor does, but has to stop for it. The oracle is in control/simulated/oracle.py.
 """
 
 import statistics
@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import signals
-from optimus_jax.control.candidates import rung_of
-from optimus_jax.control.conditions import Conditions, claims, on_grid
-from optimus_jax.control.contenders import PooledSearch
+from optimus_jax.control.deciding.candidates import rung_of
+from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid
+from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.policy import Decision
-from optimus_jax.control.setup import Setup
 from optimus_jax.control.signals import Observation
-from optimus_jax.control.switch_costs import CostModel
+from optimus_jax.control.simulated.contenders import PooledSearch
+from optimus_jax.control.simulated.setup import Setup
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
@@ -37,7 +37,7 @@ class Static:
       num_devices: of the cluster.
     """
 
-    wants_probe = False
+    wants_probe, steps_alike = False, None
 
     def __init__(self, plan: Plan, num_devices: int):
         self._plan, self._num_devices = plan, num_devices
@@ -61,7 +61,7 @@ class Static:
 class _ByCostModel:
     """What greedy and the cost model without learning share: plans priced by what probes say."""
 
-    wants_probe = False
+    wants_probe, steps_alike = False, None
 
     def __init__(self, setup: Setup, searcher: PooledSearch):
         self._setup, self._searcher, self._plan = setup, searcher, setup.start
@@ -81,7 +81,7 @@ class _ByCostModel:
         phase = self._setup.phase_at(observation.step)
         told = self._setup.told[phase]
         found = {name: on_grid(reading.value) for name, reading in claims(observation, told.cluster, self._plan.axes).items() if reading.value}
-        key = (phase, Conditions(**found), observation.lost_devices)
+        key = (phase, replace(Conditions(), **found), observation.lost_devices)
         if key not in self._ranked:
             pricing = key[1].applied(_without(told, observation.lost_devices))
             self._ranked[key] = (pricing, self._searcher(pricing).best)
@@ -138,7 +138,7 @@ class CostModelOnly(_ByCostModel):
 class Threshold:
     """Optimus-Megatron's rule, when throughput has fallen: tensor x 2 where memory is short, tensor / 2 where devices idle."""
 
-    wants_probe = False
+    wants_probe, steps_alike = False, None
 
     def __init__(self, setup: Setup):
         self._setup, self._plan = setup, setup.start

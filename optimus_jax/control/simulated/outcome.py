@@ -19,6 +19,11 @@ class Policy(Protocol):
         """Whether a round of probes now would help."""
         ...
 
+    @property
+    def steps_alike(self) -> int | None:
+        """Newest steps that were done in the conditions that hold now; None: all, as far as it knows."""
+        ...
+
     def decide(self, observation: Observation) -> Decision | None:
         """What to do at this step boundary."""
         ...

@@ -9,10 +9,10 @@ import numpy as np
 
 from optimus_jax.config import Config, ControlConfig
 from optimus_jax.control.advisor import Phase
-from optimus_jax.control.scenario_events import LostEvent
-from optimus_jax.control.scenarios import Prior, Scenario
-from optimus_jax.control.timeline import HORIZON, NORMAL, Conditions, Timeline
-from optimus_jax.control.world import Place, World
+from optimus_jax.control.simulated.events import LostEvent
+from optimus_jax.control.simulated.scenarios import Prior, Scenario
+from optimus_jax.control.simulated.timeline import HORIZON, NORMAL, Conditions, Timeline
+from optimus_jax.control.simulated.world import Place, World
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology

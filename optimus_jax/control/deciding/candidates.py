@@ -103,9 +103,12 @@ def rung_of(plan: Plan, other: Plan, *, same_devices: bool, same_hosts: bool = T
         return "subset" if same_hosts else "restart"
 
     def layout(each: Plan) -> tuple[object, ...]:
-        return each.axes, each.rules, each.zero, each.pipeline and each.pipeline.layers_per_stage
+        return each.axes, each.rules, each.zero, each.pipeline and len(each.pipeline.layers_per_stage)
 
-    return "executable" if layout(plan) == layout(other) else "remesh"
+    if layout(plan) != layout(other):
+        return "remesh"
+    is_alike = plan.pipeline is None or other.pipeline is None or plan.pipeline.layers_per_stage == other.pipeline.layers_per_stage
+    return "executable" if is_alike else "rebalance"
 
 
 def leaving_out(cluster: Cluster, unusable: frozenset[int], config: Config) -> Iterator[tuple[Cluster, frozenset[int]]]:
