@@ -1,0 +1,298 @@
+"""A real disturbance: the link between two hosts is cut in mid-run, or one host has other work to do; who stays, who moves, who restarts.
+
+    sudo python benchmarks/disturbance.py run --out runs.jsonl        every contender in every disturbance (goes on where it stopped)
+    python benchmarks/disturbance.py report --out runs.jsonl --picture disturbance.svg
+
+Two hosts are two network namespaces of this machine, each with a core of its own and a process of four virtual devices. A token bucket (`tc ... tbf`)
+limits the link between them (link-100: to 100 Mbit/s), or processes that do nothing but count take part of the second host's core (load-8: eight of them).
+Making hosts takes root, `ip` and `tc`; they are removed at the end. What is measured is the wall time of a fixed number of steps. Contenders:
+
+    auto      begins under START with --control auto
+    stay      the same with --control off
+    restart   the same, but as soon as the disturbance begins it is stopped, saves, and starts again under the plan that `auto` moved to, and back when it ends
+    a mesh    begins under that plan and stays: the best of them is the best static plan in hindsight
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
+MODEL = ["--model", "gpt2-nano", "--set", "model.num_layers=4", "--set", "model.embed_dim=384", "--set", "model.num_heads=6", "--set", "model.num_kv_heads=6",
+         "--set", "model.head_dim=64", "--set", "model.mlp_dim=1536", "--seq-len", "64", "--global-batch", "8", "--set", "eval_every=0", "--set",
+         "checkpoint.every=0", "--progress", "none"]
+START = "data=2,fsdp=4"
+STATIC = ("data=8", "fsdp=8", "data=2,tensor=4", "pipe=2,data=4", "pipe=2,fsdp=4")
+HOSTS = ("oj0", "oj1")
+"""Names of network namespaces."""
+BEGINS_AFTER_S, LASTS_S = 30.0, 180.0
+"""The disturbance: from the end of the first steps."""
+WARM_STEPS = 5
+
+
+@contextmanager
+def two_hosts() -> Iterator[None]:
+    """Two namespaces, linked."""
+    remove_hosts()
+    try:
+        for host in HOSTS:
+            sh(f"ip netns add {host}")
+            sh(f"ip -n {host} link set lo up")
+        sh(f"ip link add v0 netns {HOSTS[0]} type veth peer name v1 netns {HOSTS[1]}")
+        for number, host in enumerate(HOSTS):
+            address = f"10.77.0.{number + 1}"
+            sh(f"ip -n {host} addr add {address}/24 dev v{number}")
+            sh(f"ip -n {host} link set v{number} up")
+            # Receivers that wait 40 ms before they acknowledge make some messages of 256 KB take as long.
+            sh(f"ip -n {host} route change 10.77.0.0/24 dev v{number} proto kernel scope link src {address} quickack 1")
+            sh(f"ip -n {host} route change local {address} dev v{number} table local proto kernel scope host src {address} quickack 1")
+            # Processes tell one another the address of their host's name.
+            folder = Path("/etc/netns") / host
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {os.uname().nodename}\n")
+        yield
+    finally:
+        remove_hosts()
+
+
+def remove_hosts() -> None:
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", host], capture_output=True)
+        folder = Path("/etc/netns") / host
+        (folder / "hosts").unlink(missing_ok=True)
+        if folder.is_dir():
+            folder.rmdir()
+
+
+class Disturbance:
+    """What is wrong for a while: `link-100` or `load-8`."""
+
+    def __init__(self, name: str) -> None:
+        self._kind, _, size = name.partition("-")
+        self._size, self._load = int(size), []
+
+    def begin(self) -> None:
+        if self._kind == "load":
+            self._load = [subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"]) for _ in range(self._size)]
+        else:
+            for number, host in enumerate(HOSTS):
+                sh(f"ip netns exec {host} tc qdisc replace dev v{number} root tbf rate {self._size}mbit burst 64kb latency 200ms")
+
+    def end(self) -> None:
+        for process in self._load:
+            process.kill()
+        if self._kind == "link":
+            for number, host in enumerate(HOSTS):
+                sh(f"ip netns exec {host} tc qdisc del dev v{number} root")
+        self._load = []
+
+
+def sh(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+class Job:
+    """A run of two processes."""
+
+    def __init__(self, directory: Path, flags: list[str]) -> None:
+        self.directory, port = directory, 5600 + int(time.time()) % 2000
+        self._processes = [subprocess.Popen(
+            ["ip", "netns", "exec", host, "taskset", "-c", str(number), sys.executable, str(TRAIN), "--run-dir", str(directory), "--coordinator", f"10.77.0.1:{port}", "--num-processes", "2",
+             "--process-id", str(number), "--cpu-devices", "4", *flags], stderr=(directory.parent / f"errors{number}.txt").open("w"))
+            for number, host in enumerate(HOSTS)]
+
+    def wait_for(self, step: int) -> None:
+        """Until that step is done."""
+        while len(self.steps()) < step and self.runs():
+            time.sleep(0.1)
+
+    def runs(self) -> bool:
+        return all(process.poll() is None for process in self._processes)
+
+    def stop(self) -> None:
+        """Let it save and end."""
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
+        self.end()
+
+    def end(self) -> None:
+        codes = [process.wait() for process in self._processes]
+        if codes != [0, 0]:
+            raise SystemExit(f"a process failed: {codes}\n{(self.directory.parent / 'errors0.txt').read_text()[-3000:]}")
+
+    def steps(self) -> list[dict]:
+        return lines(self.directory / "metrics.jsonl")
+
+    def events(self) -> list[dict]:
+        return lines(self.directory / "events.jsonl")
+
+
+def lines(path: Path) -> list[dict]:
+    """Of a file that may be being written."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def one_run(contender: str, disturbance: str, num_steps: int, budget_share: float, moved_to: str | None) -> dict:
+    """Figures of one contender."""
+    mesh = START if contender in ("auto", "stay", "restart") else contender
+    flags = [*MODEL, "--mesh", mesh, "--steps", str(num_steps)]
+    if mesh.startswith("pipe"):
+        flags += ["--microbatches", "2"]
+    if contender == "auto":
+        flags += ["--control", "auto", "--set", f"controller.budget_share={budget_share}"]
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder) / "run", flags)
+        job.wait_for(WARM_STEPS)
+        began = time.time()
+        restarts_s = []
+        wait_until(began + BEGINS_AFTER_S, job)
+        trouble = Disturbance(disturbance)
+        trouble.begin()
+        disturbed = time.time()
+        if contender == "restart":
+            job, seconds = restarted(job, moved_to or START, num_steps)
+            restarts_s.append(seconds)
+        wait_until(disturbed + LASTS_S, job)
+        trouble.end()
+        mended = time.time()
+        if contender == "restart" and job.runs():
+            job, seconds = restarted(job, START, num_steps)
+            restarts_s.append(seconds)
+        job.end()
+        ended = time.time()
+        return {"contender": contender, "disturbance": disturbance, "num_steps": num_steps, "total_s": round(ended - began, 1), "began": began,
+                "disturbed": disturbed, "mended": mended,
+                "restarts_s": restarts_s, "steps": [{"step": row["step"], "plan": row["plan"], "step_time_s": round(row["step_time_s"], 4)} for row in job.steps()],
+                "events": [event for event in job.events() if event["event"] in ("decision", "remesh", "rollback", "plan")]}
+
+
+def restarted(job: Job, mesh: str, num_steps: int) -> tuple[Job, float]:
+    """The run, saved and started again under another mesh; seconds without a step."""
+    started = time.time()
+    job.stop()
+    done = len(job.steps())
+    flags = ["--resume", "--mesh", mesh, "--steps", str(num_steps), "--progress", "none", *(["--microbatches", "2"] if mesh.startswith("pipe") else [])]
+    job = Job(job.directory, flags)
+    job.wait_for(done + 1)
+    return job, round(time.time() - started, 1)
+
+
+def wait_until(when: float, job: Job) -> None:
+    while time.time() < when and job.runs():
+        time.sleep(0.1)
+
+
+def run(out: Path, disturbances: list[str], contenders: list[str], num_steps: int, budget_share: float) -> None:
+    for disturbance in disturbances:
+        for contender in contenders:
+            found = {(row["contender"], row["disturbance"]): row for row in lines(out)}
+            if (contender, disturbance) in found:
+                continue
+            with two_hosts():
+                row = one_run(contender, disturbance, num_steps, budget_share, moved_to(found.get(("auto", disturbance))))
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print({name: value for name, value in row.items() if name not in ("steps", "events")}, flush=True)
+
+
+def moved_to(auto: dict | None) -> str | None:
+    """The mesh that the controller chose during the disturbance; None: it stayed."""
+    switches = [event for event in (auto or {}).get("events", ()) if event["event"] == "remesh" and event["time_s"] > (auto or {})["disturbed"]]
+    return switches[0]["layout"].removeprefix("mesh ").split(", ")[0] if switches else None
+
+
+def report(out: Path, picture: Path | None) -> None:
+    rows = lines(out)
+    print("| disturbance | contender | total: s | against staying | step before, during, after: s | switches |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        stay = next(each["total_s"] for each in rows if (each["contender"], each["disturbance"]) == ("stay", row["disturbance"]))
+        print(f"| {row['disturbance']} | {row['contender']} | {row['total_s']} | {row['total_s'] / stay - 1:+.0%} | {', '.join(map(seconds, phases(row)))} "
+              f"| {'; '.join(map(told, moves(row))) or ('restarts without steps for ' + ' and '.join(map(str, row['restarts_s'])) + ' s' if row['restarts_s'] else 'none')} |")
+    for row in rows:
+        if row["contender"] == "auto":
+            print(f"\n{row['disturbance']}: " + "; ".join(reactions(row)))
+    if picture is not None:
+        draw([row for row in rows if row["contender"] in ("auto", "stay", "restart")], picture)
+
+
+def phases(row: dict) -> list[list[float]]:
+    """Step times before, during and after the disturbance."""
+    bounds, found = (row["disturbed"], row["mended"], float("inf")), [[], [], []]
+    when = row["began"]
+    for step in row["steps"][WARM_STEPS:]:
+        when += step["step_time_s"]
+        found[next(number for number, bound in enumerate(bounds) if when <= bound)].append(step["step_time_s"])
+    return found
+
+
+def seconds(times: list[float]) -> str:
+    return f"{statistics.median(times):.3f}" if times else "none"
+
+
+def moves(row: dict) -> list[dict]:
+    return [event for event in row["events"] if event["event"] in ("remesh", "rollback")]
+
+
+def told(event: dict) -> str:
+    return f"{event['event']} after step {event['step']} to {event['layout'].split(', precision')[0]} ({event['step_delay_s']:.2f} s)"
+
+
+def reactions(row: dict) -> Iterator[str]:
+    """What came when after the disturbance began, and after it ended."""
+    for what, since, until in (("disturbed", row["disturbed"], row["mended"]), ("mended", row["mended"], float("inf"))):
+        events = [event for event in row["events"] if since < event["time_s"] < until]
+        noticed = next((event for event in events if event["event"] == "decision"), None)
+        decided = next((event for event in events if event["event"] == "decision" and event["action"] == "switch"), None)
+        moved = next((event for event in events if event["event"] == "remesh"), None)
+        times = [f"{name} {event['time_s'] - since:.1f} s" for name, event in (("noticed after", noticed), ("decided after", decided), ("moved after", moved)) if event]
+        yield f"{what}: {', '.join(times) or 'nothing'}"
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Steps done over time, for who stays, moves and restarts."""
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(row["disturbance"] for row in rows))
+    figure, axes = plt.subplots(1, len(names), figsize=(5 * len(names), 3.2), squeeze=False, layout="constrained")
+    for axis, name in zip(axes[0], names, strict=True):
+        for row in (row for row in rows if row["disturbance"] == name):
+            times = [0.0]
+            for step in row["steps"][WARM_STEPS:]:
+                times.append(times[-1] + step["step_time_s"])
+            axis.plot(times, range(WARM_STEPS, WARM_STEPS + len(times)), label=row["contender"])
+            if row["contender"] == "auto":
+                axis.axvspan(row["disturbed"] - row["began"], row["mended"] - row["began"], color="0.9", label=name)
+        axis.set(xlabel="seconds", ylabel="steps done")
+        axis.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("--out", type=Path, default=Path("runs.jsonl"), help="JSON Lines of runs")
+    parser.add_argument("--disturbance", nargs="+", default=["link-100", "link-20", "load-8"], help="link-MBIT or load-PROCESSES (default: link-100 link-20 load-8)")
+    parser.add_argument("--contender", nargs="+", default=["auto", "stay", "restart", *STATIC], help="who runs")
+    parser.add_argument("--steps", type=int, default=600, help="of each run (default: 600)")
+    parser.add_argument("--budget-share", type=float, default=0.1, help="controller.budget_share (default: 0.1)")
+    parser.add_argument("--picture", type=Path, help="where to draw the report's picture (SVG)")
+    args = parser.parse_args()
+    if args.what == "run":
+        run(args.out, args.disturbance, args.contender, args.steps, args.budget_share)
+    else:
+        report(args.out, args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""A training run that can be killed at any instant: what benchmarks/kill_fuzz.py kills and resumes.
+
+The run is a real one (`optimus_jax.train`, control=auto, 8 virtual devices) but for its advisor, which decides what some of SCENES
+say: two of them are switches that are kept, one is taken back after its first steps, and of one the verification fails.
+An *instant* is a moment just before or after something that a switch, a checkpoint or a resume does. Its name is the
+path of what is under way: `switch/commit/write plan/replace <` is before plan.json is replaced, `>` after. A run
+writes each instant that it comes to into a trace; at the one that it was told it kills itself, or has
+itself killed from outside some microseconds later.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from kill_processes import Task
+
+import optimus_jax.control.controller as controller_module
+import optimus_jax.control.switch as switch_module
+from optimus_jax import api
+from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.config import Config
+from optimus_jax.control import assembly
+from optimus_jax.control.advisor import Advisor
+from optimus_jax.control.canary import Verdict
+from optimus_jax.control.controller import Controller
+from optimus_jax.control.journal import Journal
+from optimus_jax.control.policy import CHOSEN, Alternative, Decision
+from optimus_jax.control.preparation import Preparation
+from optimus_jax.control.switch import Switcher
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.build import discover
+from optimus_jax.mesh.cpu import use_cpu_devices
+from optimus_jax.mesh.reshard import Move
+from optimus_jax.mesh.shard_sums import ShardSums
+from optimus_jax.plan import Plan
+from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.here import Here
+from optimus_jax.planning.links import Link
+from optimus_jax.planning.rates import Rates
+from optimus_jax.request import make_config
+from optimus_jax.training.run_directory import RunDirectory
+
+DEVICES = 8
+STEPS = 24
+MODEL = "gpt2-nano"
+MOVE_BYTES = 2**14
+"""Of state on the way at the same time: some ten groups."""
+TINY = {
+    "steps": STEPS, "global_batch": 8, "seq_len": 16, "lr": 1e-2, "eval_every": 0, "progress": "none", "control": "auto", "checkpoint_every": 3,
+    "controller.canary_steps": 2, "controller.probe_share": 0, "controller.move_bytes": MOVE_BYTES, "model.num_layers": 3, "model.embed_dim": 16,
+    "model.num_heads": 8, "model.num_kv_heads": 8, "model.head_dim": 2, "model.mlp_dim": 32, "model.dropout": 0.1}
+START = {"parallel.mesh": "data=8"}
+
+Fate = Literal["kept", "taken back", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A switch that the script asks for."""
+
+    settings: dict[str, Any]
+    """That make its plan."""
+    fate: Fate
+
+
+SCENES = (
+    Scene(settings={"parallel.mesh": "pipe=2,data=2,tensor=2", "parallel.microbatches": 2}, fate="kept"),
+    Scene(settings={"parallel.mesh": "fsdp=8", "parallel.zero": 3}, fate="taken back"),
+    Scene(settings={"parallel.mesh": "data=4,fsdp=2", "parallel.zero": 1}, fate="failed"),
+    Scene(settings={"parallel.mesh": "data=2,tensor=4"}, fate="kept"),
+)
+FIRST_STEP, SCENE_STEPS = 2, 6
+"""When the first scene begins, and how long after it the second."""
+NOTICE_STEPS = 2
+"""From a decision to the boundary of its switch: steps that are run while the plan is prepared."""
+
+
+def config_of(settings: dict[str, Any]) -> Config:
+    """The run's config with some plan's settings."""
+    return make_config(MODEL, {**TINY, **settings}, None)
+
+
+def plan_of(settings: dict[str, Any]) -> Plan:
+    """The plan that settings make on the devices."""
+    config = config_of(settings)
+    return plan_for(config, AxisSizes.parse(config.parallel.mesh), discover())
+
+
+# The instants.
+
+
+class Instants:
+    """Writes down what the run comes to, and has it killed.
+
+    Args:
+      task: names the trace and the instant to be killed at.
+      killer: a pipe on whose other end someone waits to kill.
+    """
+
+    def __init__(self, task: Task, killer: int) -> None:
+        self._kill, self._killer = task.kill, killer
+        self._trace = os.open(task.trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._counts: Counter[str] = Counter()
+        self._lock, self._here = threading.Lock(), threading.local()
+
+    @property
+    def path(self) -> list[str]:
+        """What is under way in this thread."""
+        return self._here.__dict__.setdefault("path", [])
+
+    def note(self, **values: object) -> None:
+        """A line of the trace that is no instant."""
+        os.write(self._trace, json.dumps(values).encode() + b"\n")
+
+    def come_to(self, edge: str, tear: Callable[[], None] | None = None) -> None:
+        """An instant: before (`<`) or after (`>`) what is under way."""
+        instant = f"{'/'.join(self.path)} {edge}"
+        with self._lock:
+            self._counts[instant] += 1
+            count = self._counts[instant]
+            self.note(instant=instant, count=count, time_s=time.perf_counter())
+        if self._kill is None or (instant, count) != (self._kill.instant, self._kill.count):
+            return
+        if self._kill.delay_s is not None:
+            os.write(self._killer, b"!")
+            return
+        if self._kill.is_torn and tear is not None:
+            tear()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, owner: Any, name: str, called: str = "", *, only_inside: bool = False) -> None:
+        """Make a function of a class or module an instant before and after.
+
+        Args:
+          called: in paths; empty: its name.
+          only_inside: not where nothing else is under way in the main thread.
+        """
+        function, called = getattr(owner, name), called or name.strip("_").replace("_", " ")
+
+        @wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if only_inside and not self.path and threading.current_thread() is threading.main_thread():
+                return function(*args, **kwargs)
+            self.path.append(called)
+            try:
+                self.come_to("<", lambda: _tear(*args) if called == "append" else None)
+                result = function(*args, **kwargs)
+                self.come_to(">")
+                return result
+            finally:
+                self.path.pop()
+
+        setattr(owner, name, wrapped)
+
+
+def _tear(journal: Journal, values: dict[str, Any]) -> None:
+    """What a crash may leave of a line."""
+    line = json.dumps(values).encode()
+    with open(journal._path, "ab", buffering=0) as file:
+        file.write(line[:len(line) // 2])
+
+
+def instrument(instants: Instants) -> None:
+    """Instants of everything that a switch, a checkpoint and a resume do."""
+    for owner, names in (
+            (Preparation, ("do",)), (Switcher, ("_prepared", "switch", "take_back", "keep", "stop")), (Controller, ("carry_out",)),
+            (Move, ("compile", "carry", "release")), (switch_module, ("compile_plan", "_loss", "_brought_back")),
+            (Journal, ("begin", "commit", "end", "recover", "_append")), (RunDirectory, ("write_config", "write_plan", "go_back_to")),
+            (Checkpoints, ("save", "wait", "restore"))):
+        for name in names:
+            instants.around(owner, name)
+    instants.around(ShardSums, "of", "sums")
+    for name in ("fsync", "replace", "rename"):
+        instants.around(os, name, only_inside=True)
+    step = Controller.step
+
+    def watched(self: Controller, record: Any) -> None:
+        instants.path.append("first steps")
+        if self._trial is not None:
+            instants.come_to("<")
+        step(self, record)
+        instants.path.pop()
+
+    Controller.step = watched
+
+
+PHASES = (
+    ("rollback", {"take back", "brought back"}), ("canary", {"keep", "stop", "first steps"}),
+    ("resume", {"recover", "go back to", "write config", "restore"}), ("checkpoint", {"save", "wait"}), ("prepare", {"do"}),
+    ("move", {"carry", "release"}), ("verify", {"sums", "loss"}), ("commit", {"commit"}), ("rollback", {"end"}), ("quiesce", {"carry out"}))
+"""A phase of a run, and what is under way in it; the first that fits counts."""
+
+
+def phase_of(instant: str) -> str:
+    """Writes that no phase has asked for are the beginning of a run, in the main thread, and else a checkpoint's."""
+    under_way = set(instant[:-2].split("/"))
+    found = next((phase for phase, names in PHASES if names & under_way), None)
+    return found or ("resume" if "write plan" in under_way else "checkpoint")
+
+
+# The run.
+
+
+class Scripted(Advisor):
+    """An advisor that decides what the scenes of its task say, but not for a plan that has failed."""
+
+    instants: Instants
+    task: Task
+
+    def __init__(self, *, plan: Plan, **more: Any) -> None:
+        super().__init__(plan=plan, **more)
+        self._plan, self._came_from, self._failed = plan, plan, set[str]()
+        self._asked: Scene | None = None
+        self.instants.note(begins=plan.digest)
+        fulfil(self)
+
+    def decide(self, observation: Any) -> Decision | None:
+        number = min((observation.step - FIRST_STEP) // SCENE_STEPS, len(self.task.scenes) - 1)
+        scene = SCENES[self.task.scenes[number]] if number >= 0 else None
+        if scene is None or scene is self._asked:
+            return None
+        self._asked, plan = scene, plan_of(scene.settings)
+        if plan == self._plan or (plan.digest in self._failed and not self.task.is_stubborn):
+            return None
+        chosen = Alternative(plan=plan, rung="remesh", step_time_s=1.0, gain_s=1.0, cost_s=0.1, probability=0.95, verdict=CHOSEN)
+        return Decision(step=observation.step, action="switch", why="the script says so", plan=plan, rung="remesh",
+                        at_step=observation.step + NOTICE_STEPS, alternatives=(chosen,))
+
+    @property
+    def fate(self) -> Fate:
+        """Of the switch that was asked for last."""
+        return "kept" if self._asked is None else self._asked.fate
+
+    def switched(self, plan: Plan, *args: Any, **more: Any) -> None:
+        super().switched(plan, *args, **more)
+        self._plan, self._came_from = plan, self._plan
+
+    def failed(self, plan: Plan, why: str, **more: Any) -> None:
+        super().failed(plan, why, **more)
+        self._failed.add(plan.digest)
+        self.instants.note(failed=plan.digest)
+        if plan == self._plan:
+            self._plan = self._came_from
+
+    def save(self) -> None:
+        pass
+
+
+def fulfil(advisor: Scripted) -> None:
+    """Let the fates of the script come true."""
+    check_loss = switch_module._check_loss
+
+    def check(*args: Any) -> None:
+        check_loss(*args)
+        if advisor.fate == "failed":
+            raise switch_module._NotTheSameError("the script says so")
+
+    def judge(times_s: Any, **_: object) -> Verdict:
+        return Verdict(keep=advisor.fate != "taken back", why="the script says so", step_time_s=None, before_s=1.0, foretold_s=1.0)
+
+    switch_module._check_loss = check
+    controller_module.judge = judge
+
+
+def known_devices(_: object) -> Here:
+    """It is known how fast these are."""
+    cluster = Cluster.of(discover())
+    rates = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
+    return Here(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=rates,
+                records=Path("unused"))
+
+
+def use_devices(cache: str, *, is_kept: bool) -> None:
+    """Virtual devices, and compiled programs from a directory.
+
+    Args:
+      is_kept: whether what is compiled now is added there: not by a process that may be killed while it writes.
+    """
+    use_cpu_devices(DEVICES)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if is_kept else 1e9)
+
+
+def run(task: Task, killer: int) -> None:
+    """Begin the run, or go on with it, and come to its end unless killed."""
+    instants = Instants(task, killer)
+    instrument(instants)
+    use_devices(task.cache, is_kept=task.kill is None)
+    is_ready = Preparation.is_ready_everywhere
+
+    def wait(self: Preparation) -> bool:
+        with suppress(Exception):
+            self.result()  # so that switches come at the steps that the script says, however long compiling takes
+        return is_ready(self)
+
+    Preparation.is_ready_everywhere = wait
+    Scripted.instants, Scripted.task = instants, task
+    assembly.Advisor = Scripted
+    api.known_devices = known_devices
+    resume = (Path(task.run_dir) / "config.json").exists()
+    own = {} if resume else TINY | START | {"data": task.text}
+    api.train(None if resume else MODEL, run_dir=task.run_dir, resume=resume, **own)
