@@ -189,7 +189,7 @@ class RunStory:
     def why_current(self) -> str | None:
         """Why the plan in use is in use: what chose it, or moved the run to it or back to it."""
         why, decided = None, None
-        for event in self.named("plan", "decision", "remesh", "rollback"):
+        for event in self.named("plan", "decision", "remesh", "rollback", "phase"):
             if event.get("event") == "decision":
                 decided = text(event, "why") if event.get("action") == "switch" else decided
             else:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from optimus_jax.control.candidates import is_legal, times
-from optimus_jax.control.conditions import Conditions
+from optimus_jax.control.deciding.candidates import is_legal, times
+from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.predictor import Query
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
@@ -88,6 +88,6 @@ class Truth:
         faster = replace(cluster, inside=replace(cluster.inside, bytes_per_s=cluster.inside.bytes_per_s * self._links[0]),
                          between=replace(cluster.between, bytes_per_s=cluster.between.bytes_per_s * self._links[1]))
         rates = replace(rates, matmul_flops_per_s=rates.matmul_flops_per_s * self._rates[0], memory_bytes_per_s=rates.memory_bytes_per_s * self._rates[1])
-        found = times(plan, (conditions or Conditions()).applied(replace(PRICING, cluster=faster, rates=rates)))
+        found = times(plan, (conditions or Conditions()).felt_by(plan).applied(replace(PRICING, cluster=faster, rates=rates)))
         own = np.random.default_rng([self._seed, int(plan.digest[:8], 16)]).standard_normal()
         return math.log(sum(time_s * self._terms.get(name, 1.0) for name, time_s in found.items())) + self._plans * float(own)

@@ -3,10 +3,10 @@
 import json
 from functools import cache
 
-from optimus_jax.control.contenders import PooledSearch
-from optimus_jax.control.outcome import Habits
-from optimus_jax.control.scenarios import Scenario
-from optimus_jax.control.setup import Setup, Truth
+from optimus_jax.control.simulated.contenders import PooledSearch
+from optimus_jax.control.simulated.outcome import Habits
+from optimus_jax.control.simulated.scenarios import Scenario
+from optimus_jax.control.simulated.setup import Setup, Truth
 from optimus_jax.control.simulator import Simulation
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.rates import Rates
@@ -41,7 +41,7 @@ def truth(*events, seed=0, **fields):
 class Told:
     """A policy that does what it is told: decisions by the step after which they are made; keeps what it hears."""
 
-    wants_probe = False
+    wants_probe, steps_alike = False, None
 
     def __init__(self, decisions=()):
         self.decisions, self.heard, self.observations = dict(decisions), [], []

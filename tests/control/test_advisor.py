@@ -10,11 +10,11 @@ from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import Advisor, Phase
-from optimus_jax.control.candidates import is_legal, leaving_out
-from optimus_jax.control.conditions import Conditions
+from optimus_jax.control.deciding.candidates import is_legal, leaving_out
+from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.deciding.switch_costs import SwitchCosts
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation, Reading
-from optimus_jax.control.switch_costs import SwitchCosts
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search import Pricing, Ranking
@@ -256,9 +256,34 @@ def test_a_straggler_for_hours_is_left_out():
     # The others are as fast as ever. The slow one is tried again once, after many times as long as it was known to be slow, and left out again.
     job.go(250, slow)
     assert len(job.switches) == 1
-    job.go(1000, slow)
+    job.go(9000, slow)
     assert len(job.switches) == 3
     assert job.without >= STRAGGLING
+
+
+def test_a_slow_stage_gets_fewer_layers_and_its_own_again_when_it_has_recovered():
+    job = Job(POOR, num_steps=8000, settings=ControlConfig(allow=(str(POOR.axes),))).go(100)
+    even, before = job.plan, len(job.switches)
+    slow = Conditions(skew=2.0, slow_part=(16 / 64, 24 / 64))  # the third of eight stages
+    job.go(400, slow, straggler=2.0)
+    _, spared = job.switches[before]
+    assert spared.pipeline is not None
+    assert spared.pipeline.layers_per_stage == (4, 4, 2, 4, 4, 4, 5, 5)
+    assert any(each.rung == "rebalance" and each.plan == spared for each in job.decisions)
+    assert job.true_s(job.plan, slow) < 0.9 * job.true_s(even, slow)
+    job.go(2500, straggler=2.0)
+    assert job.plan.pipeline == even.pipeline
+
+
+def test_the_way_back_is_made_though_the_budget_is_spent():
+    """What it was left for is over, and the way back was reserved."""
+    job = Job(num_steps=3000, switch_s=8.0, costs=SwitchCosts(stop_s=0.5, verify_s=0.1, first_steps_s=0.1, compile_tax_s=0.1))
+    job.go(100).go(400, SLOW)
+    assert len(job.switches) == 1
+    assert job.advisor._costs.spent_s == 8.0
+    job.advisor._costs.spent_s = 1e6
+    job.go(600)
+    assert [plan for _, plan in job.switches][1:] == [BEST]
 
 
 def test_memory_that_runs_short_makes_the_plan_smaller():

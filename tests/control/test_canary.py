@@ -31,3 +31,10 @@ def test_steps_that_vary_much_have_to_differ_much():
     times_s = (9.0, 1.15, 1.55, 0.75, 1.1, 1.3)
     assert judge(times_s, **restless).keep
     assert not judge([2 * time_s for time_s in times_s], **restless).keep
+
+
+def test_what_had_to_be_left_is_no_measure():
+    verdict = judge((3.0, 9.0, 9.0), **{**GOOD, "before_s": ()})
+    assert verdict.keep
+    assert verdict.before_s is None
+    assert not judge((3.0, 9.0), **{**GOOD, "before_s": (), "losses": (math.inf, 2.0)}).keep

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from fleet import CLUSTER, CONFIG, PRICING, plan_on, ranked
 
-from optimus_jax.control.candidates import (
+from optimus_jax.control.deciding.candidates import (
     Searches,
     executables,
     is_allowed,
@@ -34,7 +34,7 @@ def test_other_schedules_of_the_same_stages_move_nothing():
     staged = plan_on("pipe=2,fsdp=32")
     assert staged.pipeline is not None
     assert rung_of(staged, replace(staged, pipeline=replace(staged.pipeline, schedule="gpipe")), same_devices=True) == "executable"
-    assert rung_of(staged, replace(staged, pipeline=replace(staged.pipeline, layers_per_stage=(15, 17))), same_devices=True) == "remesh"
+    assert rung_of(staged, replace(staged, pipeline=replace(staged.pipeline, layers_per_stage=(15, 17))), same_devices=True) == "rebalance"
 
 
 def test_executables_are_legal_fit_and_keep_the_state_where_it_is():

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from fleet import CLUSTER, PRICING, plan_on
 
-from optimus_jax.control.candidates import times
-from optimus_jax.control.conditions import Conditions, claims, on_grid
+from optimus_jax.control.deciding.candidates import times
+from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid
 from optimus_jax.control.signals import UNKNOWN, Observation, Reading
 from optimus_jax.mesh.axes import AxisSizes
 

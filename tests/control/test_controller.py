@@ -51,7 +51,7 @@ class Advisor:
 
     script: ClassVar[dict[int, Decision]] = {}
     told_last: ClassVar[list[str]] = []
-    wants_probe = False
+    wants_probe, changed_s, steps_alike = False, None, 1000
 
     def __init__(self, **_):
         self.told: list[str] = []
@@ -64,7 +64,7 @@ class Advisor:
         assert all(time_s >= 0 for time_s in costs_s.values())
         self.told.append(f"switched to {plan.axes}")
 
-    def failed(self, plan, why):
+    def failed(self, plan, why, at_step=None):
         self.told.append(f"{plan.axes} failed: {why}")
 
     def save(self):
@@ -96,6 +96,7 @@ def devices(monkeypatch, tmp_path):
     here = Here(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=RATES,
                 records=tmp_path / "records.jsonl")
     monkeypatch.setattr(api, "known_devices", lambda _: here)
+    monkeypatch.setattr(assembly, "cache_directory", lambda: tmp_path)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import F32_RELATIVE
-from moves import built, copied, layout_of
+from moves import built, compiled_quickly, copied, layout_of
 from plans import batch_of_step, compiled_step, random_state
 
 from optimus_jax.checkpoint import Checkpoints
@@ -18,6 +18,12 @@ JOURNEY = ("data", "fsdp, zero 3", "1f1b", "attention over tensor, feed-forward 
 """Every plan is left and reached: over each mesh axis, with and without stages; each kind of schedule, and ZeRO 0, 1 and 3."""
 STEPS_EACH = 2
 BUDGET_BYTES = 2**20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly():
+    with compiled_quickly():
+        yield
 
 
 @pytest.fixture(scope="module")

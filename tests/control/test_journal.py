@@ -147,7 +147,9 @@ def test_a_torn_line_spoils_no_other(run):
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
+        before = switches(run.path)
         Journal(run).begin(NEW, OLD, step=20, why="back")
+        assert switches(run.path)[:-1] == before, "what is written next does not change what the record says"
         assert [record.step for record in switches(run.path)][-1] == 20
         assert all(isinstance(json.loads(line), dict) for line in path.read_bytes().splitlines()[-1:])
 
@@ -158,10 +160,24 @@ def test_a_process_that_does_not_write_writes_nothing(run):
     assert run.plan_text() == OLD.to_json()
 
 
-def test_a_full_disk_is_an_error_that_says_so(run, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
+def full(descriptor):
+    raise OSError(28, "No space left on device")
 
+
+def test_a_full_disk_is_an_error_that_says_so(run, monkeypatch):
     monkeypatch.setattr(journal_module.os, "fsync", full)
     with pytest.raises(RunDirectoryError, match="No space left"):
         Journal(run).begin(OLD, NEW, step=1, why="")
+
+
+def test_an_end_that_cannot_be_written_does_not_cost_the_state(run, monkeypatch):
+    """The trainer sees the failure, saves, and raises it."""
+    journal = Journal(run)
+    journal.begin(OLD, NEW, step=7, why="")
+    journal.commit(NEW, step=7)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module.os, "fsync", full)
+        journal.end("taken back", step=9, why="", costs_s=COSTS_S, back_to=OLD)
+    with pytest.raises(RunDirectoryError, match="No space left"):
+        run.check()
+    assert plan_to_resume(run.path) == OLD.to_json()

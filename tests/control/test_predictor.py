@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fleet import PLANS, Truth, query
 
-from optimus_jax.control.conditions import Conditions
+from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.predictor import HALF_LIFE, KEPT, Predictor, Query
 from optimus_jax.planning.calibrate import Calibration, Record
 from optimus_jax.planning.cost import NINE_IN_TEN

@@ -6,9 +6,9 @@ import pytest
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import signals
-from optimus_jax.control.rivals import CostModelOnly, Greedy, Static, Threshold
-from optimus_jax.control.setup import default_plans
 from optimus_jax.control.signals import Observation, Reading
+from optimus_jax.control.simulated.rivals import CostModelOnly, Greedy, Static, Threshold
+from optimus_jax.control.simulated.setup import default_plans
 from optimus_jax.planning.search import search
 from tests.control.simulated import PRICING, SEARCHER, scenario, setup_of
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from optimus_jax.control.scenarios import Scenario, library, read_scenario, scenario_named
-from optimus_jax.control.timeline import RAMP_LEVELS, Conditions, Timeline
+from optimus_jax.control.simulated.scenarios import Scenario, library, read_scenario, scenario_named
+from optimus_jax.control.simulated.timeline import RAMP_LEVELS, Conditions, Timeline
 from optimus_jax.errors import ConfigError
 from tests.control.simulated import PRICING, scenario
 

@@ -264,7 +264,6 @@ def test_a_slow_link_and_slow_computing_arrive_once_probes_have_settled():
     assert not found.is_probe_due(1), "steps have to be known first"
     train(found, clock, 5, rest_s=0.5)
     assert found.is_probe_due(5)
-    programs.latency_s["data"] *= 3
     programs.s_per_byte["data"] *= 3
     programs.compute_s *= 1.5
     found.probe(5)
@@ -277,15 +276,32 @@ def test_a_slow_link_and_slow_computing_arrive_once_probes_have_settled():
     assert not found.is_probe_due(6), "the budget is spent"
 
 
-def test_an_asked_probe_comes_earlier():
+def test_an_asked_probe_comes_at_once_and_may_forget_those_before():
     clock = FakeClock()
-    _, found = probed(clock)
+    programs, found = probed(clock)
+    found._rounds.settle()
     train(found, clock, 5, rest_s=0.5)
     found.probe(5)
-    due = next(step for step in range(6, 10_000) if found.is_probe_due(step))
-    found.ask_probe(6)
-    asked = next(step for step in range(6, 10_000) if found.is_probe_due(step))
-    assert 6 < asked < due
+    assert not found.is_probe_due(6)
+    found.ask_probe(6, anew=True)
+    assert found.is_probe_due(6)
+    assert found.observe(6).reading("link_slowdown/data").value == pytest.approx(1)
+    programs.s_per_byte["data"] *= 3
+    found.probe(6)
+    reading = found.observe(6).reading("link_slowdown/data")
+    assert (reading.value, reading.count) == (pytest.approx(3, rel=1e-6), 1)
+
+
+def test_what_probes_find_before_the_first_step_on_a_mesh_counts():
+    clock = FakeClock()
+    programs, found = probed(clock)
+    rounds = found._rounds
+    rounds.settle()
+    programs.s_per_byte["data"] *= 3
+    rounds.settle()
+    assert found.observe(1).reading("link_slowdown/data") is UNKNOWN
+    found.enter(global_batch=8, seq_len=32, rounds=rounds)
+    assert found.observe(1).reading("link_slowdown/data").value == pytest.approx(3, rel=1e-6)
 
 
 def test_probes_that_break_are_given_up_without_harm():

@@ -1,18 +1,20 @@
 """Comparisons, replays and the command line: figures are what runs say, and a user's mistakes end with one message."""
 
+import importlib.util
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from optimus_jax.control.comparison import LEAST_GAIN, estimate, rows
-from optimus_jax.control.outcome import Moment, Outcome
-from optimus_jax.control.replay import recorded
-from optimus_jax.control.setup import Setup, Truth, default_plans
+from optimus_jax.control.simulated.comparison import LEAST_GAIN, Result, estimate, rows
+from optimus_jax.control.simulated.outcome import Moment, Outcome
+from optimus_jax.control.simulated.replay import recorded
+from optimus_jax.control.simulated.setup import Setup, Truth, default_plans
 from optimus_jax.errors import ConfigError
 from tests.control.simulated import PRICING, Told, run, scenario, setup_of
 
@@ -139,3 +141,44 @@ def test_the_users_mistakes_end_with_one_message(arguments, message):
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+# The benchmark
+
+@pytest.fixture
+def benchmark():
+    spec = importlib.util.spec_from_file_location("simulated_control", SCRIPT.parents[1] / "benchmarks" / "simulated_control.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeypatch):
+    file, done = tmp_path / "runs" / "done.jsonl", []
+
+    def run_chunk(scenario, setting, seeds):
+        done.extend(seeds)
+        return {seed: {name: Result.of(outcome(100.0 + seed, "switch", "failed")) for name in ("auto", "oracle")} for seed in seeds}
+
+    monkeypatch.setattr(benchmark, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(benchmark, "run_chunk", run_chunk)
+    jobs = {("llama-a100", "test"): scenario()}
+    assert benchmark.kept(file) == {}
+    benchmark.run_jobs(jobs, 3, 1, file)
+    file.write_text(file.read_text() + '{"setting": "llama-a100", "scenario": "te', encoding="utf-8")  # it was stopped here
+    found = benchmark.run_jobs(jobs, 7, 1, file)[("llama-a100", "test")]
+    assert sorted(done) == list(range(7))
+    assert [found[seed]["auto"].total_s for seed in range(7)] == [100.0 + seed for seed in range(7)]
+    assert (found[0]["auto"].num_switches, found[0]["auto"].count("rollback")) == (2, 0)
+
+
+def test_the_benchmark_says_which_targets_are_met(benchmark):
+    runs = [{"auto": outcome(auto_s, *["switch"] * 3), "stay": outcome(100.0), "default": outcome(150.0), "best static": outcome(95.0), "oracle": outcome(80.0)}
+            for auto_s in (84.0, 86.0)]
+    auto, _, _, _, oracle = rows(runs)
+    assert benchmark.verdicts("link-quarter", auto, oracle) == ["70% of oracle", "20% below default"]
+    assert benchmark.verdicts("link-flapping", auto, oracle)[0] == "NOT 2 switches"
+    assert benchmark.verdicts("stationary", auto, oracle)[0] == "NOT no switch"
+    table = benchmark.markdown({("llama-a100", "link-quarter"): rows(runs)}, 2, "python benchmark")
+    assert "SIMULATED" in table
+    assert "| llama-a100 | link-quarter | 43.3% [42.7%, 44.0%] | 75% [70%, 80%] |" in table

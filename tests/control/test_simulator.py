@@ -6,16 +6,16 @@ from functools import cache
 
 import pytest
 
-from optimus_jax.control.moving_costs import MovingCosts
-from optimus_jax.control.outcome import Habits
 from optimus_jax.control.policy import Decision
-from optimus_jax.control.rivals import Static
-from optimus_jax.control.scenario_events import PhaseEvent
-from optimus_jax.control.scenarios import library
-from optimus_jax.control.setup import Setup, Truth, default_plans
+from optimus_jax.control.simulated.events import PhaseEvent
+from optimus_jax.control.simulated.moving_costs import MovingCosts
+from optimus_jax.control.simulated.outcome import Habits
+from optimus_jax.control.simulated.rivals import Static
+from optimus_jax.control.simulated.scenarios import library
+from optimus_jax.control.simulated.setup import Setup, Truth, default_plans
+from optimus_jax.control.simulated.timeline import NORMAL
+from optimus_jax.control.simulated.world import Place
 from optimus_jax.control.simulator import Simulation
-from optimus_jax.control.timeline import NORMAL
-from optimus_jax.control.world import Place
 from optimus_jax.planning.search import search
 from tests.control.simulated import CLUSTER, EXACT, PRICING, QUARTER, QUICK, Told, run, scenario, setup_of, truth
 
@@ -367,3 +367,57 @@ def test_a_phase_that_the_plan_cannot_have_is_a_restart():
 def test_times_are_those_of_links_that_the_event_names():
     inside, between = (static_s(truth({"kind": "link", "link": link, "factor": 0.1}, misfit=EXACT)) for link in ("inside", "between"))
     assert between > 1.1 * inside > 1.1 * static_s(truth(misfit=EXACT))
+
+
+def test_probes_are_held_against_what_the_planner_was_told():
+    """It was told a quarter of the speed that the link has."""
+    seen = observations(misfit={**EXACT, "links": 0}, prior={"between": 0.25, "compute": 0.5})
+    last = seen[-1]
+    assert last.reading("link_slowdown/between").value == pytest.approx(0.25, rel=0.01)
+    assert last.reading("link_slowdown/inside").value in (None, pytest.approx(1.0, rel=0.01))
+    assert last.reading("compute_slowdown").value == pytest.approx(0.5, rel=0.05)
+
+
+def test_memory_is_told_anew_after_a_switch():
+    policy = Told(switch(100, SECOND))
+    run(truth(misfit=EXACT), policy, probes=True)
+    world = truth(misfit=EXACT).world
+    told = [each.reading("memory_peak_share").value for each in policy.observations]
+    needed = [world.memory_bytes(plan, 0) / CLUSTER.accelerator.memory_bytes for plan in (START, SECOND)]
+    assert needed[0] != pytest.approx(needed[1])
+    # A median of both would lie between them.
+    assert [value for value in dict.fromkeys(told) if value is not None] == [pytest.approx(each) for each in needed]
+
+
+class Late(Told):
+    """Decides 7 s before the link becomes slow at 30 s, so that a plan that takes 8 s to compile is tried a moment after."""
+
+    knows = True
+
+    @property
+    def steps_alike(self):
+        return sum(each.time_s > 30.5 for each in self.observations) if self.knows else None
+
+    def decide(self, observation):
+        self.observations.append(observation)
+        is_due = observation.time_s >= 23 and not self.decisions
+        self.decisions |= {0: None} if is_due else {}
+        return Decision(step=observation.step, action="switch", plan=SECOND, why="a test") if is_due else None
+
+
+class Ignorant(Late):
+    knows = False
+
+
+@pytest.mark.parametrize(("policy", "kinds"), [(Late, ["switch"]), (Ignorant, ["switch", "rollback"])])
+def test_a_new_plan_is_compared_with_steps_in_the_same_conditions_only(policy, kinds):
+    """Those before the link became slow were faster than any plan can be now."""
+    outcome = run(truth({**QUARTER, "for_s": 1000}, misfit=EXACT), policy())
+    assert [moment.kind for moment in outcome.moments] == kinds
+
+
+def test_what_could_not_be_had_is_asked_for_again():
+    """By one that is asked at one step only, and foresees everything but that."""
+    again = Decision(step=101, action="switch", plan=SECOND, why="a test")
+    outcome = run(truth({"kind": "switch", "phase": "prepare"}, misfit=EXACT), Told(switch(100, SECOND) | {101: again}), every=None, asked_at=(100,), foresight=True)
+    assert [(moment.kind, moment.step) for moment in outcome.moments] == [("failed", 100), ("switch", 101)]

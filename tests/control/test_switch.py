@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from moves import copied
+from moves import compiled_quickly, copied
 from plans import LLAMA, case, host_batch, make_config, make_plan, random_state
 
 from optimus_jax.checkpoint import Checkpoints
@@ -32,6 +32,12 @@ SETTINGS = ControlConfig(move_bytes=2**15, executables=2)
 
 def batch(program, step=1):
     return put_batch(host_batch(step), program.batch_sharding, program.config.data.global_batch)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly():
+    with compiled_quickly():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +219,33 @@ def test_a_state_that_cannot_be_brought_back_is_an_error(switcher, prepared, sta
         switcher.switch(state, prepared, step=1, why="")
 
 
-def test_a_journal_that_cannot_be_begun_stops_the_switch_before_anything(switcher, prepared, state, monkeypatch):
+def test_a_journal_that_cannot_be_begun_stops_the_switch_before_anything(switcher, prepared, state, run, monkeypatch):
     def fail(*args, **kwargs):
         raise RunDirectoryError("the disk is full")
 
     monkeypatch.setattr(Journal, "begin", fail)
-    before = sums_of(prepared.source, state)
-    with pytest.raises(RunDirectoryError):
-        switcher.switch(state, prepared, step=1, why="")
-    assert sums_of(prepared.source, state) == before
+    switched = switcher.switch(state, prepared, step=1, why="")
+    assert (switched.is_done, switched.why_not, switched.executable) == (False, "the disk is full", switcher.running)
+    assert switched.state is state
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert switches(run.path) == []
+
+
+def test_what_cannot_be_taken_back_stays(switcher, prepared, state, run, monkeypatch):
+    """The run goes on under the new plan, the switch has an end, and another may follow."""
+    switched = switcher.switch(state, prepared, step=1, why="")
+    before = sums_of(prepared.target, switched.state)
+    losses = iter([2.0, 2.0001])
+    monkeypatch.setattr(switch_module, "_loss", lambda *args: next(losses))
+    back = switcher.take_back(switched.state, step=1, why="it was slower", costs_s={})
+    assert not back.is_done
+    assert switcher.running is back.executable is prepared.target
+    assert sums_of(prepared.target, back.state) == before
+    assert plan_on_disk(run) == prepared.target.plan
+    [record] = switches(run.path)
+    assert (record.ending, "2.0001" in record.ended_why) == ("kept", True)
+    switcher.stop(step=2)
+    assert [record.ending for record in switches(run.path)] == ["kept"]
 
 
 def test_preparing_goes_on_in_the_background(executables, switcher, prepared, state):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from fleet import PRICING, plan_on
 
+from optimus_jax.control.deciding.quarantine import Quarantine
+from optimus_jax.control.deciding.switch_costs import CHECKPOINT_BYTES_PER_S, CostModel, SwitchCosts
 from optimus_jax.control.policy import RUNGS, Rung
-from optimus_jax.control.quarantine import Quarantine
-from optimus_jax.control.switch_costs import CostModel, SwitchCosts
 from optimus_jax.plan import Plan
 
 PLAN, WHOLE = plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
@@ -27,6 +27,28 @@ def test_dearer_rungs_cost_more():
     costs = [expected(CostModel(), rung) for rung in RUNGS]
     assert costs == sorted(costs)
     assert costs[-1] > 10 * costs[1]
+
+
+def test_how_long_preparing_takes_is_learnt():
+    model = CostModel(SwitchCosts(prepare_s=30.0))
+    assert model.prepare_s("remesh", compiled=False) == 30.0
+    assert model.prepare_s("remesh", compiled=True) == model.prepare_s("restart", compiled=False) == 0.0
+    for time_s in (80.0, 90.0, 2000.0, -1.0, math.inf):
+        model.prepared(time_s)
+    assert model.prepare_s("executable", compiled=False) == 90.0
+
+
+def test_a_host_writes_what_its_devices_hold_once():
+    """With ZeRO 1 all eight of a host hold the same parameters; with ZeRO 3 each holds its own part."""
+    free = SwitchCosts(failure=0.0, restart_s=0.0, compile_tax_s=0.0, stop_s=0.0, verify_s=0.0, first_steps_s=0.0)
+
+    def host_bytes(plan: Plan) -> float:
+        return expected(CostModel(free), "restart", plan) * CHECKPOINT_BYTES_PER_S / 2
+
+    split, whole = plan_on("fsdp=64"), plan_on("fsdp=64", zero=1)
+    assert host_bytes(split) == pytest.approx(8 * PRICING.memory(split).states)
+    memory = PRICING.memory(whole)
+    assert host_bytes(whole) == pytest.approx(memory.params + 8 * memory.moments)
 
 
 def test_what_moves_more_costs_more_and_what_is_compiled_less():

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from optimus_jax.control.changes import VOTES
-from optimus_jax.control.conditions import Conditions
+from optimus_jax.control.deciding.changes import VOTES
+from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.deciding.watch import PATIENCE, Watch
 from optimus_jax.control.signals import Observation, Reading
-from optimus_jax.control.watch import PATIENCE, Watch
 
 LINK_SHARE = 0.5
 """Of the fake plan's step, in normal conditions, that goes over the link between hosts."""
@@ -25,13 +25,15 @@ class Run:
         self.watch, self.log_time, self.step, self.time_s = Watch(), log_time, 0, 0.0
         self.random, self.news = np.random.default_rng(0), list[str]()
 
-    def go(self, count: int, true: Conditions | None = None, said: dict[str, float] | None = None, quality="good", straggler: float | None = None) -> "Run":
+    def go(self, count: int, true: Conditions | None = None, said: dict[str, float] | None = None, quality="good", straggler: float | None = None,
+           measured_s: float | None = None) -> "Run":
         true = true or Conditions()
-        claims = {name: Reading(value=value, spread=0.0, count=5, time_s=self.time_s, quality=quality) for name, value in (said or {}).items()}
         readings = {} if straggler is None else {"straggler": Reading(value=straggler, spread=0.0, count=5, time_s=0.0, quality="good")}
         for _ in range(count):
             step_time_s = math.exp(self.log_time(true) + 0.01 * self.random.standard_normal())
             self.step, self.time_s = self.step + 1, self.time_s + step_time_s
+            claims = {name: Reading(value=value, spread=0.0, count=5, time_s=self.time_s if measured_s is None else measured_s, quality=quality)
+                      for name, value in (said or {}).items()}
             observation = Observation(step=self.step, time_s=self.time_s, step_times_s=(step_time_s,), readings=readings, global_batch=8, seq_len=8,
                                       lost_devices=frozenset())
             if said_now := self.watch.observe(observation, claims, self.log_time):
@@ -70,6 +72,18 @@ def test_a_reading_that_comes_late_explains_what_was_not_explained():
     assert run.watch.regime == 0
     assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
     assert not run.watch.wants_probe
+
+
+def test_a_reading_from_before_steps_changed_is_not_why_they_have():
+    run = Run().go(3, said=NORMAL).go(40, said={**NORMAL, "skew": 1.6}, quality="few", measured_s=3.0)
+    assert run.watch.conditions.skew == 1
+    before_s = run.time_s
+    run.go(20, SLOW, {**NORMAL, "skew": 1.6}, quality="few", measured_s=3.0)
+    assert run.watch.regime == 1
+    assert run.watch.conditions.skew == 1
+    assert before_s - 1 < run.watch.changed_s < before_s + 3
+    run.go(1, SLOW, {**NORMAL, "skew": 1.6}, quality="few")
+    assert run.watch.conditions.skew == pytest.approx(1.6, rel=0.06), "had it been measured after, it would be believed"
 
 
 def test_a_reading_that_step_times_deny_is_distrusted_and_so_are_its_relatives():
@@ -159,7 +173,7 @@ def test_durations_are_learnt_from_what_has_ended():
     again = run.watch.regime_at(run.time_s)
     assert again.durations is not None
     assert again.durations.num_past == 1
-    assert again.durations.expected_s(0.0, 1e6) == pytest.approx(40 * 2.5, rel=0.3)
+    assert again.durations.expected_s(0.0, 1e6) == pytest.approx(2 * 40 * 2.5, rel=0.3)
 
 
 def test_another_plan_has_another_level():
@@ -177,3 +191,27 @@ def test_step_times_that_are_none_are_left_out():
         run.watch.observe(Observation(step=21, time_s=run.time_s, step_times_s=(wrong,), readings={}, global_batch=8, seq_len=8,
                                       lost_devices=frozenset()), {}, log_time_of)
     assert run.watch.detector.count == 18
+
+
+def test_what_was_heard_before_was_otherwise_when_something_else_is_heard_for_the_first_time():
+    """A link that recovers as another one is first probed: the first was slow all the time that it was said to be."""
+    known = {"between": 1.0, "compute": 1.0, "skew": 1.0}
+    run = Run(lambda conditions: log_time_of(conditions) + 0.3 * math.log(conditions.inside))
+    run.go(60, said=known).go(30, SLOW, {**known, "between": 4.0})
+    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
+    run.watch.restart()  # another plan, which crosses both links
+    known_anew: set[str] = set()
+    for _ in range(12):
+        run.go(1, Conditions(inside=0.7), {**known, "inside": 0.7})
+        known_anew |= run.watch.was_so.keys()
+    assert run.watch.conditions.between == 1.0
+    assert run.watch.conditions.inside == pytest.approx(0.7, rel=0.06)
+    assert known_anew == {"inside"}
+
+
+def test_steps_from_before_a_change_are_no_measure_of_what_came_after():
+    """Three steps tell of it: they, and none before, are those that a new plan may be compared with."""
+    run = Run().go(60, said=NORMAL).go(3, SLOW, {**NORMAL, "between": 4.0})
+    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
+    assert run.watch.steps_alike == 3
+    assert run.watch.detector.level == pytest.approx(log_time_of(SLOW), abs=0.03)

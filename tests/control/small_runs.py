@@ -1,0 +1,147 @@
+"""Whole runs of a tiny model on eight devices, in which programs that are alike are compiled once, and not for speed.
+
+What a test compares bit for bit comes from the same executables or from such as are compiled alike.
+"""
+
+import functools
+import json
+from dataclasses import replace
+from typing import ClassVar
+
+import jax
+import pytest
+from moves import compiled_quickly
+
+import optimus_jax
+from optimus_jax import api
+from optimus_jax.config import CheckpointConfig, ControlConfig, DistributedConfig, LogConfig
+from optimus_jax.control import assembly, executables
+from optimus_jax.control.deciding.candidates import search_now
+from optimus_jax.control.policy import CHOSEN, Alternative, Decision
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.build import discover
+from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.here import Here
+from optimus_jax.planning.links import Link
+from optimus_jax.planning.rates import Rates
+from optimus_jax.request import make_config
+from optimus_jax.training import step as step_module
+
+TINY = {
+    "global_batch": 8, "seq_len": 32, "lr": 1e-2, "eval_every": 0, "progress": "none", "controller.canary_steps": 2, "controller.probe_share": 0,
+    "model.num_layers": 1, "model.embed_dim": 32, "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 8, "model.mlp_dim": 64}
+
+
+class AtOnce:
+    """Does in the foreground what a thread would do: these runs would be over before it has compiled."""
+
+    def __init__(self, name):
+        pass
+
+    def __call__(self, job):
+        job()
+
+    def finish(self):
+        pass
+
+
+class Scripted:
+    """An advisor that decides what `script` says: decisions by the step at whose boundary they are made."""
+
+    script: ClassVar[dict[int, Decision]] = {}
+    told: ClassVar[list[str]] = []
+    wants_probe, steps_alike = False, 1000
+
+    def __init__(self, **_):
+        self.told.clear()
+
+    def decide(self, observation):
+        return self.script.get(observation.step)
+
+    def switched(self, plan, costs_s):
+        self.told.append(f"switched to {plan.axes}")
+
+    def failed(self, plan, why, at_step=None):
+        self.told.append(f"{plan.axes} failed: {why}")
+
+    def dropped(self):
+        self.told.append("dropped")
+
+    def save(self):
+        pass
+
+
+def switch_at(step, plan, *, at_step=None, without=frozenset()):
+    chosen = Alternative(plan=plan, rung="remesh", step_time_s=1e3, gain_s=1.0, cost_s=0.1, probability=0.95, verdict=CHOSEN)
+    return Decision(step=step, action="switch", why="the script says so", plan=plan, rung="remesh", at_step=at_step, without=without, alternatives=(chosen,))
+
+
+def plan_on(mesh, **settings):
+    """The plan of a tiny run on a mesh, which may need fewer devices than there are."""
+    config = make_config("gpt2-nano", {**TINY, "mesh": mesh, **settings}, None)
+    axes = AxisSizes.parse(mesh)
+    return plan_for(config, axes, replace(discover(), num_devices=axes.num_devices))
+
+
+@functools.cache
+def _of_config(config, plan, mesh):
+    return step_module.build_program(config, api.planned_shapes(config.model, plan), plan, mesh)
+
+
+def build_once(config, shapes, plan, mesh):
+    """`build_program`, but programs of configs that differ in nothing that they compute share what is compiled."""
+    alike = replace(config, checkpoint=CheckpointConfig(), log=LogConfig(), distributed=DistributedConfig(), controller=ControlConfig(), control="off",
+                    eval_every=0, parallel=replace(config.parallel, mesh="auto"))
+    return replace(_of_config(alike, plan, mesh), config=config)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n" for n in range(300)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """Compile as fast as can be; and nothing was learnt in runs of other tests."""
+    learnt = tmp_path_factory.mktemp("learnt")
+    with compiled_quickly(), pytest.MonkeyPatch.context() as patch:
+        for module in (api, executables):
+            patch.setattr(module, "build_program", build_once)
+        patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
+        patch.setattr("optimus_jax.control.canary.NOISE", 1e9)  # steps of this size are noise
+        patch.setattr(assembly, "cache_directory", lambda: learnt)
+        patch.setattr(assembly, "_BackgroundSearch", lambda: search_now)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def slow_devices(quick, tmp_path_factory):
+    """It is known how fast these are: so slow that their number is what counts."""
+    rates = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=1e6, f32_matmul_flops_per_s=1e6, memory_bytes_per_s=6e9, num_cores=0.0)
+    here = Here(cluster=replace(Cluster.of(discover()), inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=rates,
+                records=tmp_path_factory.mktemp("records") / "records.jsonl")
+    quick.setattr(api, "known_devices", lambda _: here)
+    return here
+
+
+def run_tiny(run_dir, text, script=None, **settings):
+    """A new run; with a script, under an advisor that follows it."""
+    Scripted.script = script or {}
+    return optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, **TINY | settings)
+
+
+def losses(result):
+    assert [record.step for record in result.history] == list(range(1, len(result.history) + 1)), "each step once, in order"
+    return [record.loss for record in result.history]
+
+
+def events(result, *names):
+    return [event for event in map(json.loads, (result.run_dir / "events.jsonl").read_text().splitlines()) if event["event"] in names]
+
+
+def devices_of(tree):
+    """Ids of all devices that hold a shard."""
+    return {device.id for leaf in jax.tree.leaves(tree) for device in leaf.sharding.device_set}

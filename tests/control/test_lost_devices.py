@@ -1,0 +1,86 @@
+"""A device that is reported bad is left in the middle of a run, and used again when it is back."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+from helpers import F32_RELATIVE
+from small_runs import devices_of, events, losses, quick, run_tiny, slow_devices, text  # noqa: F401
+
+from optimus_jax.control import live, reported
+from optimus_jax.control.controller import Controller
+from optimus_jax.control.journal import switches
+from optimus_jax.training import trainer
+from optimus_jax.training.display import Display
+
+BAD = 3
+STEPS, LOST_AFTER, BACK_AFTER = 24, 4, 12
+BATCH = 24
+"""Goes over 8 devices, and 6, and 4, but not 7."""
+SETTINGS = {"steps": STEPS, "global_batch": BATCH, "eval_every": 3, "eval_batches": 1, "data.eval_fraction": 0.3, "controller.cooldown_steps": 1,
+            "controller.window_steps": 4}
+
+
+@pytest.fixture
+def foretold(slow_devices, monkeypatch):  # noqa: F811
+    """To the controller, steps take as long as they are predicted to, on a clock that only they move."""
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
+    monkeypatch.setattr(live, "time", clock)
+    plain = Controller.step
+
+    def step(self, record):
+        running = self._switcher.running
+        time_s = slow_devices.pricing(running.program.config).step_time_s(running.plan)
+        clock.now_s += time_s
+        plain(self, trainer.replace(record, step_time_s=time_s))
+
+    monkeypatch.setattr(Controller, "step", step)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Ids of the devices that batches were put on, in order: training's and evaluation's."""
+    found, plain = [], trainer.put_batch
+
+    def put(batch, sharding, global_batch):
+        found.append({device.id for device in sharding.device_set})
+        return plain(batch, sharding, global_batch)
+
+    monkeypatch.setattr(trainer, "put_batch", put)
+    return found
+
+
+@pytest.fixture
+def lost(monkeypatch, tmp_path):
+    """The file names the device after some steps, and is gone after others; what lay on the device meanwhile."""
+    monkeypatch.setattr(reported, "POLL_S", 0.0)
+    lying = []
+
+    def show(self, record):
+        path = tmp_path / "run" / reported.FILE
+        if record.step == LOST_AFTER:
+            path.write_text(f"[{BAD}]")
+        elif record.step == BACK_AFTER:
+            path.unlink()
+        if LOST_AFTER + 2 < record.step <= BACK_AFTER:
+            lying.append([array for array in jax.live_arrays() if BAD in {device.id for device in array.sharding.device_set}])
+
+    monkeypatch.setattr(Display, "step", show)
+    return lying
+
+
+def test_the_run_goes_on_without_the_device_and_takes_it_back(foretold, lost, used, text, tmp_path, monkeypatch):  # noqa: F811
+    result = run_tiny(tmp_path / "run", text, mesh="data=8", control="auto", **SETTINGS)
+    away, back = events(result, "remesh")
+    assert (away["step"], back["step"]) == (LOST_AFTER + 1, BACK_AFTER), "the file is seen when the step that was under way is done"
+    assert [event["why"].partition(":")[0] for event in (away, back)] == ["devices are lost", "devices are back"]
+    assert [(record.ending, record.target.num_devices) for record in switches(result.run_dir)] == [("kept", 6), ("kept", 8)], "and not taken back for being slower"
+    without = [ids for ids in used if BAD not in ids]
+    assert len(without) == BACK_AFTER - LOST_AFTER - 1 + 3, "each step and evaluation on the others, and no other batch"
+    assert {len(ids) for ids in without} == {6}
+    assert devices_of(result.state) == set(range(8))
+    of_state = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(result.state) if leaf.ndim > 1}
+    assert lost
+    assert not [array.shape for arrays in lost for array in arrays if array.shape in of_state], "nothing of the state is left there"
+    monkeypatch.undo()
+    assert losses(result) == pytest.approx(losses(run_tiny(tmp_path / "whole", text, mesh="data=8", **SETTINGS)), rel=F32_RELATIVE)

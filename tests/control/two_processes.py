@@ -1,0 +1,62 @@
+"""One process of a run whose controller follows a script: python two_processes.py NUMBER ADDRESS RUN_DIR TEXT JSON.
+
+The JSON says `mesh`, `steps`, `script` (mesh to switch to, by the step at which that is decided) and `keep`, what the canary says.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+number, address, run_dir, text, told = sys.argv[1:]
+told = json.loads(told)
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_platforms", "cpu")
+
+import pytest  # noqa: E402
+from small_runs import TINY, AtOnce, Scripted, switch_at  # noqa: E402
+
+import optimus_jax  # noqa: E402
+from optimus_jax import api  # noqa: E402
+from optimus_jax.control import assembly, controller  # noqa: E402
+from optimus_jax.control.canary import judge  # noqa: E402
+from optimus_jax.mesh.axes import AxisSizes  # noqa: E402
+from optimus_jax.planning.assemble import plan_for  # noqa: E402
+from optimus_jax.planning.cluster import Cluster  # noqa: E402
+from optimus_jax.planning.here import Here  # noqa: E402
+from optimus_jax.planning.links import Link  # noqa: E402
+from optimus_jax.planning.rates import Rates  # noqa: E402
+from optimus_jax.request import make_config  # noqa: E402
+
+RATES = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
+
+
+class Script(Scripted):
+    """Which makes its plans when devices are there; and to ask for them is for all processes together."""
+
+    def decide(self, observation):
+        if (mesh := told["script"].get(str(observation.step))) is None:
+            return None
+        config = make_config("gpt2-nano", TINY | settings | {"mesh": mesh}, None)
+        return switch_at(observation.step, plan_for(config, AxisSizes.parse(mesh), there[0]))
+
+
+def known_devices(topology):
+    there.append(topology)
+    link = Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
+    return Here(cluster=replace(Cluster.of(topology), inside=link), rates=RATES, records=Path(run_dir).parent / "records.jsonl")
+
+
+settings, there = {"model.num_layers": 2}, []
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(api, "known_devices", known_devices)
+    patch.setattr(assembly, "Advisor", Script)
+    patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
+    patch.setattr(controller, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"]))
+    result = optimus_jax.train(
+        "gpt2-nano", run_dir=run_dir, data=text, mesh=told["mesh"], steps=told["steps"], control="auto",
+        **TINY | settings | {"coordinator": address, "num_processes": 2, "process_id": int(number)})
+print(json.dumps({"plan": result.plan.describe(), "told": Scripted.told}))
