@@ -34,7 +34,7 @@ START = "data=2,fsdp=4"
 STATIC = ("data=8", "fsdp=8", "data=2,tensor=4", "pipe=2,data=4", "pipe=2,fsdp=4")
 HOSTS = ("oj0", "oj1")
 """Names of network namespaces."""
-BEGINS_AFTER_S, LASTS_S = 30.0, 180.0
+BEGINS_AFTER_S, LASTS_S = 30.0, 240.0
 """The disturbance: from the end of the first steps."""
 WARM_STEPS = 5
 
@@ -283,7 +283,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs.jsonl"), help="JSON Lines of runs")
     parser.add_argument("--disturbance", nargs="+", default=["link-100", "link-20", "load-8"], help="link-MBIT or load-PROCESSES (default: link-100 link-20 load-8)")
     parser.add_argument("--contender", nargs="+", default=["auto", "stay", "restart", *STATIC], help="who runs")
-    parser.add_argument("--steps", type=int, default=600, help="of each run (default: 600)")
+    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
     parser.add_argument("--budget-share", type=float, default=0.1, help="controller.budget_share (default: 0.1)")
     parser.add_argument("--picture", type=Path, help="where to draw the report's picture (SVG)")
     args = parser.parse_args()

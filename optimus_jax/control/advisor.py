@@ -272,7 +272,7 @@ class Advisor:
     def _cool(self, *, by_choice: bool = True) -> None:
         self._pending = self._question = None
         self._allowance.cool(self._step, by_choice=by_choice)
-        self._review_step, self._review_s = self._allowance.cool_until, math.inf
+        self._review_step, self._review_s = self._allowance.cool_until(), math.inf
         self._look_at_left_out()
 
     def _look_at_left_out(self) -> None:
@@ -357,8 +357,10 @@ class Advisor:
         allowance = self._allowance
         if question.only is not None or allowance.too_many():
             return allowance.too_many()
-        too_soon = allowance.too_soon(question.at_step or self._step)
-        self._review_step = allowance.cool_until if too_soon else self._review_step
+        plan, watch = self._standing.plan, self._watch
+        slowed = math.exp(self._prices.log_time(plan, self._batch, watch.conditions) - self._prices.log_time(plan, self._batch, watch.normal))
+        too_soon = allowance.too_soon(question.at_step or self._step, slowed)
+        self._review_step = allowance.cool_until(slowed) if too_soon else self._review_step
         return too_soon
 
     def _offers(self, question: _Question) -> list[Offer] | None:

@@ -3,6 +3,7 @@
 The profile is better, for a run may begin when something is wrong already; which of the two it was is said.
 """
 
+import math
 from dataclasses import dataclass
 
 from optimus_jax.control.signals import FEW, median_of_sorted
@@ -10,6 +11,10 @@ from optimus_jax.planning.hardware import HardwareProfile
 from optimus_jax.planning.measurements import ALL_REDUCE
 
 PROFILE = "the hardware profile"
+GAUGED = math.log(2)
+"""Logarithm of a slowdown above which a link is not what it should be."""
+MOST = 2.0
+"""Of a gauge, and the least is its inverse: what differs by more is another thing."""
 FIRST_ROUNDS = f"the first {FEW} rounds of this run"
 
 
@@ -64,6 +69,8 @@ class Baselines:
     def __init__(self, profile: HardwareProfile | None) -> None:
         self.slowdowns: dict[str, float] = {}
         """How slow each link was when last probed."""
+        self._gauges: dict[Work, float] = {}
+        """What the logarithm of a slowdown is divided by, so that it says the same as what was probed of the link before."""
         self._profile = profile
         self._first: dict[Work, list[float]] = {}
 
@@ -76,6 +83,19 @@ class Baselines:
         first = self._first.setdefault(work, [])
         if len(first) < FEW:
             first.append(time_s / self.slowdowns.get(link, 1.0))
+
+    def gauge(self, work: Work, slowdown: float, known: float) -> None:
+        """A link is `known` to be so slow, and `work`, which no one did while it was, now says `slowdown`.
+
+        Devices of a host may share what leads to others, so that a slow one slows them the more, the more of them use it
+        at once; and that differs from mesh to mesh. A sound link is sound by all of them.
+        """
+        if work not in self._gauges and min(abs(math.log(slowdown)), abs(math.log(known))) > GAUGED and (slowdown > 1) == (known > 1):
+            self._gauges[work] = min(MOST, max(1 / MOST, math.log(slowdown) / math.log(known)))
+
+    def gauged(self, work: Work, slowdown: float) -> float:
+        """What `slowdown` by `work` says of its link."""
+        return math.exp(math.log(slowdown) / self._gauges.get(work, 1.0))
 
     def of(self, work: Work) -> Baseline | None:
         """None: not in the profile, and not yet measured FEW times in this run."""

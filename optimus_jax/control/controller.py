@@ -268,7 +268,9 @@ class Controller:
             self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
         elif not begins_phase:
             # What the run had to leave is no measure: fewer devices may be slower.
-            before_s = () if decision is not None and decision.mandatory else tuple(self._last_times_s)[-max(1, self._advisor.steps_alike):]
+            # While it was prepared on cores that are the devices, nobody looked whether steps were still alike.
+            alike = max(1, min(self._advisor.steps_alike, 2 * self._settings.canary_steps))
+            before_s = () if decision is not None and decision.mandatory else tuple(self._last_times_s)[-alike:]
             self._trial = _Trial(source=source, plan=target, costs_s=switched.costs_s, before_s=before_s, foretold_s=_foretold_s(decision))
         if jax.process_index() == 0:
             self._advisor.switched(target, switched.costs_s)

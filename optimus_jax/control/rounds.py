@@ -103,6 +103,7 @@ class Rounds:
         before = dict(self._baselines.slowdowns)
         found = self._measure(0.0, 0.0)
         if is_known:
+            self._gauge(found)
             self.at_first = [self._link_samples(found)]
         if not is_known or any(abs(math.log(now / before.get(name, 1.0))) > NEWS for name, now in self._baselines.slowdowns.items()):
             self.at_first = [self._link_samples(self._learnt(self._measure(0.0, 0.0))) for _ in range(FEW)]
@@ -153,12 +154,20 @@ class Rounds:
         return found
 
     def _link_samples(self, found: "_Found") -> dict[str, float]:
-        slowdowns = {axis: slowdown for axis in found.small_s if (slowdown := self._link_slowdown(axis, found)) is not None}
+        slowdowns = {axis: self._baselines.gauged(self._programs.work(axis, LARGE_BYTES), slowdown)
+                     for axis in found.small_s if (slowdown := self._link_slowdown(axis, found)) is not None}
         # A slow link shows on all axes that cross it; what else the machine does, often on one of them only.
         links = {link: median([slowdown for axis, slowdown in slowdowns.items() if self._links[axis] == link])
                  for link in {self._links[axis] for axis in slowdowns}}
         self._baselines.slowdowns |= links
         return {LINK_SLOWDOWN + name: slowdown for name, slowdown in (slowdowns | links).items()}
+
+    def _gauge(self, found: "_Found") -> None:
+        """What was known of links just before this mesh holds for it too."""
+        for axis in found.small_s:
+            slowdown, known = self._link_slowdown(axis, found), self._baselines.slowdowns.get(self._links[axis])
+            if slowdown is not None and known is not None:
+                self._baselines.gauge(self._programs.work(axis, LARGE_BYTES), slowdown, known)
 
     def _link_slowdown(self, axis: str, found: "_Found") -> float | None:
         """How much longer a byte of a large message takes than by the baseline; of a small one if a large one could never be afforded."""

@@ -173,10 +173,10 @@ def test_during_the_cool_down_nothing_is_switched():
     settings = ControlConfig(cooldown_steps=300)
     job = Job(POOR, settings=settings).go(40)
     assert len(job.switches) == 1
-    job.go(200, SLOW)
+    job.go(30, SLOW)
     assert len(job.switches) == 1
     assert any("cooling down" in each.why for each in job.decisions)
-    job.go(200, SLOW)
+    job.go(370, SLOW)
     assert len(job.switches) == 2
 
 

@@ -43,3 +43,11 @@ def test_to_and_fro_teaches_caution_which_fades():
 
 def test_the_budget_is_a_share_of_the_run():
     assert Allowance(SETTINGS).budget_s(3600.0, spent_s=10.0) == pytest.approx(26.0)
+
+
+def test_cooling_down_takes_fewer_steps_where_they_are_slow():
+    allowance = Allowance(ControlConfig(cooldown_steps=30, window_steps=8, canary_steps=3))
+    allowance.cool(100, by_choice=True)
+    assert [allowance.cool_until(slowed) for slowed in (0.5, 1.0, 2.0, 100.0)] == [130, 130, 115, 106]
+    assert allowance.too_soon(120)
+    assert not allowance.too_soon(120, 2.0)

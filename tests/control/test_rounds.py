@@ -267,6 +267,25 @@ def test_settling_where_all_is_known_runs_each_probe_once_unless_a_link_has_chan
         assert rounds.at_first[0]["link_slowdown/between"] > 4
 
 
+def test_what_is_known_of_a_link_holds_on_another_mesh_that_feels_it_less():
+    """Devices of a host share what leads to others: on the second mesh fewer of them send over it at once."""
+    clock, baselines = FakeClock(), Baselines(profile(latency_s=0.0, bytes_per_s=1e9))
+    before = FakePrograms(clock, ("data",), latency_s=1e-3, s_per_byte=81e-9)
+    rounds = rounds_on(before, clock, baselines=baselines)
+    rounds.settle()
+    known = run(rounds)["link_slowdown/between"]
+    assert known > 20
+    after = FakePrograms(clock, ("pipe",), latency_s=1e-3, s_per_byte=40e-9)
+    after.work = lambda axis, num_bytes: AllReduce(axis_size=2, stride=1, num_bytes=num_bytes, repeats=2)
+    rounds = rounds_on(after, clock, baselines=baselines)
+    rounds.settle()
+    assert rounds.at_first == [pytest.approx({"link_slowdown/pipe": known, "link_slowdown/between": known}, rel=FLOAT32)]
+    after.s_per_byte["pipe"] = 120e-9
+    assert run(rounds)["link_slowdown/between"] > 2 * known
+    after.s_per_byte["pipe"], after.latency_s["pipe"] = 2e-9, 1e-3  # two repeats
+    assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=0.05), "a sound link is sound"
+
+
 def test_one_device_has_computing_only():
     clock = FakeClock()
     rounds = rounds_on(FakePrograms(clock, ()), clock)

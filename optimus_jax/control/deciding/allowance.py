@@ -21,13 +21,21 @@ class Allowance:
         self._settings = settings
         self.num_switches = 0
         """That the run had a choice about."""
-        self.cool_until = 0
-        """Step before which no other is made by choice."""
+        self._last_step, self._cool_steps = 0, 0
         self._returned_s: list[float] = []
 
     def cool(self, step: int, *, by_choice: bool) -> None:
         """One was made or failed after this step. After one that had to be, the next may come as soon as step times are known."""
-        self.cool_until = step + (max(self._settings.cooldown_steps, self._settings.window_steps) if by_choice else 2 * self._settings.canary_steps)
+        self._last_step = step
+        self._cool_steps = max(self._settings.cooldown_steps, self._settings.window_steps) if by_choice else 2 * self._settings.canary_steps
+
+    def cool_until(self, slowed: float = 1.0) -> int:
+        """Step before which no other is made by choice.
+
+        Args:
+          slowed: what a step takes over what it takes in normal conditions: cooling down is meant to last as long as so many normal steps.
+        """
+        return self._last_step + max(min(2 * self._settings.canary_steps, self._cool_steps), math.ceil(self._cool_steps / max(1.0, slowed)))
 
     def switched(self, time_s: float, *, by_choice: bool, is_return: bool) -> None:
         """One was made.
@@ -43,9 +51,10 @@ class Allowance:
         most = self._settings.max_switches
         return f"{most} switches are the most that the settings allow" if most is not None and self.num_switches >= most else ""
 
-    def too_soon(self, step: int) -> str:
-        """Why there may be none after this step; empty: there may."""
-        return f"cooling down after a switch, until step {self.cool_until}" if step < self.cool_until else ""
+    def too_soon(self, step: int, slowed: float = 1.0) -> str:
+        """Why there may be none after this step; empty: there may. `slowed` as for `cool_until`."""
+        until = self.cool_until(slowed)
+        return f"cooling down after a switch, until step {until}" if step < until else ""
 
     def caution(self, time_s: float) -> float:
         """FRO times as much for every time that the run went back to a plan, as long as that is not forgotten."""
