@@ -27,11 +27,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
+GLOBAL_BATCH = 8
 MODEL = ["--model", "gpt2-nano", "--set", "model.num_layers=4", "--set", "model.embed_dim=384", "--set", "model.num_heads=6", "--set", "model.num_kv_heads=6",
-         "--set", "model.head_dim=64", "--set", "model.mlp_dim=1536", "--seq-len", "64", "--global-batch", "8", "--set", "eval_every=0", "--set",
+         "--set", "model.head_dim=64", "--set", "model.mlp_dim=1536", "--seq-len", "64", "--global-batch", str(GLOBAL_BATCH), "--set", "eval_every=0", "--set",
          "checkpoint.every=0", "--progress", "none"]
 START = "data=2,fsdp=4"
-STATIC = ("data=8", "fsdp=8", "data=2,tensor=4", "pipe=2,data=4", "pipe=2,fsdp=4")
+STATIC = ("data=8", "fsdp=8", "data=2,tensor=4", "pipe=2,data=4", "pipe=4,data=2")
 HOSTS = ("oj0", "oj1")
 """Names of network namespaces."""
 BEGINS_AFTER_S, LASTS_S = 30.0, 240.0
@@ -144,9 +145,7 @@ def lines(path: Path) -> list[dict]:
 def one_run(contender: str, disturbance: str, num_steps: int, budget_share: float, moved_to: str | None) -> dict:
     """Figures of one contender."""
     mesh = START if contender in ("auto", "stay", "restart") else contender
-    flags = [*MODEL, "--mesh", mesh, "--steps", str(num_steps)]
-    if mesh.startswith("pipe"):
-        flags += ["--microbatches", "2"]
+    flags = [*MODEL, *layout(mesh), "--steps", str(num_steps)]
     if contender == "auto":
         flags += ["--control", "auto", "--set", f"controller.budget_share={budget_share}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -175,12 +174,19 @@ def one_run(contender: str, disturbance: str, num_steps: int, budget_share: floa
                 "events": [event for event in job.events() if event["event"] in ("decision", "remesh", "rollback", "plan")]}
 
 
+def layout(mesh: str) -> list[str]:
+    """Flags: a pipeline gets as many microbatches as there are examples for."""
+    sizes = {name: int(size) for name, size in (axis.split("=") for axis in mesh.split(","))}
+    rows = GLOBAL_BATCH // (sizes.get("data", 1) * sizes.get("fsdp", 1))
+    return ["--mesh", mesh, "--microbatches", str(rows if sizes.get("pipe", 1) > 1 else 1)]
+
+
 def restarted(job: Job, mesh: str, num_steps: int) -> tuple[Job, float]:
     """The run, saved and started again under another mesh; seconds without a step."""
     started = time.time()
     job.stop()
     done = len(job.steps())
-    flags = ["--resume", "--mesh", mesh, "--steps", str(num_steps), "--progress", "none", *(["--microbatches", "2"] if mesh.startswith("pipe") else [])]
+    flags = ["--resume", *layout(mesh), "--steps", str(num_steps), "--progress", "none"]
     job = Job(job.directory, flags)
     job.wait_for(done + 1)
     return job, round(time.time() - started, 1)

@@ -75,15 +75,31 @@ def test_a_reading_that_comes_late_explains_what_was_not_explained():
 
 
 def test_a_reading_from_before_steps_changed_is_not_why_they_have():
-    run = Run().go(3, said=NORMAL).go(40, said={**NORMAL, "skew": 1.6}, quality="few", measured_s=3.0)
+    run = Run().go(3, said=NORMAL).go(40, said={**NORMAL, "skew": 2.2}, quality="few", measured_s=3.0)
     assert run.watch.conditions.skew == 1
     before_s = run.time_s
-    run.go(20, SLOW, {**NORMAL, "skew": 1.6}, quality="few", measured_s=3.0)
+    run.go(20, SLOW, {**NORMAL, "skew": 2.2}, quality="few", measured_s=3.0)
     assert run.watch.regime == 1
     assert run.watch.conditions.skew == 1
     assert before_s - 1 < run.watch.changed_s < before_s + 3
-    run.go(1, SLOW, {**NORMAL, "skew": 1.6}, quality="few")
-    assert run.watch.conditions.skew == pytest.approx(1.6, rel=0.06), "had it been measured after, it would be believed"
+    run.go(1, SLOW, {**NORMAL, "skew": 2.2}, quality="few")
+    assert run.watch.conditions.skew == pytest.approx(2.2, rel=0.06), "had it been measured after, it would be believed"
+
+
+def test_what_would_make_steps_a_little_slower_is_not_why_they_are_much_slower():
+    run = Run().go(60, said=NORMAL).go(20, Conditions(between=16.0), {**NORMAL, "compute": 1.5})
+    assert run.watch.conditions == Conditions()
+    assert run.watch.regime == 1
+    run.go(3, Conditions(between=16.0), {**NORMAL, "between": 15.0})
+    assert run.watch.regime == 0
+
+
+def test_a_reading_that_was_doubted_is_heard_when_it_says_something_else():
+    run = Run().go(60, said=NORMAL).go(30, said={**NORMAL, "between": 4.0})
+    assert "between" in run.watch.distrusted
+    run.go(20, Conditions(between=16.0), {**NORMAL, "between": 16.0})
+    assert run.watch.distrusted == {}
+    assert run.watch.conditions.between == pytest.approx(16, rel=0.06)
 
 
 def test_a_reading_that_step_times_deny_is_distrusted_and_so_are_its_relatives():

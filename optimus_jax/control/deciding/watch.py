@@ -23,7 +23,7 @@ FAMILY = {"inside": "link", "between": "link", "compute": "compute", "skew": "sk
 FELT = 0.05
 """Predicted change of the logarithm of step times that they can confirm or deny."""
 AGREES = 0.35
-"""Of the predicted change, what is seen of it at least where the reading is right."""
+"""Of the predicted change, what is seen of it at least where the reading is right; and of the change that is seen, what is predicted at least."""
 RECENT = 5
 """Step times that a claim is held against at first."""
 PATIENCE = 12
@@ -156,8 +156,11 @@ class Watch:
         for name in [name for name in self._claimed_at if name not in news]:
             del self._claimed_at[name]
         self._early &= news.keys()
-        for name in [name for name in self.distrusted if name not in news]:
-            del self.distrusted[name]  # it claims again what is believed
+        for name, doubted in list(self.distrusted.items()):
+            # It claims again what is believed, or something else than what was doubted.
+            if name not in news or abs(math.log(news[name] / doubted)) > OTHER_REGIME:
+                del self.distrusted[name]
+                self._claimed_at.pop(name, None)
         news = {name: value for name, value in news.items() if name not in self.distrusted}
         if not news:
             return ""
@@ -218,7 +221,7 @@ class Watch:
         if self.regime and any((claims[name].time_s or -math.inf) < (self.changed_s or -math.inf) for name in group):
             return False  # what was so before they changed is not why they have
         seen = level - reference
-        return seen / predicted >= AGREES and abs(seen) > self.detector.noise
+        return AGREES <= seen / predicted <= 1 / AGREES and abs(seen) > self.detector.noise
 
     def _believe(self, group: Mapping[str, float], observation: Observation, log_time_of: Callable[[Conditions], float]) -> str:
         felt = abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions)) >= FELT
