@@ -27,13 +27,14 @@ LONGEST_S = 0.05
 NEWS = math.log(2)
 """Change of a link's slowdown, as a logarithm, that is worth a second look at once; single samples scatter by as much as half."""
 LOAN = 1.0
-"""Rounds' costs that the budget may be short of when somebody asks for a round; so it is never short of more than that and a round."""
+"""Rounds' costs that the budget may be short of when somebody asks for a round."""
 
 
 class Budget:
     """When rounds are due: as often as their cost allows, with one round's cost kept in reserve for when somebody asks.
 
-    The first is a loan, and who asks may have one more: that steps have changed, and why, has to be known at once.
+    The first is a loan, and who asks may have one more. When steps have changed, why has to be known at once: such a round
+    is due whatever is owed, and those that nobody asks for come the later.
 
     Args:
       share: of wall time.
@@ -45,22 +46,24 @@ class Budget:
         self._cost_s = self._step_time_s = 0.0
         self._left_s = 0.0
         self._asked_at: int | None = None
+        self._is_urgent = False
 
     def is_due(self, step: int) -> bool:
         """Whether a round belongs behind `step`; every process gets the same answer."""
         if not self._share or self._last_step is None:
             return bool(self._share)
         is_asked = self._asked_at is not None and step >= self._asked_at
-        return self._left_at(step) >= self._cost_s * (-LOAN if is_asked else 2)
+        return (is_asked and self._is_urgent) or self._left_at(step) >= self._cost_s * (-LOAN if is_asked else 2)
 
-    def ask(self, step: int) -> None:
-        """Wish for a round behind `step`, or as soon as the budget allows. Every process has to ask for the same step."""
+    def ask(self, step: int, *, urgent: bool = False) -> None:
+        """Wish for a round behind `step`, or as soon as the budget allows; urgent: whatever it allows. Every process has to ask for the same."""
         self._asked_at = step
+        self._is_urgent |= urgent
 
     def spent(self, step: int, cost_s: float, step_time_s: float) -> None:
         """A round behind `step` took `cost_s`; steps take `step_time_s` now. Exchanged numbers."""
         self._left_s = (0.0 if self._last_step is None else self._left_at(step)) - cost_s
-        self._last_step, self._cost_s, self._step_time_s, self._asked_at = step, cost_s, step_time_s, None
+        self._last_step, self._cost_s, self._step_time_s, self._asked_at, self._is_urgent = step, cost_s, step_time_s, None, False
 
     @property
     def interval_s(self) -> float:

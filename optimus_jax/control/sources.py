@@ -129,11 +129,11 @@ class Signals:
         """Wish for a probe after `step`, if the budget allows. Every process has to ask for the same step.
 
         Args:
-          anew: what probes have found so far is forgotten then, for it is of other conditions.
+          anew: what probes have found so far is of other conditions: it is forgotten then, and the budget has to allow this probe.
         """
         if self._rounds is not None:
             self._is_probed_anew |= anew
-            self._rounds.budget.ask(step)
+            self._rounds.budget.ask(step, urgent=anew)
 
     def probe(self, step: int) -> None:
         """Run a round of probes. The devices have finished `step`; every process has to call it.

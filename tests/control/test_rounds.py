@@ -198,6 +198,11 @@ def test_an_asked_round_waits_for_its_step_and_for_all_but_one_loan():
     budget.spent(2, 1 / 16, 0.5)
     budget.ask(3)
     assert next(step for step in range(3, 1000) if budget.is_due(step)) == 9, "when no more than one is owed for"
+    budget.ask(3, urgent=True)
+    assert budget.is_due(3), "whatever is owed"
+    budget.spent(3, 1 / 16, 0.5)
+    budget.ask(4)
+    assert next(step for step in range(4, 1000) if budget.is_due(step)) == 17
 
 
 PROBED = SimpleNamespace(launch_s=1e-3, matmuls=(MatmulTime(m=512, k=256, n=256, dtype="f32", time_s=4e-3),))
