@@ -45,6 +45,8 @@ REGIME = 0.5
 """What an unexplained regime does to all plans."""
 REGIME_PLAN = 0.15
 """What it does to one plan and not to others."""
+ANOTHER_RUN = 0.1
+"""Of levels from one run to the next on the same hardware, which may find other neighbours, another driver, another room temperature."""
 HALF_LIFE = 3000.0
 """Steps after which the variance of a measurement counts twice."""
 DOUBTED = 2.5
@@ -214,8 +216,7 @@ def _evidence(value: Mapping[str, object]) -> Evidence:
     if not all(math.isfinite(number) and number > 0 for number in times) or min(terms_s.values()) < 0:
         raise ValueError("times are finite and above 0")
     query = Query(plan=str(value["plan"]), setting=str(value["setting"]), terms_s=terms_s)
-    # A hardware's next run may find other neighbours, another driver, another room temperature.
-    return Evidence(query=query, log_time=math.log(measured_s), deviation=max(deviation, SETTING), step=-int(HALF_LIFE))
+    return Evidence(query=query, log_time=math.log(measured_s), deviation=max(deviation, ANOTHER_RUN), step=-int(HALF_LIFE))
 
 
 @dataclass(frozen=True)

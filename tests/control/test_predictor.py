@@ -160,19 +160,20 @@ def test_earlier_runs_are_the_prior():
 
 
 def test_it_is_kept_as_readable_json_and_read_again(tmp_path):
-    path, predictor, truth = tmp_path / "new" / "learnt.json", Predictor(), Truth(1)
+    path, predictor = tmp_path / "new" / "learnt.json", Predictor()
     for place in (0, 3):
-        learn(predictor, QUERIES[place], truth.log_time(PLANS[place]))
+        learn(predictor, QUERIES[place], COST_MODEL[place] + 0.5)
     learn(predictor, query(PLANS[1], regime=4), 5.0)
     predictor.save(path)
     kept = json.loads(path.read_text())["evidence"]
     assert [each["plan"] for each in kept] == [PLANS[0].digest, PLANS[3].digest]  # regimes are of one run
-    assert kept[0]["measured_s"] == pytest.approx(math.exp(truth.log_time(PLANS[0])))
+    assert kept[0]["measured_s"] == pytest.approx(math.exp(COST_MODEL[0] + 0.5))
     later = Predictor()
     later.load(path)
     predictor.forget_regime(4)
-    # Nearly what it was, and less sure: a night has passed.
-    assert later.foretell(QUERIES).mean == pytest.approx(predictor.foretell(QUERIES).mean, abs=0.03)
+    # Most of it, and less sure: a night has passed, and the machine has other neighbours.
+    before, now = (each.foretell(QUERIES).mean - COST_MODEL for each in (predictor, later))
+    assert now == pytest.approx(0.8 * before, rel=0.2)
     assert later.foretell(QUERIES).covariance[0, 0] > predictor.foretell(QUERIES).covariance[0, 0]
 
 
