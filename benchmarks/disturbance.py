@@ -266,7 +266,7 @@ def reactions(row: dict) -> Iterator[str]:
         events = [event for event in row["events"] if since < event["time_s"] < until]
         noticed = next((event for event in events if event["event"] == "decision"), None)
         decided = next((event for event in events if event["event"] == "decision" and event["action"] == "switch"), None)
-        moved = next((event for event in events if event["event"] == "remesh"), None)
+        moved = next((event for event in events if event["event"] == "remesh" and decided and event["time_s"] > decided["time_s"]), None)
         times = [f"{name} {event['time_s'] - since:.1f} s" for name, event in (("noticed after", noticed), ("decided after", decided), ("moved after", moved)) if event]
         yield f"{what}: {', '.join(times) or 'nothing'}"
 
