@@ -269,7 +269,8 @@ class Controller:
         elif not begins_phase:
             # What the run had to leave is no measure: fewer devices may be slower.
             # While it was prepared on cores that are the devices, nobody looked whether steps were still alike.
-            alike = max(1, min(self._advisor.steps_alike, 2 * self._settings.canary_steps))
+            newest = 3 if jax.default_backend() == "cpu" else 2 * self._settings.canary_steps
+            alike = max(1, min(self._advisor.steps_alike, newest))
             before_s = () if decision is not None and decision.mandatory else tuple(self._last_times_s)[-alike:]
             self._trial = _Trial(source=source, plan=target, costs_s=switched.costs_s, before_s=before_s, foretold_s=_foretold_s(decision))
         if jax.process_index() == 0:

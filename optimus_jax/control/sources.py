@@ -166,7 +166,9 @@ class Signals:
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
         self._forget(_OF_MEMORY)
-        self._forget((*_OF_STEPS, LINK_SLOWDOWN) if rounds is not None and rounds.at_first else (*_OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES)))
+        # What a link was before stays true of it, unless it was found to be another, and measured anew several times.
+        is_news = rounds is not None and len(rounds.at_first) > 1
+        self._forget((*_OF_STEPS, LINK_SLOWDOWN) if is_news else (*_OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES)))
         self._settled()
 
     @property

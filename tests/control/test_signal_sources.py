@@ -301,7 +301,11 @@ def test_what_probes_find_before_the_first_step_on_a_mesh_counts():
     rounds.settle()
     assert found.observe(1).reading("link_slowdown/data") is UNKNOWN
     found.enter(global_batch=8, seq_len=32, rounds=rounds)
-    assert found.observe(1).reading("link_slowdown/data").value == pytest.approx(3, rel=1e-6)
+    reading = found.observe(1).reading("link_slowdown/between")
+    assert (reading.value, reading.count, reading.quality) == (pytest.approx(3, rel=1e-6), 3, "good"), "it is news"
+    rounds.settle()
+    found.enter(global_batch=8, seq_len=32, rounds=rounds)
+    assert found.observe(1).reading("link_slowdown/between").quality == "good", "what was known stays known"
 
 
 def test_probes_that_break_are_given_up_without_harm():

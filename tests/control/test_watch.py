@@ -94,6 +94,13 @@ def test_what_would_make_steps_a_little_slower_is_not_why_they_are_much_slower()
     assert run.watch.regime == 0
 
 
+def test_a_rumour_that_would_be_felt_asks_for_a_probe():
+    run = Run().go(3, said=NORMAL).go(3, said={**NORMAL, "between": 4.0}, quality="few")
+    assert run.watch.wants_probe
+    assert run.watch.conditions == Conditions()
+    assert not run.go(3, said=NORMAL).watch.wants_probe
+
+
 def test_a_reading_that_was_doubted_is_heard_when_it_says_something_else():
     run = Run().go(60, said=NORMAL).go(30, said={**NORMAL, "between": 4.0})
     assert "between" in run.watch.distrusted

@@ -66,6 +66,8 @@ class Watch:
         self.was_so: dict[str, float] = {}
         """What the last observation made known that may have held from the start."""
         self._claimed_at: dict[str, int] = {}
+        self._has_rumours = False
+        """Whether a few samples claim what step times would feel."""
         self.changed_s: float | None = None
         """On the run's clock, when step times last changed and no reading had said why; None: never."""
         self._anchor: float | None = None
@@ -89,7 +91,7 @@ class Watch:
     @property
     def wants_probe(self) -> bool:
         """Whether step times and readings do not agree, so that more readings would help."""
-        return self.regime != 0 or bool(self._claimed_at)
+        return self.regime != 0 or bool(self._claimed_at) or self._has_rumours
 
     @property
     def steps_alike(self) -> int:
@@ -162,6 +164,7 @@ class Watch:
                 del self.distrusted[name]
                 self._claimed_at.pop(name, None)
         news = {name: value for name, value in news.items() if name not in self.distrusted}
+        self._has_rumours = any(claims[name].quality == "few" and self._is_felt(name, value, log_time_of) for name, value in news.items())
         if not news:
             return ""
         for name in news:
