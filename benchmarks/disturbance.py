@@ -228,7 +228,7 @@ def report(out: Path, picture: Path | None) -> None:
     print("| disturbance | contender | total: s | against staying | step before, during, after: s | switches |")
     print("|---|---|---|---|---|---|")
     for row in rows:
-        stay = next(each["total_s"] for each in rows if (each["contender"], each["disturbance"]) == ("stay", row["disturbance"]))
+        stay = next((each["total_s"] for each in rows if (each["contender"], each["disturbance"]) == ("stay", row["disturbance"])), float("nan"))
         print(f"| {row['disturbance']} | {row['contender']} | {row['total_s']} | {row['total_s'] / stay - 1:+.0%} | {', '.join(map(seconds, phases(row)))} "
               f"| {'; '.join(map(told, moves(row))) or ('restarts without steps for ' + ' and '.join(map(str, row['restarts_s'])) + ' s' if row['restarts_s'] else 'none')} |")
     for row in rows:

@@ -26,7 +26,7 @@ from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory
 
 COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
-"""What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs."""
+"""What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs. For GPUs a guess, until the first switch."""
 
 
 def make_controller(config: Config, topology: Topology, here: Here, switcher: Switcher, *, compile_s: float, changes: PhaseChanges | None,

@@ -11,8 +11,8 @@ from optimus_jax.planning.hardware import HardwareProfile
 from optimus_jax.planning.measurements import ALL_REDUCE
 
 PROFILE = "the hardware profile"
-GAUGED = math.log(2)
-"""Logarithm of a slowdown above which a link is not what it should be."""
+SCATTER = math.log(2)
+"""Of single samples of a sound link's slowdown, as a logarithm: what is further off is another thing. Between processes on a CPU 0.5 to 0.9 were seen."""
 MOST = 2.0
 """Of a gauge, and the least is its inverse: what differs by more is another thing."""
 FIRST_ROUNDS = f"the first {FEW} rounds of this run"
@@ -90,7 +90,7 @@ class Baselines:
         Devices of a host may share what leads to others, so that a slow one slows them the more, the more of them use it
         at once; and that differs from mesh to mesh. A sound link is sound by all of them.
         """
-        if work not in self._gauges and min(abs(math.log(slowdown)), abs(math.log(known))) > GAUGED and (slowdown > 1) == (known > 1):
+        if work not in self._gauges and min(abs(math.log(slowdown)), abs(math.log(known))) > SCATTER and (slowdown > 1) == (known > 1):
             self._gauges[work] = min(MOST, max(1 / MOST, math.log(slowdown) / math.log(known)))
 
     def gauged(self, work: Work, slowdown: float) -> float:

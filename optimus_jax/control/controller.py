@@ -31,6 +31,8 @@ from optimus_jax.training.run_directory import RunDirectory, StepRecord
 from optimus_jax.training.state import TrainState
 
 Mode = Literal["advise", "auto"]
+NEWEST_STEPS = 3
+"""With which a plan's first steps are compared where others may be of other conditions: as few as have a median that one outlier does not move."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +120,7 @@ class Controller:
             self._signals.observe(step)
         if not self._council.is_held(step):
             return False
-        step_time_s = statistics.median(self._last_times_s) if self._last_times_s else None
-        for order in self._council.hear(step, step_time_s):
+        for order in self._council.hear(step, self._last_times_s):
             self._obey(order, step)
         return self._is_taken_back or self._is_ready(step)
 
@@ -269,7 +270,7 @@ class Controller:
         elif not begins_phase:
             # What the run had to leave is no measure: fewer devices may be slower.
             # While it was prepared on cores that are the devices, nobody looked whether steps were still alike.
-            newest = 3 if jax.default_backend() == "cpu" else 2 * self._settings.canary_steps
+            newest = NEWEST_STEPS if jax.default_backend() == "cpu" else 2 * self._settings.canary_steps
             alike = max(1, min(self._advisor.steps_alike, newest))
             before_s = () if decision is not None and decision.mandatory else tuple(self._last_times_s)[-alike:]
             self._trial = _Trial(source=source, plan=target, costs_s=switched.costs_s, before_s=before_s, foretold_s=_foretold_s(decision))

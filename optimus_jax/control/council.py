@@ -6,6 +6,8 @@ at once; several processes hold a council about every second, since it costs the
 
 import json
 import math
+import statistics
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,17 +64,18 @@ class Council:
         """Whether processes speak at the boundary after this step; the same answer in every process."""
         return jax.process_count() == 1 or step >= self._next_step
 
-    def hear(self, step: int, step_time_s: float | None) -> tuple[Order, ...]:
+    def hear(self, step: int, step_times_s: Collection[float]) -> tuple[Order, ...]:
         """The orders given since the last council, oldest first, the same in every process; all have to call it, when a council is held.
 
         Args:
           step: the last one done.
-          step_time_s: of a step, as far as known; what the first process says counts.
+          step_times_s: of the newest steps, as far as known; what the first process says counts.
         """
         orders, self._orders = self._orders, []
         if jax.process_count() == 1:
             return tuple(orders)
-        pause = MOST_STEPS if step_time_s is None else min(MOST_STEPS, max(1, math.ceil(PAUSE_S / max(step_time_s, 1e-9))))
+        step_time_s = max(statistics.median(step_times_s), 1e-9) if step_times_s else PAUSE_S / MOST_STEPS
+        pause = min(MOST_STEPS, max(1, math.ceil(PAUSE_S / step_time_s)))
         heard = json.loads(of_first_process(json.dumps({"orders": [order.as_json() for order in orders], "pause": pause})))
         self._next_step = step + heard["pause"]
         return tuple(map(Order.from_json, heard["orders"]))

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optimus_jax.control.baselines import Baseline, Baselines
+from optimus_jax.control.baselines import SCATTER, Baseline, Baselines
 from optimus_jax.control.mesh_probes import LARGE_BYTES, MESSAGES, SMALL_BYTES, Programs
 from optimus_jax.control.signals import COMPUTE_SLOWDOWN, FEW, LINK_SLOWDOWN, PROCESS_SKEW, STRAGGLER
 from optimus_jax.control.skew import Skew, median, skew_of
@@ -22,10 +22,6 @@ Exchange = Callable[[np.ndarray], np.ndarray]
 """[N] of this process to [P, N] of all processes."""
 LONGEST_S = 0.05
 """A large message that would take longer is left out: on a link that became slow, one round would use up the budget of many."""
-
-
-NEWS = math.log(2)
-"""Change of a link's slowdown, as a logarithm, that is worth a second look at once; single samples scatter by as much as half."""
 LOAN = 1.0
 """Rounds' costs that the budget may be short of when somebody asks for a round."""
 
@@ -108,7 +104,7 @@ class Rounds:
         if is_known:
             self._gauge(found)
             self.at_first = [self._link_samples(found)]
-        if not is_known or any(abs(math.log(now / before.get(name, 1.0))) > NEWS for name, now in self._baselines.slowdowns.items()):
+        if not is_known or any(abs(math.log(now / before.get(name, 1.0))) > SCATTER for name, now in self._baselines.slowdowns.items()):
             self.at_first = [self._link_samples(self._learnt(self._measure(0.0, 0.0))) for _ in range(FEW)]
 
     def run(self, step: int, *, step_time_s: float, data_wait_s: float) -> dict[str, float]:

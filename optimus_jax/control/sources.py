@@ -129,7 +129,7 @@ class Signals:
         """Wish for a probe after `step`, if the budget allows. Every process has to ask for the same step.
 
         Args:
-          anew: what probes have found so far is of other conditions: it is forgotten then, and the budget has to allow this probe.
+          anew: what probes have found so far is of other conditions: it is forgotten then, and the next comes whatever the budget says.
         """
         if self._rounds is not None:
             self._is_probed_anew |= anew

@@ -35,8 +35,9 @@ from optimus_jax.control.background import Worker
 from optimus_jax.control.executables import Executable, Shelf, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
-from optimus_jax.errors import OptimusError, RunDirectoryError, explain
+from optimus_jax.errors import OptimusError, explain
 from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.distributed import together
 from optimus_jax.mesh.exchange import Device
 from optimus_jax.mesh.reshard import Group, Move
 from optimus_jax.plan import Plan
@@ -126,9 +127,9 @@ class Switcher:
         with clock.phase("agree_s"):
             _check_agreed(prepared.target.plan)
         try:
-            with clock.phase("commit_s"):
+            with clock.phase("commit_s"), together():  # only one process writes, and no other may move if it cannot
                 self._begin(prepared, step, why)
-        except RunDirectoryError as error:  # nothing has happened, and that is no reason to lose the state
+        except OptimusError as error:  # nothing has happened, and that is no reason to lose the state
             return Switched(state=state, executable=prepared.source, is_done=False, why_not=str(error), costs_s=clock.seconds)
         switched = self._moved(state, prepared, step, clock, self._commit)
         if switched.is_done:
