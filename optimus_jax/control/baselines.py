@@ -15,7 +15,20 @@ SCATTER = math.log(2)
 """Of single samples of a sound link's slowdown, as a logarithm: what is further off is another thing. Between processes on a CPU 0.5 to 0.9 were seen."""
 MOST = 2.0
 """Of a gauge, and the least is its inverse: what differs by more is another thing."""
+MESSAGES = {"cpu": (2**16, 2**20), "gpu": (2**20, 2**24)}
+"""Bytes of a small and a large message, by platform: the first tells whether the second can be afforded, the second should
+take longer than its latency. All-reduces of 1 MiB over NVLink are mostly latency (NVIDIA's nccl-tests)."""
 FIRST_ROUNDS = f"the first {FEW} rounds of this run"
+
+
+def messages_of(platform: str) -> tuple[int, int]:
+    """Bytes of the small and the large message of probes."""
+    return MESSAGES.get(platform, MESSAGES["gpu"])
+
+
+def byte_part_s(time_s: float, latency_s: float) -> float:
+    """What grows with a message, of its time; half of it at least, as the difference of two times that are nearly alike is noise. A link's slowdown is that of this part."""
+    return time_s - min(max(0.0, latency_s), 0.5 * time_s)
 
 
 @dataclass(frozen=True, kw_only=True)

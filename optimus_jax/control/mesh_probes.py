@@ -15,11 +15,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.control.baselines import AllReduce, Matmuls, Work
+from optimus_jax.control.baselines import AllReduce, Matmuls, Work, messages_of
 from optimus_jax.mesh.axes import MESH_AXES
 
-SMALL_BYTES, LARGE_BYTES = MESSAGES = (2**16, 2**20)
-"""Of an all-reduce: the first tells whether the second can be afforded."""
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _RUNS = 3
 """Of each program, the shortest counts: the first also lets processes meet that come at different times."""
@@ -31,6 +29,11 @@ class Programs(Protocol):
     @property
     def axes(self) -> Sequence[str]:
         """Mesh axes that can be probed, slowest link first; the same in every process."""
+        ...
+
+    @property
+    def messages(self) -> tuple[int, int]:
+        """Bytes of a small and a large one."""
         ...
 
     def work(self, axis: str, num_bytes: int) -> AllReduce:
@@ -63,7 +66,8 @@ class MeshProbes:
         self._mesh, self._clock = mesh, clock
         self._sizes = dict(mesh.shape)
         self.axes = [axis for axis in MESH_AXES if self._sizes[axis] > 1]
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        platform = mesh.devices.flat[0].platform
+        self.messages, on_cpu = messages_of(platform), platform == "cpu"
         self._repeats = 1 if on_cpu else 8
         # Shapes that planning/probes.py measures, for the sake of a baseline; a tenth of a millisecond on a GPU.
         self.compute = Matmuls(m=512, k=256, dtype="f32", repeats=1) if on_cpu else Matmuls(m=1024, k=1024, dtype="bf16", repeats=16)
@@ -77,7 +81,7 @@ class MeshProbes:
     def compile(self) -> None:
         """Make all programs ready to run; runs none."""
         for axis in self.axes:
-            for num_bytes in MESSAGES:
+            for num_bytes in self.messages:
                 self._program_of(axis, num_bytes)
         self._matmuls()
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optimus_jax.control.baselines import SCATTER, Baseline, Baselines
-from optimus_jax.control.mesh_probes import LARGE_BYTES, MESSAGES, SMALL_BYTES, Programs
+from optimus_jax.control.baselines import SCATTER, Baseline, Baselines, byte_part_s
+from optimus_jax.control.mesh_probes import Programs
 from optimus_jax.control.signals import COMPUTE_SLOWDOWN, FEW, LINK_SLOWDOWN, PROCESS_SKEW, STRAGGLER
 from optimus_jax.control.skew import Skew, median, skew_of
 
@@ -91,13 +91,14 @@ class Rounds:
         self.at_first: list[dict[str, float]] = []
         """Samples of links, by signal, of each time that they were measured before the first step on this mesh."""
         self._programs, self._links, self._baselines = programs, links, baselines
+        self._messages = self._small_bytes, self._large_bytes = programs.messages
         self._exchange, self._clock = exchange or _among_processes, clock
 
     def settle(self) -> None:
         """Run all probes once before the first step on this mesh, for a first run also connects devices. Run them more
         often if there is a baseline to learn, or if a link is not what it was when last probed, for one sample is a
         rumour. What they say of links is `at_first`. No budget counts it."""
-        works = [self._programs.work(axis, num_bytes) for axis in self._programs.axes for num_bytes in MESSAGES] + [self._programs.compute]
+        works = [self._programs.work(axis, num_bytes) for axis in self._programs.axes for num_bytes in self._messages] + [self._programs.compute]
         is_known = all(self._baselines.of(work) is not None for work in works)
         before = dict(self._baselines.slowdowns)
         found = self._measure(0.0, 0.0)
@@ -124,16 +125,16 @@ class Rounds:
 
     def sources(self) -> dict[str, str]:
         """By signal, what its samples are compared with; what has no baseline yet is left out."""
-        found = {LINK_SLOWDOWN + axis: self._baselines.of(self._programs.work(axis, LARGE_BYTES)) for axis in self._programs.axes}
+        found = {LINK_SLOWDOWN + axis: self._baselines.of(self._programs.work(axis, self._large_bytes)) for axis in self._programs.axes}
         found[COMPUTE_SLOWDOWN] = self._baselines.of(self._programs.compute)
         return {name: baseline.source for name, baseline in found.items() if baseline is not None}
 
     def _measure(self, step_time_s: float, data_wait_s: float) -> "_Found":
         start_s, axes = self._clock(), self._programs.axes
-        small_s = self._fastest([self._programs.time_s(axis, SMALL_BYTES) for axis in axes])
+        small_s = self._fastest([self._programs.time_s(axis, self._small_bytes) for axis in axes])
         # Decided by exchanged numbers: all processes have to leave out the same.
-        affordable = [axis for axis, time_s in zip(axes, small_s, strict=True) if time_s * LARGE_BYTES / SMALL_BYTES <= LONGEST_S]
-        large_s = [self._programs.time_s(axis, LARGE_BYTES) for axis in affordable]
+        affordable = [axis for axis, time_s in zip(axes, small_s, strict=True) if time_s * self._large_bytes / self._small_bytes <= LONGEST_S]
+        large_s = [self._programs.time_s(axis, self._large_bytes) for axis in affordable]
         own = [self._programs.compute_time_s(), data_wait_s, step_time_s, self._clock() - start_s]
         everyones = self._exchange(np.array([*large_s, *own], np.float32)).astype(float)
         compute_s, waits_s, steps_s, cost_s = everyones[:, len(large_s):].T.tolist()
@@ -146,14 +147,14 @@ class Rounds:
         return self._exchange(np.array(own_s, np.float32)).min(axis=0).astype(float).tolist() if own_s else []
 
     def _learnt(self, found: "_Found") -> "_Found":
-        for num_bytes, times_s in ((SMALL_BYTES, found.small_s), (LARGE_BYTES, found.large_s)):
+        for num_bytes, times_s in ((self._small_bytes, found.small_s), (self._large_bytes, found.large_s)):
             for axis, time_s in times_s.items():
                 self._baselines.learn(self._programs.work(axis, num_bytes), time_s, self._links[axis])
         self._baselines.learn(self._programs.compute, median(found.compute_s), COMPUTE_SLOWDOWN)
         return found
 
     def _link_samples(self, found: "_Found") -> dict[str, float]:
-        slowdowns = {axis: self._baselines.gauged(self._programs.work(axis, LARGE_BYTES), slowdown)
+        slowdowns = {axis: self._baselines.gauged(self._programs.work(axis, self._large_bytes), slowdown)
                      for axis in found.small_s if (slowdown := self._link_slowdown(axis, found)) is not None}
         # A slow link shows on all axes that cross it; what else the machine does, often on one of them only.
         links = {link: median([slowdown for axis, slowdown in slowdowns.items() if self._links[axis] == link])
@@ -166,20 +167,27 @@ class Rounds:
         for axis in found.small_s:
             slowdown, known = self._link_slowdown(axis, found), self._baselines.slowdowns.get(self._links[axis])
             if slowdown is not None and known is not None:
-                self._baselines.gauge(self._programs.work(axis, LARGE_BYTES), slowdown, known)
+                self._baselines.gauge(self._programs.work(axis, self._large_bytes), slowdown, known)
 
     def _link_slowdown(self, axis: str, found: "_Found") -> float | None:
         """How much longer a byte of a large message takes than by the baseline; of a small one if a large one could never be afforded."""
-        small, large = (self._baselines.of(self._programs.work(axis, num_bytes)) for num_bytes in MESSAGES)
+        small, large = (self._baselines.of(self._programs.work(axis, num_bytes)) for num_bytes in self._messages)
         if large is None:
             return None if small is None or axis in found.large_s else found.small_s[axis] / small.time_s
-        latency_s = latency_of(small, large)
+        usual_s = byte_part_s(large.time_s, self._latency_s(small, large))
+        latency_s = large.time_s - usual_s
         if axis in found.large_s:
             bytes_s = found.large_s[axis] - latency_s
         else:  # was too slow to send: what a small one took beyond latency grows with the message
-            bytes_s = (found.small_s[axis] - latency_s) * LARGE_BYTES / SMALL_BYTES
+            bytes_s = (found.small_s[axis] - latency_s) * self._large_bytes / self._small_bytes
         # What comes sooner than a message without bytes is a slip of the clock.
-        return max(bytes_s, 0.1 * found.small_s[axis]) / (large.time_s - latency_s)
+        return max(bytes_s, 0.1 * found.small_s[axis]) / usual_s
+
+    def _latency_s(self, small: Baseline | None, large: Baseline) -> float:
+        """Seconds of a message that do not grow with it."""
+        if small is None:
+            return 0.0
+        return small.time_s - max(0.0, large.time_s - small.time_s) / (self._large_bytes - self._small_bytes) * self._small_bytes
 
     def _compute_sample(self, found: "_Found") -> dict[str, float]:
         baseline = self._baselines.of(self._programs.compute)
@@ -208,14 +216,6 @@ class _Found:
     step_time_s: list[float]
     cost_s: list[float]
     """Of the round itself."""
-
-
-def latency_of(small: Baseline | None, large: Baseline) -> float:
-    """Seconds of a message that do not grow with it, at most half of a large one's: the difference of two times that are nearly alike is noise."""
-    if small is None:
-        return 0.0
-    per_byte_s = max(0.0, large.time_s - small.time_s) / (LARGE_BYTES - SMALL_BYTES)
-    return min(max(0.0, small.time_s - per_byte_s * SMALL_BYTES), 0.5 * large.time_s)
 
 
 def _among_processes(own: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pynvml
 
-from optimus_jax.control.baselines import AllReduce, Matmuls
+from optimus_jax.control.baselines import AllReduce, Matmuls, messages_of
 
 COMPUTE = Matmuls(m=512, k=256, dtype="f32", repeats=1)
 
@@ -65,7 +65,7 @@ def nvml(gpus):
 class FakePrograms:
     """Probes that take what they are told, on a clock that shows it."""
 
-    compute = COMPUTE
+    compute, messages = COMPUTE, messages_of("cpu")
 
     def __init__(self, clock, axes=("data",), *, latency_s=1e-4, s_per_byte=1e-9, compute_s=0.01):
         self.axes, self.compute_s = axes, compute_s

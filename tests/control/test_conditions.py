@@ -6,10 +6,14 @@ from dataclasses import replace
 import pytest
 from fleet import CLUSTER, PRICING, plan_on
 
+from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.candidates import times
-from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid
+from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid, slowed
 from optimus_jax.control.signals import UNKNOWN, Observation, Reading
 from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.communication import Exchange, Wires
+from optimus_jax.planning.links import Link
 
 AXES = AxisSizes.parse("data=8,tensor=8")
 """data crosses the link between hosts, tensor the one inside."""
@@ -41,6 +45,36 @@ def test_normal_conditions_are_the_prices_themselves():
     assert Conditions().applied(PRICING) == PRICING
 
 
+def probed_s(link: Link, num_members: int, platform: str) -> float:
+    """Of the large message, as the cost model has it."""
+    plan = AxisSizes.parse(f"data={num_members}")
+    cluster = Cluster.parse(f"h100:{num_members}")
+    wires = Wires(plan, replace(cluster, inside=link), replace(PRICING.rates, collective_share=1.0, arrival_s=0.0))
+    return wires.time(Exchange("all-reduce", ("data",), "step", messages_of(platform)[1], 1))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(3.6e9, 1.1e-3), (450e9, 2e-6), (0.6e9, 0.3e-3)])
+@pytest.mark.parametrize("later", [1.5, 20.0, 1000.0])
+def test_a_link_is_slowed_so_that_its_probe_takes_what_it_took(platform, bytes_per_s, latency_s, later):
+    link = Link(name="a link", bytes_per_s=bytes_per_s, latency_s=latency_s, source="a test")
+    usual_s = probed_s(link, 4, platform)
+    took_s = later * usual_s
+    unit_s = byte_part_s(usual_s, 6 * latency_s)
+    factor = (took_s - (usual_s - unit_s)) / unit_s
+    assert probed_s(slowed(link, factor, 4, platform), 4, platform) == pytest.approx(took_s)
+    assert slowed(link, 0.5, 4, platform).bytes_per_s == 2 * bytes_per_s, "what is faster is no more so than was read"
+
+
+def test_a_link_of_one_device_is_never_slow():
+    assert slowed(CLUSTER.inside, 4.0, 1, "gpu") is CLUSTER.inside
+
+
+def test_a_link_that_seems_far_faster_than_profiled_is_taken_for_less():
+    assert claimed(link_between=reading(0.1)) == claimed(link_data=reading(0.2)) == {"between": 0.25}
+    assert claimed(link_between=reading(0.5)) == {"between": 0.5}
+
+
 def test_distance_is_that_of_the_factor_that_differs_most():
     assert Conditions(between=4.0).distance(Conditions(inside=2.0)) == pytest.approx(math.log(4))
     assert Conditions(skew=1.5).without_skew() == Conditions()
@@ -50,7 +84,7 @@ def test_distance_is_that_of_the_factor_that_differs_most():
 def test_the_grid_is_coarse_and_has_a_one():
     assert on_grid(1.0) == on_grid(1.04) == on_grid(0.96) == 1.0
     assert on_grid(4.0) == on_grid(4.1) == pytest.approx(4.0, rel=0.05)
-    assert on_grid(1e9) == on_grid(1e12) < 1e4
+    assert on_grid(1e9) == on_grid(1e12) < 1e5
 
 
 def test_the_link_itself_counts_before_axes_that_cross_it():

@@ -8,7 +8,7 @@ import pytest
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import mesh_probes
 from optimus_jax.control.live import Probes, live_signals
-from optimus_jax.control.mesh_probes import LARGE_BYTES, MESSAGES, SMALL_BYTES, MeshProbes
+from optimus_jax.control.mesh_probes import MeshProbes
 from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.cluster import Cluster
@@ -48,13 +48,13 @@ def programs(monkeypatch):
 @pytest.mark.parametrize(("sizes", "axis"), [((1, 8, 1, 1), "data"), ((2, 2, 1, 2), "pipe"), ((2, 2, 1, 2), "data"), ((2, 2, 1, 2), "tensor"), ((1, 1, 4, 2), "fsdp")])
 def test_an_all_reduce_runs_along_its_axis_with_its_message(programs, sizes, axis):
     probes = MeshProbes(mesh_of(*sizes))
-    for num_bytes in MESSAGES:
+    for num_bytes in probes.messages:
         assert probes.time_s(axis, num_bytes) > 0
         ((text, mesh),) = programs
         (moved,) = hlo.collectives(text, mesh)
         assert (moved.kind, moved.axes, moved.num_bytes) == ("all-reduce", (axis,), num_bytes)
         programs.clear()
-    work = probes.work(axis, LARGE_BYTES)
+    work = probes.work(axis, probes.messages[1])
     ids = np.moveaxis(np.arange(8).reshape(sizes), MESH_AXES.index(axis), -1)
     assert (work.axis_size, work.stride) == (ids.shape[-1], ids.flat[1] - ids.flat[0])
 
@@ -77,17 +77,17 @@ def test_computing_is_a_matmul_on_each_device_and_no_collective(programs):
 def test_a_program_is_compiled_once(programs):
     probes = MeshProbes(mesh_of(1, 4, 1, 2))
     probes.compile()
-    assert len(programs) == 2 * len(MESSAGES) + 1
+    assert len(programs) == 2 * len(probes.messages) + 1
     for axis in ("data", "tensor"):
-        probes.time_s(axis, SMALL_BYTES)
+        probes.time_s(axis, probes.messages[0])
     probes.compute_time_s()
-    assert len(programs) == 2 * len(MESSAGES) + 1
+    assert len(programs) == 2 * len(probes.messages) + 1
 
 
 def test_time_is_the_shortest_run_of_the_clock_that_is_injected():
     times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 25.0])
     probes = MeshProbes(mesh_of(1, 8, 1, 1), clock=lambda: next(times))
-    assert probes.time_s("data", SMALL_BYTES) == 2.0
+    assert probes.time_s("data", probes.messages[0]) == 2.0
 
 
 def test_rounds_know_which_axis_leaves_the_host_and_keep_what_was_compiled(programs):

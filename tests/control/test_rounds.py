@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from signal_fakes import COMPUTE, FakeClock, FakePrograms, with_others
 
-from optimus_jax.control.baselines import FIRST_ROUNDS, PROFILE, AllReduce, Baselines
-from optimus_jax.control.mesh_probes import LARGE_BYTES, SMALL_BYTES
+from optimus_jax.control.baselines import FIRST_ROUNDS, PROFILE, AllReduce, Baselines, messages_of
 from optimus_jax.control.rounds import Budget, Rounds
 from optimus_jax.planning.measurements import CollectiveFit, MatmulTime
 
+SMALL_BYTES, LARGE_BYTES = messages_of("cpu")
 FLOAT32 = 1e-5
 """What is exchanged are float32."""
 LINKS = {"pipe": "between", "data": "between", "tensor": "inside"}

@@ -7,18 +7,22 @@ grid, so that a search is needed only when something has really changed.
 import math
 from dataclasses import dataclass, replace
 
+from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, felt_skew
 from optimus_jax.control.signals import COMPUTE_SLOWDOWN, LINK_SLOWDOWN, PROCESS_SKEW, UNKNOWN, Observation, Reading
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cluster import BETWEEN, INSIDE, Cluster
 from optimus_jax.planning.links import Link
+from optimus_jax.planning.measurements import ALL_REDUCE, WIRE_SHARE
 from optimus_jax.planning.search import Pricing
 
 GRID = math.log(1.1)
 """Factors are told apart if they differ by a tenth."""
-FASTEST, SLOWEST = 0.01, 1000.0
+FASTEST, SLOWEST = 0.01, 1e4
 """What is beyond is no slowdown but nonsense."""
+FASTEST_LINK = 0.25
+"""A profile keeps the shortest of several times; a link that seems to be still faster is taken for no more than this."""
 NAMES = ("inside", "between", "compute", "skew")
 
 
@@ -52,10 +56,12 @@ class Conditions:
     def applied(self, pricing: Pricing) -> Pricing:
         """What plans cost in these conditions."""
         cluster, rates = pricing.cluster, pricing.rates
+        platform = cluster.accelerator.platform
         compute = self.compute * self.skew
         return replace(
             pricing,
-            cluster=replace(cluster, inside=_slowed(cluster.inside, self.inside), between=cluster.between and _slowed(cluster.between, self.between)),
+            cluster=replace(cluster, inside=slowed(cluster.inside, self.inside, cluster.devices_per_host, platform),
+                            between=cluster.between and slowed(cluster.between, self.between, cluster.num_hosts, platform)),
             rates=rates if compute == 1 else replace(
                 rates, matmul_flops_per_s=rates.matmul_flops_per_s / compute, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s / compute,
                 memory_bytes_per_s=rates.memory_bytes_per_s / compute, launch_s=rates.launch_s * compute))
@@ -85,16 +91,31 @@ def is_usable(reading: Reading) -> bool:
 
 def _of_link(observation: Observation, name: str, cluster: Cluster, axes: AxisSizes) -> Reading:
     """Of the link itself, else of the slowest mesh axis that crosses it."""
-    direct = observation.reading(LINK_SLOWDOWN + name)
-    if is_usable(direct):
-        return direct
+    reading = observation.reading(LINK_SLOWDOWN + name)
+    if not is_usable(reading):
+        reading = _of_axes(observation, name, cluster, axes)
+    return reading if reading.value is None else replace(reading, value=max(reading.value, FASTEST_LINK))
+
+
+def _of_axes(observation: Observation, name: str, cluster: Cluster, axes: AxisSizes) -> Reading:
     link = cluster.inside if name == INSIDE else cluster.between
     crossing = [reading for axis in MESH_AXES if axes[axis] > 1 and cluster.link_of(axes, axis) is link
                 and is_usable(reading := observation.reading(LINK_SLOWDOWN + axis))]
     return max(crossing, key=lambda reading: reading.value or 0.0, default=UNKNOWN)
 
 
-def _slowed(link: Link, factor: float) -> Link:
-    if factor == 1 or link.bytes_per_s is None:
+def slowed(link: Link, factor: float, num_members: int, platform: str) -> Link:
+    """`link` whose probe takes `factor` times as long, its latency left out.
+
+    Probes count slowdowns in no less than half of what a message usually takes. Where latency is most of that, the
+    bytes of a message are so much slower that they make up for it.
+
+    Args:
+      num_members: devices or hosts that it joins, whose all-reduce is the probe.
+    """
+    if factor == 1 or link.bytes_per_s is None or num_members == 1:
         return link
-    return replace(link, bytes_per_s=link.bytes_per_s / factor)
+    latency_s, share = 2 * (num_members - 1) * (link.latency_s or 0.0), WIRE_SHARE[ALL_REDUCE](num_members)
+    bytes_s = share * messages_of(platform)[1] / link.bytes_per_s
+    counted_in = byte_part_s(latency_s + bytes_s, latency_s) / bytes_s
+    return replace(link, bytes_per_s=link.bytes_per_s / (1 + (factor - 1) * counted_in if factor > 1 else factor))
