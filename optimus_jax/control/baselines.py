@@ -98,7 +98,7 @@ class Baselines:
             first.append(time_s / self.slowdowns.get(link, 1.0))
 
     def gauge(self, work: Work, slowdown: float, known: float) -> None:
-        """A link is `known` to be so slow, and `work`, which no one did while it was, now says `slowdown`.
+        """A link is `known` to be so slow, and `work`, which was never done while its link was slow, now says `slowdown`.
 
         Devices of a host may share what leads to others, so that a slow one slows them the more, the more of them use it
         at once; and that differs from mesh to mesh. A sound link is sound by all of them.
@@ -108,6 +108,8 @@ class Baselines:
 
     def gauged(self, work: Work, slowdown: float) -> float:
         """What `slowdown` by `work` says of its link."""
+        if abs(math.log(slowdown)) > SCATTER:
+            self._gauges.setdefault(work, 1.0)
         return math.exp(math.log(slowdown) / self._gauges.get(work, 1.0))
 
     def of(self, work: Work) -> Baseline | None:

@@ -19,7 +19,7 @@ from optimus_jax.control.baselines import AllReduce, Matmuls, Work, messages_of
 from optimus_jax.mesh.axes import MESH_AXES
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-_RUNS = 3
+_RUNS = 5
 """Of each program, the shortest counts: the first also lets processes meet that come at different times."""
 
 

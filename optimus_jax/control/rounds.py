@@ -20,8 +20,9 @@ from optimus_jax.control.skew import Skew, median, skew_of
 
 Exchange = Callable[[np.ndarray], np.ndarray]
 """[N] of this process to [P, N] of all processes."""
-LONGEST_S = 0.05
-"""A large message that would take longer is left out: on a link that became slow, one round would use up the budget of many."""
+LONGEST_S = 0.2
+"""A large message that would take longer is left out: on a link that became slow, one round would use up the budget of many.
+Small ones of virtual devices take one or two turns of 4 ms that the scheduler gives to threads, and must not look as if the link were slow."""
 LOAN = 1.0
 """Rounds' costs that the budget may be short of when somebody asks for a round."""
 

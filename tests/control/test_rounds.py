@@ -69,6 +69,13 @@ def test_on_a_link_that_was_cut_no_large_message_is_sent_and_its_time_is_found_f
     assert samples["link_slowdown/data"] == pytest.approx(300, rel=1e-3), "latency is no part of it"
 
 
+def test_a_small_message_that_lost_its_turn_does_not_make_a_link_slow():
+    programs, rounds = settled(("data",), latency_s=1e-3)
+    programs.latency_s["data"] = 4e-3
+    assert run(rounds)["link_slowdown/data"] < 4
+    assert ("data", LARGE_BYTES) in programs.ran
+
+
 def test_a_link_that_was_slow_from_the_first_round_is_judged_by_small_messages():
     programs, rounds = settled(("data",), s_per_byte=600e-9, latency_s=0.0)
     assert run(rounds)["link_slowdown/data"] == pytest.approx(1.0, rel=FLOAT32)
@@ -211,6 +218,16 @@ PROBED = SimpleNamespace(launch_s=1e-3, matmuls=(MatmulTime(m=512, k=256, n=256,
 def profile(latency_s=2e-3, bytes_per_s=1e9):
     fit = CollectiveFit(kind="all-reduce", axis_size=2, stride=1, latency_s=latency_s, bytes_per_s=bytes_per_s)
     return SimpleNamespace(probed=PROBED, fit=lambda kind, axis_size, stride: fit if (kind, axis_size, stride) == ("all-reduce", 2, 1) else None)
+
+
+def test_what_was_measured_on_a_slow_link_before_speaks_for_itself_later():
+    baselines = Baselines(None)
+    same, other = (AllReduce(axis_size=size, stride=4, num_bytes=LARGE_BYTES, repeats=1) for size in (2, 4))
+    assert baselines.gauged(same, 28.0) == pytest.approx(28.0)
+    baselines.gauge(same, 200.0, 28.0)
+    baselines.gauge(other, 40.0, 28.0)
+    assert baselines.gauged(same, 200.0) == pytest.approx(200.0), "the same work: the link became slower"
+    assert baselines.gauged(other, 40.0) == pytest.approx(28.0), "other work over the same link"
 
 
 def test_a_profile_is_the_baseline_with_the_launch_and_that_is_said():
