@@ -41,6 +41,8 @@ REMEMBERED = 8
 """Plans that the run was under, which are always candidates."""
 LOOK_AGAIN = 0.1
 """Of the time that conditions have lasted: at least so much lies between two looks at what their duration speaks against."""
+SUSPICIOUS = 2
+"""Newest steps that look different, from which on a switch is not made before it is known whether they are."""
 SPARE = 0.02
 """Beyond the least probability: that a process which was left out has recovered, before it is tried again."""
 TRIAL = "the first steps under the new plan are done"
@@ -124,6 +126,12 @@ class Advisor:
     def changed_s(self) -> float | None:
         """On the run's clock, since when step times are others than they were, for a reason that was not known then: older probes tell nothing of now."""
         return self._watch.changed_s
+
+    @property
+    def is_puzzled(self) -> bool:
+        """Whether the newest steps are others than those that the pending switch was decided on, and it is not known why or what to do about it."""
+        changed_since = self.changed_s is not None and self.changed_s > self._decided_s
+        return self._watch.detector.suspects >= SUSPICIOUS or self._question is not None or (changed_since and self._watch.wants_probe)
 
     @property
     def steps_alike(self) -> int:

@@ -33,6 +33,20 @@ from optimus_jax.training.state import TrainState
 Mode = Literal["advise", "auto"]
 NEWEST_STEPS = 3
 """With which a plan's first steps are compared where others may be of other conditions: as few as have a median that one outlier does not move."""
+PUZZLED_STEPS = 12
+"""For so many steps a plan that is ready waits, at most, for an explanation of steps that have changed since it was chosen."""
+
+
+@dataclass(kw_only=True)
+class _Upcoming:
+    """A plan on its way to be entered; the same in every process."""
+
+    order: Order
+    preparation: Preparation
+    looks_since: int | None = None
+    """The step after which it was ready and the first process began to look whether the reasons for it still hold."""
+    may_go: bool = False
+    """Whether it has found that they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +90,7 @@ class Controller:
         self._council = Council()
         self._decision: Decision | None = None
         """The switch that is being prepared, in the process that decided it."""
-        self._order: Order | None = None
-        """The same in every process."""
-        self._preparation: Preparation | None = None
+        self._upcoming: _Upcoming | None = None
         self._trial: _Trial | None = None
         self._verdict: Verdict | None = None
         """Of a trial, while other processes have not heard it."""
@@ -141,7 +153,7 @@ class Controller:
 
         What was being prepared is for the batches before, with which first steps cannot be compared any more either.
         """
-        self._order = self._preparation = self._decision = self._trial = self._verdict = None
+        self._upcoming = self._decision = self._trial = self._verdict = None
         self._is_taken_back = False
         self._last_times_s.clear()
         if jax.process_index() == 0:
@@ -157,8 +169,8 @@ class Controller:
     def close(self, step: int) -> None:
         """The run ends, or stops, after `step`."""
         self._switcher.stop(step=step)
-        if self._preparation is not None and not self._preparation.is_done:
-            self._display.message(f"waiting for the compilation of {self._preparation.plan.axes} to end")
+        if self._upcoming is not None and not self._upcoming.preparation.is_done:
+            self._display.message(f"waiting for the compilation of {self._upcoming.preparation.plan.axes} to end")
         self._switcher.close()
         if jax.process_index() == 0:
             self._advisor.save()
@@ -174,7 +186,7 @@ class Controller:
     @property
     def _is_crowded(self) -> bool:
         """Whether a plan is being compiled on the cores that are the devices: what is timed meanwhile says nothing of links or plans."""
-        return self._order is not None and self._trial is None and jax.default_backend() == "cpu"
+        return self._upcoming is not None and self._upcoming.looks_since is None and self._trial is None and jax.default_backend() == "cpu"
 
     # What the first process thinks.
 
@@ -199,6 +211,25 @@ class Controller:
             self._announce(decision)
             if self._mode == "auto":
                 self._act_on(decision)
+        if self._upcoming is not None:
+            self._consider_going(self._upcoming, step)
+
+    def _consider_going(self, upcoming: _Upcoming, step: int) -> None:
+        """Whether what was decided some time ago is still to be done, now that it is ready.
+
+        On cores that are the devices nobody looked at steps while it was compiled. If they are others than they were, why has to be known first.
+        """
+        decision, plan = self._decision, upcoming.order.plan
+        if decision is None or decision.plan != plan or upcoming.may_go or self._trial is not None or not upcoming.preparation.is_done:
+            return
+        if not decision.mandatory and upcoming.looks_since is None:
+            self._council.give(Order(kind="look", plan=plan))
+        elif decision.mandatory or self._is_as_it_was(step - (upcoming.looks_since or 0)):
+            self._council.give(Order(kind="go", plan=plan))
+
+    def _is_as_it_was(self, looked_steps: int) -> bool:
+        unseen_steps = NEWEST_STEPS if jax.default_backend() == "cpu" else 0
+        return looked_steps >= PUZZLED_STEPS or (looked_steps >= unseen_steps and not self._advisor.is_puzzled)
 
     def _announce(self, decision: Decision) -> None:
         self._run.log_event("decision", decision.step, layout=decision.plan.describe() if decision.plan else None, **decision.as_json())
@@ -220,10 +251,14 @@ class Controller:
             devices = [device for device in jax.devices() if device.id not in order.without]
             avoid = frozenset(device for device in jax.devices() if device.id in order.without)
             config = None if self._changes is None else self._changes.config_after(max(step, order.at_step or 0))
-            self._order = order
-            self._preparation = self._switcher.prepare(order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid)
+            self._upcoming = _Upcoming(order=order, preparation=self._switcher.prepare(
+                order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid))
+            if self._upcoming.preparation.is_done:  # no step was done meanwhile
+                self._council.give(Order(kind="go", plan=order.plan))
         elif order.kind == "withdraw":
-            self._order = self._preparation = None
+            self._upcoming = None
+        elif order.kind in ("look", "go") and self._upcoming is not None and self._upcoming.order.plan == order.plan:
+            self._upcoming.looks_since, self._upcoming.may_go = step, self._upcoming.may_go or order.kind == "go"
         elif order.kind == "probe":
             self._signals.ask_probe(step + 1, anew=order.anew)
         elif order.kind == "keep" and self._trial is not None:
@@ -232,13 +267,15 @@ class Controller:
             self._trial = self._verdict = None
         elif order.kind == "take back" and self._trial is not None:
             self._is_taken_back = True
-            self._order = self._preparation = None
+            self._upcoming = None
 
     def _is_ready(self, step: int) -> bool:
         """Whether the plan that is being prepared is ready in all processes, at its boundary."""
-        order, preparation = self._order, self._preparation
         # While the first steps under a plan are watched, the way back has to stay open.
-        if order is None or preparation is None or self._trial is not None or (order.at_step is not None and step < order.at_step):
+        if self._upcoming is None or self._trial is not None:
+            return False
+        order, preparation = self._upcoming.order, self._upcoming.preparation
+        if not self._upcoming.may_go if order.at_step is None else step < order.at_step:
             return False
         if order.at_step is None and self._changes is not None and self._changes.is_due(step):
             return False  # it was prepared for the batches that end here
@@ -249,9 +286,8 @@ class Controller:
             return False
 
     def _switch(self, state: TrainState, step: int) -> Switched:
-        assert self._preparation is not None
-        assert self._order is not None
-        prepared, order, source = self._preparation.result(), self._order, self._switcher.running.plan
+        assert self._upcoming is not None
+        prepared, order, source = self._upcoming.preparation.result(), self._upcoming.order, self._switcher.running.plan
         begins_phase = not prepared.has_same_batches
         switched = (self._switcher.enter if begins_phase else self._switcher.switch)(state, prepared, step=step, why=order.why)
         target, decision = prepared.target.plan, self._decision
@@ -276,7 +312,7 @@ class Controller:
             self._trial = _Trial(source=source, plan=target, costs_s=switched.costs_s, before_s=before_s, foretold_s=_foretold_s(decision))
         if jax.process_index() == 0:
             self._advisor.switched(target, switched.costs_s)
-        self._order = self._preparation = self._decision = None
+        self._upcoming = self._decision = None
         self._last_times_s.clear()
         return switched
 
@@ -308,7 +344,7 @@ class Controller:
         self._display.decision(f"stay: {plan.axes}: {why}")
         if jax.process_index() == 0:
             self._advisor.failed(plan, why)
-        self._order = self._preparation = self._decision = None
+        self._upcoming = self._decision = None
 
 
 def _phases(costs_s: dict[str, float]) -> dict[str, float]:

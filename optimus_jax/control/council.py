@@ -7,7 +7,7 @@ at once; several processes hold a council about every second, since it costs the
 import json
 import math
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from optimus_jax.planning.kept import of_first_process
 
 PAUSE_S, MOST_STEPS = 1.0, 8
 """Between two councils of several processes: about so long, but not more steps."""
-Kind = Literal["prepare", "withdraw", "keep", "take back", "probe"]
+Kind = Literal["prepare", "look", "go", "withdraw", "keep", "take back", "probe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Order:
 
     kind: Kind
     plan: Plan | None = None
-    """To prepare."""
+    """To prepare, to look at again once it is ready, or to enter."""
     without: frozenset[int] = frozenset()
     """Ids of devices that it must not use."""
     at_step: int | None = None
@@ -64,18 +64,24 @@ class Council:
         """Whether processes speak at the boundary after this step; the same answer in every process."""
         return jax.process_count() == 1 or step >= self._next_step
 
-    def hear(self, step: int, step_times_s: Collection[float]) -> tuple[Order, ...]:
+    def hear(self, step: int, step_times_s: Collection[float]) -> Iterable[Order]:
         """The orders given since the last council, oldest first, the same in every process; all have to call it, when a council is held.
+
+        Who is alone also hears what is given meanwhile.
 
         Args:
           step: the last one done.
           step_times_s: of the newest steps, as far as known; what the first process says counts.
         """
-        orders, self._orders = self._orders, []
         if jax.process_count() == 1:
-            return tuple(orders)
+            return self._own()
+        orders, self._orders = self._orders, []
         step_time_s = max(statistics.median(step_times_s), 1e-9) if step_times_s else PAUSE_S / MOST_STEPS
         pause = min(MOST_STEPS, max(1, math.ceil(PAUSE_S / step_time_s)))
         heard = json.loads(of_first_process(json.dumps({"orders": [order.as_json() for order in orders], "pause": pause})))
         self._next_step = step + heard["pause"]
         return tuple(map(Order.from_json, heard["orders"]))
+
+    def _own(self) -> Iterator[Order]:
+        while self._orders:
+            yield self._orders.pop(0)

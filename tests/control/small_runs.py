@@ -51,7 +51,7 @@ class Scripted:
 
     script: ClassVar[dict[int, Decision]] = {}
     told: ClassVar[list[str]] = []
-    wants_probe, steps_alike = False, 1000
+    wants_probe, steps_alike, is_puzzled = False, 1000, False
 
     def __init__(self, **_):
         self.told.clear()

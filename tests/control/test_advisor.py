@@ -169,6 +169,14 @@ def test_missing_readings_are_unknown_and_switch_nothing():
     assert not job.advisor.wants_probe
 
 
+def test_steps_that_changed_are_puzzling_until_readings_say_why():
+    job = Job(num_steps=5000).go(100)
+    assert not job.advisor.is_puzzled
+    assert job.go(2, SLOW, said=None).advisor.is_puzzled, "two steps that look different"
+    assert job.go(40, SLOW, said=None).advisor.is_puzzled, "they are different, and nobody knows why"
+    assert not job.go(20, SLOW).advisor.is_puzzled
+
+
 def test_during_the_cool_down_nothing_is_switched():
     settings = ControlConfig(cooldown_steps=300)
     job = Job(POOR, settings=settings).go(40)

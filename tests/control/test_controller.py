@@ -11,6 +11,7 @@ import optimus_jax
 from optimus_jax import api
 from optimus_jax.config import Config
 from optimus_jax.control import assembly
+from optimus_jax.control.controller import NEWEST_STEPS, PUZZLED_STEPS
 from optimus_jax.control.journal import switches
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.mesh.axes import AxisSizes
@@ -51,7 +52,7 @@ class Advisor:
 
     script: ClassVar[dict[int, Decision]] = {}
     told_last: ClassVar[list[str]] = []
-    wants_probe, changed_s, steps_alike = False, None, 1000
+    wants_probe, changed_s, steps_alike, is_puzzled = False, None, 1000, False
 
     def __init__(self, **_):
         self.told: list[str] = []
@@ -82,6 +83,26 @@ class AtOnce:
 
     def finish(self):
         pass
+
+
+class Later:
+    """Has done its jobs when it is told to."""
+
+    jobs: ClassVar[list] = []
+
+    def __init__(self, name):
+        self.jobs.clear()
+
+    def __call__(self, job):
+        self.jobs.append(job)
+
+    def finish(self):
+        self.do()
+
+    @classmethod
+    def do(cls):
+        while cls.jobs:
+            cls.jobs.pop(0)()
 
 
 def switch_at(step: int, plan, *, foretold_s: float = 1e3, at_step: int | None = None) -> Decision:
@@ -201,6 +222,24 @@ def test_a_switch_that_was_withdrawn_does_not_happen(scripted):
 def test_a_switch_waits_for_its_boundary(scripted, patient):
     result = scripted({2: switch_at(2, other_plan(), at_step=STEPS - 6)})
     assert [event["step"] for event in events(result, "remesh")] == [STEPS - 6]
+
+
+@pytest.mark.parametrize(("puzzled_until", "expected"), [(0, 6 + NEWEST_STEPS), (14, 14), (99, 6 + PUZZLED_STEPS)])
+def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_as_they_were(scripted, patient, monkeypatch, puzzled_until, expected):
+    """Compiled by step 6; what the cores did meanwhile nobody has seen."""
+    class Watching(Advisor):
+        is_puzzled = True
+
+        def decide(self, observation):
+            self.is_puzzled = observation.step < puzzled_until
+            if observation.step == 6:
+                Later.do()
+            return super().decide(observation)
+
+    monkeypatch.setattr(assembly, "Advisor", Watching)
+    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
+    assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
 def test_a_resumed_run_goes_on_under_its_new_plan(scripted, patient):

@@ -14,9 +14,19 @@ def test_alone_orders_are_heard_at_every_step():
     council = Council()
     council.give(PREPARE)
     assert council.is_held(1)
-    assert council.hear(1, [0.01]) == (PREPARE,)
+    assert tuple(council.hear(1, [0.01])) == (PREPARE,)
     assert council.is_held(2)
-    assert council.hear(2, [0.01]) == ()
+    assert tuple(council.hear(2, [0.01])) == ()
+
+
+def test_who_is_alone_hears_what_is_given_while_orders_are_carried_out():
+    council, done = Council(), []
+    council.give(PREPARE)
+    for order in council.hear(1, [0.01]):
+        done.append(order.kind)
+        if order == PREPARE:
+            council.give(Order(kind="go", plan=PREPARE.plan))
+    assert done == ["prepare", "go"]
 
 
 @pytest.fixture
