@@ -159,7 +159,7 @@ class Advisor:
         rung, compiled = self._rung(plan, without), plan.digest in self._compiled
         if decided is not None and decided.at_step is None and self._costs.prepare_s(rung, compiled=compiled):
             self._costs.prepared(self._time_s - self._decided_s)
-        self._costs.learn(rung, plan, self._prices.of(self._batch), compiled=compiled,
+        self._costs.learn(rung, old.plan, plan, self._prices.of(self._batch), compiled=compiled,
                           delay_s=sum(costs_s.values()), counts=by_choice and not self._is_repair(without))
         if is_return:
             self._quarantine.add(old.plan, self._step)
@@ -408,9 +408,9 @@ class Advisor:
         return Candidate(
             plan=plan, rung=rung, log_ratio=log_ratio, deviation=deviation, log_ratio_after=log_ratio_after, without=place.without, likely=place.likely,
             barred=self._quarantine.why(plan, self._step) if is_listed else "not on the list of meshes that may be switched to",
-            cost_s=self._costs.expected_s(rung, plan, place.pricing, compiled=plan.digest in self._compiled),
+            cost_s=self._costs.expected_s(rung, self._standing.plan, plan, place.pricing, compiled=plan.digest in self._compiled),
             prepare_s=self._costs.prepare_s(rung, compiled=plan.digest in self._compiled),
-            return_s=self._costs.expected_s(rung, self._standing.plan, place.normal, compiled=True),
+            return_s=self._costs.expected_s(rung, plan, self._standing.plan, place.normal, compiled=True),
             is_free=self._is_repair(place.without) or self._goes_home(plan),
             was_left=question.only is None and self._left.get(plan.digest) == self._now)
 

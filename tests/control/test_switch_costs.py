@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from fleet import PRICING, plan_on
 
+from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.switch_costs import CHECKPOINT_BYTES_PER_S, CostModel, SwitchCosts
 from optimus_jax.control.policy import RUNGS, Rung
@@ -16,11 +17,11 @@ PLAN, WHOLE = plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
 
 
 def expected(model: CostModel, rung: Rung = "remesh", plan: Plan = PLAN, *, compiled: bool = False) -> float:
-    return model.expected_s(rung, plan, PRICING, compiled=compiled)
+    return model.expected_s(rung, PLAN, plan, PRICING, compiled=compiled)
 
 
 def learn(model: CostModel, delay_s: float, rung: Rung = "remesh", **fields) -> None:
-    model.learn(rung, PLAN, PRICING, compiled=False, delay_s=delay_s, **fields)
+    model.learn(rung, PLAN, PLAN, PRICING, compiled=False, delay_s=delay_s, **fields)
 
 
 def test_dearer_rungs_cost_more():
@@ -55,6 +56,15 @@ def test_what_moves_more_costs_more_and_what_is_compiled_less():
     model = CostModel()
     assert expected(model, plan=WHOLE) > expected(model) > expected(model, compiled=True)
     assert expected(model, "executable", WHOLE) == expected(model, "executable")
+
+
+def test_what_is_on_each_host_already_does_not_wait_for_a_slow_link():
+    slow = Conditions(between=100.0).applied(PRICING)
+    times_s = {mesh: [CostModel().expected_s("remesh", plan_on(mesh), PLAN, pricing, compiled=True) for pricing in (PRICING, slow)]
+               for mesh in ("fsdp=64", "data=8,fsdp=8", "pipe=8,data=8")}
+    assert times_s["data=8,fsdp=8"][1] == pytest.approx(times_s["data=8,fsdp=8"][0]), "every host holds a whole copy"
+    for mesh in ("fsdp=64", "pipe=8,data=8"):
+        assert times_s[mesh][1] > 2 * times_s[mesh][0]
 
 
 def test_the_risk_of_failure_is_part_of_it():
@@ -92,7 +102,7 @@ def test_the_budget_pays_for_switches_by_choice_only():
 
 def test_a_link_of_unknown_speed_still_has_a_cost():
     unknown = replace(PRICING.cluster, inside=replace(PRICING.cluster.inside, bytes_per_s=None), between=None)
-    assert math.isfinite(CostModel().expected_s("remesh", PLAN, replace(PRICING, cluster=unknown), compiled=False))
+    assert math.isfinite(CostModel().expected_s("remesh", PLAN, PLAN, replace(PRICING, cluster=unknown), compiled=False))
 
 
 def test_a_plan_that_failed_is_left_alone_longer_each_time():

@@ -9,7 +9,9 @@ import statistics
 from dataclasses import dataclass
 
 from optimus_jax.control.policy import Rung
+from optimus_jax.mesh.axes import FSDP, PIPE, TENSOR
 from optimus_jax.plan import Plan
+from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.search import Pricing
 
 MOVE_SHARE = 0.3
@@ -55,15 +57,16 @@ class CostModel:
         self.spent_s = 0.0
         """Of the switches so far that the run had a choice about."""
 
-    def expected_s(self, rung: Rung, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
+    def expected_s(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
         """Delay by a switch, the risk that it fails included.
 
         Args:
+          old: to switch from.
           plan: to switch to.
           pricing: of the devices that it uses.
           compiled: its executable is still there.
         """
-        return self._prior_s(rung, plan, pricing, compiled=compiled) * self._factor(rung) * (1 + self._costs.failure)
+        return self._prior_s(rung, old, plan, pricing, compiled=compiled) * self._factor(rung) * (1 + self._costs.failure)
 
     def prepare_s(self, rung: Rung, *, compiled: bool) -> float:
         """Expected from a decision until its switch can be made, steps going on meanwhile: nothing where processes start again, which compile then."""
@@ -76,7 +79,7 @@ class CostModel:
         if 0 <= time_s < math.inf:
             self._prepared_s.append(time_s)
 
-    def learn(self, rung: Rung, plan: Plan, pricing: Pricing, *, compiled: bool, delay_s: float, counts: bool = True) -> None:
+    def learn(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool, delay_s: float, counts: bool = True) -> None:
         """A switch took so long. What makes no sense is left out.
 
         Args:
@@ -85,20 +88,20 @@ class CostModel:
         if not math.isfinite(delay_s) or delay_s < 0:
             return
         self.spent_s += delay_s if counts else 0.0
-        off = math.log(max(delay_s, 1e-3) / self._prior_s(rung, plan, pricing, compiled=compiled))
+        off = math.log(max(delay_s, 1e-3) / self._prior_s(rung, old, plan, pricing, compiled=compiled))
         for key in (rung, None):
             self._seen.setdefault(key, []).append(off)
 
-    def _prior_s(self, rung: Rung, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
+    def _prior_s(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
         costs = self._costs
         fixed_s = costs.stop_s + costs.first_steps_s + (0.0 if compiled else costs.compile_tax_s)
         if rung == "executable":
             return fixed_s
         state_bytes = pricing.memory(plan).states
         if rung == "rebalance":
-            return fixed_s + costs.verify_s + REBALANCED * _move_s(state_bytes, pricing)
+            return fixed_s + costs.verify_s + REBALANCED * _move_s(state_bytes, old, pricing)
         if rung in ("permute", "remesh"):
-            return fixed_s + costs.verify_s + _move_s(state_bytes, pricing)
+            return fixed_s + costs.verify_s + _move_s(state_bytes, old, pricing)
         host_bytes = _host_bytes(plan, pricing)
         return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S
 
@@ -121,6 +124,15 @@ def _host_bytes(plan: Plan, pricing: Pricing) -> float:
     return size * (memory.params / copies(plan.zero >= 3) + memory.moments / copies(plan.zero >= 1))
 
 
-def _move_s(state_bytes: int, pricing: Pricing) -> float:
-    link = pricing.cluster.between or pricing.cluster.inside
-    return state_bytes / (MOVE_SHARE * (link.bytes_per_s or MOVE_BYTES_PER_S / MOVE_SHARE))
+def from_other_hosts(old: Plan, cluster: Cluster) -> float:
+    """Share of what a device gets in a move that is not on its host under `old`: none where each host holds a whole copy of the state."""
+    return 1 - 1 / cluster.hosts_crossed(old.axes, (PIPE, TENSOR, FSDP) if old.zero else (PIPE, TENSOR))
+
+
+def _move_s(state_bytes: int, old: Plan, pricing: Pricing) -> float:
+    cluster = pricing.cluster
+    between = cluster.between or cluster.inside
+    far_bytes = state_bytes * from_other_hosts(old, cluster) if old.num_devices == cluster.num_devices else state_bytes
+    seconds = (num_bytes / (MOVE_SHARE * link.bytes_per_s) if link.bytes_per_s else num_bytes / MOVE_BYTES_PER_S
+               for num_bytes, link in ((far_bytes, between), (state_bytes - far_bytes, cluster.inside)))
+    return sum(seconds)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from optimus_jax.control.deciding.switch_costs import from_other_hosts
 from optimus_jax.control.simulated.timeline import Conditions
 from optimus_jax.control.simulated.world import Place, World
 from optimus_jax.plan import Plan
@@ -31,7 +32,7 @@ class MovingCosts:
             return {"quiesce": switching.quiesce_s * off["quiesce"], **self.restart_s(new.plan, phase, saves=True)}
         costs = {"quiesce": switching.quiesce_s, "first_steps": switching.first_steps_s}
         if layout(old.plan) != layout(new.plan):
-            costs |= {"move": switching.move_s + self._move_s(new, conditions, phase), "verify": switching.verify_s}
+            costs |= {"move": switching.move_s + self._move_s(old, new, conditions, phase), "verify": switching.verify_s}
         return {name: time_s * off[name] for name, time_s in costs.items()}
 
     def restart_s(self, plan: Plan, phase: int, *, saves: bool) -> dict[str, float]:
@@ -41,12 +42,13 @@ class MovingCosts:
         return {"restart": self._switching.restart_s * self._off["restart"],
                 "checkpoint": passes * state_bytes / self._switching.checkpoint_bytes_per_s * self._off["checkpoint"]}
 
-    def _move_s(self, new: Place, conditions: Conditions, phase: int) -> float:
-        """The state of a device comes over the slowest link, whatever part of it is there already."""
+    def _move_s(self, old: Place, new: Place, conditions: Conditions, phase: int) -> float:
+        """What a device gets from other hosts comes over the slowest link; with one host, all comes over the link inside."""
         world, cluster = self._world, self._world.cluster
         link, name = (cluster.between, "between") if cluster.between else (cluster.inside, "inside")
         nominal = link.bytes_per_s or 1e9
-        return world.estimate(new.plan, phase).states * world.link_slowdown(name, conditions) / (nominal * self._switching.move_share)
+        share = from_other_hosts(old.plan, cluster) if cluster.between else 1.0
+        return share * world.estimate(new.plan, phase).states * world.link_slowdown(name, conditions) / (nominal * self._switching.move_share)
 
 
 def layout(plan: Plan) -> tuple[object, ...]:

@@ -129,7 +129,7 @@ class CostModelOnly(_ByCostModel):
 
     def _pays(self, best: Candidate, present_s: float, pricing: Pricing, observation: Observation) -> bool:
         rung = rung_of(self._plan, best.plan, same_devices=best.plan.num_devices == self._plan.num_devices)
-        cost_s = self._costs.expected_s(rung, best.plan, pricing, compiled=False)
+        cost_s = self._costs.expected_s(rung, self._plan, best.plan, pricing, compiled=False)
         gain_s = (present_s - best.prediction.step_time_s) * (self._setup.num_steps - observation.step)
         return (best.prediction.step_time_s <= (1 - self._settings.min_gain) * present_s and gain_s >= self._settings.gain_over_cost * cost_s
                 and observation.step - self._last_step >= self._settings.cooldown_steps)
