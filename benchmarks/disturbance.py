@@ -265,8 +265,10 @@ def reactions(row: dict) -> Iterator[str]:
     for what, since, until in (("disturbed", row["disturbed"], row["mended"]), ("mended", row["mended"], float("inf"))):
         events = [event for event in row["events"] if since < event["time_s"] < until]
         noticed = next((event for event in events if event["event"] == "decision"), None)
-        decided = next((event for event in events if event["event"] == "decision" and event["action"] == "switch"), None)
-        moved = next((event for event in events if event["event"] == "remesh" and decided and event["time_s"] > decided["time_s"]), None)
+        moved = next((event for event in events if event["event"] == "remesh"), None)
+        # What was decided before may be withdrawn: the newest decision for what the run then moved to.
+        decided = next((event for event in reversed(events) if moved and event["event"] == "decision" and event["action"] == "switch"
+                        and event["plan"] == moved["plan"] and event["time_s"] < moved["time_s"]), None)
         times = [f"{name} {event['time_s'] - since:.1f} s" for name, event in (("noticed after", noticed), ("decided after", decided), ("moved after", moved)) if event]
         yield f"{what}: {', '.join(times) or 'nothing'}"
 
