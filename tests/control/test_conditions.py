@@ -70,11 +70,6 @@ def test_a_link_of_one_device_is_never_slow():
     assert slowed(CLUSTER.inside, 4.0, 1, "gpu") is CLUSTER.inside
 
 
-def test_a_link_that_seems_far_faster_than_profiled_is_taken_for_less():
-    assert claimed(link_between=reading(0.1)) == claimed(link_data=reading(0.2)) == {"between": 0.25}
-    assert claimed(link_between=reading(0.5)) == {"between": 0.5}
-
-
 def test_distance_is_that_of_the_factor_that_differs_most():
     assert Conditions(between=4.0).distance(Conditions(inside=2.0)) == pytest.approx(math.log(4))
     assert Conditions(skew=1.5).without_skew() == Conditions()

@@ -21,8 +21,6 @@ GRID = math.log(1.1)
 """Factors are told apart if they differ by a tenth."""
 FASTEST, SLOWEST = 0.01, 1e4
 """What is beyond is no slowdown but nonsense."""
-FASTEST_LINK = 0.25
-"""A profile keeps the shortest of several times; a link that seems to be still faster is taken for no more than this."""
 NAMES = ("inside", "between", "compute", "skew")
 
 
@@ -91,13 +89,9 @@ def is_usable(reading: Reading) -> bool:
 
 def _of_link(observation: Observation, name: str, cluster: Cluster, axes: AxisSizes) -> Reading:
     """Of the link itself, else of the slowest mesh axis that crosses it."""
-    reading = observation.reading(LINK_SLOWDOWN + name)
-    if not is_usable(reading):
-        reading = _of_axes(observation, name, cluster, axes)
-    return reading if reading.value is None else replace(reading, value=max(reading.value, FASTEST_LINK))
-
-
-def _of_axes(observation: Observation, name: str, cluster: Cluster, axes: AxisSizes) -> Reading:
+    direct = observation.reading(LINK_SLOWDOWN + name)
+    if is_usable(direct):
+        return direct
     link = cluster.inside if name == INSIDE else cluster.between
     crossing = [reading for axis in MESH_AXES if axes[axis] > 1 and cluster.link_of(axes, axis) is link
                 and is_usable(reading := observation.reading(LINK_SLOWDOWN + axis))]
