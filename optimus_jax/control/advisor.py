@@ -159,7 +159,8 @@ class Advisor:
         rung, compiled = self._rung(plan, without), plan.digest in self._compiled
         if decided is not None and decided.at_step is None and self._costs.prepare_s(rung, compiled=compiled):
             self._costs.prepared(self._time_s - self._decided_s)
-        self._costs.learn(rung, old.plan, plan, self._prices.of(self._batch), compiled=compiled,
+        # A link that is slow now has made the move slow; the way back, when it is whole again, will not be.
+        self._costs.learn(rung, old.plan, plan, self._watch.conditions.applied(self._prices.of(self._batch)), compiled=compiled,
                           delay_s=sum(costs_s.values()), counts=by_choice and not self._is_repair(without))
         if is_return:
             self._quarantine.add(old.plan, self._step)
