@@ -12,7 +12,7 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import Advisor, Phase
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.switch_costs import SwitchCosts
+from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation, Reading
 from optimus_jax.errors import PlanError
@@ -131,6 +131,17 @@ def test_a_slow_link_is_answered_and_its_end_too():
     job.go(400)
     assert len(job.switches) == 2
     assert job.true_s(job.plan) == pytest.approx(job.true_s(before), rel=0.06)
+
+
+def test_a_switch_is_held_against_what_was_expected_of_it_on_links_as_they_were(monkeypatch):
+    links = []
+    learn = CostModel.learn
+    monkeypatch.setattr(CostModel, "learn", lambda self, rung, old, plan, pricing, **more: (links.append(pricing.cluster.between), learn(self, rung, old, plan, pricing, **more)))
+    job = Job(num_steps=5000).go(200).go(400, SLOW).go(400)
+    assert len(job.switches) == 2
+    slow, whole = (link.bytes_per_s for link in links)
+    assert slow == pytest.approx(CLUSTER.between.bytes_per_s / 16, rel=0.1)
+    assert whole == pytest.approx(CLUSTER.between.bytes_per_s, rel=0.1)
 
 
 def test_it_waits_until_the_slow_link_has_cost_as_much_as_a_switch():
