@@ -1,0 +1,61 @@
+"""The life of a job on a real SLURM of three nodes, started by the job script that we ship: no distributed flags anywhere."""
+
+import os
+import signal
+
+import pytest
+from jobs import DEPLOY, EVERY, ROOT, Watched
+from slurm_cluster import Slurm, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no SLURM: {why_not()}")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+class Job(Watched):
+    """One that deploy/slurm.sbatch trains."""
+
+    def __init__(self, slurm, there, *options, steps):
+        super().__init__(there, steps=steps)
+        self.slurm = slurm
+        self.id = slurm.run("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={slurm.there}/job-%j.log", *options, str(DEPLOY / "slurm.sbatch"), *self.flags,
+                            environment=self.environment).stdout.strip()
+
+    def comes_to(self, step):
+        super().comes_to(step, self.slurm.logs)
+
+    def has_started(self, times):
+        return super().has_started(times, self.slurm.logs)
+
+
+def test_a_job_outlives_a_killed_process_and_preemption(slurm, tmp_path):
+    job = Job(slurm, tmp_path, "--nodes=1-3", steps=400)
+    start = job.has_started(1)
+    assert (start["engine"], start["launch"]) == ("SLURM", f"process 0 of 3 of step {job.id}.0 on 127.0.0.[1-3]")
+    assert start["devices"] == "3 x cpu (cpu) in 3 processes"  # on one host, whatever SLURM calls it
+
+    job.comes_to(EVERY + 5)
+    os.kill(slurm.tasks(job.id)[1], signal.SIGKILL)
+    slurm.at_once(job.id)
+    resumed = job.has_started(2)
+    assert (resumed["step"] > 0, resumed["step"] % EVERY) == (True, 0)
+
+    job.comes_to(resumed["step"] + 5)
+    urgent = slurm.run("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--output=/dev/null", "--wrap", "true").stdout.strip()
+    slurm.until(lambda: slurm.state(urgent)["JobState"] == "COMPLETED", "the urgent job is done")
+    [ended] = job.events("end")
+    assert ended["reason"] == "terminate"
+    slurm.at_once(job.id)
+    assert job.has_started(3)["step"] == ended["step"]
+
+    slurm.until(lambda: slurm.state(job.id)["JobState"] == "COMPLETED", "the job is done")
+    assert slurm.state(job.id)["Restarts"] == "2"
+    assert job.steps == list(range(1, 401))
