@@ -67,8 +67,9 @@ def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Seq
 
 def _start(command: Sequence[str], environment: Mapping[str, str], number: int) -> subprocess.Popen:
     # A session of its own: Ctrl-C reaches only us, and we pass it on once. A second one would end without saving.
-    output = {} if number == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-    return subprocess.Popen(list(command), env=dict(environment), start_new_session=True, **output)
+    if number == 0:
+        return subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
+    return subprocess.Popen(list(command), env=dict(environment), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def _environment(coordinator: str, number: int, num_processes: int) -> dict[str, str]:

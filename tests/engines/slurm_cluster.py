@@ -18,8 +18,8 @@ from jobs import PATIENCE_S, environments, python_of, until, without_engines
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "sinfo", "scancel")
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
-# KillWait, MessageTimeout and the others are the smallest that work, so that tests are short; cred_expire is why a job that is
-# put back waits for 6 s and not for 121.
+# KillWait, SlurmdTimeout and the others are small, so that tests are short; 5 is the least cred_expire that SLURM takes: a job that
+# is put back waits a second longer than that, and by default two minutes.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -46,10 +46,10 @@ SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MailProg=/bin/true
-KillWait=5
+KillWait=2
 BatchStartTimeout=10
 MessageTimeout=10
-SlurmdTimeout=10
+SlurmdTimeout=5
 InactiveLimit=0
 JobRequeue=1
 RequeueExit={requeue_exit}
@@ -111,11 +111,6 @@ class Slurm:
         """What `scontrol show job` says."""
         words = self.run("scontrol", "--oneliner", "show", "job", job).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
-
-    def at_once(self, job: str) -> None:
-        """A job that was put back need not wait for its credential to expire."""
-        self.until(lambda: self.state(job)["JobState"] == "PENDING", f"job {job} is put back")
-        self.run("scontrol", "update", f"jobid={job}", "starttime=now")
 
     def tasks(self, job: str) -> dict[int, int]:
         """Pids of a job's tasks, by the number of the task."""

@@ -44,7 +44,6 @@ def test_a_job_outlives_a_killed_process_and_preemption(slurm, tmp_path):
 
     job.comes_to(EVERY + 5)
     os.kill(slurm.tasks(job.id)[1], signal.SIGKILL)
-    slurm.at_once(job.id)
     resumed = job.has_started(2)
     assert (resumed["step"] > 0, resumed["step"] % EVERY) == (True, 0)
 
@@ -53,7 +52,6 @@ def test_a_job_outlives_a_killed_process_and_preemption(slurm, tmp_path):
     slurm.until(lambda: slurm.state(urgent)["JobState"] == "COMPLETED", "the urgent job is done")
     [ended] = job.events("end")
     assert ended["reason"] == "terminate"
-    slurm.at_once(job.id)
     assert job.has_started(3)["step"] == ended["step"]
 
     slurm.until(lambda: slurm.state(job.id)["JobState"] == "COMPLETED", "the job is done")
