@@ -128,10 +128,14 @@ class Slurm:
         """The last of what daemons and jobs have written."""
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.there.glob("*.log")))
 
-    def daemon_pids(self, node: str) -> list[int]:
-        """Of a node: its daemon and the keepers of its steps."""
-        return [pid for pid, name in ((pid, Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")) for pid in self._ours())
-                if "slurm" in name.split("\0")[0] and node in name]
+    def lose(self, node: str) -> None:
+        """A node dies with all that it runs, and the controller is told, which would otherwise wait for SlurmdTimeout."""
+        for pid, environment in environments():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            is_daemon = environment.get("SLURM_CONF") == str(self._path) and command.split("\0")[:3] == ["slurmd", "-N", node]
+            if is_daemon or (environment.get("SLURMD_NODENAME") == node and environment.get("SLURM_CONF") == str(self._path)):
+                os.kill(pid, signal.SIGKILL)
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def _call(self, *command: str) -> None:
         # The daemons keep their standard streams: a pipe would never end.

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from jobs import DEPLOY, EVERY, ROOT, Watched
-from slurm_cluster import Slurm, why_not
+from slurm_cluster import NODES, Slurm, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no SLURM: {why_not()}")
 
@@ -36,8 +36,8 @@ class Job(Watched):
         return super().has_started(times, self.slurm.logs)
 
 
-def test_a_job_outlives_a_killed_process_and_preemption(slurm, tmp_path):
-    job = Job(slurm, tmp_path, "--nodes=1-3", steps=400)
+def test_a_job_outlives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_path):
+    job = Job(slurm, tmp_path, "--nodes=1-3", steps=100_000)
     start = job.has_started(1)
     assert (start["engine"], start["launch"]) == ("SLURM", f"process 0 of 3 of step {job.id}.0 on 127.0.0.[1-3]")
     assert start["devices"] == "3 x cpu (cpu) in 3 processes"  # on one host, whatever SLURM calls it
@@ -54,6 +54,17 @@ def test_a_job_outlives_a_killed_process_and_preemption(slurm, tmp_path):
     assert ended["reason"] == "terminate"
     assert job.has_started(3)["step"] == ended["step"]
 
-    slurm.until(lambda: slurm.state(job.id)["JobState"] == "COMPLETED", "the job is done")
-    assert slurm.state(job.id)["Restarts"] == "2"
-    assert job.steps == list(range(1, 401))
+    job.comes_to(ended["step"] + EVERY + 5)
+    slurm.lose(NODES[2])
+    resumed = job.has_started(4)
+    assert resumed["launch"] == f"process 0 of 2 of step {job.id}.0 on 127.0.0.[1-2]"
+    plans = [event["layout"].split(", ")[0] for event in job.events("plan")]
+    assert [plans[0], plans[-1]] == ["mesh data=3", "mesh data=2"]
+    assert (resumed["step"] >= ended["step"], resumed["step"] % EVERY == 0) == (True, True)
+    job.comes_to(resumed["step"] + 5)
+
+    slurm.run("scancel", job.id)
+    slurm.until(lambda: len(job.events("end")) == 2, "the cancelled job has saved")
+    slurm.until(lambda: slurm.state(job.id)["JobState"] == "CANCELLED", "the job has ended")
+    assert slurm.state(job.id)["Restarts"] == "3"
+    assert job.steps == list(range(1, job.events("end")[-1]["step"] + 1))
