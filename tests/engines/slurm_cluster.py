@@ -10,8 +10,11 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from jobs import PATIENCE_S, environments, python_of, until, without_engines
 
@@ -71,10 +74,16 @@ def why_not() -> str | None:
 
 
 class Slurm:
-    """One, from `start` to `stop`. `run` and `submit` are as from a login shell."""
+    """One, while entered: then all nodes are idle.
 
-    def __init__(self, there: Path, *, requeue_exit: int = 75) -> None:
-        self.there = there
+    Args:
+      requeue_exit: exit code with which a job is put back by itself.
+    """
+
+    def __init__(self, *, requeue_exit: int = 75) -> None:
+        # Names of its sockets may not be longer than 107 characters, which a test's own folder can use up.
+        self._folder = tempfile.TemporaryDirectory(prefix="slurm-")
+        self.there = there = Path(self._folder.name)
         self._path = there / "slurm.conf"
         self._environment = without_engines() | {"SLURM_CONF": str(self._path)}
         ports = _free_ports(1 + len(NODES))
@@ -83,8 +92,18 @@ class Slurm:
         self._path.write_text(CONFIGURATION.format(
             there=there, host=socket.gethostname(), ports=ports, requeue_exit=requeue_exit, nodes="\n".join(nodes), names=",".join(NODES)))
 
-    def start(self) -> None:
-        """Returns when all nodes are idle."""
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._stop()
+
+    def _start(self) -> None:
         (self.there / "state").mkdir()
         key = self.there / "munge.key"
         key.write_bytes(os.urandom(1024))
@@ -97,11 +116,13 @@ class Slurm:
             self._call("slurmd", "-N", name, "-f", str(self._path))
         self.until(lambda: self.run("sinfo", "--noheader", "--states=idle", "--partition=main", "--format=%D").stdout.strip() == str(len(NODES)), "the nodes are idle")
 
-    def stop(self) -> None:
-        """Ends the daemons and whatever they have started."""
-        for pid in (pid for pid in self._ours() if pid != os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def _stop(self) -> None:
+        """End the daemons and whatever they have started: every process with our configuration in its environment."""
+        while pids := [pid for pid, environment in environments() if environment.get("SLURM_CONF") == str(self._path)]:
+            for pid in pids:  # more than once: a daemon may be about to start something
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._folder.cleanup()
 
     def run(self, *command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """A command of SLURM's to its end."""
@@ -141,10 +162,6 @@ class Slurm:
         # The daemons keep their standard streams: a pipe would never end.
         subprocess.run(command, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                        timeout=PATIENCE_S, check=True)
-
-    def _ours(self) -> Iterator[int]:
-        """Every process that has our configuration in its environment, or is our munged."""
-        return (pid for pid, environment in environments() if environment.get("SLURM_CONF") == str(self._path))
 
 
 def _free_ports(count: int) -> list[int]:

@@ -11,13 +11,9 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no SLURM: {why_n
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
+def slurm():
+    with Slurm() as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 class Job(Watched):
@@ -68,3 +64,40 @@ def test_a_job_outlives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_p
     slurm.until(lambda: slurm.state(job.id)["JobState"] == "CANCELLED", "the job has ended")
     assert slurm.state(job.id)["Restarts"] == "3"
     assert job.steps == list(range(1, job.events("end")[-1]["step"] + 1))
+
+
+@pytest.fixture
+def program(tmp_path):
+    """What the job script runs in place of Python: which start it is, it knows from SLURM."""
+    path = tmp_path / "program"
+
+    def write(body):
+        path.write_text(f"#!/bin/bash\nagain=$SLURM_RESTART_COUNT there={tmp_path}\n{body}\n")
+        path.chmod(0o755)
+        return {"PYTHON": str(path), "RUN_DIR": str(tmp_path / "run")}
+    return write
+
+
+def submit(slurm, environment):
+    return slurm.run("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={slurm.there}/job-%j.log", "--nodes=1", str(DEPLOY / "slurm.sbatch"), "--a-flag",
+                     environment=environment).stdout.strip()
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (2, "FAILED")])
+def test_what_is_done_or_a_mistake_is_not_started_again(slurm, program, code, state):
+    job = submit(slurm, program(f"exit {code}"))
+    slurm.until(lambda: slurm.state(job)["JobState"] == state, f"the job is {state}")
+    assert (slurm.state(job)["Restarts"], slurm.state(job)["ExitCode"]) == ("0", f"{code}:0")
+
+
+def test_a_warning_ends_in_another_start_on_a_cluster_that_knows_nothing_of_75(tmp_path, program):
+    with Slurm(requeue_exit=99) as slurm:
+        job = submit(slurm, program("""
+            [ "$again" ] && exit 0
+            trap 'exit 75' USR1
+            touch $there/ready
+            while :; do sleep 0.1; done"""))
+        slurm.until((tmp_path / "ready").exists, "the program is there")
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
+        slurm.until(lambda: slurm.state(job)["JobState"] == "COMPLETED", "the job is done")
+        assert slurm.state(job)["Restarts"] == "1"
