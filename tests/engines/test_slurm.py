@@ -54,10 +54,10 @@ def test_a_job_outlives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_p
     slurm.lose(NODES[2])
     resumed = job.has_started(4)
     assert resumed["launch"] == f"process 0 of 2 of step {job.id}.0 on 127.0.0.[1-2]"
-    plans = [event["layout"].split(", ")[0] for event in job.events("plan")]
-    assert [plans[0], plans[-1]] == ["mesh data=3", "mesh data=2"]
     assert (resumed["step"] >= ended["step"], resumed["step"] % EVERY == 0) == (True, True)
     job.comes_to(resumed["step"] + 5)
+    plans = [event["layout"].split(", ")[0] for event in job.events("plan")]
+    assert [plans[0], plans[-1]] == ["mesh data=3", "mesh data=2"]
 
     slurm.run("scancel", job.id)
     slurm.until(lambda: len(job.events("end")) == 2, "the cancelled job has saved")
