@@ -31,7 +31,8 @@ from optimus_jax.first_plan import fastest_tried, own_plan
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
-from optimus_jax.mesh.distributed import connect, is_writer, together
+from optimus_jax.mesh.distributed import connect, is_writer, named, together
+from optimus_jax.mesh.engines import Launch, find_launch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
 from optimus_jax.models.shapes import planned_shapes
@@ -41,6 +42,7 @@ from optimus_jax.planning.choice import Choice, choose_plan
 from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.explain import gib
 from optimus_jax.planning.here import Here, known_devices, measure_devices
+from optimus_jax.planning.kept import of_first_process
 from optimus_jax.planning.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search import Pricing
 from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, resumed_config
@@ -100,13 +102,22 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
       OptimusError: something that the user can mend; its text says how.
     """
     config = _config_of(model, config, run_dir, resume, overrides)
+    launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
+    with named(launch):
+        return _train(config, launch, run_dir, resume, overrides)
+
+
+def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: bool, overrides: dict[str, Any]) -> RunResult:
+    """`train`, from what was asked for and who else there is."""
+    if launch.is_alone and not resume and run_dir is not None:
+        RunDirectory(run_dir).check_free()
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
-    connect(config.distributed)
+    connect(launch)
     topology = discover()
     here = _here(config, topology)
     saved = _newest(config, run_dir) if resume and run_dir is not None else None
-    devices = _Devices(topology=topology, here=here)
+    devices = _Devices(topology=topology, here=here, launch=launch)
     now = in_phase(config, phase_after(config, saved.step if saved else 0))
     choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
     choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
@@ -122,6 +133,7 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
             inputs = Inputs.of(config)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
+        run = _known_to_all(run, run_dir)
         if here is not None and choice.ranked and not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)
         outcome, plan = _run(config, devices, choice, _program(now, choice), inputs, run, display, resume)
@@ -141,6 +153,7 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
 class _Devices:
     """What a run has."""
 
+    launch: Launch
     topology: Topology
     here: Here | None
     """How fast they are; None: nobody needs to know, or nobody does."""
@@ -191,21 +204,22 @@ def _config_of(model: str | None, base: Config | str | Path | None, run_dir: str
                                   do="give --model NAME, such as gpt2-nano"))
     config = make_config(model, overrides, base if base is None or isinstance(base, Config) else read_config(base))
     check_family(config.model)
-    if config.distributed.num_processes is None:
-        if run_dir is not None:
-            RunDirectory(run_dir).check_free()
-    elif run_dir is None:
-        raise ConfigError(explain("processes must agree on the run directory", given="no --run-dir",
-                                  do="give the same --run-dir to every process"))
     return config
 
 
-def _new_directory(run_dir: str | Path | None, config: Config, display: Display) -> RunDirectory:
-    """A directory that process 0 makes."""
+def _new_directory(run_dir: str | Path | None, config: Config, display: Display) -> RunDirectory | None:
+    """A directory that process 0 makes; None in the others while only that knows where."""
     if is_writer():
         return RunDirectory.create(run_dir, config.model.name, warn=display.message)
-    assert run_dir is not None
-    return RunDirectory(run_dir, writer=False)
+    return None if run_dir is None else RunDirectory(run_dir, writer=False)
+
+
+def _known_to_all(run: RunDirectory | None, run_dir: str | Path | None) -> RunDirectory:
+    """In every process the directory, which process 0 has named where the user did not; every process has to call it."""
+    if run is not None and run_dir is not None:
+        return run
+    path = of_first_process("" if run is None else str(run.path))
+    return RunDirectory(path, writer=False) if run is None else run
 
 
 def _run(config: Config, devices: _Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory, display: Display,
@@ -224,14 +238,14 @@ def _run(config: Config, devices: _Devices, choice: Choice, program: Program, in
         state = _first_state(program, inputs, checkpoints, resume, display)
     first_step = int(state.step)
     with together():
-        _write_down(config, topology, choice, program, inputs, run, display, first_step, resume)
+        _write_down(config, devices, choice, program, inputs, run, display, first_step, resume)
     started = time.perf_counter()
     dealt = inputs.dealt(program, first_step)
     train_step, step_bytes = _compiled(program, state, dealt.loader, topology)
     compile_s = time.perf_counter() - started
     run.log_event("compile", first_step, compile_time_s=compile_s, step_bytes_per_device=step_bytes)
     start_report(display, config=config, topology=topology, why=choice.why, program=program, data=inputs.data,
-                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path,
+                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path, launch=devices.launch,
                  ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing))
     tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
     controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, inputs, run, display)
@@ -313,7 +327,7 @@ def _in_next_phase(trainer: Trainer, state: TrainState, step: int, controller: C
     return switched.state, trainer.under(switched.executable.program)
 
 
-def _write_down(config: Config, topology: Topology, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory,
+def _write_down(config: Config, devices: _Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory,
                 display: Display, first_step: int, resume: bool) -> None:
     """What is about to run; from here on it can be resumed."""
     if first_step > config.steps:
@@ -326,8 +340,10 @@ def _write_down(config: Config, topology: Topology, choice: Choice, program: Pro
     if (died := Journal(run).recover(first_step)) is not None:
         display.message(f"the run ended while it tried {died.target.describe()}: it goes on under the plan from before")
     run.write_plan(choice.plan.to_json())
-    run.log_event("resume" if resume else "start", first_step, devices=str(topology), data=inputs.data.description)
-    run.log_event("plan", first_step, digest=choice.plan.digest, layout=choice.plan.describe(), why=choice.why)
+    run.log_event("resume" if resume else "start", first_step, devices=str(devices.topology), data=inputs.data.description,
+                  engine=devices.launch.engine, launch=devices.launch.why)
+    run.log_event("plan", first_step, digest=choice.plan.digest, layout=choice.plan.describe(), why=choice.why,
+                  crosses=devices.topology.crossed(choice.plan.axes))
     run.check()
 
 

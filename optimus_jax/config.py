@@ -287,7 +287,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How processes find one another; all None is a run of one process."""
+    """How processes find one another; what is left open, the environment says (mesh/engines.py)."""
 
     coordinator: str | None = None
     """HOST:PORT that process 0 listens on."""
@@ -295,6 +295,8 @@ class DistributedConfig:
     """Processes of the whole run."""
     process_id: int | None = None
     """This process, from 0. The one field that differs between processes; it is not saved."""
+    engine: Literal["auto", "none"] = "auto"
+    """Whether to ask the environment which cluster engine has started this process; none: it is alone, whatever that says."""
 
     def __post_init__(self) -> None:
         given = [value is not None for value in (self.coordinator, self.num_processes, self.process_id)]

@@ -141,6 +141,8 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     for ranked, report in zip(found.plans, reports, strict=True):
         table.add_row(*cells(ranked), *([f"{report.total_bytes / 2**30:.1f} {'fits' if report.fits else 'TOO MUCH'}"] if report else []))
     console.print(table)
+    if found.cluster.num_hosts > 1:
+        console.print(f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False)
     device = f" --precision {config.precision.compute} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
     others = "".join(f" --set {entry}" for entry in given["set"] if entry.partition("=")[0] not in SAID_BY_FLAGS)
     console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {flags(best.plan)}{others}", highlight=False, soft_wrap=True)

@@ -101,7 +101,7 @@ def main() -> int:
         return train(given.get("model"), config=given.get("config"), run_dir=given.get("run_dir"), resume=given.get("resume", False),
                      **overrides).exit_code
     except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n  ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return USER_ERROR
     except StoppedAtOnce:
         return end_now("stopped without saving; checkpoints from before are whole", EXIT_INTERRUPT)

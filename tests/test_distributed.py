@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import F32_RELATIVE
 
-TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
+TRAIN, LAUNCH = (Path(__file__).parents[1] / "scripts" / name for name in ("train.py", "launch.py"))
 SMALL = ["--model", "gpt2-nano", "--steps", "3", "--global-batch", "8", "--seq-len", "32", "--eval-every", "0", "--progress", "none",
          "--set", "model.num_layers=1", "--set", "model.embed_dim=32", "--set", "model.mlp_dim=64", "--set", "model.head_dim=4"]
 
@@ -49,17 +49,23 @@ def one_process(tmp_path_factory, text):
     return losses(run_dir)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", "data=2,tensor=2", "tensor=4"])
-def test_two_processes_give_the_losses_of_one(tmp_path, text, one_process, mesh):
-    """With tensor=4 every process needs every row; with fsdp=4 each needs its own half."""
-    run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
-    processes = [start(run_dir, text, "--mesh", mesh, "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",
-                       "--process-id", str(number)) for number in range(2)]
-    for process in processes:
-        finish(process)
+def test_two_launched_processes_give_the_losses_of_one_which_goes_on(tmp_path, text, one_process):
+    """Every axis on its own, and more processes: test_process_groups.py."""
+    run_dir = tmp_path / "run"
+    launched = subprocess.run([sys.executable, LAUNCH, "--processes", "2", "--cpu-devices", "2", "--", "train.py", *SMALL, "--data", text, "--run-dir", run_dir,
+                               "--mesh", "fsdp=2,tensor=2", "--progress", "plain"], capture_output=True, text=True, timeout=300)
+    assert launched.returncode == 0, launched.stderr
     assert losses(run_dir) == pytest.approx(one_process, rel=F32_RELATIVE)
-    started = json.loads((run_dir / "events.jsonl").read_text().splitlines()[0])
+    started, plan = (json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()[:2])
     assert "4 x cpu (cpu) in 2 processes" in started["devices"]
+    assert (started["engine"], plan["crosses"]) == ("environment", {"fsdp": "processes"})
+    assert "fsdp crosses processes" in launched.stdout
+
+    resumed = subprocess.run([sys.executable, TRAIN, "--run-dir", run_dir, "--resume", "--steps", "4", "--mesh", "auto",
+                              "--cpu-devices", "1"], capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(losses(run_dir)) == 4
+    assert losses(run_dir)[:3] == pytest.approx(one_process, rel=F32_RELATIVE)
 
 
 def test_an_error_of_one_process_ends_both(tmp_path, text):
@@ -71,18 +77,6 @@ def test_an_error_of_one_process_ends_both(tmp_path, text):
     assert [process.returncode for process in processes] == [2, 2]
     assert "no such data file" in errors[0]
     assert "error: another process of this run cannot go on\n  given: process 0 of 2" in errors[1]
+    assert all(f"\n  in process {number} of 2\n" in text for number, text in enumerate(errors))
     assert not any("Traceback" in text for text in errors)
     assert not run_dir.exists()
-
-
-def test_a_checkpoint_of_two_processes_resumes_in_one(tmp_path, text, one_process):
-    run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
-    processes = [start(run_dir, text, "--mesh", "fsdp=4", "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",
-                       "--process-id", str(number)) for number in range(2)]
-    for process in processes:
-        finish(process)
-    resumed = subprocess.run([sys.executable, TRAIN, "--run-dir", run_dir, "--resume", "--steps", "4", "--mesh", "auto",
-                              "--cpu-devices", "1"], capture_output=True, text=True, timeout=300)
-    assert resumed.returncode == 0, resumed.stderr
-    assert len(losses(run_dir)) == 4
-    assert losses(run_dir)[:3] == pytest.approx(one_process, rel=F32_RELATIVE)

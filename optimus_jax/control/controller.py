@@ -25,6 +25,7 @@ from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Preparation, Switched, Switcher
 from optimus_jax.data.sampler import Batch
 from optimus_jax.errors import OptimusError
+from optimus_jax.mesh.hosts import devices_by_host
 from optimus_jax.plan import Plan
 from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory, StepRecord
@@ -248,8 +249,9 @@ class Controller:
     def _obey(self, order: Order, step: int) -> None:
         if order.kind == "prepare":
             assert order.plan is not None
-            devices = [device for device in jax.devices() if device.id not in order.without]
-            avoid = frozenset(device for device in jax.devices() if device.id in order.without)
+            everything = devices_by_host()
+            devices = [device for device in everything if device.id not in order.without]
+            avoid = frozenset(device for device in everything if device.id in order.without)
             config = None if self._changes is None else self._changes.config_after(max(step, order.at_step or 0))
             self._upcoming = _Upcoming(order=order, preparation=self._switcher.prepare(
                 order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid))

@@ -3,10 +3,11 @@
 import os
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from optimus_jax.mesh.axes import MESH_AXES
-from optimus_jax.mesh.hosts import count_hosts
+from optimus_jax.mesh.hosts import count_hosts, devices_by_host, hosts_of_processes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan, check_devices
 
@@ -20,23 +21,28 @@ def discover() -> Topology:
     JAX may use GPU_MEMORY_SHARE of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
-    devices = jax.devices()
+    devices, hosts = devices_by_host(), hosts_of_processes()
     return Topology(
         num_devices=len(devices), num_processes=jax.process_count(), num_hosts=count_hosts(), platform=devices[0].platform,
-        device_kind=devices[0].device_kind, bytes_per_device=_bytes_per_device())
+        device_kind=devices[0].device_kind, bytes_per_device=_bytes_per_device(),
+        process_of=tuple(device.process_index for device in devices), host_of=tuple(hosts[device.process_index] for device in devices))
 
 
 def build_mesh(plan: Plan, devices: list | None = None) -> Mesh:
-    """The mesh of `plan` over all devices, or over those given.
+    """The mesh of `plan` over all devices, those of a host together, or over those given, in their order: neighbours along the last axis,
+    tensor, are neighbours in that order, and the first, pipe, is what crosses hosts before any other does.
 
     Raises:
       PlanError: the plan is for another number of devices.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = devices_by_host() if devices is None else devices
     check_devices(plan.axes, len(devices))
-    # Every axis is manual in the step and automatic outside; jax.make_mesh alone would make them explicit.
-    return jax.make_mesh(tuple(plan.axes[axis] for axis in MESH_AXES), MESH_AXES, devices=devices,
-                         axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
+    # Every axis is manual in the step and automatic outside; JAX alone would make them explicit.
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    if devices[0].platform == "tpu":  # whose links form a torus, of which JAX knows more than the order of hosts
+        return jax.make_mesh(sizes, MESH_AXES, devices=devices, axis_types=types)
+    return Mesh(np.asarray(devices, dtype=object).reshape(sizes), MESH_AXES, axis_types=types)  # make_mesh sorts GPUs by their ids
 
 
 def _bytes_per_device() -> int | None:

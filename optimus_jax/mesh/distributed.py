@@ -1,7 +1,9 @@
-"""Several processes as one run: how they find one another and what they agree on."""
+"""Several processes as one run: how they are connected and what they agree on."""
 
 import contextlib
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import jax
@@ -9,48 +11,99 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.config import DistributedConfig
 from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.mesh.engines import PROGRAM, Launch
+from optimus_jax.mesh.roll_call import RollCall, address_of, report
 
 CONNECT_TIMEOUT_S = 300
 """How long a process waits for the others to start."""
 _NEVER_S = 7 * 24 * 3600
+_SERVED_S, _POLL_S = 5.0, 0.01
+"""How long process 0 waits for its own service to answer before it lets the others try, and how often it looks."""
 
 
-def connect(config: DistributedConfig) -> None:
+def connect(launch: Launch) -> None:
     """Join the run's other processes, if it has any. Call it before anything asks for a device.
 
     Raises:
-      ConfigError: they did not all come within CONNECT_TIMEOUT_S.
+      ConfigError: they did not all come within CONNECT_TIMEOUT_S; it names those that are missing.
     """
-    if config.num_processes is None:
+    if launch.is_alone or launch.engine == PROGRAM:
         return
     # JAX's own handler would swallow the SIGTERM that asks us to save and stop (training/stopping.py).
     jax.config.update("jax_enable_preemption_service", False)
-    failures: list[Exception] = []
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    if launch.process_id > 0:
+        report(launch, deadline)
+        _join(launch, _joining(launch), deadline)
+        return
+    with RollCall(launch, deadline) as roll_call:
+        roll_call.gather()
+        joining = _joining(launch)
+        _await_service(launch, joining)
+        roll_call.release()
+        _join(launch, joining, deadline)
 
-    def initialize() -> None:
+
+class _Joining(threading.Thread):
+    """JAX waits in C++, where no signal reaches Python; waiting for a thread, we hear them."""
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(daemon=True, name="connect")
+        self._launch = launch
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        launch = self._launch
         try:
-            # JAX ends the whole process, with a page of C++ frames, when its own time-out has passed.
-            jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id, initialization_timeout=_NEVER_S)
+            # JAX ends the whole process, with a page of C++ frames, when its own time-out has passed. What engines.py has
+            # found is complete: left to itself JAX would add that a task of SLURM has one GPU.
+            jax.distributed.initialize(
+                launch.coordinator, launch.num_processes, launch.process_id, initialization_timeout=_NEVER_S,
+                local_device_ids=launch.local_devices, cluster_detection_method="deactivate")
         except Exception as error:
-            failures.append(error)
+            self.failure = error
 
-    # JAX waits in C++, where no signal reaches Python; waiting for a thread, we hear them.
-    thread = threading.Thread(target=initialize, daemon=True, name="connect")
+
+def _joining(launch: Launch) -> _Joining:
+    thread = _Joining(launch)
     thread.start()
-    thread.join(CONNECT_TIMEOUT_S)
-    if thread.is_alive():
+    return thread
+
+
+def _await_service(launch: Launch, joining: _Joining) -> None:
+    """Return when JAX's service answers: who is turned away once tries again a second later."""
+    until = time.monotonic() + _SERVED_S
+    while joining.is_alive() and time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(address_of(launch), timeout=_SERVED_S):
+            return
+        time.sleep(_POLL_S)
+
+
+def _join(launch: Launch, joining: _Joining, deadline: float) -> None:
+    joining.join(max(0.0, deadline - time.monotonic()))
+    if joining.is_alive():
         raise ConfigError(explain(
-            f"the processes of this run have not found one another in {CONNECT_TIMEOUT_S} s",
-            given=f"process {config.process_id} of {config.num_processes}, process 0 expected at {config.coordinator}",
-            do="see whether each of them is running and what it has printed, and whether --coordinator can be reached from here"))
-    if failures and isinstance(failures[0], jax.errors.JaxRuntimeError):
+            f"the processes of this run have found one another, and JAX has not connected them in {CONNECT_TIMEOUT_S} s",
+            given=f"process {launch.process_id} of {launch.num_processes}, process 0 at {launch.coordinator}",
+            do="see what each of them has printed, and unset proxies in the environment (https_proxy and others)"))
+    if isinstance(joining.failure, jax.errors.JaxRuntimeError):
         raise ConfigError(explain(
-            "the processes of this run cannot be connected", given=f"{config.coordinator}: {str(failures[0]).splitlines()[0]}",
-            do="give a --coordinator HOST:PORT that is free on the machine of process 0")) from failures[0]
-    if failures:
-        raise failures[0]
+            "the processes of this run cannot be connected", given=f"{launch.coordinator}: {str(joining.failure).splitlines()[0]}",
+            do="give a --coordinator HOST:PORT that is free on the machine of process 0")) from joining.failure
+    if joining.failure is not None:
+        raise joining.failure
+
+
+@contextlib.contextmanager
+def named(launch: Launch) -> Iterator[None]:
+    """Errors that leave this say which process of the run has had them, if there are several."""
+    try:
+        yield
+    except Exception as error:
+        if not launch.is_alone:
+            error.add_note(f"in process {launch.process_id} of {launch.num_processes}")
+        raise
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
-"""On how many hosts a run is: processes may share one."""
+"""Which host each process is on, for processes may share one, and devices in an order in which those of a host stand together."""
 
 import hashlib
 import os
 import uuid
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,12 +15,27 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 
 
-def count_hosts() -> int:
-    """Hosts that the run's processes are on. Every process has to call it."""
+@cache
+def hosts_of_processes() -> tuple[int, ...]:
+    """The host of each process; hosts are numbered from 0 as their first processes come. The first call is for every process to make."""
     if jax.process_count() == 1:
-        return 1
+        return (0,)
     own = np.frombuffer(hashlib.sha256(_host().encode()).digest()[:8], np.uint32)
-    return len(np.unique(multihost_utils.process_allgather(own), axis=0))
+    names = [bytes(np.ascontiguousarray(row)) for row in multihost_utils.process_allgather(own)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def count_hosts() -> int:
+    """Hosts that the run's processes are on. The first call is for every process to make."""
+    return len(set(hosts_of_processes()))
+
+
+def devices_by_host() -> list[Any]:
+    """All devices, host after host and process after process: engines may deal processes out to hosts in turn, and JAX lists
+    devices by process. The first call is for every process to make."""
+    hosts = hosts_of_processes()
+    return sorted(jax.devices(), key=lambda device: hosts[device.process_index])
 
 
 def _host() -> str:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from optimus_jax.errors import ConfigError
-from optimus_jax.mesh.hosts import count_hosts
+from optimus_jax.mesh.hosts import count_hosts, devices_by_host
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.kept import cache_directory, of_first_process, write_whole
 from optimus_jax.planning.links import Link
@@ -173,7 +173,7 @@ class _Kept:
 
     @classmethod
     def of(cls, devices: Devices | None, sizes: ProbeSizes | None, cache: Path | None) -> "_Kept":
-        devices = jax.devices() if devices is None else devices
+        devices = devices_by_host() if devices is None else devices
         sizes = sizes or ProbeSizes.of(np.asarray(devices, dtype=object)[0].platform, jax.process_count())
         nvml = read_nvml()
         setting = Setting.now(devices, sizes, nvml.driver)

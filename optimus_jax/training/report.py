@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from optimus_jax.config import Config
 from optimus_jax.data.dataset import Data
+from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.restack import is_stacked
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
@@ -24,13 +25,14 @@ LARGEST = 8
 
 
 def start_report(display: Display, *, config: Config, topology: Topology, why: str, program: Program, data: Data,
-                 compile_s: float, step_bytes: int, run_dir: Path, ahead: Sequence[tuple[Phase, Plan]] = ()) -> None:
+                 compile_s: float, step_bytes: int, run_dir: Path, launch: Launch, ahead: Sequence[tuple[Phase, Plan]] = ()) -> None:
     """Show the run's settings, given and derived, and how its tensors lie on the devices.
 
     Args:
       why: where the plan comes from.
       compile_s: seconds that the training step took to compile.
       step_bytes: bytes per device that the compiled step needs, its arguments included.
+      launch: how this process was started.
       ahead: later phases, with the plans that they would have.
     """
     plan, shapes = program.plan, program.shapes
@@ -40,8 +42,10 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         ["run", str(run_dir)],
         ["model", f"{config.model.name}, {shapes.num_params:,} parameters" + (f" (+ {padding} rows of vocabulary padding)" if padding else "")],
         ["data", data.description],
+        ["processes", f"{launch.num_processes} ({launch})"],
         ["devices", str(topology)],
         ["mesh", f"{plan.axes} ({why})"],
+        *([["mesh and links", topology.describe_crossed(plan.axes)]] if topology.num_processes > 1 else []),
         ["sharded over fsdp", f"zero={plan.zero}: {ZERO_STAGES[plan.zero]}" if plan.axes.fsdp > 1 else "nothing (fsdp=1)"],
         ["batch", f"{program.config.data.global_batch} sequences x {program.config.seq_len} tokens, {plan.microbatches} microbatch(es), "
                   f"documents {'kept apart' if config.data.respect_documents else 'not regarded'}"],

@@ -1,7 +1,8 @@
 """Stopping when asked.
 
 What a signal does depends on what there is to lose. While a program starts, nothing: SIGINT (Ctrl-C) ends it with exit
-code 130, and SIGTERM, which is how clusters take a machine away, with 75, as it is worth starting again. Once steps are
+code 130, and SIGTERM, which is how clusters take a machine away, with 75, as it is worth starting again. SIGUSR1, with which
+job scripts pass on that time is running out, means the same as SIGTERM. Once steps are
 run, signals become a request that the trainer reads between two steps, after which it saves: exit code 0 for Ctrl-C, 75
 for SIGTERM. Ctrl-C while a stop is asked for ends without saving: 130.
 
@@ -25,6 +26,8 @@ EXIT_RESTART = 75
 EXIT_INTERRUPT = 130
 """Exit code of a program that Ctrl-C has ended at once, as a shell has it (128 + SIGINT)."""
 NOT_BEGUN = "stopped before training had begun"
+TERMINATING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of who takes the machine away."""
 
 
 class Terminated(BaseException):
@@ -36,26 +39,27 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 def exit_when_asked() -> None:
-    """From now on SIGINT and SIGTERM end the program with one line: for imports, in which an exception may get lost."""
+    """From now on SIGINT, SIGTERM and SIGUSR1 end the program with one line: for imports, in which an exception may get lost."""
     def end(number: int, frame: FrameType | None) -> NoReturn:
         os.write(2, f"\n{NOT_BEGUN}\n".encode())
         os._exit(EXIT_INTERRUPT if number == signal.SIGINT else EXIT_RESTART)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *TERMINATING):
         signal.signal(number, end)
 
 
 def raise_when_asked() -> None:
-    """From now on SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated, so that what was begun is put in order."""
+    """From now on SIGINT raises KeyboardInterrupt, SIGTERM and SIGUSR1 raise Terminated, so that what was begun is put in order."""
     def terminate(number: int, frame: FrameType | None) -> NoReturn:
         raise Terminated
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, terminate)
+    for number in TERMINATING:
+        signal.signal(number, terminate)
 
 
 class StopRequest:
-    """While entered, remembers the first SIGINT (Ctrl-C) or SIGTERM instead of dying of it, and says so on stderr.
+    """While entered, remembers the first SIGINT (Ctrl-C), SIGTERM or SIGUSR1 instead of dying of it, and says so on stderr.
 
     Ctrl-C while a stop is already asked for raises StoppedAtOnce. Python hands signals to its main thread
     alone: entered from another one, this changes nothing and never has a reason.
@@ -72,7 +76,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *TERMINATING):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

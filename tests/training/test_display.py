@@ -15,6 +15,7 @@ import pytest
 from optimus_jax.config import LogConfig
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.build import discover
+from optimus_jax.mesh.engines import NOBODY, Launch
 from optimus_jax.training.display import Display, PlainDisplay, RichDisplay, make_display, short_count, short_duration
 from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import StepRecord
@@ -178,7 +179,7 @@ def what_you_got(case: plans.PlanCase) -> str:
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words")
     start_report(make("plain", stream), config=built.config, topology=discover(), why="given", program=built.program, data=data,
-                 compile_s=1.0, step_bytes=2**20, run_dir=Path("runs/x"))
+                 compile_s=1.0, step_bytes=2**20, run_dir=Path("runs/x"), launch=Launch(engine=NOBODY, why="nothing says that there are others"))
     return stream.getvalue()
 
 

@@ -13,6 +13,7 @@ from optimus_jax.training.stopping import (
     EXIT_INTERRUPT,
     EXIT_RESTART,
     NOT_BEGUN,
+    TERMINATING,
     StoppedAtOnce,
     StopRequest,
     Terminated,
@@ -29,7 +30,7 @@ def outside() -> Iterator[list[int]]:
     """Signals that arrive while no StopRequest is entered, kept from ending the tests."""
     seen: list[int] = []
     previous = {number: signal.signal(number, lambda number, _: seen.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM)}
+                for number in (signal.SIGINT, *TERMINATING)}
     yield seen
     for number, handler in previous.items():
         signal.signal(number, handler)
@@ -57,7 +58,7 @@ def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str])
         assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, EXIT_INTERRUPT), (signal.SIGTERM, EXIT_RESTART)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, EXIT_INTERRUPT), (signal.SIGTERM, EXIT_RESTART), (signal.SIGUSR1, EXIT_RESTART)])
 def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
     program = f"import os; from optimus_jax.training import stopping; stopping.exit_when_asked(); os.kill(os.getpid(), {int(number)})"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -68,14 +69,16 @@ def test_before_training_signals_are_exceptions():
     raise_when_asked()  # handlers of before come back with the fixture
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
-    with pytest.raises(Terminated):
-        send(signal.SIGTERM)
+    for number in TERMINATING:
+        with pytest.raises(Terminated):
+            send(number)
 
 
-def test_sigterm_asks_for_a_restart_however_often_it_comes():
+@pytest.mark.parametrize("number", TERMINATING)
+def test_who_takes_the_machine_asks_for_a_restart_however_often(number: int):
     with StopRequest() as stop:
-        send(signal.SIGTERM)
-        send(signal.SIGTERM)
+        send(number)
+        send(number)
     assert (stop.reason, stop.exit_code, EXIT_RESTART) == ("terminate", EXIT_RESTART, 75)
 
 
@@ -94,7 +97,7 @@ def test_ctrl_c_after_sigterm_ends_at_once():
         assert stop.reason == "terminate"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *TERMINATING])
 def test_handlers_of_before_come_back(outside: list[int], number: int):
     def fail() -> None:
         with StopRequest():

@@ -1,0 +1,41 @@
+#!/bin/bash
+# Train under Open MPI 4, and start again after a fault.
+#
+#   RUN_DIR=runs/mine deploy/mpirun.sh -n 16 --hostfile hosts -- --model gpt2-xl --steps 10000    from the root of the repository
+#
+# What stands before `--` is mpirun's. SIGTERM, SIGUSR1 and Ctrl-C mean: save and end, with exit code 75.
+
+usage() {
+    echo "usage: RUN_DIR=DIR deploy/mpirun.sh [mpirun options] -- [train.py flags]" >&2
+    exit 2
+}
+
+options=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    options+=("$1")
+    shift
+done
+[ "$1" = -- ] && [ -n "$RUN_DIR" ] || usage
+shift
+
+# mpirun passes on SIGUSR1 as it is. SIGTERM it follows with SIGKILL a second later, which is no time to save.
+asked=
+trap 'asked=yes; kill -USR1 "$job" 2>/dev/null' INT TERM USR1
+
+for ((start = 0; start <= ${MAX_RESTARTS:-50}; start++)); do
+    resume=()
+    [ -e "$RUN_DIR/config.json" ] && resume=(--resume)
+    echo "start $start: ${resume[*]:-new run} in $RUN_DIR"
+    # In a session of its own, so that Ctrl-C reaches only this script.
+    setsid mpirun "${options[@]}" "${PYTHON:-python}" scripts/train.py "$@" --run-dir "$RUN_DIR" "${resume[@]}" &
+    job=$!
+    until wait "$job" || ! kill -0 "$job" 2>/dev/null; do :; done # a signal ends `wait`, not the job
+    wait "$job"
+    code=$?
+    # 0: done. 2: the user's mistake, which a restart would only repeat. All else is worth another start.
+    case $code in 0 | 2) exit $code ;; esac
+    [ -n "$asked" ] && exit 75
+    echo "exit code $code: starting again"
+done
+echo "not started again after ${MAX_RESTARTS:-50} restarts"
+exit 1

@@ -1,0 +1,267 @@
+"""Before the processes of a run are connected: who is there, and who is missed.
+
+JAX's own service says neither, and ends the process when it has waited for too long. So process 0 first listens on the
+coordinator's port itself, and each other process tells it which one it is: a line of JSON each way. When all have come,
+process 0 frees the port, starts JAX's service there, and lets them go. Nobody waits longer than the deadline, and then
+everybody who is there knows who is not.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.mesh.engines import Launch
+
+TOLD_AFTER_S, TOLD_AGAIN_S = 10.0, 60.0
+"""When who waits says for whom, the first time and from then on."""
+VERDICT_S = 10.0
+"""Beyond the deadline: how long the others wait for process 0 to say who is missing."""
+_PORT_FREED_S = 10.0
+"""How long the port may still be taken by a process of the same run that is just ending."""
+_RETRY_S = 0.05
+_LONGEST = 4096
+"""Bytes of a line."""
+_GO, _REFUSED, _MISSING = "go", "refused", "missing"
+
+Say = Callable[[str], object]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class RollCall:
+    """Process 0's side: a context manager; leaving it ends all connections.
+
+    Args:
+      launch: of this process.
+      deadline: on `time.monotonic`'s clock.
+      say: told whom it waits for.
+    Raises:
+      ConfigError: the port is taken.
+    """
+
+    def __init__(self, launch: Launch, deadline: float, say: Say = _say) -> None:
+        self._launch, self._deadline, self._say = launch, deadline, say
+        self._present: dict[int, _Caller] = {}
+        self._listener = _listen(launch, min(deadline, time.monotonic() + _PORT_FREED_S))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
+        self._selector.close()
+
+    @property
+    def missing(self) -> list[int]:
+        """Processes that have not come, or have gone again."""
+        return [number for number in range(1, self._launch.num_processes) if number not in self._present]
+
+    def gather(self) -> None:
+        """Return when all are there; the port is free then. Raises ConfigError, here and there, if the deadline passes."""
+        tell_at = time.monotonic() + TOLD_AFTER_S
+        while missing := self.missing:
+            now = time.monotonic()
+            if now >= self._deadline:
+                self._answer_all({_MISSING: missing})
+                raise _not_come(missing, self._launch)
+            if now >= tell_at:
+                self._say(_waiting(missing, self._launch))
+                tell_at = now + TOLD_AGAIN_S
+            for key, _ in self._selector.select(min(self._deadline, tell_at) - now):
+                self._accept() if key.fileobj is self._listener else self._hear(key.data)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def release(self) -> None:
+        """Let the others go on: the service is up."""
+        self._answer_all({_GO: True})
+        # They hang up first: whose side does keeps the port for a while.
+        for caller in self._present.values():
+            caller.connection.setblocking(True)
+            caller.connection.settimeout(1.0)
+            with contextlib.suppress(OSError):
+                caller.connection.recv(1)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has hung up meanwhile
+            connection, address = self._listener.accept()
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, _Caller(connection, address[0]))
+
+    def _hear(self, caller: "_Caller") -> None:
+        try:
+            received = caller.connection.recv(_LONGEST)
+        except OSError:
+            received = b""
+        caller.heard += received
+        if not received or len(caller.heard) > _LONGEST:
+            self._hang_up(caller)
+        elif caller.number is None and b"\n" in caller.heard:
+            try:
+                self._admit(caller, json.loads(caller.heard.partition(b"\n")[0]))
+            except (ValueError, TypeError, KeyError):  # no process of ours
+                self._hang_up(caller)
+
+    def _admit(self, caller: "_Caller", said: dict[str, Any]) -> None:
+        number, launch = int(said["process"]), self._launch
+        caller.name = f"process id {said['pid']} on {said['host']}"
+        refusal = None
+        if said["job"] != launch.job:
+            refusal = f"another run, {launch.job or 'without a name'}, has this port"
+        elif said["of"] != launch.num_processes:
+            refusal = f"process 0 belongs to a run of {launch.num_processes} processes"
+        elif not 0 < number < launch.num_processes:
+            refusal = f"there is a process {number} already"
+        elif number in self._present:
+            refusal = f"there is a process {number} already ({self._present[number].name})"
+        if refusal is not None:
+            _answer(caller.connection, {_REFUSED: refusal})
+            self._hang_up(caller)
+        else:
+            caller.number, self._present[number] = number, caller
+
+    def _hang_up(self, caller: "_Caller") -> None:
+        self._selector.unregister(caller.connection)
+        caller.connection.close()
+        if caller.number is not None:
+            del self._present[caller.number]
+
+    def _answer_all(self, answer: dict[str, Any]) -> None:
+        for caller in self._present.values():
+            _answer(caller.connection, answer)
+
+
+class _Caller:
+    """Who has connected."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.connection, self.name = connection, address
+        self.heard = b""
+        self.number: int | None = None
+
+
+def report(launch: Launch, deadline: float, say: Say = _say) -> None:
+    """The other processes' side: return when process 0 says that all are there.
+
+    Args: as for `RollCall`.
+    Raises:
+      ConfigError: process 0 is not there before the deadline, misses others, or belongs to another run.
+    """
+    said = json.dumps({"process": launch.process_id, "of": launch.num_processes, "job": launch.job, "host": socket.gethostname(), "pid": os.getpid()})
+    tell_at, why = time.monotonic() + TOLD_AFTER_S, "not tried yet"
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection(address_of(launch), timeout=max(_RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic()))) as connection:
+                connection.sendall(said.encode() + b"\n")
+                if (answer := _await_answer(connection, deadline + VERDICT_S, tell_at, lambda: say(_waiting_along(launch)))) is not None:
+                    return _act_on(answer, launch)
+                why = "process 0 was there and has gone"
+        except OSError as error:
+            why = str(error)
+        if time.monotonic() >= tell_at:
+            say(_waiting([0], launch))
+            tell_at = time.monotonic() + TOLD_AGAIN_S
+        time.sleep(_RETRY_S)
+    raise _not_come([0], launch, f"; {launch.coordinator}: {why}")
+
+
+def _act_on(answer: dict[str, Any], launch: Launch) -> None:
+    if _MISSING in answer:
+        raise _not_come(answer[_MISSING], launch)
+    if _REFUSED in answer:
+        raise ConfigError(explain("process 0 does not know this process as one of its run", given=f"{answer[_REFUSED]}; this is {_oneself(launch)}",
+                                  do="give each process of a run a number of its own and all the same --num-processes, and each run a --coordinator of its own"))
+
+
+def _await_answer(connection: socket.socket, until: float, tell_at: float, tell: Callable[[], object]) -> dict[str, Any] | None:
+    """What process 0 says; None: it has gone, or says nothing of ours."""
+    heard = b""
+    while b"\n" not in heard and len(heard) < _LONGEST:
+        now = time.monotonic()
+        if now >= until:
+            return None
+        if now >= tell_at:
+            tell()
+            tell_at = now + TOLD_AGAIN_S
+        connection.settimeout(min(until, tell_at) - now)
+        try:
+            received = connection.recv(_LONGEST)
+        except TimeoutError:
+            continue
+        if not received:
+            return None
+        heard += received
+    try:
+        answer = json.loads(heard.partition(b"\n")[0])
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # it has hung up
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def address_of(launch: Launch) -> tuple[str, int]:
+    """Host and port of process 0."""
+    assert launch.coordinator is not None
+    host, _, port = launch.coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _listen(launch: Launch, patience_until: float) -> socket.socket:
+    """On all addresses, as JAX's service will."""
+    port = address_of(launch)[1]
+    both = socket.has_dualstack_ipv6()
+    while True:
+        try:
+            listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=1024)
+        except OSError as error:
+            if time.monotonic() < patience_until:
+                time.sleep(_RETRY_S)
+                continue
+            raise ConfigError(explain(
+                "the processes of this run cannot be connected: process 0 cannot listen", given=f"{launch.coordinator}: {error.strerror}",
+                do="give a --coordinator HOST:PORT that is free on the machine of process 0 (under an engine: JAX_COORDINATOR_PORT)")) from error
+        listener.setblocking(False)
+        return listener
+
+
+def _not_come(missing: list[int], launch: Launch, more: str = "") -> ConfigError:
+    return ConfigError(explain(
+        f"the processes of this run have not found one another: {_named(missing)} of {launch.num_processes} did not come in time",
+        given=f"{_oneself(launch)}{more}",
+        do="see whether each of them is running and what it has printed, and whether --coordinator can be reached from there; "
+           "for a process that is meant to be alone: --set distributed.engine=none"))
+
+
+def _waiting(missing: list[int], launch: Launch) -> str:
+    return f"waiting for {_named(missing)} of {launch.num_processes}; {_oneself(launch)}"
+
+
+def _waiting_along(launch: Launch) -> str:
+    return f"waiting with process 0 at {launch.coordinator} for others; {_oneself(launch)}"
+
+
+def _oneself(launch: Launch) -> str:
+    return f"process {launch.process_id} of {launch.num_processes}, process 0 expected at {launch.coordinator} ({launch})"
+
+
+def _named(numbers: list[int]) -> str:
+    """`process 1`, `processes 1, 2, 5`; of many the first few."""
+    shown = ", ".join(map(str, numbers[:20])) + (f" and {len(numbers) - 20} more" if len(numbers) > 20 else "")
+    return f"process{'es' if len(numbers) > 1 else ''} {shown}"

@@ -1,0 +1,128 @@
+"""Kubernetes, as far as it goes without a cluster: what the manifest has to say, and JAX's detection against an API server of ours."""
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import yaml
+from jax._src.clusters import k8s_cluster
+from jobs import DEPLOY
+
+from optimus_jax.config import DistributedConfig
+from optimus_jax.errors import ConfigError
+from optimus_jax.mesh.engines import find_launch
+
+NAMESPACE, JOB, JOBSET = "research", "optimus-train-0", "optimus"
+POD = {"metadata": {"name": f"{JOB}-1-abcde", "labels": {"job-name": JOB}, "ownerReferences": [
+    {"apiVersion": "batch/v1", "kind": "Job", "name": JOB, "uid": "1", "controller": True}]}, "spec": {"containers": []}}
+
+
+def documents():
+    return list(yaml.safe_load_all((DEPLOY / "jobset.yaml").read_text()))
+
+
+def test_the_manifest_says_what_detection_needs():
+    """JAX takes the pods of one indexed Job for the processes of a run, as many as its parallelism."""
+    by_kind = {document["kind"]: document for document in documents()}
+    [replicated] = by_kind["JobSet"]["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert replicated["replicas"] == 1
+    assert (job["completionMode"], job["parallelism"], job["backoffLimit"]) == ("Indexed", job["completions"], 0)
+    account = job["template"]["spec"]["serviceAccountName"]
+    assert account == by_kind["ServiceAccount"]["metadata"]["name"] == by_kind["RoleBinding"]["subjects"][0]["name"]
+    assert by_kind["RoleBinding"]["roleRef"]["name"] == by_kind["Role"]["metadata"]["name"]
+    allowed = {(resource, verb) for rule in by_kind["Role"]["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    assert allowed >= {("pods", "list"), ("jobs", "get"), ("services", "list")}
+
+
+def test_the_users_mistakes_are_not_started_again():
+    job_set = documents()[-1]["spec"]
+    [rule] = job_set["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == ("FailJob", "In", [2])
+    assert rule["onExitCodes"]["containerName"] == job_set["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["name"]
+    assert job_set["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+class Api(BaseHTTPRequestHandler):
+    """The three answers that detection asks for."""
+
+    parallelism, refuses = 4, False
+
+    def do_GET(self):
+        url = urlsplit(self.path)
+        if self.refuses or self.headers["Authorization"].lower() != "bearer a-token":
+            return self._answer(403, {"kind": "Status", "reason": "Forbidden"})
+        if url.path == f"/api/v1/namespaces/{NAMESPACE}/pods" and parse_qs(url.query)["fieldSelector"] == ["status.podIP=127.0.0.1"]:
+            return self._answer(200, {"kind": "PodList", "items": [POD]})
+        if url.path == f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/{JOB}":
+            return self._answer(200, {"kind": "Job", "metadata": {"name": JOB, "labels": {"jobset.sigs.k8s.io/jobset-name": JOBSET}},
+                                      "spec": {"parallelism": self.parallelism, "template": {"spec": {"containers": []}}}})
+        return self._answer(404, {"kind": "Status", "reason": "NotFound"})
+
+    def _answer(self, code, body):
+        content = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format, *arguments):
+        pass
+
+
+@pytest.fixture
+def api(tmp_path, monkeypatch):
+    """An API server, in the environment of pod 1 of a Job; the class that answers."""
+    incluster = pytest.importorskip("kubernetes.config.incluster_config", reason="the package `kubernetes` is not installed")
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here, to make the API server's certificate")
+    key, certificate, token = tmp_path / "key.pem", tmp_path / "ca.crt", tmp_path / "token"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=api", "-addext", "subjectAltName=IP:127.0.0.1",
+                    "-addext", "keyUsage=digitalSignature,keyCertSign", "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    token.write_text("a-token")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    handler = type("Handler", (Api,), {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # What is in every pod; only the places of the files differ.
+    monkeypatch.setattr(incluster, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster, "SERVICE_CERT_FILENAME", str(certificate))
+    cluster = k8s_cluster.K8sCluster
+    for name in ("_pod", "_job", "_headless_svc", "_controller"):  # answers are kept for as long as a process lives
+        monkeypatch.setattr(cluster, name, classmethod(cache(getattr(cluster, name).__func__.__wrapped__)))
+    monkeypatch.setattr(cluster, "_namespace", classmethod(lambda cls: NAMESPACE))
+    for name, value in {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.server_address[1]), "HOSTNAME": "localhost",
+                        "JOB_COMPLETION_INDEX": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert socket.gethostbyname("localhost") == "127.0.0.1"
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_pod_finds_the_others_of_its_job(api):
+    launch = find_launch(DistributedConfig())
+    assert (launch.engine, launch.num_processes, launch.process_id) == ("Kubernetes", 4, 1)
+    assert launch.coordinator == f"{JOB}-0.{JOBSET}:55527"
+    assert launch.local_devices is None
+
+
+def test_the_only_pod_of_a_job_is_alone(api):
+    api.parallelism = 1
+    assert find_launch(DistributedConfig()).is_alone
+
+
+def test_an_account_that_may_not_look_is_told_so(api):
+    api.refuses = True
+    with pytest.raises(ConfigError, match=r"Kubernetes has started this process, and does not say(.|\n)*permission"):
+        find_launch(DistributedConfig())

@@ -1,0 +1,159 @@
+"""Who is there is known, and who is not is named."""
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from optimus_jax.errors import ConfigError
+from optimus_jax.mesh import roll_call
+from optimus_jax.mesh.engines import Launch
+from optimus_jax.mesh.roll_call import RollCall, report
+
+LONG_S = 60.0
+"""Nobody waits for so long here."""
+
+
+@pytest.fixture
+def first():
+    """The launch of process 0 of three, with a port that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Launch(engine="SLURM", why="", coordinator=f"127.0.0.1:{port}", num_processes=3, job="12.0")
+
+
+def other(first, number, **changes):
+    return replace(first, process_id=number, **changes)
+
+
+def soon(seconds=LONG_S):
+    return time.monotonic() + seconds
+
+
+def test_all_come_and_the_port_is_free_for_the_service(first):
+    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+        there = [pool.submit(report, other(first, number), soon()) for number in (1, 2)]
+        call.gather()
+        with socket.create_server(roll_call.address_of(first), family=socket.AF_INET):
+            assert not any(each.done() for each in there)  # the service is not up yet
+            call.release()
+            for each in there:
+                each.result(LONG_S)
+
+
+def test_others_may_come_first(first):
+    said = []
+    with ThreadPoolExecutor() as pool:
+        there = [pool.submit(report, other(first, number), soon(), said.append) for number in (1, 2)]
+        with RollCall(first, soon()) as call:
+            call.gather()
+            call.release()
+        for each in there:
+            each.result(LONG_S)
+    assert said == []
+
+
+def test_all_who_are_there_hear_who_is_missing(first):
+    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+        there = pool.submit(report, other(first, 2), soon())
+        while call.missing != [1]:
+            call._selector.select()
+            hear(call)
+        call._deadline = time.monotonic()
+        with pytest.raises(ConfigError, match="process 1 of 3 did not come in time"):
+            call.gather()
+        with pytest.raises(ConfigError, match=r"process 1 of 3 did not come in time\n  given: process 2 of 3"):
+            there.result(LONG_S)
+
+
+def hear(call):
+    for key, _ in call._selector.select():
+        call._accept() if key.fileobj is call._listener else call._hear(key.data)
+
+
+def test_who_never_finds_process_0_says_so(first):
+    with pytest.raises(ConfigError, match=r"process 0 of 3 did not come in time(.|\n)*refused"):
+        report(other(first, 1), soon(0.1))
+
+
+def test_who_waits_says_for_whom(first, monkeypatch):
+    monkeypatch.setattr(roll_call, "TOLD_AFTER_S", 0.0)
+    said = []
+    with RollCall(first, soon(0.1), said.append) as call, pytest.raises(ConfigError, match="processes 1, 2 of 3"):
+        call.gather()
+    assert said[0].startswith("waiting for processes 1, 2 of 3; process 0 of 3")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"job": "12.1"}, "another run, 12.0, has this port"), ({"num_processes": 4}, "a run of 3 processes")])
+def test_a_process_of_another_run_is_turned_away(first, changes, message):
+    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+        there = pool.submit(report, other(first, 1, **changes), soon())
+        while not there.done():
+            hear_if_any(call)
+        with pytest.raises(ConfigError, match=message):
+            there.result(LONG_S)
+        assert call.missing == [1, 2]
+
+
+def hear_if_any(call):
+    for key, _ in call._selector.select(0.05):
+        call._accept() if key.fileobj is call._listener else call._hear(key.data)
+
+
+def test_two_processes_cannot_have_one_number(first):
+    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+        both = [pool.submit(report, other(first, 1), soon()) for _ in range(2)]
+        while not any(each.done() for each in both):
+            hear_if_any(call)
+        with pytest.raises(ConfigError, match="there is a process 1 already"):
+            next(each for each in both if each.done()).result()
+        assert call.missing == [2]
+        call._deadline = time.monotonic()
+        with pytest.raises(ConfigError):
+            call.gather()
+
+
+def test_who_has_gone_is_missing_again_and_may_come_back(first):
+    said = json.dumps({"process": 1, "of": 3, "job": "12.0", "host": "h", "pid": 7}).encode() + b"\n"
+    with RollCall(first, soon()) as call:
+        with socket.create_connection(roll_call.address_of(first)) as connection:
+            connection.sendall(said)
+            while 1 in call.missing:
+                hear(call)
+        while 1 not in call.missing:
+            hear(call)
+        with socket.create_connection(roll_call.address_of(first)) as connection:
+            connection.sendall(said)
+            while 1 in call.missing:
+                hear(call)
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"\0" * 5000])
+def test_strangers_are_passed_over(first, noise):
+    with RollCall(first, soon()) as call, socket.create_connection(roll_call.address_of(first)) as stranger:
+        stranger.sendall(noise)
+        stranger.shutdown(socket.SHUT_WR)
+        hear(call)  # accepts it
+        while len(call._selector.get_map()) > 1:
+            hear(call)
+        assert call.missing == [1, 2]
+
+
+def test_a_port_that_is_taken(first, monkeypatch):
+    monkeypatch.setattr(roll_call, "_PORT_FREED_S", 0.0)
+    with socket.create_server(roll_call.address_of(first)), pytest.raises(ConfigError, match="process 0 cannot listen"):
+        RollCall(first, soon())
+
+
+def test_a_port_that_becomes_free_is_waited_for(first):
+    taken = socket.create_server(roll_call.address_of(first))
+    freed = threading.Timer(0.1, taken.close)
+    freed.start()
+    with RollCall(first, soon()):
+        freed.join()

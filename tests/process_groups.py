@@ -1,0 +1,86 @@
+"""Groups of processes, each one run: python process_groups.py, then a line of JSON for each group on its standard input.
+
+They are forked from this process, which has imported everything and has begun nothing, so that eight processes do not cost eight
+times the imports. A line says `processes`, `devices` (of each), `hosts` (of each process, made up) and `tasks`, which are done one
+after the other: the arguments of `optimus_jax.train`. The answer is a line of JSON: what each process has to say of each task, or its error.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+import traceback
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import optimus_jax
+from optimus_jax import api, inputs
+from optimus_jax.mesh import hosts
+from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.sharding import local_rows
+from optimus_jax.training.trainer import Trainer
+
+save = Trainer.save
+
+
+def main():
+    for line in sys.stdin:
+        group = json.loads(line)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        pipes = [fork(group, number, address) for number in range(group["processes"])]
+        said = []
+        for pid, read in pipes:
+            with open(read) as file:
+                said.append(json.loads(file.read() or json.dumps("died without a word")))
+            os.waitpid(pid, 0)
+        print(json.dumps(said), flush=True)
+
+
+def fork(group, number, address):
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(read)
+        os.dup2(2, 1)  # Gloo prints
+        try:
+            answer = [do(task, group, number, address) for task in group["tasks"]]
+            if group["processes"] > 1:
+                jax.distributed.shutdown()  # all leave together: who is left behind would be ended
+        except BaseException:
+            answer = traceback.format_exc()
+        with contextlib.suppress(OSError), open(write, "w") as file:
+            json.dump(answer, file)
+        os._exit(0)
+    os.close(write)
+    return pid, read
+
+
+def do(task, group, number, address):
+    jax.config.update("jax_platforms", "cpu")
+    if group["hosts"] is not None:
+        hosts._host = lambda: str(group["hosts"][number])
+    several = {"coordinator": address, "num_processes": group["processes"], "process_id": number} if group["processes"] > 1 else {"distributed.engine": "none"}
+    rows = []
+    inputs.local_rows = lambda *arguments: rows.append(local_rows(*arguments)) or rows[-1]
+    Trainer.save = save if task.pop("saves", False) else lambda *_: None  # which takes a sixth of the time
+    if task.get("resume"):
+        api._compiled = lambda *_: (None, 0)  # no step is left to run
+    result = optimus_jax.train(**task, **several, cpu_devices=group["devices"])
+    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+    return {"losses": [record.loss for record in result.history], "events": events, "rows": rows[-1].tolist(),
+            "state": {name: whole(leaf) for name, leaf in named_leaves(result.state).items()}}
+
+
+def whole(leaf):
+    """Digest of a leaf's bytes, wherever its shards are."""
+    array = np.asarray(multihost_utils.process_allgather(leaf, tiled=True) if jax.process_count() > 1 else leaf)
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The local launcher: who it starts, what it passes on, and what it ends with. (Real runs: test_distributed.py.)"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[1] / "scripts" / "launch.py"
+TOLD = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_ID", "NUM_LOCAL")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Launch a program, which finds `number`, `told`, `say` and `wait`: for a file that another process makes with `say`."""
+    def launch(program, *flags, processes=2, arguments=()):
+        script = tmp_path / "program.py"
+        script.write_text(textwrap.dedent(f"""\
+            import os, pathlib, signal, sys, time
+            told = {{name: os.environ["OPTIMUS_" + name] for name in {TOLD}}}
+            number, there = int(told["PROCESS_ID"]), pathlib.Path({str(tmp_path)!r})
+            def say(name):
+                (there / name).touch()
+            def wait(name):
+                while not (there / name).exists():
+                    time.sleep(0.01)
+            """) + textwrap.dedent(program))
+        return subprocess.Popen([sys.executable, LAUNCH, "--processes", str(processes), *flags, "--", script, *arguments],
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return launch
+
+
+def finish(process):
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
+
+
+def test_each_is_told_who_it_is(start):
+    code, output, errors = finish(start("print(sys.argv[1:], *told.values())", "--cpu-devices", "4", processes=3, arguments=("--model", "m")))
+    assert code == 0
+    lines = [output.strip(), *(line.removeprefix(f"[{number}] ") for number, line in enumerate(sorted(errors.splitlines()), 1))]
+    port = lines[0].split("127.0.0.1:")[1].split()[0]
+    assert lines == [f"['--model', 'm', '--cpu-devices', '4'] 127.0.0.1:{port} 3 {number} {number} 3" for number in range(3)]
+
+
+@pytest.mark.parametrize(("how", "code"), [("sys.exit(75)", 75), ("sys.exit(2)", 2), ("os.kill(os.getpid(), 9)", 137), ("raise ValueError('no')", 1)])
+def test_if_one_fails_all_end_with_its_code(start, how, code):
+    ended, _, errors = finish(start(f"""
+        if number == 1:
+            wait("waiting")
+            {how}
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        say("waiting")
+        while True:
+            time.sleep(0.01)
+        """))
+    assert ended == code
+    assert ("[1] ValueError: no" in errors) == (code == 1)
+
+
+def test_who_does_not_end_in_time_is_killed(start):
+    code, _, _ = finish(start("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say(f"waiting-{number}")
+        wait("waiting-0")
+        if number == 1:
+            sys.exit(3)
+        while True:
+            time.sleep(0.01)
+        """, "--grace", "0.1"))
+    assert code == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_every_process_once(start, number, tmp_path):
+    launched = start("""
+        seen = []
+        for number_ in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number_, lambda number, _: seen.append(number))
+        say(f"ready-{number}")
+        while not seen:
+            time.sleep(0.01)
+        say(f"seen-{number}")
+        wait("seen-0")
+        wait("seen-1")
+        print("seen", *map(int, seen), flush=True)
+        sys.exit(75)
+        """)
+    while not all((tmp_path / f"ready-{which}").exists() for which in range(2)):
+        assert launched.poll() is None
+    launched.send_signal(number)
+    code, output, errors = finish(launched)
+    assert (code, output, errors) == (75, f"seen {int(number)}\n", f"[1] seen {int(number)}\n")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "required"), (("--processes", "0", "--", "train.py"), "at least one process"), (("--processes", "2", "--", "trian.py"), "no such script"),
+    (("--processes", "two", "--", "train.py"), "invalid int value"), (("--processes", "2"), "required: SCRIPT")])
+def test_mistakes_end_with_one_message(arguments, message):
+    failed = subprocess.run([sys.executable, LAUNCH, *arguments], capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 2
+    assert message in failed.stderr
+    assert "do: " in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_help_does_not_import_jax():
+    shown = subprocess.run([sys.executable, "-X", "importtime", LAUNCH, "--help"], capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "118"})
+    assert shown.returncode == 0
+    assert "launch.py --processes N [flags] -- SCRIPT" in shown.stdout
+    assert " jax\n" not in shown.stderr
