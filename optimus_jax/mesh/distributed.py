@@ -17,9 +17,11 @@ CONNECT_TIMEOUT_S = 300
 _NEVER_S = 7 * 24 * 3600
 
 
-def connect(config: DistributedConfig) -> None:
+def connect(config: DistributedConfig, heartbeat_s: int) -> None:
     """Join the run's other processes, if it has any. Call it before anything asks for a device.
 
+    Args:
+      heartbeat_s: without a heartbeat of a process JAX aborts the others after so long.
     Raises:
       ConfigError: they did not all come within CONNECT_TIMEOUT_S.
     """
@@ -32,7 +34,8 @@ def connect(config: DistributedConfig) -> None:
     def initialize() -> None:
         try:
             # JAX ends the whole process, with a page of C++ frames, when its own time-out has passed.
-            jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id, initialization_timeout=_NEVER_S)
+            jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id, initialization_timeout=_NEVER_S,
+                                       heartbeat_timeout_seconds=heartbeat_s)
         except Exception as error:
             failures.append(error)
 
