@@ -254,8 +254,8 @@ def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[floa
     while not (job.all_ended() and job.codes() == [0, 0]) and job.starts < 6 and not row["hangs"]:
         before = len(job.lines("events.jsonl"))
         job.start()
-        again = job.clock.wait(lambda: any(event["event"] in ("resume", "start") for event in job.lines("events.jsonl")[before:]) or job.all_ended())
-        if "resumed_at" not in row and again is not None and (resumed := _resumed(job, before)) is not None:
+        job.clock.wait(lambda before=before: _resumed(job, before) is not None or job.all_ended())
+        if "resumed_at" not in row and (resumed := _resumed(job, before)) is not None:
             job.clock.wait(lambda resumed=resumed: job.step > resumed or job.all_ended())
             # A step that was asked for, but whose line was not written, is not missed by anybody.
             row |= {"resumed_at": resumed, "steps_lost": step - resumed, "again_s": round(time.monotonic() - began_s, 2), "restart_s": round(time.monotonic() - ended_s, 2)}
@@ -278,6 +278,7 @@ def _said(job: Job) -> list[str]:
 
 
 def _resumed(job: Job, before: int) -> int | None:
+    """The step that the run goes on from, once it has said so behind that many events."""
     return next((event["step"] for event in job.lines("events.jsonl")[before:] if event["event"] in ("resume", "start")), None)
 
 
