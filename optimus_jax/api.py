@@ -147,12 +147,12 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
         return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=plan,
                          history=run.metrics(), run_dir=run.path)
     except BaseException as error:
-        # Who is told to end while it starts may be started again with --resume; that takes a config.
-        if run is not None and not (isinstance(error, Terminated) and run.is_begun):
-            run.discard()
         # What several processes do together fails in one of them when another or the network has failed.
         is_fault = topology.num_processes > 1 and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
         fault = FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}") if is_fault else None
+        # Who is told to end while it starts, or has to, may be started again with --resume; that takes a config.
+        if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
+            run.discard()
         if watchdog is not None:
             if fault is not None:
                 watchdog.tell(str(fault))

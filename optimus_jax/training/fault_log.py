@@ -1,7 +1,7 @@
 """Events of faults, from whichever process has seen one.
 
 `events.jsonl` has one writer, process 0, which may be the one that is dead. So every process appends what it has seen to a
-file of its own, and the next start, which is alone in the directory, takes over what is new in them. Reading
+file of its own in the run directory's `faults/`, and the next start, which is alone in the directory, takes over what is new in them. Reading
 `events.jsonl` and `faults/*.jsonl` together tells all at any time.
 """
 
@@ -11,10 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from optimus_jax.training.run_directory import RunDirectory
-
-DIRECTORY = "faults"
-"""In the run directory; a file for each process that has seen a fault, named by its number."""
+from optimus_jax.training.run_directory import FAULTS, RunDirectory
 
 
 def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> None:
@@ -25,7 +22,7 @@ def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> 
       step: its newest finished step.
       fields: JSON values.
     """
-    path = run_directory / DIRECTORY / f"{process}.jsonl"
+    path = run_directory / FAULTS / f"{process}.jsonl"
     path.parent.mkdir(exist_ok=True)
     line = json.dumps({"event": "fault", "step": step, "time_s": time.time(), "process": process, **fields}) + "\n"
     with open(path, "ab", buffering=0) as file:
@@ -54,7 +51,7 @@ def take_over(run: RunDirectory) -> int:
 def read_faults(run_directory: Path) -> list[dict[str, Any]]:
     """Every event of the processes' own files, in the order of time; torn lines are passed over."""
     found = []
-    for path in sorted((run_directory / DIRECTORY).glob("*.jsonl")):
+    for path in sorted((run_directory / FAULTS).glob("*.jsonl")):
         for line in path.read_bytes().split(b"\n")[:-1]:
             try:
                 found.append(json.loads(line))

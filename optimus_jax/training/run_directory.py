@@ -37,7 +37,8 @@ EventName = Literal[
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
 SIGNS = "progress"
-"""Directory that several processes write to as soon as there is a run directory."""
+FAULTS = "faults"
+"""Directories that several processes write to as soon as there is a run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,8 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             for path in (self._config, self._plan, self._events, self.path / LOCK):
                 path.unlink(missing_ok=True)
-            shutil.rmtree(self.path / SIGNS, ignore_errors=True)
+            for name in (SIGNS, FAULTS):
+                shutil.rmtree(self.path / name, ignore_errors=True)
             if self.checkpoints.exists():
                 self.checkpoints.rmdir()
             if self._is_made_here:
@@ -175,7 +177,7 @@ class RunDirectory:
             raise ConfigError(explain(
                 "the run directory already holds a run, and runs are never overwritten", given=self.path,
                 do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
-        ours = {LOCK, SIGNS, _unfinished(self._config).name}  # what a start that was killed leaves
+        ours = {LOCK, SIGNS, FAULTS, _unfinished(self._config).name}  # what a start that was killed leaves
         files = (path for path in self.path.iterdir() if path.name not in ours) if self.path.is_dir() else iter(())
         if in_the_way := next(files, None):
             raise ConfigError(explain(
