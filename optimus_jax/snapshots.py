@@ -189,6 +189,8 @@ class _Assembly:
         return Restored(step=self._step, metadata=self._metadata, state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays))
 
     def _missing(self) -> str | None:
+        if not self._leaves:
+            return "no process has written all that it had"
         if any(crc32 == DIFFER for crc32 in self._crc32.values()):
             return "replicas of a piece differ"
         covered: dict[str, int] = dict.fromkeys(self._leaves, 0)
