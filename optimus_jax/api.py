@@ -112,17 +112,20 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
         use_cpu_devices(config.cpu_devices)
     connect(config.distributed, config.faults.heartbeat_s)
     topology = discover()
+    asked_mesh = config.parallel.mesh
     if resume and run_dir is not None:
-        if is_repeated and is_same_layout(config, run_dir):
-            overrides = {}  # nothing is asked for that the run was not asked for before
         if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
             config = on_what_is_there(config, topology)
+        if is_repeated and is_same_layout(config, run_dir):
+            overrides = {}  # nothing is asked for that the run was not asked for before
     here = _here(config, topology)
     saved = _newest(config, run_dir) if resume and run_dir is not None else None
     devices = _Devices(topology=topology, here=here)
     now = in_phase(config, phase_after(config, saved.step if saved else 0))
     choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
     choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
+    if config.parallel.mesh != asked_mesh:
+        choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
     plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
     display = make_display(config.log, config.steps, show=is_writer())
     run: RunDirectory | None = None
