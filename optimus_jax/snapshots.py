@@ -88,7 +88,7 @@ class Snapshots:
     def take(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
         """Begin to write the state after `step`; waits for the snapshot before. `state` may be donated once this returns."""
         self.wait()
-        for old in files.steps(self.root)[:-GENERATIONS]:
+        for old in [other for other in files.steps(self.root) if other < step][:-GENERATIONS]:  # another process may have begun this one
             files.delete(self.root, old)
         leaves = {path: (leaf.shape, leaf.dtype.name) for path, leaf in named_leaves(state).items()}
         held = list(_pieces(state))

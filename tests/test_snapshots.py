@@ -115,6 +115,14 @@ def test_two_generations_stay_and_the_newest_counts(snapshots):
     assert snapshots_of(snapshots, newer_than=20) is None
 
 
+def test_what_another_process_has_begun_is_no_generation(snapshots):
+    """It has ended the step a little earlier: the two before are what is known to be whole."""
+    take(snapshots, 5, 10)
+    files.write(snapshots.root, 15, 1, METADATA, {}, [])
+    take(snapshots, 15)
+    assert files.steps(snapshots.root) == [5, 10, 15]
+
+
 def harm(path, how):
     content = path.read_bytes()
     if how == "removed":

@@ -134,7 +134,7 @@ class Trainer:
                 wish = _REASONS.index("fault" if self.run.failure else self.stop.reason or "done")
                 evaluates = self.eval_batches is not None and (_due(step, config.eval_every) or step == config.steps)
                 saves = _due(step, config.checkpoint.every) or step == config.steps
-                snapshot_due = self.snapshots is not None and self.snapshots.is_due(step) and not saves
+                snapshot_due = self.snapshots is not None and self.snapshots.is_due(step) and step < config.steps
                 # Alone, we can stop at once. Several processes stop a step later, at which all have read the wish.
                 probes = self.overseer is not None and self.overseer.is_probe_due(step)
                 reads_now = evaluates or saves or snapshot_due or probes or (agree is None and wish > 0)
@@ -153,7 +153,7 @@ class Trainer:
                         self._evaluate(state, step)
                 if saves or reason != "done":
                     self.save(state, step)
-                elif snapshot_due and self.snapshots is not None:
+                if snapshot_due and reason == "done" and self.snapshots is not None:
                     with self.progress.during("snapshot"):
                         self.snapshots.take(step, self._stored(state), self._described(step))
                 if probes and self.overseer is not None:
