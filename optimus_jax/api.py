@@ -4,7 +4,6 @@ Order: config, devices, plan, data, program, state (fresh or restored), compile,
 user can get wrong is found before anything expensive begins.
 """
 
-import json
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -13,21 +12,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
-from optimus_jax.checkpoint import Checkpoints, Restored, Saved
-from optimus_jax.config import Config, Precision
+from optimus_jax.checkpoint import Checkpoints, Saved
+from optimus_jax.config import Config
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.executables import Executable, of_running
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
-from optimus_jax.data.dataset import Data
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.tokenizers import ByteTokenizer
-from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError, PlanError, explain
+from optimus_jax.errors import ConfigError, FaultError, OptimusError, PlanError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
+from optimus_jax.first_state import first_state, snapshots_of
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
@@ -44,7 +42,6 @@ from optimus_jax.planning.here import Here, known_devices, measure_devices
 from optimus_jax.planning.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search import Pricing
 from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, repeated_config, resumed_config
-from optimus_jax.snapshots import Snapshots
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.fault_log import take_over
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -53,11 +50,6 @@ from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import RunDirectory, StepRecord
 from optimus_jax.training.state import (
     TrainState,
-    abstract_stored_state,
-    check_stored_model,
-    from_stored,
-    initial_loss_scale,
-    may_be_padded,
 )
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import EXIT_RESTART, StopRequest, Terminated
@@ -255,18 +247,18 @@ def _run(config: Config, devices: _Devices, choice: Choice, program: Program, in
     checkpoints = Checkpoints(
         run.checkpoints, config.checkpoint, warn=display.message,
         saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s))
-    state = _first_state(program, inputs, checkpoints, run, resume, display)
+    state = first_state(program, inputs, checkpoints, run, resume, display)
     now = in_phase(config, phase_after(config, int(state.step)))
     if now != program.config:  # the newest checkpoint was damaged, and the one before it is of an earlier phase
         plan = plan_of(phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing)
         choice = replace(choice, plan=plan)
         program = _program(now, choice)
-        state = _first_state(program, inputs, checkpoints, run, resume, display)
+        state = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
     with together():
         _write_down(config, topology, choice, program, inputs, run, display, first_step, resume)
     with together():
-        snapshots = _snapshots(config, run, display)
+        snapshots = snapshots_of(config, run, display)
         snapshots.forget_after(first_step)
         snapshots.prepare(state)
     started = time.perf_counter()
@@ -389,75 +381,6 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
         "optimizer.warmup_steps": config.warmup_steps, "parallel.mesh": str(plan.axes), "parallel.zero": plan.zero,
         "parallel.microbatches": plan.microbatches, "parallel.attention": plan.attention,
         "parallel.loss_chunk_tokens": plan.loss_chunk_tokens}
-
-
-def _first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run: RunDirectory, resume: bool, display: Display) -> TrainState:
-    """Fresh, or restored onto this plan's mesh whatever mesh saved it."""
-    config = inputs.config
-    if resume and (restored := _newest_state(program, config, checkpoints, run, display)) is not None:
-        _check_same_data(restored.metadata.get("data"), inputs.data, config, display)
-        state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
-        return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display)
-    if resume:
-        display.message("the run has no checkpoint yet: it starts again at step 1")
-    return program.init(jnp.int32(config.seed))
-
-
-def _newest_state(program: Program, config: Config, checkpoints: Checkpoints, run: RunDirectory, display: Display) -> Restored | None:
-    """The newest good state of either tier, as stored; None: there is none. Checkpoints that are damaged are set aside."""
-    target = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
-    latest = checkpoints.latest()
-
-    def from_memory(newer_than: int) -> Restored | None:
-        found = _snapshots(config, run, display).restore(
-            target, newer_than, paddable=may_be_padded, check=lambda metadata: check_stored_model(metadata, config.model))
-        if found is not None:
-            display.message(f"resumed from the snapshot of step {found.step}, which was in memory")
-        return found
-
-    if (found := from_memory(latest.step if latest is not None else 0)) is not None or not checkpoints.steps():
-        return found
-    if latest is not None:
-        check_stored_model(latest.metadata, config.model)
-    restored = checkpoints.restore(target, paddable=may_be_padded)
-    if restored.damaged:
-        if is_writer():
-            for path in checkpoints.set_aside(restored.damaged):
-                display.message(f"the damaged checkpoint is kept as {path}")
-        if (found := from_memory(restored.step)) is not None:
-            return found
-    display.message(f"resumed from the checkpoint of step {restored.step}")
-    return restored
-
-
-def _snapshots(config: Config, run: RunDirectory, display: Display) -> Snapshots:
-    """The second tier of a run that has begun."""
-    started = next((event for event in run.events() if event["event"] == "start"), {})
-    return Snapshots(config.checkpoint.snapshot_dir, run.path, str(started.get("time_s")), config.checkpoint.snapshot_every, display.message)
-
-
-def _check_same_data(before: dict[str, Any] | None, data: Data, config: Config, display: Display) -> None:
-    """Raise DataError if the run that saved `before` had other data: its step k would then be another batch."""
-    if before is None or before == data.identity:
-        return
-    changed = ", ".join(f"{name} was {before.get(name)} and is {data.identity.get(name)}"
-                        for name in {**before, **data.identity} if before.get(name) != data.identity.get(name))
-    if not config.data.allow_change:
-        raise DataError(explain(
-            "the data is not what this run was trained on", given=f"{data.train.name}: {changed}",
-            do="bring back the data, or go on with the new: --set data.allow_change=true"))
-    display.message(f"the data has changed, which data.allow_change allows: {changed}")
-
-
-def _in_precision(config: Config, before: Precision, state: TrainState, program: Program, display: Display) -> TrainState:
-    """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""
-    now = config.precision.compute
-    if now == before or "f16" not in (now, before):
-        return state
-    display.message(f"precision was {before} and is {now}: the loss scale begins anew"
-                    + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1"))
-    fresh = jax.jit(lambda: initial_loss_scale(config.precision), out_shardings=program.state_shardings.loss_scale)
-    return replace(state, loss_scale=fresh())
 
 
 def _compiled(program: Program, state: TrainState, loader: BatchLoader, topology: Topology) -> tuple[Any, int]:
