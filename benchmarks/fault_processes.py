@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+
 TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0", "OPENBLAS_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
 """Compile without optimising; no threads before a fork; and train.py need not start itself again for huge pages."""
@@ -36,12 +38,12 @@ class Server:
         self._changed = threading.Condition()
         threading.Thread(target=self._hear, daemon=True).start()
 
-    def start(self, arguments: list[str], log: Path) -> int:
-        """Begin `train.py arguments`; returns its process id."""
+    def start(self, arguments: list[str], log: Path, *, caches: bool) -> int:
+        """Begin `train.py arguments`, with compiled programs kept or not; returns its process id."""
         assert self._process.stdin is not None
         with self._changed:
             count = len(self._begun)
-            self._process.stdin.write(json.dumps({"arguments": arguments, "log": str(log)}) + "\n")
+            self._process.stdin.write(json.dumps({"arguments": arguments, "log": str(log), "caches": caches}) + "\n")
             self._process.stdin.flush()
             assert self._changed.wait_for(lambda: len(self._begun) > count, timeout=120), "no process was forked"
             return self._begun[-1]
@@ -113,7 +115,7 @@ def _say(value: dict[str, Any]) -> None:
     os.write(1, json.dumps(value).encode() + b"\n")
 
 
-def _become(main: Any, arguments: list[str], log: str) -> NoReturn:
+def _become(main: Any, arguments: list[str], log: str, caches: bool) -> NoReturn:
     """What a forked process does."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -121,6 +123,7 @@ def _become(main: Any, arguments: list[str], log: str) -> NoReturn:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdin.close()
+    jax.config.update("jax_enable_compilation_cache", caches)
     sys.argv = [str(TRAIN), *arguments]
     code = 1
     try:

@@ -81,6 +81,8 @@ class Job:
     host: str
     """Address that process 0 listens at."""
     extra: list[str]
+    caches: bool = True
+    """Whether compiled programs are kept, so that starts are short."""
     clock: Clock = field(default_factory=Clock)
     pids: list[int] = field(default_factory=list)
     starts: int = 0
@@ -90,7 +92,7 @@ class Job:
         self.starts += 1
         address = f"{self.host}:{_free_port()}"
         arguments = [*SETTINGS, "--data", str(self.text), "--run-dir", str(self.run_dir), "--coordinator", address, *self.extra]
-        self.pids = [server.start([*arguments, "--process-id", str(number)], self.log(number)) for number, server in enumerate(self.servers)]
+        self.pids = [server.start([*arguments, "--process-id", str(number)], self.log(number), caches=self.caches) for number, server in enumerate(self.servers)]
 
     def log(self, number: int) -> Path:
         return self.run_dir.with_name(f"{self.run_dir.name}.{number}.log")
@@ -215,7 +217,6 @@ class Case:
     place: str = "plain"
     """`plain`, `namespaces`, or `small` for a small disk."""
     caches: bool = True
-    """Whether compiled programs are kept, so that starts are short."""
 
     @property
     def bound(self) -> int:
@@ -358,10 +359,9 @@ def measure(names: list[str], repetitions: int, out: Path) -> None:
             while (name, number) not in done:
                 case, seed = CASES[name], f"{name}/{number}"
                 extra = ["--set", f"checkpoint.snapshot_every={SNAPSHOT_EVERY if case.snapshots else 0}"]
-                os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(case.caches).lower()
                 with place_for(case) as folder:
                     job = Job(run_dir=folder / "run", text=text, servers=cut if case.place == "namespaces" else plain,
-                              host="10.99.0.1" if case.place == "namespaces" else "127.0.0.1", extra=extra)
+                              host="10.99.0.1" if case.place == "namespaces" else "127.0.0.1", extra=extra, caches=case.caches)
                     try:
                         row = {"case": name, "repetition": number, "seed": seed} | repetition(case, job, random.Random(seed), undisturbed)
                     except StoodStill:
