@@ -38,7 +38,7 @@ SETTINGS = [
     "--model", "gpt2-nano", "--steps", str(STEPS), "--global-batch", "8", "--seq-len", "32", "--eval-every", "0", "--progress", "plain",
     "--checkpoint-every", str(CHECKPOINT_EVERY), "--mesh", "fsdp=4", "--cpu-devices", "2", "--num-processes", "2", "--resume", "auto",
     "--set", "model.num_layers=1", "--set", "model.embed_dim=32", "--set", "model.mlp_dim=64", "--set", "model.head_dim=4",
-    "--set", "faults.silence_s=5", "--set", "faults.floor_s=8", "--set", "faults.ceiling_s=30", "--set", "faults.start_s=60", "--set", "faults.stop_s=5",
+    "--set", "faults.silence_s=5", "--set", "faults.floor_s=8", "--set", "faults.ceiling_s=30", "--set", "faults.connect_s=20", "--set", "faults.start_s=60", "--set", "faults.stop_s=5",
     "--set", "faults.heartbeat_s=15"]
 LIMIT_S = 100.0
 """Nothing may take longer: then it hangs."""

@@ -102,7 +102,7 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
     config = _config_of(model, config, run_dir, resume, overrides, is_repeated)
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
-    connect(config.distributed, config.faults.heartbeat_s)
+    connect(config.distributed, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
     topology = discover()
     asked_mesh = config.parallel.mesh
     if resume and run_dir is not None:

@@ -286,6 +286,8 @@ class FaultConfig:
     """Least limit on a step, an evaluation or a save, however short they have been."""
     ceiling_s: float = 900.0
     """Largest limit on them, and the limit while too few are known."""
+    connect_s: float = 300.0
+    """For all processes to find one another."""
     start_s: float = 3600.0
     """Limit on what happens once: restoring, measuring devices, compiling."""
     silence_s: float = 30.0
@@ -296,7 +298,7 @@ class FaultConfig:
     """Without a heartbeat before JAX itself aborts a process (exit code 134): the second line, where the run directory shows no signs of life."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "floor_s", "ceiling_s", "start_s", "silence_s", "stop_s", "heartbeat_s")
+        _check_positive(self, "floor_s", "ceiling_s", "connect_s", "start_s", "silence_s", "stop_s", "heartbeat_s")
         if self.floor_s > self.ceiling_s:
             raise ConfigError(explain("a limit cannot lie below its floor and above its ceiling", given=f"faults.floor_s={self.floor_s}, faults.ceiling_s={self.ceiling_s}",
                                       do="choose floor_s <= ceiling_s"))

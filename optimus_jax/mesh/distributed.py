@@ -10,20 +10,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config import DistributedConfig
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 
-CONNECT_TIMEOUT_S = 300
-"""How long a process waits for the others to start."""
 _NEVER_S = 7 * 24 * 3600
 
 
-def connect(config: DistributedConfig, heartbeat_s: int) -> None:
+def connect(config: DistributedConfig, *, timeout_s: float, heartbeat_s: int) -> None:
     """Join the run's other processes, if it has any. Call it before anything asks for a device.
 
     Args:
+      timeout_s: how long this process waits for the others to start.
       heartbeat_s: without a heartbeat of a process JAX aborts the others after so long.
     Raises:
-      ConfigError: they did not all come within CONNECT_TIMEOUT_S.
+      FaultError: they did not all come in time; one may have died on the way.
+      ConfigError: they cannot be connected.
     """
     if config.num_processes is None:
         return
@@ -42,10 +42,10 @@ def connect(config: DistributedConfig, heartbeat_s: int) -> None:
     # JAX waits in C++, where no signal reaches Python; waiting for a thread, we hear them.
     thread = threading.Thread(target=initialize, daemon=True, name="connect")
     thread.start()
-    thread.join(CONNECT_TIMEOUT_S)
+    thread.join(timeout_s)
     if thread.is_alive():
-        raise ConfigError(explain(
-            f"the processes of this run have not found one another in {CONNECT_TIMEOUT_S} s",
+        raise FaultError(explain(
+            f"the processes of this run have not found one another in {timeout_s:g} s",
             given=f"process {config.process_id} of {config.num_processes}, process 0 expected at {config.coordinator}",
             do="see whether each of them is running and what it has printed, and whether --coordinator can be reached from here"))
     if failures and isinstance(failures[0], jax.errors.JaxRuntimeError):
