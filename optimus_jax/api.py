@@ -4,30 +4,28 @@ Order: config, devices, plan, data, program, state (fresh or restored), compile,
 user can get wrong is found before anything expensive begins.
 """
 
-import json
 import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from optimus_jax.checkpoint import Checkpoints, Saved
-from optimus_jax.config import Config, Precision
+from optimus_jax.config import Config
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.executables import Executable, of_running
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
-from optimus_jax.data.dataset import Data
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.tokenizers import ByteTokenizer
-from optimus_jax.errors import ConfigError, DataError, OptimusError, PlanError, explain
-from optimus_jax.first_plan import fastest_tried, own_plan
+from optimus_jax.errors import ConfigError, FaultError, OptimusError, PlanError, explain
+from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
+from optimus_jax.first_state import first_state, snapshots_of
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.cpu import return_freed_memory, use_cpu_devices
@@ -45,23 +43,21 @@ from optimus_jax.planning.here import Here, known_devices, measure_devices
 from optimus_jax.planning.kept import of_first_process
 from optimus_jax.planning.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search import Pricing
-from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, resumed_config
+from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, repeated_config, resumed_config
 from optimus_jax.training.display import Display, make_display
+from optimus_jax.training.fault_log import take_over
 from optimus_jax.training.optimizer import peak_learning_rate
+from optimus_jax.training.progress import Progress
 from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import RunDirectory, StepRecord
 from optimus_jax.training.state import (
     TrainState,
-    abstract_stored_state,
-    check_stored_model,
-    from_stored,
-    initial_loss_scale,
-    may_be_padded,
 )
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import EXIT_RESTART, StopRequest, Terminated
 from optimus_jax.training.tensorboard import TensorBoardWriter, check_installed
 from optimus_jax.training.trainer import Outcome, Reason, Trainer
+from optimus_jax.training.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +82,7 @@ class RunResult:
 
 
 def train(model: str | None = None, *, config: Config | str | Path | None = None, run_dir: str | Path | None = None,
-          resume: bool = False, **overrides: Any) -> RunResult:
+          resume: bool | Literal["auto"] = False, **overrides: Any) -> RunResult:
     """Train a model, or go on training one.
 
     Signals are the caller's until the first step; from then on SIGINT and SIGTERM stop the run (training/stopping.py).
@@ -95,35 +91,48 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
       model: name of a preset; needed unless resuming or a config is given, whose model it replaces.
       config: settings to begin with, as a value or the path of a config.json.
       run_dir: where the run is kept; None: a new directory under `runs/`.
-      resume: go on with the run in `run_dir` from its newest good checkpoint.
+      resume: go on with the run in `run_dir` from its newest good checkpoint; `auto`: if there is one, and begin it otherwise, so that
+        a job that is started again can use the same words each time.
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list of paths)
         or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which takes text as `--set` does.
     Raises:
       OptimusError: something that the user can mend; its text says how.
+      FaultError: of several processes, another one or the network has failed; the run is worth resuming.
     """
-    config = _config_of(model, config, run_dir, resume, overrides)
+    is_repeated = resume == "auto"
+    resume = bool(resume) and (not is_repeated or (run_dir is not None and RunDirectory(run_dir).is_begun))
+    config = _config_of(model, config, run_dir, resume, overrides, is_repeated)
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
     with named(launch):
-        return _train(config, launch, run_dir, resume, overrides)
+        return _train(config, launch, run_dir, resume, overrides, is_repeated)
 
 
-def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: bool, overrides: dict[str, Any]) -> RunResult:
+def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: bool, overrides: dict[str, Any], is_repeated: bool) -> RunResult:
     """`train`, from what was asked for and who else there is."""
     if launch.is_alone and not resume and run_dir is not None:
         RunDirectory(run_dir).check_free()
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
-    connect(launch)
+    connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
     topology = discover()
+    asked_mesh = config.parallel.mesh
+    if resume and run_dir is not None:
+        if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
+            config = on_what_is_there(config, topology)
+        if is_repeated and is_same_layout(config, run_dir):
+            overrides = {}  # nothing is asked for that the run was not asked for before
     here = _here(config, topology)
     saved = _newest(config, run_dir) if resume and run_dir is not None else None
     devices = _Devices(topology=topology, here=here, launch=launch)
     now = in_phase(config, phase_after(config, saved.step if saved else 0))
     choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
     choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
+    if config.parallel.mesh != asked_mesh:
+        choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
     plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
     display = make_display(config.log, config.steps, show=is_writer())
     run: RunDirectory | None = None
+    progress, watchdog = Progress(), None
     try:
         with together():
             if config.log.tensorboard and is_writer():
@@ -134,15 +143,29 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
         run = _known_to_all(run, run_dir)
+        progress.begin("start")
+        watchdog = Watchdog.of(run.path, progress, config.faults, process=jax.process_index(), num_processes=topology.num_processes)
         if here is not None and choice.ranked and not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)
-        outcome, plan = _run(config, devices, choice, _program(now, choice), inputs, run, display, resume)
+        outcome, plan = _run(config, devices, choice, _program(now, choice), inputs, run, display, resume, progress)
+        if watchdog is not None:
+            watchdog.close()
+            watchdog = None
         return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=plan,
                          history=run.metrics(), run_dir=run.path)
     except BaseException as error:
-        # Who is told to end while it starts may be started again with --resume; that takes a config.
-        if run is not None and not (isinstance(error, Terminated) and run.is_begun):
+        # What several processes do together fails in one of them when another or the network has failed.
+        is_fault = topology.num_processes > 1 and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+        fault = FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}") if is_fault else None
+        # Who is told to end while it starts, or has to, may be started again with --resume; that takes a config.
+        if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()
+        if watchdog is not None:
+            if fault is not None:
+                watchdog.tell(str(fault))
+            watchdog.close(fault or error)
+        if fault is not None:
+            raise fault from error
         raise
     finally:
         if run is not None:
@@ -187,8 +210,17 @@ def _here(config: Config, topology: Topology) -> Here | None:
 
 
 def _config_of(model: str | None, base: Config | str | Path | None, run_dir: str | Path | None, resume: bool,
-               overrides: dict[str, Any]) -> Config:
+               overrides: dict[str, Any], is_repeated: bool) -> Config:
     """What is to be run; touches no device and writes nothing."""
+    if is_repeated and run_dir is None:
+        raise ConfigError(explain("there is no telling which run to resume", given="--resume auto without a directory",
+                                  do="give --run-dir DIR --resume auto"))
+    if resume and is_repeated and not (model is None and base is None):
+        assert run_dir is not None
+        wanted = make_config(model, overrides, base if base is None or isinstance(base, Config) else read_config(base))
+        config = repeated_config(RunDirectory.resume(run_dir, writer=False).config_text(), wanted)
+        check_family(config.model)
+        return config
     if resume:
         if run_dir is None:
             raise ConfigError(explain("there is no telling which run to resume", given="--resume without a directory",
@@ -223,23 +255,28 @@ def _known_to_all(run: RunDirectory | None, run_dir: str | Path | None) -> RunDi
 
 
 def _run(config: Config, devices: _Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory, display: Display,
-         resume: bool) -> tuple[Outcome, Plan]:
+         resume: bool, progress: Progress) -> tuple[Outcome, Plan]:
     """State, compile, loop; with the plan that the run ended under."""
     topology = devices.topology
     checkpoints = Checkpoints(
         run.checkpoints, config.checkpoint, warn=display.message,
         saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s))
-    state = _first_state(program, inputs, checkpoints, resume, display)
+    state = first_state(program, inputs, checkpoints, run, resume, display)
     now = in_phase(config, phase_after(config, int(state.step)))
     if now != program.config:  # the newest checkpoint was damaged, and the one before it is of an earlier phase
         plan = plan_of(phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing)
         choice = replace(choice, plan=plan)
         program = _program(now, choice)
-        state = _first_state(program, inputs, checkpoints, resume, display)
+        state = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
     with together():
         _write_down(config, devices, choice, program, inputs, run, display, first_step, resume)
+    with together():
+        snapshots = snapshots_of(config, run, display)
+        snapshots.forget_after(first_step)
+        snapshots.prepare(state)
     started = time.perf_counter()
+    progress.begin("compile")
     dealt = inputs.dealt(program, first_step)
     train_step, step_bytes = _compiled(program, state, dealt.loader, topology)
     compile_s = time.perf_counter() - started
@@ -253,15 +290,18 @@ def _run(config: Config, devices: _Devices, choice: Choice, program: Program, in
         trainer = Trainer(
             program=program, train_step=train_step, topology=topology, loader=dealt.loader, eval_batches=dealt.eval_batches,
             bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata={"config": config.to_json(), "data": inputs.data.identity},
-            checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop, overseer=controller)
+            checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop, overseer=controller,
+            progress=progress, snapshots=snapshots)
         try:
             with display, tensorboard or nullcontext():
                 trainer, outcome = _trained(trainer, state, first_step, inputs, controller, changes)
+            progress.begin("end")
         except Exception:
             with suppress(OptimusError):  # the error on its way says more
                 checkpoints.close()
             raise
         checkpoints.close()  # not for a KeyboardInterrupt: who insists does not wait for the save under way
+        snapshots.discard()
         _say_goodbye(display, outcome, run)
         return outcome, trainer.program.plan
 
@@ -296,11 +336,13 @@ def _trained(trainer: Trainer, state: TrainState, step: int, inputs: Inputs, con
             break
         state, step, is_switch = outcome.state, outcome.last_step, outcome.reason == "switch"
         del outcome  # what it holds of the state on devices that are left now would stay there
-        if is_switch and controller is not None:
-            state, executable = controller.carry_out(state, step)
-            trainer = trainer.under(executable.program)
-        if changes is not None and changes.is_due(step):
-            state, trainer = _in_next_phase(trainer, state, step, controller, changes)
+        with trainer.progress.during("switch"):
+            if is_switch and controller is not None:
+                state, executable = controller.carry_out(state, step)
+                trainer = trainer.under(executable.program)
+            if changes is not None and changes.is_due(step):
+                state, trainer = _in_next_phase(trainer, state, step, controller, changes)
+        trainer.progress.forget_steps()
         dealt = inputs.dealt(trainer.program, step)
         trainer = replace(trainer, loader=dealt.loader, eval_batches=dealt.eval_batches)
     if controller is not None:
@@ -334,6 +376,7 @@ def _write_down(config: Config, devices: _Devices, choice: Choice, program: Prog
         raise ConfigError(explain(
             f"the run has come to step {first_step} already", given=f"--steps {config.steps}",
             do=f"leave --steps out, or give more than {first_step}"))
+    take_over(run)
     if abandoned := run.go_back_to(first_step):
         display.message(f"metrics of {abandoned} step(s) after step {first_step} were moved to metrics.abandoned.jsonl: they are run again")
     run.write_config(config.to_json(derived=_derived(config, choice.plan, program)))
@@ -354,47 +397,6 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
         "optimizer.warmup_steps": config.warmup_steps, "parallel.mesh": str(plan.axes), "parallel.zero": plan.zero,
         "parallel.microbatches": plan.microbatches, "parallel.attention": plan.attention,
         "parallel.loss_chunk_tokens": plan.loss_chunk_tokens}
-
-
-def _first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, resume: bool, display: Display) -> TrainState:
-    """Fresh, or restored onto this plan's mesh whatever mesh saved it."""
-    config = inputs.config
-    if resume and checkpoints.steps():
-        if (latest := checkpoints.latest()) is not None:
-            check_stored_model(latest.metadata, config.model)
-        target = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
-        restored = checkpoints.restore(target, paddable=may_be_padded)
-        display.message(f"resumed from the checkpoint of step {restored.step}")
-        _check_same_data(restored.metadata.get("data"), inputs.data, config, display)
-        state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
-        return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display)
-    if resume:
-        display.message("the run has no checkpoint yet: it starts again at step 1")
-    return program.init(jnp.int32(config.seed))
-
-
-def _check_same_data(before: dict[str, Any] | None, data: Data, config: Config, display: Display) -> None:
-    """Raise DataError if the run that saved `before` had other data: its step k would then be another batch."""
-    if before is None or before == data.identity:
-        return
-    changed = ", ".join(f"{name} was {before.get(name)} and is {data.identity.get(name)}"
-                        for name in {**before, **data.identity} if before.get(name) != data.identity.get(name))
-    if not config.data.allow_change:
-        raise DataError(explain(
-            "the data is not what this run was trained on", given=f"{data.train.name}: {changed}",
-            do="bring back the data, or go on with the new: --set data.allow_change=true"))
-    display.message(f"the data has changed, which data.allow_change allows: {changed}")
-
-
-def _in_precision(config: Config, before: Precision, state: TrainState, program: Program, display: Display) -> TrainState:
-    """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""
-    now = config.precision.compute
-    if now == before or "f16" not in (now, before):
-        return state
-    display.message(f"precision was {before} and is {now}: the loss scale begins anew"
-                    + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1"))
-    fresh = jax.jit(lambda: initial_loss_scale(config.precision), out_shardings=program.state_shardings.loss_scale)
-    return replace(state, loss_scale=fresh())
 
 
 def _compiled(program: Program, state: TrainState, loader: BatchLoader, topology: Topology) -> tuple[Any, int]:

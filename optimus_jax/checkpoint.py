@@ -27,7 +27,8 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -46,6 +47,8 @@ T = TypeVar("T")
 
 STATE = "state"
 MANIFEST = "manifest"
+ASIDE = "damaged"
+"""Beside the directory of checkpoints: those that were found to be damaged."""
 
 # Orbax tells every phase of every save at level INFO, which a program that logs at INFO would show; and every error with
 # pages of traceback, once for each thread that it passes, although it raises it as well and we report it.
@@ -66,6 +69,8 @@ class Restored(Saved):
     """A checkpoint with its state on devices."""
 
     state: Any
+    damaged: tuple[int, ...] = ()
+    """Steps of newer checkpoints that were passed over."""
 
 
 class _DamagedError(Exception):
@@ -194,7 +199,7 @@ class Checkpoints:
         damage = {}
         for candidate in reversed(steps) if step is None else [step] if step in steps else []:
             try:
-                return self._read(candidate, abstract_state, paddable, partial)
+                return replace(self._read(candidate, abstract_state, paddable, partial), damaged=tuple(damage))
             except _DamagedError as error:
                 damage[candidate] = str(error)
                 if step is None:
@@ -210,11 +215,31 @@ class Checkpoints:
                   + "".join(f"\n    {at}: {why}" for at, why in damage.items()),
             do="choose another step, bring back the directory from a copy, or start a new run"))
 
+    def set_aside(self, steps: Iterable[int]) -> list[Path]:
+        """Move damaged checkpoints out of the way, where somebody may look at them; nothing is deleted. One process does it, before anyone saves.
+
+        Returns:
+          Where they are now. Those that cannot be moved stay, with a warning.
+        """
+        moved = []
+        for step in steps:
+            target = Path(self._directory).with_name(ASIDE) / str(step)
+            while target.exists():
+                target = target.with_name(f"{target.name}+")
+            try:
+                target.parent.mkdir(exist_ok=True)
+                os.rename(self._directory / str(step), target)
+            except OSError as error:
+                self._warn(f"the damaged checkpoint of step {step} cannot be moved to {target}: {error.strerror or error}")
+            else:
+                moved.append(target)
+        return moved
+
     def _read(self, step: int, abstract_state: Any, paddable: Callable[[str], bool], partial: bool) -> Restored:
         manifest = self._manifest(step)
         asked = named_leaves(abstract_state)
         saved = {name: leaf for name, leaf in manifest["leaves"].items() if name in asked or not partial}
-        _check_same_model(step, saved, asked, paddable)
+        check_same_model(step, saved, asked, paddable)
         restore_args = {
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, strict=not paddable(name))
             for name, leaf in asked.items()}
@@ -288,8 +313,8 @@ class Checkpoints:
                 f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet")))
 
 
-def _check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, Any],
-                      paddable: Callable[[str], bool]) -> None:
+def check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, Any],
+                     paddable: Callable[[str], bool]) -> None:
     """Raises CheckpointError, naming the first leaf which is not in both or has another shape or dtype."""
     for name in [*asked, *saved]:
         have = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else None

@@ -265,9 +265,43 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
     keep_every: int | None = None
     """Checkpoints of steps divisible by this are kept for ever."""
+    snapshot_every: int = 0
+    """Steps between snapshots in host memory, which outlive the processes but not the host (docs/faults.md); 0: none."""
+    snapshot_dir: str = "/dev/shm"
+    """File system in memory that snapshots are written to; they need three times a host's share of the state there."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "keep", "keep_every")
+        if self.snapshot_every < 0:
+            raise ConfigError(explain("checkpoint.snapshot_every cannot be negative", given=self.snapshot_every, do="choose 0 or more steps"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultConfig:
+    """When a process that gets no further is ended, to be started again (docs/faults.md)."""
+
+    watch: Literal["auto", "on", "off"] = "auto"
+    """Whether progress is watched; auto: in runs of several processes. Alone, a process may be held in a debugger."""
+    floor_s: float = 60.0
+    """Least limit on a step, an evaluation or a save, however short they have been."""
+    ceiling_s: float = 900.0
+    """Largest limit on them, and the limit while too few are known."""
+    connect_s: float = 300.0
+    """For all processes to find one another."""
+    start_s: float = 3600.0
+    """Limit on what happens once: restoring, measuring devices, compiling."""
+    silence_s: float = 30.0
+    """Without a sign of life from another process before it counts as lost; it may be dead, stopped or cut off."""
+    stop_s: float = 20.0
+    """After SIGTERM, for the step under way to end; without that the process ends and does not save."""
+    heartbeat_s: int = 100
+    """Without a heartbeat before JAX itself aborts a process (exit code 134): the second line, where the run directory shows no signs of life."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "floor_s", "ceiling_s", "connect_s", "start_s", "silence_s", "stop_s", "heartbeat_s")
+        if self.floor_s > self.ceiling_s:
+            raise ConfigError(explain("a limit cannot lie below its floor and above its ceiling", given=f"faults.floor_s={self.floor_s}, faults.ceiling_s={self.ceiling_s}",
+                                      do="choose floor_s <= ceiling_s"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,6 +399,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
     controller: ControlConfig = field(default_factory=ControlConfig)
     steps: int = 300
     """Optimizer steps of the whole run."""

@@ -1,6 +1,6 @@
 """Errors that a user can act on.
 
-Every one of them is the user's to mend (exit code 2 at the command line), so its text says
+Every OptimusError is the user's to mend (exit code 2 at the command line), so its text says
 what happened, what was given and what to do. A mistake of ours is an `assert` or whatever
 Python raises.
 """
@@ -31,6 +31,10 @@ class CheckpointError(OptimusError):
 
 class RunDirectoryError(OptimusError):
     """A run's directory cannot be made, read or written, or is another process's."""
+
+
+class FaultError(Exception):
+    """A machine, the network or another process has failed, and nobody can mend it here: the run is worth starting again (exit code 75)."""
 
 
 def explain(what: str, *, given: object, do: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from optimus_jax.checkpoint import Saved
 from optimus_jax.config import Config
 from optimus_jax.control.journal import plan_to_resume
+from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.phases import in_phase, phase_after
 from optimus_jax.plan import Plan
@@ -22,6 +23,19 @@ from optimus_jax.training.run_directory import RunDirectory
 
 LAYOUT_SETTINGS = ("parallel.", "precision.")
 """A resumed run keeps its plan unless one of these is given."""
+
+
+def on_what_is_there(config: Config, topology: Topology) -> Config:
+    """The config of a run that goes on, its layout left to the planner if the mesh that it names is for another number of devices."""
+    if config.parallel.mesh == "auto" or AxisSizes.parse(config.parallel.mesh).num_devices == topology.num_devices:
+        return config
+    return replace(config, parallel=replace(config.parallel, mesh="auto", microbatches=None, schedule="auto", repeats=None, layers_per_stage=(), zero=None))
+
+
+def is_same_layout(config: Config, run_dir: str | Path) -> bool:
+    """Whether a config asks for the layout that the run in a directory was asked to have."""
+    old = Config.from_json(RunDirectory(run_dir, writer=False).config_text())
+    return (config.parallel, config.precision) == (old.parallel, old.precision)
 
 
 def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides: dict[str, Any], saved: Saved | None, prices: Prices) -> Choice | None:

@@ -86,6 +86,25 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
     return new
 
 
+def repeated_config(text: str, wanted: Config) -> Config:
+    """The config of a run that goes on by the very command that began it, or by one that changes what may change.
+
+    Args:
+      text: the run's config.json.
+      wanted: what the command says, as for a new run.
+    Raises:
+      ConfigError: it would be another run.
+    """
+    old = Config.from_json(text)
+    fixed = [name for name in setting_names(Config) if name.startswith(FIXED_FOR_A_RUN) and name != "data.allow_change"
+             and not name.startswith("model.rope_scaling.")] + ["model.rope_scaling"]
+    if changed := [name for name in fixed if _value(old, name) != _value(wanted, name)]:
+        raise ConfigError(explain(
+            "the run in this directory has another model, data or seed", given="changes to " + ", ".join(changed),
+            do="give what the run was begun with, or start a new run with another --run-dir"))
+    return wanted
+
+
 def typed(changes: Mapping[str, Any]) -> str:
     """What to type for these settings: a flag where there is one, else `--set`.
 

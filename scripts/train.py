@@ -22,14 +22,15 @@ if __name__ == "__main__":
     exit_when_asked()
 
 import argparse
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from optimus_jax.config import Config
-from optimus_jax.errors import ConfigError, OptimusError, explain, nearest
+from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain, nearest
 from optimus_jax.presets import PRESETS
 from optimus_jax.request import SHORT_NAMES
 
 USER_ERROR = 2
+RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--eval-every", metavar="N", help=f"steps between held-out losses (default: {default.eval_every})")
     flags.add_argument("--checkpoint-every", metavar="N", help=f"steps between saves (default: {default.checkpoint.every})")
     flags.add_argument("--run-dir", metavar="DIR", help="where the run is kept (default: new, under runs/)")
-    flags.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
+    flags.add_argument("--resume", nargs="?", const="always", choices=["always", "auto"], metavar="auto",
+                       help="go on with the run in --run-dir; auto: or begin it")
     flags.add_argument("--progress", metavar="NAME", help=f"auto, rich, plain, none (default: {default.log.progress})")
     flags.add_argument("--cpu-devices", metavar="N", help="virtual devices of a CPU (default: what JAX finds)")
     flags.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")
@@ -81,7 +83,7 @@ def settings(given: dict) -> dict:
 
 
 def main() -> int:
-    """Exit code: 0 done or stopped by Ctrl-C and saved, 2 the user's error, 75 stopped by SIGTERM and worth restarting,
+    """Exit code: 0 done or stopped by Ctrl-C and saved, 2 the user's error, 75 stopped by SIGTERM or ended for a fault and worth restarting,
     130 ended by Ctrl-C before the first step or, asked twice, without saving."""
     flags = parser()
     parsed, unknown = flags.parse_known_args()
@@ -98,17 +100,24 @@ def main() -> int:
         if "cpu_devices" in given:
             restart_with_huge_pages()
         raise_when_asked()
-        return train(given.get("model"), config=given.get("config"), run_dir=given.get("run_dir"), resume=given.get("resume", False),
+        return train(given.get("model"), config=given.get("config"), run_dir=given.get("run_dir"), resume=RESUME[given.get("resume")],
                      **overrides).exit_code
     except OptimusError as error:
-        print("\n  ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        print(f"error: {told(error)}", file=sys.stderr)
         return USER_ERROR
+    except FaultError as error:
+        return end_now(f"fault: {told(error)}", EXIT_RESTART)
     except StoppedAtOnce:
         return end_now("stopped without saving; checkpoints from before are whole", EXIT_INTERRUPT)
     except KeyboardInterrupt:
         return end_now(NOT_BEGUN, EXIT_INTERRUPT)
     except Terminated:
         return end_now(NOT_BEGUN, EXIT_RESTART)
+
+
+def told(error: Exception) -> str:
+    """With what was noted about it on its way."""
+    return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def end_now(text: str, code: int) -> NoReturn:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -20,9 +21,11 @@ from optimus_jax import api
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import CheckpointConfig, Config
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError, PlanError, RunDirectoryError
+from optimus_jax.first_plan import on_what_is_there
 from optimus_jax.generation import load_text_model
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.restack import is_stacked
+from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.training import run_directory
 from optimus_jax.training.display import Display
@@ -226,8 +229,62 @@ def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_pat
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     capsys.readouterr()
     resumed = optimus_jax.train(run_dir=run_dir, resume=True)
-    assert f"checkpoint of step {STEPS} is damaged" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"checkpoint of step {STEPS} is damaged" in shown
     assert losses(resumed) == uninterrupted[0]
+    aside = run_dir / "damaged" / str(STEPS)
+    assert f"is kept as {aside}" in shown
+    assert aside.is_dir(), "set aside, not deleted"
+    assert newest.is_dir(), "saved anew"
+
+
+def test_the_same_words_begin_a_run_and_go_on_with_it(uninterrupted, text, tmp_path, stop_at, monkeypatch):
+    words = {"run_dir": tmp_path / "run", "data": text, "mesh": "data=2,fsdp=2,tensor=2", "resume": "auto", **TINY}
+    stop_at(3, signal.SIGTERM)
+    stopped = optimus_jax.train("gpt2-nano", **words)
+    assert stopped.exit_code == EXIT_RESTART
+    monkeypatch.undo()
+    resumed = optimus_jax.train("gpt2-nano", **words)
+    assert losses(resumed) == uninterrupted[0]
+    with pytest.raises(ConfigError, match=r"another model, data or seed\n.*changes to seed"):
+        optimus_jax.train("gpt2-nano", **words | {"seed": 1})
+
+
+def test_auto_needs_to_know_where(text):
+    with pytest.raises(ConfigError, match="--run-dir DIR --resume auto"):
+        optimus_jax.train("gpt2-nano", data=text, resume="auto", **TINY)
+
+
+def test_a_killed_run_goes_on_from_its_snapshot(uninterrupted, text, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        """In place of SIGKILL: nothing is saved or put in order."""
+
+    def die(self, record):
+        if record.step == 6:
+            raise Killed
+
+    words = {"run_dir": tmp_path / "run", "data": text, "mesh": "data=2,fsdp=2,tensor=2", "resume": "auto",
+             **TINY | {"checkpoint.snapshot_every": 2, "checkpoint.snapshot_dir": str(tmp_path), "checkpoint_every": 3}}
+    monkeypatch.setattr(Display, "step", die)
+    with pytest.raises(Killed):
+        optimus_jax.train("gpt2-nano", **words)
+    monkeypatch.undo()
+    (memory,) = tmp_path.glob("optimus_jax-*/*")
+    assert sorted(path.name for path in memory.iterdir()) == ["2", "4"], "it dies before the next"
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6", ignore_errors=True)
+    resumed = optimus_jax.train("gpt2-nano", **words)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resume"] == [4]
+    assert losses(resumed) == uninterrupted[0]
+    assert not list(tmp_path.glob("optimus_jax-*")), "the memory is given back"
+
+
+def test_a_mesh_for_devices_that_are_lost_is_left_to_the_planner():
+    config = Config().with_values({"parallel.mesh": "data=2,fsdp=2,tensor=2", "parallel.microbatches": 2, "parallel.remat": "dots"})
+    topology = Topology(num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)
+    freed = on_what_is_there(config, topology).parallel
+    assert (freed.mesh, freed.microbatches, freed.remat) == ("auto", None, "dots")
+    assert on_what_is_there(config, replace(topology, num_devices=8)) == config
 
 
 def test_a_pipeline_resumed_is_bit_identical(through_stages, crashed):

@@ -11,35 +11,37 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 from optimus_jax.mesh.engines import PROGRAM, Launch
 from optimus_jax.mesh.roll_call import RollCall, address_of, report
 
-CONNECT_TIMEOUT_S = 300
-"""How long a process waits for the others to start."""
 _NEVER_S = 7 * 24 * 3600
 _SERVED_S, _POLL_S = 5.0, 0.01
 """How long process 0 waits for its own service to answer before it lets the others try, and how often it looks."""
 
 
-def connect(launch: Launch) -> None:
+def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
     """Join the run's other processes, if it has any. Call it before anything asks for a device.
 
+    Args:
+      timeout_s: how long this process waits for the others to start.
+      heartbeat_s: without a heartbeat of a process JAX aborts the others after so long.
     Raises:
-      ConfigError: they did not all come within CONNECT_TIMEOUT_S; it names those that are missing.
+      FaultError: they did not all come in time; one may have died on the way. It names those that are missing.
+      ConfigError: they cannot be connected.
     """
     if launch.is_alone or launch.engine == PROGRAM:
         return
     # JAX's own handler would swallow the SIGTERM that asks us to save and stop (training/stopping.py).
     jax.config.update("jax_enable_preemption_service", False)
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     if launch.process_id > 0:
         report(launch, deadline)
-        _join(launch, _joining(launch), deadline)
+        _join(launch, _joining(launch, heartbeat_s), deadline)
         return
     with RollCall(launch, deadline) as roll_call:
         roll_call.gather()
-        joining = _joining(launch)
+        joining = _joining(launch, heartbeat_s)
         _await_service(launch, joining)
         roll_call.release()
         _join(launch, joining, deadline)
@@ -48,9 +50,9 @@ def connect(launch: Launch) -> None:
 class _Joining(threading.Thread):
     """JAX waits in C++, where no signal reaches Python; waiting for a thread, we hear them."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, heartbeat_s: int) -> None:
         super().__init__(daemon=True, name="connect")
-        self._launch = launch
+        self._launch, self._heartbeat_s = launch, heartbeat_s
         self.failure: Exception | None = None
 
     def run(self) -> None:
@@ -59,14 +61,14 @@ class _Joining(threading.Thread):
             # JAX ends the whole process, with a page of C++ frames, when its own time-out has passed. What engines.py has
             # found is complete: left to itself JAX would add that a task of SLURM has one GPU.
             jax.distributed.initialize(
-                launch.coordinator, launch.num_processes, launch.process_id, initialization_timeout=_NEVER_S,
+                launch.coordinator, launch.num_processes, launch.process_id, initialization_timeout=_NEVER_S, heartbeat_timeout_seconds=self._heartbeat_s,
                 local_device_ids=launch.local_devices, cluster_detection_method="deactivate")
         except Exception as error:
             self.failure = error
 
 
-def _joining(launch: Launch) -> _Joining:
-    thread = _Joining(launch)
+def _joining(launch: Launch, heartbeat_s: int) -> _Joining:
+    thread = _Joining(launch, heartbeat_s)
     thread.start()
     return thread
 
@@ -83,8 +85,8 @@ def _await_service(launch: Launch, joining: _Joining) -> None:
 def _join(launch: Launch, joining: _Joining, deadline: float) -> None:
     joining.join(max(0.0, deadline - time.monotonic()))
     if joining.is_alive():
-        raise ConfigError(explain(
-            f"the processes of this run have found one another, and JAX has not connected them in {CONNECT_TIMEOUT_S} s",
+        raise FaultError(explain(
+            "the processes of this run have found one another, and JAX has not connected them in time",
             given=f"process {launch.process_id} of {launch.num_processes}, process 0 at {launch.coordinator}",
             do="see what each of them has printed, and unset proxies in the environment (https_proxy and others)"))
     if isinstance(joining.failure, jax.errors.JaxRuntimeError):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, FaultError, explain
 from optimus_jax.mesh.engines import Launch
 
 TOLD_AFTER_S, TOLD_AGAIN_S = 10.0, 60.0
@@ -70,7 +70,7 @@ class RollCall:
         return [number for number in range(1, self._launch.num_processes) if number not in self._present]
 
     def gather(self) -> None:
-        """Return when all are there; the port is free then. Raises ConfigError, here and there, if the deadline passes."""
+        """Return when all are there; the port is free then. Raises FaultError, here and there, if the deadline passes."""
         tell_at = time.monotonic() + TOLD_AFTER_S
         while missing := self.missing:
             now = time.monotonic()
@@ -158,7 +158,8 @@ def report(launch: Launch, deadline: float, say: Say = _say) -> None:
 
     Args: as for `RollCall`.
     Raises:
-      ConfigError: process 0 is not there before the deadline, misses others, or belongs to another run.
+      FaultError: process 0 is not there before the deadline, or misses others.
+      ConfigError: it belongs to another run.
     """
     said = json.dumps({"process": launch.process_id, "of": launch.num_processes, "job": launch.job, "host": socket.gethostname(), "pid": os.getpid()})
     tell_at, why = time.monotonic() + TOLD_AFTER_S, "not tried yet"
@@ -241,8 +242,8 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
         return listener
 
 
-def _not_come(missing: list[int], launch: Launch, more: str = "") -> ConfigError:
-    return ConfigError(explain(
+def _not_come(missing: list[int], launch: Launch, more: str = "") -> FaultError:
+    return FaultError(explain(
         f"the processes of this run have not found one another: {_named(missing)} of {launch.num_processes} did not come in time",
         given=f"{_oneself(launch)}{more}",
         do="see whether each of them is running and what it has printed, and whether --coordinator can be reached from there; "

@@ -4,6 +4,8 @@
     metrics.jsonl   a line per step       events.jsonl    a line per event
     checkpoints/    states                lock            held by the process that writes (run_lock.py)
     metrics.abandoned.jsonl               lines of steps that a resume went back behind, if there were any
+    progress/       signs of life of several processes (signs_of_life.py)
+    faults/         what each process has seen of faults (fault_log.py)
 
 The two logs only grow, so that they can be read while a run goes on and after it was killed at any moment. A line
 without its newline is torn: readers pass over it and `RunDirectory.resume` cuts it off.
@@ -34,6 +36,9 @@ EventName = Literal[
 
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
+SIGNS = "progress"
+FAULTS = "faults"
+"""Directories that several processes write to as soon as there is a run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +164,8 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             for path in (self._config, self._plan, self._events, self.path / LOCK):
                 path.unlink(missing_ok=True)
+            for name in (SIGNS, FAULTS):
+                shutil.rmtree(self.path / name, ignore_errors=True)
             if self.checkpoints.exists():
                 self.checkpoints.rmdir()
             if self._is_made_here:
@@ -170,7 +177,7 @@ class RunDirectory:
             raise ConfigError(explain(
                 "the run directory already holds a run, and runs are never overwritten", given=self.path,
                 do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
-        ours = {LOCK, _unfinished(self._config).name}  # what a start that was killed leaves
+        ours = {LOCK, SIGNS, FAULTS, _unfinished(self._config).name}  # what a start that was killed leaves
         files = (path for path in self.path.iterdir() if path.name not in ours) if self.path.is_dir() else iter(())
         if in_the_way := next(files, None):
             raise ConfigError(explain(

@@ -7,7 +7,7 @@ for the host.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import jax
@@ -22,7 +22,9 @@ from optimus_jax.mesh.distributed import Agreement
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
+from optimus_jax.snapshots import Snapshots
 from optimus_jax.training.display import Display
+from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import RunDirectory, StepRecord
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import Metrics, Program
@@ -97,6 +99,10 @@ class Trainer:
     """Who is told what only the loop can measure, and may end it; None: nobody."""
     last_step: int | None = None
     """Of the phase whose batches these are; None: it lasts until the run ends."""
+    progress: Progress = field(default_factory=Progress)
+    """What this process is at, for those who watch it."""
+    snapshots: Snapshots | None = None
+    """The second tier, in host memory; None: there is none."""
 
     def train(self, state: TrainState) -> Outcome:
         """Run from the step after `state.step` to the config's last, or until asked to stop, and save then; or until another phase begins, or the
@@ -111,6 +117,7 @@ class Trainer:
         reason: Reason = "done"
         unread: _Unread | None = None
         clock = time.perf_counter()
+        self.progress.begin("step")
         batches = self.loader.iterate(step + 1)
         try:
             while step < config.steps and reason == "done":
@@ -120,15 +127,17 @@ class Trainer:
                 batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
                 has_ended = unread is not None and _is_ready(unread.metrics["loss"])
                 called_at = time.perf_counter()
+                self.progress.enter(step)
                 state, metrics = self.train_step(state, batch)
                 if self.overseer is not None:
                     self.overseer.dispatched(data_wait_s=loaded_at - asked_at, dispatch_s=time.perf_counter() - called_at, batch=host_batch)
                 wish = _REASONS.index("fault" if self.run.failure else self.stop.reason or "done")
                 evaluates = self.eval_batches is not None and (_due(step, config.eval_every) or step == config.steps)
                 saves = _due(step, config.checkpoint.every) or step == config.steps
+                snapshot_due = self.snapshots is not None and self.snapshots.is_due(step) and step < config.steps
                 # Alone, we can stop at once. Several processes stop a step later, at which all have read the wish.
                 probes = self.overseer is not None and self.overseer.is_probe_due(step)
-                reads_now = evaluates or saves or probes or (agree is None and wish > 0)
+                reads_now = evaluates or saves or snapshot_due or probes or (agree is None and wish > 0)
                 agreed = wish if agree is None else agree(wish)
                 # Collectives on a CPU are waited for when the next is dispatched: then this is the end of the step.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
@@ -140,11 +149,16 @@ class Trainer:
                     last_loss, clock = self._record(item, clock)
                     reason = _REASONS[max(_REASONS.index(reason), int(item.wish))]
                 if evaluates:
-                    self._evaluate(state, step)
+                    with self.progress.during("evaluation"):
+                        self._evaluate(state, step)
                 if saves or reason != "done":
                     self.save(state, step)
+                if snapshot_due and reason == "done" and self.snapshots is not None:
+                    with self.progress.during("snapshot"):
+                        self.snapshots.take(step, self._stored(state), self._described(step))
                 if probes and self.overseer is not None:
-                    self.overseer.probe(step)
+                    with self.progress.during("probe"):
+                        self.overseer.probe(step)
                 if reason == "done" and step < config.steps and self.overseer is not None and self.overseer.leaves(step):
                     reason = "switch"
                 elif reason == "done" and step < config.steps and step == self.last_step:
@@ -157,7 +171,8 @@ class Trainer:
             batches.close()
         if reason in ("switch", "phase"):  # if a log could not be written, the first step under the next plan finds that out
             return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
-        self.checkpoints.wait()
+        with self.progress.during("save"):
+            self.checkpoints.wait()
         self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
         if self.run.failure:
             self.display.message(f"stopped after step {step}, whose state is saved")
@@ -174,7 +189,7 @@ class Trainer:
     @property
     def watchers(self) -> Sequence[StepWatcher]:
         """Who is shown every step and evaluation."""
-        return tuple(watcher for watcher in (self.display, self.tensorboard, self.overseer) if watcher is not None)
+        return tuple(watcher for watcher in (self.progress, self.display, self.tensorboard, self.overseer) if watcher is not None)
 
     @property
     def _config(self) -> Config:
@@ -215,11 +230,16 @@ class Trainer:
 
     def save(self, state: TrainState, step: int) -> None:
         """Begin to save the state after `step`. Raises CheckpointError if it cannot be written."""
+        with self.progress.during("save"):
+            self.checkpoints.save(step, self._stored(state), self._described(step))
+
+    def _stored(self, state: TrainState) -> TrainState:
+        """As on disk: where the plan has layers in another order, a copy of them, until they have been copied to the host."""
         program = self.program
-        # A copy of all layers where the plan has them in another order, until they have been copied to the host.
-        stored = to_stored(state, program.shapes, program.plan, program.state_shardings)
-        self.checkpoints.save(step, stored, {
-            "plan": self.program.plan.to_json(), "next_step": step + 1, "seed": self._config.seed, **self.metadata})
+        return to_stored(state, program.shapes, program.plan, program.state_shardings)
+
+    def _described(self, step: int) -> dict[str, Any]:
+        return {"plan": self.program.plan.to_json(), "next_step": step + 1, "seed": self._config.seed, **self.metadata}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, FaultError
 from optimus_jax.mesh import roll_call
 from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.roll_call import RollCall, report
@@ -65,9 +65,9 @@ def test_all_who_are_there_hear_who_is_missing(first):
             call._selector.select()
             hear(call)
         call._deadline = time.monotonic()
-        with pytest.raises(ConfigError, match="process 1 of 3 did not come in time"):
+        with pytest.raises(FaultError, match="process 1 of 3 did not come in time"):
             call.gather()
-        with pytest.raises(ConfigError, match=r"process 1 of 3 did not come in time\n  given: process 2 of 3"):
+        with pytest.raises(FaultError, match=r"process 1 of 3 did not come in time\n  given: process 2 of 3"):
             there.result(LONG_S)
 
 
@@ -77,14 +77,14 @@ def hear(call):
 
 
 def test_who_never_finds_process_0_says_so(first):
-    with pytest.raises(ConfigError, match=r"process 0 of 3 did not come in time(.|\n)*refused"):
+    with pytest.raises(FaultError, match=r"process 0 of 3 did not come in time(.|\n)*refused"):
         report(other(first, 1), soon(0.1))
 
 
 def test_who_waits_says_for_whom(first, monkeypatch):
     monkeypatch.setattr(roll_call, "TOLD_AFTER_S", 0.0)
     said = []
-    with RollCall(first, soon(0.1), said.append) as call, pytest.raises(ConfigError, match="processes 1, 2 of 3"):
+    with RollCall(first, soon(0.1), said.append) as call, pytest.raises(FaultError, match="processes 1, 2 of 3"):
         call.gather()
     assert said[0].startswith("waiting for processes 1, 2 of 3; process 0 of 3")
 
@@ -115,7 +115,7 @@ def test_two_processes_cannot_have_one_number(first):
             next(each for each in both if each.done()).result()
         assert call.missing == [2]
         call._deadline = time.monotonic()
-        with pytest.raises(ConfigError):
+        with pytest.raises(FaultError):
             call.gather()
 
 

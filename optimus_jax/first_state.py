@@ -1,0 +1,96 @@
+"""The state that a run begins with: fresh, or the newest good one of either tier of checkpoints."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optimus_jax.checkpoint import Checkpoints, Restored
+from optimus_jax.config import Config, Precision
+from optimus_jax.data.dataset import Data
+from optimus_jax.errors import DataError, explain
+from optimus_jax.inputs import Inputs
+from optimus_jax.mesh.distributed import is_writer
+from optimus_jax.snapshots import Snapshots
+from optimus_jax.training.display import Display
+from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.state import (
+    TrainState,
+    abstract_stored_state,
+    check_stored_model,
+    from_stored,
+    initial_loss_scale,
+    may_be_padded,
+)
+from optimus_jax.training.step import Program
+
+
+def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run: RunDirectory, resume: bool, display: Display) -> TrainState:
+    """Fresh, or restored onto this plan's mesh whatever mesh saved it."""
+    config = inputs.config
+    if resume and (restored := _newest_state(program, config, checkpoints, run, display)) is not None:
+        _check_same_data(restored.metadata.get("data"), inputs.data, config, display)
+        state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
+        return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display)
+    if resume:
+        display.message("the run has no checkpoint yet: it starts again at step 1")
+    return program.init(jnp.int32(config.seed))
+
+
+def _newest_state(program: Program, config: Config, checkpoints: Checkpoints, run: RunDirectory, display: Display) -> Restored | None:
+    """The newest good state of either tier, as stored; None: there is none. Checkpoints that are damaged are set aside."""
+    target = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
+    latest = checkpoints.latest()
+
+    def from_memory(newer_than: int) -> Restored | None:
+        found = snapshots_of(config, run, display).restore(
+            target, newer_than, paddable=may_be_padded, check=lambda metadata: check_stored_model(metadata, config.model))
+        if found is not None:
+            display.message(f"resumed from the snapshot of step {found.step}, which was in memory")
+        return found
+
+    if (found := from_memory(latest.step if latest is not None else 0)) is not None or not checkpoints.steps():
+        return found
+    if latest is not None:
+        check_stored_model(latest.metadata, config.model)
+    restored = checkpoints.restore(target, paddable=may_be_padded)
+    if restored.damaged:
+        if is_writer():
+            for path in checkpoints.set_aside(restored.damaged):
+                display.message(f"the damaged checkpoint is kept as {path}")
+        if (found := from_memory(restored.step)) is not None:
+            return found
+    display.message(f"resumed from the checkpoint of step {restored.step}")
+    return restored
+
+
+def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapshots:
+    """The second tier of a run that has begun."""
+    started = next((event for event in run.events() if event["event"] == "start"), {})
+    return Snapshots(config.checkpoint.snapshot_dir, run.path, str(started.get("time_s")), config.checkpoint.snapshot_every, display.message)
+
+
+def _check_same_data(before: dict[str, Any] | None, data: Data, config: Config, display: Display) -> None:
+    """Raise DataError if the run that saved `before` had other data: its step k would then be another batch."""
+    if before is None or before == data.identity:
+        return
+    changed = ", ".join(f"{name} was {before.get(name)} and is {data.identity.get(name)}"
+                        for name in {**before, **data.identity} if before.get(name) != data.identity.get(name))
+    if not config.data.allow_change:
+        raise DataError(explain(
+            "the data is not what this run was trained on", given=f"{data.train.name}: {changed}",
+            do="bring back the data, or go on with the new: --set data.allow_change=true"))
+    display.message(f"the data has changed, which data.allow_change allows: {changed}")
+
+
+def _in_precision(config: Config, before: Precision, state: TrainState, program: Program, display: Display) -> TrainState:
+    """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""
+    now = config.precision.compute
+    if now == before or "f16" not in (now, before):
+        return state
+    display.message(f"precision was {before} and is {now}: the loss scale begins anew"
+                    + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1"))
+    fresh = jax.jit(lambda: initial_loss_scale(config.precision), out_shardings=program.state_shardings.loss_scale)
+    return replace(state, loss_scale=fresh())

@@ -1,0 +1,233 @@
+"""The second tier: bit for bit onto any mesh, whole or not at all, two generations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import host_leaves
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optimus_jax import snapshot_files as files
+from optimus_jax import snapshots as snapshots_module
+from optimus_jax.errors import CheckpointError, ConfigError
+from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.snapshots import Snapshots
+
+METADATA = {"plan": "p", "next_step": 5}
+SPECS = {"table": PartitionSpec("x", "y"), "bias": PartitionSpec("y"), "half": PartitionSpec(None, "x"), "step": PartitionSpec()}
+OTHER_SPECS = {"table": PartitionSpec("y"), "bias": PartitionSpec(("x", "y")), "half": PartitionSpec("y", "x"), "step": PartitionSpec()}
+
+
+def mesh(*sizes):
+    return jax.make_mesh(sizes, ("x", "y"), devices=jax.devices()[:sizes[0] * sizes[1]], axis_types=(AxisType.Auto,) * 2)
+
+
+def host_state(seed=0, rows=16):
+    """Numbers of every kind, among them those that a sum would change."""
+    draw = np.random.default_rng(seed)
+    table = draw.standard_normal((rows, 8)).astype(np.float32)
+    table[0, :4] = [-0.0, np.nan, np.inf, 1e-42]
+    table[12:] = 0
+    return {"table": table, "bias": draw.standard_normal(8).astype(np.float32), "half": jnp.asarray(draw.standard_normal((4, 4)), jnp.bfloat16), "step": np.int32(seed)}
+
+
+def placed(state, on, specs=SPECS):
+    return {name: jax.device_put(leaf, NamedSharding(on, specs[name])) for name, leaf in state.items()}
+
+
+def abstract(state, on, specs=SPECS):
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, specs[name])) for name, leaf in state.items()}
+
+
+def assert_same_bits(actual, expected):
+    actual, expected = host_leaves(actual), host_leaves(expected)
+    assert actual.keys() == expected.keys()
+    for path, leaf in expected.items():
+        assert actual[path].tobytes() == leaf.tobytes(), path
+
+
+@pytest.fixture
+def warned():
+    return []
+
+
+@pytest.fixture
+def snapshots(tmp_path, warned):
+    made = Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5, warned.append)
+    (tmp_path / "memory").mkdir()
+    made.prepare(placed(host_state(), mesh(4, 2)))
+    yield made
+    made.close()
+
+
+def take(snapshots, *steps):
+    for step in steps:
+        snapshots.take(step, placed(host_state(step), mesh(4, 2)), METADATA | {"next_step": step + 1})
+    snapshots.wait()
+
+
+@pytest.mark.parametrize(("sizes", "specs"), [((4, 2), SPECS), ((2, 4), OTHER_SPECS), ((2, 2), SPECS), ((1, 1), OTHER_SPECS)], ids=str)
+def test_a_state_comes_back_bit_for_bit_on_any_mesh(snapshots, sizes, specs):
+    take(snapshots, 5)
+    target = abstract(host_state(), mesh(*sizes), specs)
+    found = snapshots.restore(target, 4)
+    assert (found.step, found.metadata) == (5, METADATA | {"next_step": 6})
+    assert_same_bits(found.state, host_state(5))
+    assert {name: leaf.sharding for name, leaf in found.state.items()} == {name: leaf.sharding for name, leaf in target.items()}
+
+
+def test_a_state_may_be_donated_once_it_was_taken(snapshots):
+    state = placed(host_state(5), mesh(4, 2))
+    snapshots.take(5, state, METADATA)
+    after = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)(state)
+    jax.block_until_ready(after)
+    assert_same_bits(snapshots_of(snapshots).state, host_state(5))
+
+
+def snapshots_of(snapshots, newer_than=0):
+    snapshots.wait()
+    return snapshots.restore(abstract(host_state(), mesh(4, 2)), newer_than)
+
+
+def test_rows_of_padding_come_and_go(snapshots):
+    take(snapshots, 5)
+    for rows in (12, 24):
+        target = abstract(host_state(), mesh(4, 1))
+        target["table"] = jax.ShapeDtypeStruct((rows, 8), np.float32, sharding=target["table"].sharding)
+        found = snapshots.restore(target, 0, paddable=lambda path: path == "table")
+        expected = np.zeros((rows, 8), np.float32)
+        expected[:min(rows, 16)] = host_state(5)["table"][:rows]
+        assert np.asarray(found.state["table"]).tobytes() == expected.tobytes()
+
+
+def test_rows_that_are_not_padding_are_not_cropped(snapshots, warned):
+    take(snapshots, 5)
+    target = abstract(host_state(), mesh(4, 1))
+    target["table"] = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=target["table"].sharding)
+    assert snapshots.restore(target, 0, paddable=lambda path: path == "table") is None
+    assert "are not padding" in warned[0]
+
+
+def test_two_generations_stay_and_the_newest_counts(snapshots):
+    take(snapshots, 5, 10, 15, 20)
+    assert files.steps(snapshots.root) == [10, 15, 20], "the third goes when the next is taken, for others may not have this one yet"
+    assert snapshots_of(snapshots).step == 20
+    assert snapshots_of(snapshots, newer_than=20) is None
+
+
+def test_what_another_process_has_begun_is_no_generation(snapshots):
+    """It has ended the step a little earlier: the two before are what is known to be whole."""
+    take(snapshots, 5, 10)
+    files.write(snapshots.root, 15, 1, METADATA, {}, [])
+    take(snapshots, 15)
+    assert files.steps(snapshots.root) == [5, 10, 15]
+
+
+def harm(path, how):
+    content = path.read_bytes()
+    if how == "removed":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(content[:-1])
+    else:
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+@pytest.mark.parametrize("name", ["0.bin", "0.json"])
+@pytest.mark.parametrize("how", ["removed", "cut", "turned"])
+def test_what_is_not_whole_is_passed_over(snapshots, warned, name, how):
+    take(snapshots, 5, 10)
+    harm(snapshots.root / "10" / name, how)
+    found = snapshots_of(snapshots)
+    assert found.step == 5
+    assert_same_bits(found.state, host_state(5))
+    assert "the snapshot of step 10 is passed over" in warned[0]
+
+
+def test_half_of_a_snapshot_is_none(snapshots, monkeypatch):
+    """A process that dies while it writes has written no manifest."""
+    take(snapshots, 5)
+    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        files.write(snapshots.root, 10, 0, METADATA, {}, [])
+    monkeypatch.undo()
+    assert snapshots_of(snapshots).step == 5
+
+
+def test_no_room_is_a_warning_and_leaves_nothing(snapshots, warned, monkeypatch):
+    take(snapshots, 5)
+    monkeypatch.setattr(files, "_write_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    take(snapshots, 10)
+    assert "could not be written: No space left on device; the run goes on without it" in warned[0]
+    assert not list((snapshots.root / "10").iterdir())
+    assert snapshots_of(snapshots).step == 5
+
+
+def test_room_is_looked_for_at_the_start(snapshots, monkeypatch):
+    monkeypatch.setattr(snapshots_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(ConfigError, match=r"no room for snapshots(.|\n)*3 times(.|\n)*snapshot_every=0"):
+        snapshots.prepare(placed(host_state(), mesh(4, 2)))
+
+
+def test_another_model_is_an_error(snapshots):
+    take(snapshots, 5)
+    target = abstract(host_state(), mesh(4, 2))
+    target["bias"] = jax.ShapeDtypeStruct((16,), np.float32, sharding=target["bias"].sharding)
+    with pytest.raises(CheckpointError, match="of another model: leaf 'bias' differs"):
+        snapshots.restore(target, 0)
+
+
+def test_another_run_in_the_same_place_sees_nothing(snapshots, tmp_path):
+    take(snapshots, 5)
+    other = Snapshots(tmp_path / "memory", tmp_path / "run", "2.0", 5)
+    assert other.restore(abstract(host_state(), mesh(4, 2)), 0) is None
+
+
+def test_later_steps_of_a_course_that_was_left_are_forgotten(snapshots):
+    take(snapshots, 5, 10)
+    snapshots.forget_after(5)
+    assert files.steps(snapshots.root) == [5]
+
+
+def test_a_run_that_ends_gives_the_memory_back(snapshots, tmp_path):
+    take(snapshots, 5)
+    snapshots.discard()
+    assert not list((tmp_path / "memory").iterdir())
+
+
+def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warned):
+    """Two hosts, each with a replica. One is replaced by an empty one, which gets all pieces; without replicas there is no state."""
+    state = placed(host_state(5), mesh(1, 2))  # along `x` these are replicas: what one of four hosts would write
+    one, empty = (Snapshots(tmp_path / host, tmp_path / "run", "1.0", 5, warned.append) for host in ("one", "empty"))
+    for host, each in (("one", one), ("empty", empty)):
+        (tmp_path / host).mkdir()
+        each.prepare(state)
+    one.take(5, state, METADATA)
+    one.wait()
+    held = files.read(one.root, 5)
+    both = [{"metadata": held.metadata, "leaves": held.leaves, "pieces": [[*key, piece.crc32] for key, piece in held.pieces.items()]},
+            {"metadata": None, "leaves": None, "pieces": []}]
+    sent = []
+
+    def exchanged(value):
+        if isinstance(value, dict):
+            return both
+        return [[5], value] if value == [] else [value, value]
+
+    def broadcast(mine, is_source):
+        assert not is_source
+        assert not mine.any()
+        key = sorted(held.pieces)[len(sent)]
+        sent.append(key)
+        return np.frombuffer(held.pieces[key].read(), np.uint8)
+
+    monkeypatch.setattr(snapshots_module, "_exchanged", exchanged)
+    monkeypatch.setattr(snapshots_module.multihost_utils, "broadcast_one_to_all", broadcast)
+    monkeypatch.setattr(snapshots_module.jax, "process_index", lambda: 1)
+    found = empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0)
+    assert_same_bits(found.state, host_state(5))
+    assert sent == sorted(held.pieces)
+    both[0]["pieces"].pop(0)
+    assert empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0) is None
+    assert "the hosts that are here do not have all of" in warned[-1]
+    assert named_leaves(host_state()).keys() == held.leaves.keys()

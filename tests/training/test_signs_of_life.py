@@ -1,0 +1,83 @@
+"""Silence is measured on the reader's clock, between looks; what never changes is unknown."""
+
+from dataclasses import replace
+
+import pytest
+
+from optimus_jax.training.progress import Progress
+from optimus_jax.training.signs_of_life import MOST_WATCHED, Peer, SignsOfLife
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def pair(tmp_path):
+    (tmp_path / "progress").mkdir()
+    clock = Clock()
+    return clock, [SignsOfLife(tmp_path, number, 2, Progress(clock), clock=clock) for number in range(2)]
+
+
+def other(signs):
+    (peer,) = signs.peers
+    return peer
+
+
+def test_a_process_is_as_silent_as_its_file_is_old(pair):
+    clock, (first, second) = pair
+    first.beat()
+    assert other(first) == Peer(process=1, is_known=False, silent_s=0.0)
+    second._progress.begin("step")
+    second._progress.enter(7)
+    second.beat()
+    clock.now += 3
+    first.beat()
+    seen = other(first)
+    assert (seen.is_known, seen.silent_s, seen.doing, seen.entered, seen.state) == (True, 0.0, "step", 7, "running")
+    clock.now += 40
+    assert other(first).silent_s == 0.0, "nobody has looked since"
+    first.beat()
+    assert other(first) == replace(seen, silent_s=40.0)
+
+
+def test_a_file_of_an_earlier_start_says_nothing(pair):
+    clock, (first, second) = pair
+    second.end("failed", "long ago")
+    for _ in range(3):
+        clock.now += 100
+        first.beat()
+    assert not other(first).is_known
+    assert other(first).state == "running"
+
+
+def test_the_last_word_stays(pair):
+    _, (first, second) = pair
+    first.beat()
+    second.end("failed", "the disk is full")
+    second.end("done")
+    second.beat()
+    first.beat()
+    assert (other(first).state, other(first).why) == ("failed", "the disk is full")
+
+
+def test_while_nobody_can_look_silence_does_not_grow(pair, monkeypatch):
+    clock, (first, second) = pair
+    first.beat()
+    second.beat()
+    first.beat()
+    file = first._path(1)
+    file.unlink()
+    file.mkdir()  # reading is an OSError now, other than that there is no file
+    clock.now += 1000
+    first.beat()
+    assert other(first).silent_s == 0.0
+
+
+def test_many_processes_watch_those_behind_them_and_the_first(tmp_path):
+    signs = SignsOfLife(tmp_path, 990, 1000, Progress())
+    signs.beat()
+    assert [peer.process for peer in signs.peers] == sorted([*range(991, 1000), *range(MOST_WATCHED - 9)])

@@ -1,0 +1,177 @@
+"""What counts as a fault, on a clock that only the test moves; and how a process ends for one."""
+
+import json
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+from test_progress import Clock, record
+
+from optimus_jax.config import FaultConfig
+from optimus_jax.training.progress import Progress
+from optimus_jax.training.signs_of_life import Peer
+from optimus_jax.training.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
+
+SETTINGS = FaultConfig(floor_s=10, ceiling_s=100, start_s=1000, silence_s=30, stop_s=5)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def watchdog(clock, tmp_path, peers=None, **more):
+    """Of a process that is at step 1 of its first steps, beside others if peers are given."""
+    progress = Progress(clock)
+    progress.begin("step")
+    signs = None if peers is None else SimpleNamespace(peers=peers, process=0, end=lambda *_: None)
+    return progress, Watchdog(tmp_path, progress, SETTINGS, signs=signs, clock=clock, **more)
+
+
+def passed(watchdog, clock, seconds):
+    """What is wrong after so long, looked at every second."""
+    for _ in range(round(seconds)):
+        clock.now += 1
+        if (why := watchdog.trouble(clock.now)) is not None:
+            return why
+    return None
+
+
+def steps(progress, clock, times_s):
+    for step, step_time_s in enumerate(times_s, progress.at.done + 1):
+        progress.enter(step)
+        clock.now += step_time_s
+        progress.step(record(step, step_time_s))
+
+
+def test_limits_are_made_from_what_was_usual():
+    clock = Clock()
+    progress = Progress(clock)
+    limits = Limits(SETTINGS, progress)
+    steps(progress, clock, [3.0] * (FEWEST - 1))
+    assert limits.of("step") == SETTINGS.ceiling_s, "too few are known"
+    steps(progress, clock, [3.0] * 8 + [500.0])
+    assert limits.of("step") == FACTOR * 3.0, "an outlier does not move it"
+    progress.forget_steps()
+    steps(progress, clock, [0.001] * FEWEST)
+    assert limits.of("step") == SETTINGS.floor_s
+    progress.forget_steps()
+    steps(progress, clock, [60.0] * FEWEST)
+    assert limits.of("step") == SETTINGS.ceiling_s
+    assert limits.of("compile") == limits.of("start") == SETTINGS.start_s
+
+
+def test_a_step_that_does_not_end_is_noticed(clock, tmp_path):
+    progress, dog = watchdog(clock, tmp_path)
+    steps(progress, clock, [1.0] * FEWEST)
+    progress.enter(FEWEST + 1)
+    assert passed(dog, clock, 9) is None
+    assert passed(dog, clock, 2) == f"step {FEWEST + 1} takes 11 s (limit 10 s)"
+
+
+def test_what_is_no_step_has_a_limit_of_its_own(clock, tmp_path):
+    progress, dog = watchdog(clock, tmp_path)
+    steps(progress, clock, [1.0] * FEWEST)
+    with progress.during("save"):
+        assert passed(dog, clock, 99) is None
+        assert passed(dog, clock, 2) == f"'save' after step {FEWEST} takes 101 s (limit 100 s)"
+    assert passed(dog, clock, 9) is None, "the step begins anew"
+
+
+def test_a_silent_process_is_noticed_and_an_unknown_one_is_not(clock, tmp_path):
+    peers = [Peer(process=1, is_known=False, silent_s=90.0), Peer(process=2, is_known=True, silent_s=29.0, host="there"),
+             Peer(process=3, is_known=True, silent_s=90.0, state="done")]
+    _, dog = watchdog(clock, tmp_path, peers)
+    assert passed(dog, clock, 3) is None
+    peers[1] = Peer(process=2, is_known=True, silent_s=31.0, host="there")
+    assert passed(dog, clock, 1) == "process 2 on there has given no sign of life for 31 s"
+
+
+def test_a_failed_process_is_followed_a_little_later(clock, tmp_path):
+    """If all have the same error, each has the time to say so itself."""
+    _, dog = watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")])
+    assert passed(dog, clock, FAILED_S) is None
+    assert passed(dog, clock, 2) == "process 1 has failed: no room"
+
+
+def test_a_process_that_was_stopped_finds_out(clock, tmp_path):
+    _, dog = watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0)])
+    assert passed(dog, clock, 1) is None
+    clock.now += 60
+    assert dog.trouble(clock.now) == "this process was stopped for 60 s, and the others have gone on without it"
+
+
+def test_alone_a_process_may_be_stopped_for_any_time(clock, tmp_path):
+    """Ctrl-Z, and later fg."""
+    progress, dog = watchdog(clock, tmp_path)
+    steps(progress, clock, [1.0] * FEWEST)
+    assert passed(dog, clock, 1) is None
+    clock.now += 10_000
+    assert dog.trouble(clock.now) is None
+    assert passed(dog, clock, 9) is None
+    assert passed(dog, clock, 2) is not None
+
+
+def test_who_is_late_is_named():
+    peers = [Peer(process=1, is_known=True, silent_s=40.0, doing="step", entered=6), Peer(process=2, is_known=True, silent_s=0.0, doing="step", entered=7),
+             Peer(process=3, is_known=True, silent_s=0.0, doing="save", doing_s=12.0, entered=7), Peer(process=4, is_known=False, silent_s=0.0)]
+    assert late(0, 7, "step", peers) == [
+        "process 1 has not begun step 7: it was at step 6, 'step', 40 s ago", "process 3 is at 'save' for 12 s, and this one at 'step'", "process 4 was never heard of"]
+    assert late(0, 6, "step", peers[1:2]) == ["process 0 has not begun step 7: it is at step 6, 'step'"]
+
+
+def test_the_end_leaves_an_event_with_every_stack(clock, tmp_path, capfd):
+    codes = []
+    progress, dog = watchdog(clock, tmp_path, exit=codes.append)
+    steps(progress, clock, [1.0])
+    dog.end("it got no further")
+    assert codes == [75]
+    assert "fault: it got no further; this process ends with exit code 75" in capfd.readouterr().err
+    event = json.loads((tmp_path / "faults" / "0.jsonl").read_text())
+    assert (event["event"], event["step"], event["what"], event["doing"]) == ("fault", 1, "it got no further", "step")
+    assert "test_the_end_leaves_an_event_with_every_stack" in event["stacks"]
+    assert "MainThread" in event["stacks"]
+
+
+def test_a_disk_that_does_not_answer_does_not_keep_a_process(clock, tmp_path, monkeypatch):
+    codes, never = [], threading.Event()
+    _, dog = watchdog(clock, tmp_path, exit=codes.append)
+    monkeypatch.setattr("optimus_jax.training.watchdog.write_fault", lambda *_, **__: never.wait())
+    monkeypatch.setattr("optimus_jax.training.watchdog.TELL_S", 0.01)
+    dog.end("it got no further")
+    never.set()
+    assert codes == [75]
+
+
+def test_sigterm_is_heard_while_the_main_thread_does_not_run(tmp_path):
+    """The handler of before says nothing: as if Python could not call it."""
+    ended, codes = threading.Event(), []
+
+    def leave(code):
+        codes.append(code)
+        ended.set()
+
+    progress = Progress()
+    progress.begin("step")
+    dog = Watchdog(tmp_path, progress, FaultConfig(stop_s=0.001), exit=leave)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    dog.start()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(60)
+    finally:
+        dog.close()
+        signal.signal(signal.SIGTERM, before)
+    assert codes == [75]
+    assert signal.set_wakeup_fd(-1) == -1, "whoever listened before listens again"
+    assert "told to stop" in json.loads((tmp_path / "faults" / "0.jsonl").read_text())["what"]
+
+
+@pytest.mark.parametrize(("watch", "num_processes", "is_watched"), [("auto", 1, False), ("auto", 2, True), ("on", 1, True), ("off", 2, False)])
+def test_who_is_watched(tmp_path, watch, num_processes, is_watched):
+    dog = Watchdog.of(tmp_path, Progress(), FaultConfig(watch=watch), process=0, num_processes=num_processes)
+    assert (dog is not None) == is_watched
+    if dog is not None:
+        dog.close()
