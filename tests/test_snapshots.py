@@ -227,6 +227,9 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     found = empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0)
     assert_same_bits(found.state, host_state(5))
     assert sent == sorted(held.pieces)
+    monkeypatch.setattr(snapshots_module.multihost_utils, "broadcast_one_to_all", lambda mine, is_source: mine + 1)
+    assert empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0) is None
+    assert "has changed on its way" in warned[-1]
     both[0]["pieces"].pop(0)
     assert empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0) is None
     assert "the hosts that are here do not have all of" in warned[-1]
