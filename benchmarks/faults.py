@@ -176,7 +176,8 @@ def corrupted(job: Job, draw: random.Random) -> dict[str, Any]:
     job.clock.wait(lambda: (job.step >= at and len(list((job.run_dir / "checkpoints").glob("[0-9]*0"))) >= 2) or job.all_ended())
     job.kill()
     whole = sorted((path for path in (job.run_dir / "checkpoints").iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-    files = sorted(path for path in whole[-1].rglob("*") if path.is_file() and path.stat().st_size and "_CHECKPOINT_METADATA" not in path.name)
+    # Those that Orbax reads: not each process's own part, which was merged, nor marks.
+    files = sorted([*(whole[-1] / "state" / "d").iterdir(), whole[-1] / "state" / "manifest.ocdbt", whole[-1] / "manifest" / "metadata"])
     chosen = draw.choice(files)
     how = draw.choice(["half of a file", "a file removed", "a bit turned"])
     content = bytearray(chosen.read_bytes())
