@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from optimus_jax.training.stopping import EXIT_RESTART
+
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
 GLOBAL_BATCH = 8
 MODEL = ["--model", "gpt2-nano", "--set", "model.num_layers=4", "--set", "model.embed_dim=384", "--set", "model.num_heads=6", "--set", "model.num_kv_heads=6",
@@ -123,11 +125,11 @@ class Job:
         """Let it save and end."""
         for process in self._processes:
             process.send_signal(signal.SIGTERM)
-        self.end()
+        self.end(EXIT_RESTART)
 
-    def end(self) -> None:
+    def end(self, expected: int = 0) -> None:
         codes = [process.wait() for process in self._processes]
-        if codes != [0, 0]:
+        if codes != [expected] * len(HOSTS):
             raise SystemExit(f"a process failed: {codes}\n{(self.directory.parent / 'errors0.txt').read_text()[-3000:]}")
 
     def steps(self) -> list[dict]:

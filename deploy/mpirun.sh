@@ -23,11 +23,9 @@ asked=
 trap 'asked=yes; kill -USR1 "$job" 2>/dev/null' INT TERM USR1
 
 for ((start = 0; start <= ${MAX_RESTARTS:-50}; start++)); do
-    resume=()
-    [ -e "$RUN_DIR/config.json" ] && resume=(--resume)
-    echo "start $start: ${resume[*]:-new run} in $RUN_DIR"
+    echo "start $start: $RUN_DIR"
     # In a session of its own, so that Ctrl-C reaches only this script.
-    setsid mpirun "${options[@]}" "${PYTHON:-python}" scripts/train.py "$@" --run-dir "$RUN_DIR" "${resume[@]}" &
+    setsid mpirun "${options[@]}" "${PYTHON:-python}" scripts/train.py "$@" --run-dir "$RUN_DIR" --resume auto &
     job=$!
     until wait "$job" || ! kill -0 "$job" 2>/dev/null; do :; done # a signal ends `wait`, not the job
     wait "$job"

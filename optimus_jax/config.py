@@ -6,6 +6,7 @@ from both is a `Plan`. `None` in a field means "derive it", and the run prints w
 """
 
 import dataclasses
+import ipaddress
 import itertools
 import json
 import math
@@ -329,6 +330,8 @@ class DistributedConfig:
     """Processes of the whole run."""
     process_id: int | None = None
     """This process, from 0. The one field that differs between processes; it is not saved."""
+    bind: str | None = None
+    """Address of process 0's machine on which it listens; None: the coordinator's, if the user has named that as an address, else all."""
     engine: Literal["auto", "none"] = "auto"
     """Whether to ask the environment which cluster engine has started this process; none: it is alone, whatever that says."""
 
@@ -343,9 +346,18 @@ class DistributedConfig:
             if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
                 raise ConfigError(explain("--coordinator names a host and a port", given=self.coordinator,
                                           do="give HOST:PORT, such as 10.0.0.1:1234"))
+        if self.bind is not None and not _is_address(self.bind):
+            raise ConfigError(explain("distributed.bind is an address of the machine of process 0", given=self.bind,
+                                      do="give one such as 10.0.0.1 or ::1; 0.0.0.0 for all of IPv4"))
         if self.num_processes is not None and self.process_id is not None and not 0 <= self.process_id < self.num_processes:
             raise ConfigError(explain("--process-id must lie below --num-processes", given=self,
                                       do=f"choose 0 to {self.num_processes - 1}"))
+
+    @property
+    def listens_on(self) -> str | None:
+        """Address of process 0's machine; None: all that it has. A host's name may mean another address there than elsewhere."""
+        host = (self.coordinator or "").rpartition(":")[0].strip("[]")
+        return self.bind or ("127.0.0.1" if host == "localhost" else host if _is_address(host) else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,6 +484,14 @@ class Config:
           ConfigError: a name is unknown (the nearest known one is named) or a value does not fit.
         """
         return settings.changed(self, values)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_positive(value: Any, *names: str) -> None:

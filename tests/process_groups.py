@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import optimus_jax
-from optimus_jax import api, inputs
+from optimus_jax import inputs, run
 from optimus_jax.mesh import hosts
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.sharding import local_rows
@@ -69,7 +69,7 @@ def do(task, group, number, address):
     inputs.local_rows = lambda *arguments: rows.append(local_rows(*arguments)) or rows[-1]
     Trainer.save = save if task.pop("saves", False) else lambda *_: None  # which takes a sixth of the time
     if task.get("resume"):
-        api._compiled = lambda *_: (None, 0)  # no step is left to run
+        run._compiled = lambda *_: (None, 0)  # no step is left to run
     result = optimus_jax.train(**task, **several, cpu_devices=group["devices"])
     events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
     return {"losses": [record.loss for record in result.history], "events": events, "rows": rows[-1].tolist(),

@@ -119,15 +119,15 @@ SIGNALS = """
 import os, signal
 from optimus_jax.training.display import PlainDisplay
 from optimus_jax.training.trainer import Trainer
-from optimus_jax import api
-compiled = api._compiled
+from optimus_jax import run
+compiled = run._compiled
 """
 
 
 @pytest.mark.parametrize(("when", "code", "message"), [
     ("PlainDisplay.step = lambda self, record: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]", 130, "stopped without saving"),
-    ("api._compiled = lambda *_: os.kill(os.getpid(), signal.SIGINT)", 130, "stopped before training had begun"),
-    ("api._compiled = lambda *_: os.kill(os.getpid(), signal.SIGTERM)", 75, "stopped before training had begun"),
+    ("run._compiled = lambda *_: os.kill(os.getpid(), signal.SIGINT)", 130, "stopped before training had begun"),
+    ("run._compiled = lambda *_: os.kill(os.getpid(), signal.SIGTERM)", 75, "stopped before training had begun"),
 ], ids=["twice", "while compiling", "terminated while compiling"])
 def test_signals_end_with_a_line(tmp_path, text, when, code, message):
     ended = driven(SIGNALS + when, *ONE_LAYER, "--data", text, "--steps", 1000, "--run-dir", tmp_path / "run")

@@ -77,7 +77,7 @@ class Advisor:
       searcher: finds candidates; None: planning.search.search, at once.
       memory: file of what was learnt about this hardware (JSON); None: nothing is read or kept.
       costs: what switches are expected to cost before any was made.
-      num_processes: that devices are dealt out to, in order; None: one for each host.
+      process_of: the process of each device; None: each host has one, and they are in order.
       keeps_devices: whether all devices stay in use, whatever is wrong with them.
     Raises:
       PlanError: `plan` sends over a link of unknown speed, so that nothing can be predicted.
@@ -85,10 +85,10 @@ class Advisor:
 
     def __init__(self, *, pricing: Pricing, plan: Plan, num_steps: int, settings: ControlConfig, phases: Sequence[Phase] = (),
                  searcher: Searcher | None = None, memory: Path | None = None, costs: SwitchCosts | None = None,
-                 num_processes: int | None = None, keeps_devices: bool = False):
+                 process_of: Sequence[int] | None = None, keeps_devices: bool = False):
         self._prices, self._cluster, self._settings, self._num_steps = Prices(pricing), pricing.cluster, settings, num_steps
         self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher), keeps_devices=keeps_devices), memory
-        self._num_processes = num_processes or pricing.cluster.num_hosts
+        self._process_of = process_of or [device // pricing.cluster.devices_per_host for device in range(pricing.cluster.num_devices)]
         self._predictor, self._costs, self._watch, self._memory_watch = Predictor(pricing.calibration), CostModel(costs), Watch(), MemoryWatch()
         self._quarantine = Quarantine(settings.cooldown_steps)
         if memory is not None:
@@ -205,9 +205,8 @@ class Advisor:
 
     @property
     def _straggling(self) -> frozenset[int]:
-        """Ids of the slow process's devices."""
-        index, each = self._watch.straggler, self._cluster.num_devices // self._num_processes
-        return frozenset() if index is None else frozenset(range(index * each, (index + 1) * each))
+        """The slow process's devices, by their numbers in the order of hosts."""
+        return frozenset(device for device, process in enumerate(self._process_of) if process == self._watch.straggler)
 
     def _located(self, conditions: Conditions) -> Conditions:
         """With where in the mesh the slow process is."""
@@ -306,7 +305,8 @@ class Advisor:
         if (question := self._about_phase()) is not None:
             return question
         others = ["devices are back"] * bool(lost - self._lost) + [news] * bool(news) + ["memory is free again"] * (memory == "relieved")
-        if not others:
+        # What is heard before the level of step times is known is weighed with it: on readings alone plans are compared that nothing has been held against.
+        if not others or not self._looked:
             return self._asked_by_time()
         # A switch that has to be, or belongs to a boundary, is not withdrawn for something else; but another plan may be better for it now.
         asked = self._answering if self._pending is not None else None

@@ -24,13 +24,14 @@ from optimus_jax.planning.kept import cache_directory
 from optimus_jax.planning.search import Pricing, Ranking
 from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.signs_of_life import SignsOfLife
 
 COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
 """What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs. For GPUs a guess, until the first switch."""
 
 
 def make_controller(config: Config, topology: Topology, here: Here, switcher: Switcher, *, compile_s: float, changes: PhaseChanges | None,
-                    run: RunDirectory, display: Display) -> Controller:
+                    signs: SignsOfLife | None, run: RunDirectory, display: Display) -> Controller:
     """The controller of a run; every process has to call it.
 
     Args:
@@ -39,6 +40,7 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
       switcher: of the run, which begins under what that has running.
       compile_s: that its step took to compile, from which the first guess of what a switch takes is made.
       changes: of the run's phases; None: it has one.
+      signs: of life of its processes; None: nobody watches.
     """
     assert config.control != "off"
     program = switcher.running.program
@@ -48,14 +50,14 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
         pricing=pricing, plan=program.plan, num_steps=config.steps, settings=settings, searcher=_BackgroundSearch(), phases=phases if changes else (),
         costs=SwitchCosts(prepare_s=2 * compile_s, compile_tax_s=COMPILE_TAX.get(topology.platform, COMPILE_TAX["gpu"]) * compile_s),
         # Fewer processes are another run: what started this one has to start that.
-        num_processes=topology.num_processes, keeps_devices=topology.num_processes > 1,
+        process_of=topology.processes, keeps_devices=topology.num_processes > 1,
         memory=cache_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json")
     for record in switches(run.path):
         if record.is_failure:
             advisor.failed(record.target, f"it was tried at step {record.step}: {record.ended_why}", at_step=record.ended_step)
     probes = Probes(settings.probe_share, here.cluster, kept_profile())
     signals = live_signals(settings, global_batch=program.config.data.global_batch, seq_len=program.config.seq_len, rounds=probes.on(program.mesh),
-                           run_directory=run.path, warn=display.message)
+                           signs=signs, warn=display.message)
     return Controller(mode="auto" if config.control == "auto" else "advise", settings=settings, num_steps=config.steps, advisor=advisor, signals=signals,
                       probes=probes, switcher=switcher, changes=changes, reported=ReportedDevices(run.path, display.message), run=run, display=display)
 

@@ -36,6 +36,8 @@ NEWEST_STEPS = 3
 """With which a plan's first steps are compared where others may be of other conditions: as few as have a median that one outlier does not move."""
 PUZZLED_STEPS = 12
 """For so many steps a plan that is ready waits, at most, for an explanation of steps that have changed since it was chosen."""
+STEADY = 1.5
+"""Steps that take no more than so many times what they took when a plan was chosen, nor less by as much, are taken for the same: compiling beside them explains that."""
 
 
 @dataclass(kw_only=True)
@@ -91,6 +93,8 @@ class Controller:
         self._council = Council()
         self._decision: Decision | None = None
         """The switch that is being prepared, in the process that decided it."""
+        self._decided_among_s: tuple[float, ...] = ()
+        """The newest step times when it was decided."""
         self._upcoming: _Upcoming | None = None
         self._trial: _Trial | None = None
         self._verdict: Verdict | None = None
@@ -218,15 +222,24 @@ class Controller:
     def _consider_going(self, upcoming: _Upcoming, step: int) -> None:
         """Whether what was decided some time ago is still to be done, now that it is ready.
 
-        On cores that are the devices nobody looked at steps while it was compiled. If they are others than they were, why has to be known first.
+        On cores that are the devices the advisor was not shown steps while it was compiled. If they are others than they were, why has to be known first.
         """
         decision, plan = self._decision, upcoming.order.plan
         if decision is None or decision.plan != plan or upcoming.may_go or self._trial is not None or not upcoming.preparation.is_done:
             return
-        if not decision.mandatory and upcoming.looks_since is None:
-            self._council.give(Order(kind="look", plan=plan))
-        elif decision.mandatory or self._is_as_it_was(step - (upcoming.looks_since or 0)):
+        if decision.mandatory or self._is_steady():
             self._council.give(Order(kind="go", plan=plan))
+        elif upcoming.looks_since is None:
+            self._council.give(Order(kind="look", plan=plan))
+        elif self._is_as_it_was(step - upcoming.looks_since):
+            self._council.give(Order(kind="go", plan=plan))
+
+    def _is_steady(self) -> bool:
+        """Whether the last steps, beside the compilation, were about as long as those before it."""
+        newest_s = tuple(self._last_times_s)[-NEWEST_STEPS:]
+        if len(newest_s) < NEWEST_STEPS or not self._decided_among_s or self._advisor.is_puzzled:
+            return False
+        return 1 / STEADY <= statistics.median(newest_s) / statistics.median(self._decided_among_s) <= STEADY
 
     def _is_as_it_was(self, looked_steps: int) -> bool:
         unseen_steps = NEWEST_STEPS if jax.default_backend() == "cpu" else 0
@@ -238,7 +251,7 @@ class Controller:
 
     def _act_on(self, decision: Decision) -> None:
         if decision.plan is not None:
-            self._decision = decision
+            self._decision, self._decided_among_s = decision, tuple(self._last_times_s)[-NEWEST_STEPS:]
             self._council.give(Order(kind="prepare", plan=decision.plan, without=decision.without, at_step=decision.at_step, why=decision.why))
         elif self._decision is not None:
             self._decision = None

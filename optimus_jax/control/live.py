@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -18,6 +17,7 @@ from optimus_jax.control.sources import Signals
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.planning.cluster import BETWEEN, INSIDE, Cluster
 from optimus_jax.planning.hardware import HardwareProfile
+from optimus_jax.training.signs_of_life import SignsOfLife
 
 
 class Probes:
@@ -56,7 +56,7 @@ class Probes:
         return BETWEEN if self._cluster.hosts_crossed(sizes, (axis,)) > 1 else INSIDE
 
 
-def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, rounds: Rounds | None, run_directory: Path,
+def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, rounds: Rounds | None, signs: SignsOfLife | None,
                  warn: Callable[[str], object]) -> Signals:
     """The signals of this process.
 
@@ -65,11 +65,11 @@ def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, ro
       global_batch: examples of a step at first.
       seq_len: tokens of an example at first.
       rounds: on the first mesh.
-      run_directory: for heartbeats.
+      signs: of life of the run's processes; None: nobody watches.
       warn: told when a source breaks.
     """
     devices = jax.local_devices()
-    sources: list[Source] = [DeviceMemory(devices), Heartbeats(run_directory, jax.process_index(), jax.process_count())]
+    sources: list[Source] = [DeviceMemory(devices), Heartbeats(signs)]
     if devices[0].platform == "gpu":
         sources.append(GpuHealth(visible_gpus([device.local_hardware_id for device in devices])))
     return Signals(settings, global_batch=global_batch, seq_len=seq_len, sources=sources, rounds=rounds, clock=time.perf_counter, warn=warn)

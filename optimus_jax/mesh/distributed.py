@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 from optimus_jax.mesh.engines import PROGRAM, Launch
-from optimus_jax.mesh.roll_call import RollCall, address_of, report
+from optimus_jax.mesh.roll_call import RollCall, address_of, bind_address, report
 
 _NEVER_S = 7 * 24 * 3600
 _SERVED_S, _POLL_S = 5.0, 0.01
@@ -62,7 +62,8 @@ class _Joining(threading.Thread):
             # found is complete: left to itself JAX would add that a task of SLURM has one GPU.
             jax.distributed.initialize(
                 launch.coordinator, launch.num_processes, launch.process_id, initialization_timeout=_NEVER_S, heartbeat_timeout_seconds=self._heartbeat_s,
-                local_device_ids=launch.local_devices, cluster_detection_method="deactivate")
+                local_device_ids=launch.local_devices, cluster_detection_method="deactivate",
+                coordinator_bind_address=bind_address(launch))
         except Exception as error:
             self.failure = error
 

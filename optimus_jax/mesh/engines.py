@@ -13,7 +13,7 @@ leave GPUs idle:
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,6 +53,8 @@ class Launch:
     """Processes of the run."""
     process_id: int = 0
     """This one, from 0."""
+    bind: str | None = None
+    """Address on which process 0 listens; None: on all of its machine."""
     local_devices: tuple[int, ...] | None = None
     """Which of the GPUs that it sees are this process's; None: all."""
     job: str = ""
@@ -84,16 +86,17 @@ def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
     if config.engine == "none":
         return Launch(engine=NOBODY, why="distributed.engine=none")
     on_cpu = on_cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
-    return _from_variables(on_cpu) or _from_jax(on_cpu)
+    return _from_variables(config.bind, on_cpu) or replace(_from_jax(on_cpu), bind=config.listens_on)
 
 
 def _asked(config: DistributedConfig, engine: str, why: str, **more: Any) -> Launch:
     assert config.num_processes is not None
     assert config.process_id is not None
-    return Launch(engine=engine, why=why, coordinator=config.coordinator, num_processes=config.num_processes, process_id=config.process_id, **more)
+    return Launch(engine=engine, why=why, coordinator=config.coordinator, num_processes=config.num_processes, process_id=config.process_id,
+                  bind=config.listens_on, **more)
 
 
-def _from_variables(on_cpu: bool) -> Launch | None:
+def _from_variables(bind: str | None, on_cpu: bool) -> Launch | None:
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if not given:
         return None
@@ -101,7 +104,7 @@ def _from_variables(on_cpu: bool) -> Launch | None:
         raise ConfigError(explain("a run of several processes needs all three variables", given=_listed(given), do=f"set {' and '.join(missing)} too, or none"))
     try:
         config = settings.changed(DistributedConfig(), {
-            "coordinator": given[COORDINATOR], "num_processes": given[NUM_PROCESSES], "process_id": given[PROCESS_ID]})
+            "coordinator": given[COORDINATOR], "bind": bind, "num_processes": given[NUM_PROCESSES], "process_id": given[PROCESS_ID]})
         local_id, num_local = int(os.environ.get(LOCAL_ID, 0)), int(os.environ.get(NUM_LOCAL, 1))
     except (ConfigError, ValueError) as error:
         raise ConfigError(explain("the variables for several processes cannot be used", given=f"{_listed(given)}: {str(error).splitlines()[0]}",

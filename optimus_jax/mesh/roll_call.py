@@ -7,6 +7,7 @@ everybody who is there knows who is not.
 """
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -224,20 +225,29 @@ def address_of(launch: Launch) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def bind_address(launch: Launch) -> str | None:
+    """`HOST:PORT` that process 0 listens on; None: all addresses, at the coordinator's port."""
+    if launch.bind is None:
+        return None
+    return f"{f'[{launch.bind}]' if ':' in launch.bind else launch.bind}:{address_of(launch)[1]}"
+
+
 def _listen(launch: Launch, patience_until: float) -> socket.socket:
-    """On all addresses, as JAX's service will."""
+    """Where JAX's service will."""
     port = address_of(launch)[1]
-    both = socket.has_dualstack_ipv6()
+    both = launch.bind is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in (launch.bind or "") else socket.AF_INET
     while True:
         try:
-            listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=1024)
+            listener = socket.create_server((launch.bind or "", port), family=family, dualstack_ipv6=both, backlog=1024)
         except OSError as error:
-            if time.monotonic() < patience_until:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < patience_until:
                 time.sleep(_RETRY_S)
                 continue
             raise ConfigError(explain(
-                "the processes of this run cannot be connected: process 0 cannot listen", given=f"{launch.coordinator}: {error.strerror}",
-                do="give a --coordinator HOST:PORT that is free on the machine of process 0 (under an engine: JAX_COORDINATOR_PORT)")) from error
+                "the processes of this run cannot be connected: process 0 cannot listen", given=f"{bind_address(launch) or launch.coordinator}: {error.strerror}",
+                do="give a --coordinator HOST:PORT that is free on the machine of process 0 (under an engine: JAX_COORDINATOR_PORT); where its "
+                   "machine knows itself by another address: --set distributed.bind=ADDRESS, 0.0.0.0 for all")) from error
         listener.setblocking(False)
         return listener
 

@@ -36,6 +36,11 @@ class Topology:
         processes = f" in {self.num_processes} processes" if self.num_processes > 1 else ""
         return f"{self.num_devices} x {self.device_kind} ({self.platform}){processes}{hosts}"
 
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The process of each device."""
+        return tuple(map(int, self._owners(self.process_of, self.num_processes)))
+
     def crossed(self, axes: AxisSizes) -> Mapping[str, str]:
         """What each axis of a mesh crosses: HOSTS, or only PROCESSES; axes that stay inside a process are left out."""
         found = {}

@@ -9,7 +9,7 @@ What is a fault:
 * the main thread takes longer than the *limit* of what it does, which is made from how long that took before;
 * another process is silent, or says that it has failed;
 * this process itself was stopped for so long that the others have given it up;
-* SIGTERM was received and the step under way does not end. The signal is heard through a file descriptor that Python's C handler
+* a signal to stop (SIGTERM, SIGUSR1) was received and the step under way does not end. The signal is heard through a file descriptor that Python's C handler
   writes to in any thread.
 If not even this thread can run, because C code keeps Python's lock, a timer of `faulthandler`, which needs no Python, ends the process (exit code 1).
 """
@@ -33,7 +33,7 @@ from optimus_jax.config import FaultConfig
 from optimus_jax.training.fault_log import write_fault
 from optimus_jax.training.progress import Activity, Progress
 from optimus_jax.training.signs_of_life import BEAT_S, Peer, SignsOfLife
-from optimus_jax.training.stopping import EXIT_RESTART
+from optimus_jax.training.stopping import EXIT_RESTART, TERMINATING
 
 FEWEST = 5
 """Durations from which a limit is made."""
@@ -107,7 +107,7 @@ class Watchdog:
         self._limits = Limits(settings, progress)
         self._looked_s: float | None = None
         self._told_s: float | None = None
-        """When SIGTERM came."""
+        """When a signal to stop came."""
         self._failed_s: dict[int, float] = {}
         """When others were first seen to have failed."""
         self._heard, self._told = socket.socketpair()
@@ -123,6 +123,11 @@ class Watchdog:
         watchdog = cls(run_directory, progress, settings, process=process, signs=signs)
         watchdog.start()
         return watchdog
+
+    @property
+    def signs(self) -> SignsOfLife | None:
+        """Of the other processes; None: there are none."""
+        return self._signs
 
     def start(self) -> None:
         """From now on, this process may be ended. Raises OSError if no sign of life can be given."""
@@ -195,7 +200,7 @@ class Watchdog:
                 heard = self._heard.recv(64)
                 if 0 in heard:
                     return
-                if signal.SIGTERM in heard and self._told_s is None:
+                if any(number in heard for number in TERMINATING) and self._told_s is None:
                     self._told_s = self._clock()
             if (why := self.trouble(self._clock())) is not None:
                 self.end(why)

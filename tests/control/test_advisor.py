@@ -11,8 +11,10 @@ from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import Advisor, Phase
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
+from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
+from optimus_jax.control.deciding.watch import SETTLING
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation, Reading
 from optimus_jax.errors import PlanError
@@ -115,6 +117,13 @@ def test_a_poor_start_is_mended_once(seed):
     best_s = min(job.true_s(each.plan) for each in search(PRICING).best)
     assert job.true_s(job.plan) < 0.85 * job.true_s(POOR)
     assert job.true_s(job.plan) < 1.1 * best_s
+
+
+def test_nothing_is_weighed_before_the_level_of_step_times_is_known():
+    """Readings alone would have plans compared that no step has been held against."""
+    job = Job(POOR).go(SETTLING + LEAST - 1, SLOW)
+    assert job.decisions == []
+    assert job.go(1, SLOW).decisions[0].trigger == "step times are known"
 
 
 def test_a_short_run_is_left_alone():
@@ -278,6 +287,14 @@ def test_a_straggler_for_hours_is_left_out():
     job.go(9000, slow)
     assert len(job.switches) == 3
     assert job.without >= STRAGGLING
+
+
+def test_the_devices_of_the_slow_process_are_those_that_it_has_wherever_they_are():
+    """Tasks that are dealt out to nodes in turn: the first host has processes 0 and 2, the second 1 and 3, each other one of its own."""
+    dealt = [0] * 4 + [2] * 4 + [1] * 4 + [3] * 4 + [process for process in range(4, 10) for _ in range(8)]
+    job = Job(num_steps=200_000, process_of=dealt).go(300)
+    job.go(30, Conditions(skew=1.5), straggler=2.0)
+    assert job.advisor._straggling == {4, 5, 6, 7}
 
 
 def test_a_slow_stage_gets_fewer_layers_and_its_own_again_when_it_has_recovered():

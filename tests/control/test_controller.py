@@ -1,6 +1,7 @@
 """The controller in whole runs: decisions of a scripted advisor are carried out, kept or taken back, and nothing of the run is lost."""
 
 import json
+import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -238,6 +239,23 @@ def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    monkeypatch.setattr("optimus_jax.control.controller.STEADY", 1e-9)  # steps are never like those before
+    result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
+    assert [event["step"] for event in events(result, "remesh")] == [expected]
+
+
+@pytest.mark.parametrize(("is_puzzled", "expected"), [(False, 6), (True, 6 + PUZZLED_STEPS)])
+def test_a_switch_is_made_at_once_if_steps_beside_the_compilation_were_as_before(scripted, patient, monkeypatch, is_puzzled, expected):
+    class Watching(Advisor):
+        def decide(self, observation):
+            self.is_puzzled = is_puzzled
+            if observation.step == 6:
+                Later.do()
+            return super().decide(observation)
+
+    monkeypatch.setattr(assembly, "Advisor", Watching)
+    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    monkeypatch.setattr("optimus_jax.control.controller.STEADY", math.inf)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 

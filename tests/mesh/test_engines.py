@@ -54,6 +54,21 @@ def test_flags_win(found):
     assert place(found(STEP, MPI, config=config)) == ("flags", "h:1", 3, 2)
 
 
+@pytest.mark.parametrize(("coordinator", "bind", "listens_on"), [
+    ("10.0.0.1:1", None, "10.0.0.1"), ("[fd00::1]:1", None, "fd00::1"), ("localhost:1", None, "127.0.0.1"), ("node7:1", None, None),
+    ("node7:1", "10.0.0.1", "10.0.0.1"), ("10.0.0.1:1", "0.0.0.0", "0.0.0.0")])
+def test_process_0_listens_on_the_address_that_was_named(found, coordinator, bind, listens_on):
+    config = DistributedConfig(coordinator=coordinator, num_processes=3, process_id=2, bind=bind)
+    assert found(config=config).bind == listens_on
+    variables = dict(zip(engines.VARIABLES, (coordinator, "3", "2"), strict=True))
+    assert found(variables, config=DistributedConfig(bind=bind)).bind == listens_on
+
+
+def test_under_an_engine_it_listens_on_all_addresses_or_the_one_that_is_asked_for(found):
+    assert found(MPI).bind is None
+    assert found(MPI, config=DistributedConfig(bind="10.0.0.1")).bind == "10.0.0.1"
+
+
 def test_nobody_is_asked_if_that_is_said(found):
     launch = found(STEP, config=DistributedConfig(engine="none"))
     assert launch.is_alone

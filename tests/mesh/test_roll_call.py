@@ -11,6 +11,7 @@ import pytest
 
 from optimus_jax.errors import ConfigError, FaultError
 from optimus_jax.mesh import roll_call
+from optimus_jax.mesh.distributed import _Joining
 from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.roll_call import RollCall, report
 
@@ -74,6 +75,32 @@ def test_all_who_are_there_hear_who_is_missing(first):
 def hear(call):
     for key, _ in call._selector.select():
         call._accept() if key.fileobj is call._listener else call._hear(key.data)
+
+
+@pytest.mark.parametrize("bind", [None, "127.0.0.1"])
+def test_it_listens_where_it_is_told_to(first, bind):
+    """Every 127.x.y.z is an address of this machine."""
+    port = roll_call.address_of(first)[1]
+    with RollCall(replace(first, bind=bind), soon()):
+        socket.create_connection(("127.0.0.1", port)).close()
+        if bind is None:
+            socket.create_connection(("127.0.0.2", port)).close()
+        else:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", port))
+
+
+def test_an_address_of_another_machine_is_refused_at_once(first):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:\d+: .*\n.*distributed\.bind"):
+        RollCall(replace(first, bind="192.0.2.1"), soon())
+
+
+@pytest.mark.parametrize(("bind", "expected"), [(None, None), ("10.0.0.1", "10.0.0.1:{}"), ("::1", "[::1]:{}")])
+def test_jax_listens_there_too(first, bind, expected, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("jax.distributed.initialize", lambda *_, **options: asked.update(options))
+    _Joining(replace(first, bind=bind), 10).run()
+    assert asked["coordinator_bind_address"] == (expected and expected.format(roll_call.address_of(first)[1]))
 
 
 def test_who_never_finds_process_0_says_so(first):

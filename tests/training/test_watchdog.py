@@ -12,6 +12,7 @@ from test_progress import Clock, record
 from optimus_jax.config import FaultConfig
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.signs_of_life import Peer
+from optimus_jax.training.stopping import TERMINATING
 from optimus_jax.training.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
 
 SETTINGS = FaultConfig(floor_s=10, ceiling_s=100, start_s=1000, silence_s=30, stop_s=5)
@@ -145,7 +146,8 @@ def test_a_disk_that_does_not_answer_does_not_keep_a_process(clock, tmp_path, mo
     assert codes == [75]
 
 
-def test_sigterm_is_heard_while_the_main_thread_does_not_run(tmp_path):
+@pytest.mark.parametrize("number", TERMINATING)
+def test_a_signal_to_stop_is_heard_while_the_main_thread_does_not_run(tmp_path, number):
     """The handler of before says nothing: as if Python could not call it."""
     ended, codes = threading.Event(), []
 
@@ -156,14 +158,14 @@ def test_sigterm_is_heard_while_the_main_thread_does_not_run(tmp_path):
     progress = Progress()
     progress.begin("step")
     dog = Watchdog(tmp_path, progress, FaultConfig(stop_s=0.001), exit=leave)
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    before = signal.signal(number, lambda *_: None)
     dog.start()
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert ended.wait(60)
     finally:
         dog.close()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert codes == [75]
     assert signal.set_wakeup_fd(-1) == -1, "whoever listened before listens again"
     assert "told to stop" in json.loads((tmp_path / "faults" / "0.jsonl").read_text())["what"]
