@@ -34,11 +34,13 @@ STARTS = {"gpt": {"pipe=2, tensor=4, one microbatch": ["--mesh", "pipe=2,tensor=
                     "the best measured: data=4, tensor=2": ["--mesh", "data=4,tensor=2", "--remat", "none"]}}
 
 
-def run(out: Path, num_steps: int, budget_share: float) -> None:
-    """Append a line for each run that has none."""
+def run(out: Path, num_steps: int, budget_share: float, only: str) -> None:
+    """Append a line for each run that has none, from starts whose names contain `only`."""
     done = {(row["model"], row["start"], row["control"]) for row in rows(out)}
     for model, starts in STARTS.items():
         for start, flags in starts.items():
+            if only not in start:
+                continue
             for control in ("off", "auto"):
                 if (model, start, control) not in done:
                     row = one_run([*COMMON[model], *flags, "--control", control, "--set", f"controller.budget_share={budget_share}"], num_steps)
@@ -92,9 +94,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs.jsonl"), help="JSON Lines of runs")
     parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
     parser.add_argument("--budget-share", type=float, default=0.01, help="controller.budget_share (default: 0.01)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="starts whose names contain this (default: all)")
     args = parser.parse_args()
     if args.what == "run":
-        run(args.out, args.steps, args.budget_share)
+        run(args.out, args.steps, args.budget_share, args.only)
     else:
         report(args.out)
     return 0

@@ -227,6 +227,7 @@ class Controller:
         decision, plan = self._decision, upcoming.order.plan
         if decision is None or decision.plan != plan or upcoming.may_go or self._trial is not None or not upcoming.preparation.is_done:
             return
+        self._council.take_back("go")  # steps may have changed since it was given
         if decision.mandatory or self._is_steady():
             self._council.give(Order(kind="go", plan=plan))
         elif upcoming.looks_since is None:
@@ -235,11 +236,12 @@ class Controller:
             self._council.give(Order(kind="go", plan=plan))
 
     def _is_steady(self) -> bool:
-        """Whether the last steps, beside the compilation, were about as long as those before it."""
+        """Whether each of the last steps, beside the compilation, was about as long as those before it."""
         newest_s = tuple(self._last_times_s)[-NEWEST_STEPS:]
         if len(newest_s) < NEWEST_STEPS or not self._decided_among_s or self._advisor.is_puzzled:
             return False
-        return 1 / STEADY <= statistics.median(newest_s) / statistics.median(self._decided_among_s) <= STEADY
+        before_s = statistics.median(self._decided_among_s)
+        return before_s / STEADY <= min(newest_s) and max(newest_s) <= STEADY * before_s
 
     def _is_as_it_was(self, looked_steps: int) -> bool:
         unseen_steps = NEWEST_STEPS if jax.default_backend() == "cpu" else 0

@@ -60,6 +60,10 @@ class Council:
         if order not in self._orders:
             self._orders.append(order)
 
+    def take_back(self, kind: Kind) -> None:
+        """Orders of this kind that have not been heard are not given."""
+        self._orders = [order for order in self._orders if order.kind != kind]
+
     def is_held(self, step: int) -> bool:
         """Whether processes speak at the boundary after this step; the same answer in every process."""
         return jax.process_count() == 1 or step >= self._next_step

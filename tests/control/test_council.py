@@ -60,3 +60,11 @@ def test_councils_are_about_a_second_apart(several, step_times_s, pause):
     council = Council()
     council.hear(10, step_times_s)
     assert [council.is_held(step) for step in (10 + pause - 1, 10 + pause)] == [False, True]
+
+
+def test_what_was_not_heard_can_be_taken_back(several):
+    council = Council()
+    council.give(Order(kind="go", plan=PREPARE.plan))
+    council.give(Order(kind="probe"))
+    council.take_back("go")
+    assert council.hear(1, [0.3]) == (Order(kind="probe"),)
