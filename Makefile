@@ -4,6 +4,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STEPS := 60
+# Test files that run at the same time; each takes about a core and 3 GB.
+WORKERS := 2
 
 # Asked, not looked up: the shims of version managers exist for Pythons that they cannot run.
 PYTHON = $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -17,7 +19,7 @@ train: $(VENV)/installed
 	$(BIN)/python scripts/train.py --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=2,tensor=2 --steps $(STEPS)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -23,8 +23,8 @@ from optimus_jax.control.health import DeviceMemory, GpuHealth
 from optimus_jax.control.heartbeats import Heartbeats
 from optimus_jax.control.sources import Signals
 from optimus_jax.training.progress import Progress
-from optimus_jax.training.run_directory import StepRecord
 from optimus_jax.training.signs_of_life import SignsOfLife
+from optimus_jax.training.step_record import StepRecord
 
 NUM_GPUS = 8
 

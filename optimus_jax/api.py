@@ -32,8 +32,9 @@ from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, repea
 from optimus_jax.run import Devices, program_of, run_program
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.progress import Progress
-from optimus_jax.training.run_directory import RunDirectory, StepRecord
+from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import TrainState
+from optimus_jax.training.step_record import StepRecord
 from optimus_jax.training.stopping import EXIT_RESTART, Terminated
 from optimus_jax.training.tensorboard import check_installed
 from optimus_jax.training.trainer import Reason

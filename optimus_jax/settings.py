@@ -1,6 +1,6 @@
 """Frozen dataclasses from plain values and back: every name known, every type checked.
 
-This knows nothing of what the settings mean; `config.py` has those. Text, as the command line gives
+This knows nothing of what the settings mean; `config/` has those. Text, as the command line gives
 it, is converted to the type of the field that it is for.
 """
 

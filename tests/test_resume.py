@@ -173,14 +173,14 @@ def test_changed_data_is_noticed(text, tmp_path, capsys):
 
 
 def test_a_log_that_cannot_be_written_costs_no_state(text, tmp_path, monkeypatch):
-    run_dir, plain = tmp_path / "run", run_directory._append
+    run_dir, plain = tmp_path / "run", run_directory.append
 
     def full(path, lines):
         if path.name == "metrics.jsonl" and b'"step": 2' in lines:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         plain(path, lines)
 
-    monkeypatch.setattr(run_directory, "_append", full)
+    monkeypatch.setattr(run_directory, "append", full)
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl of the run cannot be read or written: No space left"):
         optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, **TINY | {"model.num_layers": 1})
     saved = [int(path.name) for path in (run_dir / "checkpoints").iterdir()]

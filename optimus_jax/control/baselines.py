@@ -6,9 +6,10 @@ The profile is better, for a run may begin when something is wrong already; whic
 import math
 from dataclasses import dataclass
 
-from optimus_jax.control.signals import FEW, median_of_sorted
+from optimus_jax.control.signals import FEW
 from optimus_jax.planning.hardware import HardwareProfile
 from optimus_jax.planning.measurements import ALL_REDUCE
+from optimus_jax.robust import median_of_sorted
 
 PROFILE = "the hardware profile"
 SCATTER = math.log(2)

@@ -5,10 +5,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optimus_jax.robust import deviation_from
+
 NOISE = 2.0
 """Standard errors by which two medians may differ by luck."""
-MAD_TO_DEVIATION = 1.4826
-"""Median absolute deviation of a normal sample -> its standard deviation."""
+CLEARLY, CLEAR_STEPS = 1.5, 2
+"""If so many steps are each longer than the longest before by this factor, nobody has to see more of them."""
 MEDIAN_ERROR = math.sqrt(math.pi / 2)
 """Standard error of a median over that of a mean, in normal samples."""
 
@@ -26,6 +28,12 @@ class Verdict:
     """Median under the old one, measured; None: there is nothing to compare with."""
     foretold_s: float
     """Under the new plan, predicted."""
+
+
+def is_clearly_slower(step_times_s: Sequence[float], before_s: Sequence[float]) -> bool:
+    """Whether the first steps are so slow that the rest of the trial would only cost time. Arguments as for `judge`."""
+    times_s = step_times_s[1:]
+    return bool(before_s) and len(times_s) >= CLEAR_STEPS and min(times_s) > CLEARLY * max(before_s)
 
 
 def judge(step_times_s: Sequence[float], *, losses: Sequence[float], before_s: Sequence[float], foretold_s: float, steps_left: int,
@@ -69,5 +77,4 @@ def judge(step_times_s: Sequence[float], *, losses: Sequence[float], before_s: S
 def _error_s(times_s: Sequence[float]) -> float:
     """Standard error of the median of a sample; 0 where one step says nothing about it."""
     middle = statistics.median(times_s)
-    deviation = MAD_TO_DEVIATION * statistics.median(abs(time_s - middle) for time_s in times_s)
-    return MEDIAN_ERROR * deviation / math.sqrt(len(times_s))
+    return MEDIAN_ERROR * deviation_from(middle, times_s) / math.sqrt(len(times_s))

@@ -15,7 +15,7 @@ import jax
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import LEAD_S, Advisor
-from optimus_jax.control.canary import Verdict, judge
+from optimus_jax.control.canary import Verdict, is_clearly_slower, judge
 from optimus_jax.control.council import Council, Order
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
@@ -28,8 +28,9 @@ from optimus_jax.errors import OptimusError
 from optimus_jax.mesh.hosts import devices_by_host
 from optimus_jax.plan import Plan
 from optimus_jax.training.display import Display
-from optimus_jax.training.run_directory import RunDirectory, StepRecord
+from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import TrainState
+from optimus_jax.training.step_record import StepRecord
 
 Mode = Literal["advise", "auto"]
 NEWEST_STEPS = 3
@@ -201,11 +202,15 @@ class Controller:
         if self._is_crowded:
             observation = replace(observation, step_times_s=())
         trial = self._trial
-        if trial is not None and self._verdict is None and len(trial.records) > self._settings.canary_steps:
-            self._verdict = judge(
-                [record.step_time_s for record in trial.records], losses=[record.loss for record in trial.records], before_s=trial.before_s,
+        times_s = [record.step_time_s for record in trial.records] if trial is not None else []
+        is_over = len(times_s) > self._settings.canary_steps
+        if trial is not None and self._verdict is None and (is_over or is_clearly_slower(times_s, trial.before_s)):
+            verdict = judge(
+                times_s, losses=[record.loss for record in trial.records], before_s=trial.before_s,
                 foretold_s=trial.foretold_s, steps_left=self._num_steps - step, back_s=sum(trial.costs_s.values()))
-            self._council.give(Order(kind="keep" if self._verdict.keep else "take back", why=self._verdict.why))
+            if is_over or not verdict.keep:
+                self._verdict = verdict
+                self._council.give(Order(kind="keep" if verdict.keep else "take back", why=verdict.why))
         if self._verdict is not None and not self._verdict.keep:
             return  # what is decided now would be of a plan that the run is about to leave
         if self._advisor.wants_probe:

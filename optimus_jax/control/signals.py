@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from optimus_jax.robust import deviation_from, median_of_sorted
+
 Quality = Literal["good", "few", "stale", "unknown"]
 """good: enough new samples; few: new ones, but less than FEW (where a window is meant to hold as many); stale: the newest is older than its source should let it be."""
 FEW = 3
 """Samples below which a median still follows a single outlier."""
-_MAD_TO_DEVIATION = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation: 1 / Phi^-1(3/4)."""
 
 STEP_TIME_S = "step_time_s"
 DATA_WAIT_S = "data_wait_s"
@@ -126,12 +126,5 @@ def summary(samples: Iterable[float], time_s: float, quality: Quality) -> Readin
     ordered = sorted(samples)
     value, spread = median_of_sorted(ordered), None
     if len(ordered) > 1:
-        spread = _MAD_TO_DEVIATION * median_of_sorted(sorted([abs(sample - value) for sample in ordered]))
+        spread = deviation_from(value, ordered)
     return Reading(value=value, spread=spread, count=len(ordered), time_s=time_s, quality=quality)
-
-
-def median_of_sorted(ordered: list[float]) -> float:
-    """Of at least one number, smallest first."""
-    # statistics.median sorts once more and takes four times as long; this runs for every signal in every step.
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])

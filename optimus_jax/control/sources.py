@@ -36,7 +36,7 @@ from optimus_jax.control.signals import (
     Window,
 )
 from optimus_jax.mesh.axes import MESH_AXES
-from optimus_jax.training.run_directory import StepRecord
+from optimus_jax.training.step_record import StepRecord
 
 _LOG = logging.getLogger(__name__)
 _OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimus_jax.config import LogConfig
-from optimus_jax.training.run_directory import StepRecord
+from optimus_jax.training.step_record import StepRecord
 
 UNKNOWN = "-"
 

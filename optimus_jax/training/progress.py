@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from optimus_jax.training.run_directory import StepRecord
+from optimus_jax.training.step_record import StepRecord
 
 Activity = Literal["connect", "start", "compile", "step", "evaluation", "save", "snapshot", "probe", "switch", "end"]
 REMEMBERED = 50

@@ -12,22 +12,29 @@ without its newline is torn: readers pass over it and `RunDirectory.resume` cuts
 """
 
 import contextlib
-import dataclasses
-import errno
 import json
-import math
-import os
 import shutil
 import time
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from optimus_jax.errors import ConfigError, RunDirectoryError, explain
+from optimus_jax.training.run_files import (
+    append,
+    complete_lines,
+    cut_torn_line,
+    explained,
+    failure_of,
+    finite,
+    json_object,
+    replace,
+    unfinished,
+)
 from optimus_jax.training.run_lock import RunLock
+from optimus_jax.training.step_record import StepRecord, record_of, values_of
 
 T = TypeVar("T")
 
@@ -39,36 +46,6 @@ LOCK = "lock"
 SIGNS = "progress"
 FAULTS = "faults"
 """Directories that several processes write to as soon as there is a run directory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """What is known of one optimizer step."""
-
-    step: int
-    """Counted from 1."""
-    loss: float
-    """Mean over the tokens of the global batch: a float32 widened to Python's float, which JSON keeps exactly."""
-    grad_norm: float
-    """Global norm before clipping."""
-    lr: float
-    """Learning rate of the update."""
-    tokens: int
-    """Tokens of this step that count in the loss, over all processes."""
-    step_time_s: float
-    """Wall time."""
-    tokens_per_s: float
-    """Over all devices."""
-    mfu: float | None
-    """Share of the devices' peak FLOP/s that the model's own arithmetic used; None: the peak is unknown."""
-    plan: str
-    """Digest of the Plan that ran it."""
-    peak_bytes: int | None
-    """Most memory in use on one device so far; None: the backend does not say."""
-    skipped: bool = False
-    """Loss or gradients were not finite, so there was no update."""
-    loss_scale: float | None = None
-    """f16 only: factor on the loss."""
 
 
 class RunDirectory:
@@ -144,8 +121,8 @@ class RunDirectory:
             run._lock = RunLock(run.path / LOCK, warn)
             try:
                 for log in (run._metrics, run._events):
-                    with _explained(log):
-                        _cut_torn_line(log)
+                    with explained(log):
+                        cut_torn_line(log)
                 run._last_step = max((record.step for record in run.metrics()), default=0)
             except BaseException:
                 run.close()
@@ -177,7 +154,7 @@ class RunDirectory:
             raise ConfigError(explain(
                 "the run directory already holds a run, and runs are never overwritten", given=self.path,
                 do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
-        ours = {LOCK, SIGNS, FAULTS, _unfinished(self._config).name}  # what a start that was killed leaves
+        ours = {LOCK, SIGNS, FAULTS, unfinished(self._config).name}  # what a start that was killed leaves
         files = (path for path in self.path.iterdir() if path.name not in ours) if self.path.is_dir() else iter(())
         if in_the_way := next(files, None):
             raise ConfigError(explain(
@@ -197,15 +174,15 @@ class RunDirectory:
     def write_config(self, text: str) -> None:
         """Put the config in place; from here on the directory is a run."""
         if self.writer:
-            with _explained(self._config):
-                _replace(self._config, text.encode())
+            with explained(self._config):
+                replace(self._config, text.encode())
                 self.checkpoints.mkdir(exist_ok=True)
 
     def write_plan(self, text: str) -> None:
         """Put the plan now in use in place of the one before."""
         if self.writer:
-            with _explained(self._plan):
-                _replace(self._plan, text.encode())
+            with explained(self._plan):
+                replace(self._plan, text.encode())
 
     def config_text(self) -> str:
         """The config as it was written. Raises RunDirectoryError if it is there and cannot be read."""
@@ -224,7 +201,7 @@ class RunDirectory:
     def log_step(self, record: StepRecord) -> None:
         """Append a step. One that is recorded is left out: who runs steps again calls `go_back_to` first."""
         if self.writer and record.step > self._last_step:
-            self._append(self._metrics, _metrics_values(record))
+            self._append(self._metrics, values_of(record))
             self._last_step = record.step
 
     def log_event(self, event: EventName, step: int, **fields: object) -> None:
@@ -257,14 +234,14 @@ class RunDirectory:
             return 0
         kept, left = [], []
         side = kept
-        for line in _complete_lines(self._metrics):
-            if (record := _record(line)) is not None:  # what cannot be read stays with the line before
+        for line in complete_lines(self._metrics):
+            if (record := record_of(line)) is not None:  # what cannot be read stays with the line before
                 side = left if record.step > step else kept
             side.append(line)
-        with _explained(self._metrics):
+        with explained(self._metrics):
             if left:
-                _append(self._abandoned, b"".join(line + b"\n" for line in left))
-                _replace(self._metrics, b"".join(line + b"\n" for line in kept))
+                append(self._abandoned, b"".join(line + b"\n" for line in left))
+                replace(self._metrics, b"".join(line + b"\n" for line in kept))
         self._last_step = min(self._last_step, step)
         return len(left)
 
@@ -273,15 +250,15 @@ class RunDirectory:
 
         A line that is no step's record, as a failing disk may leave, is passed over with a warning.
         """
-        return self._read(self._metrics, _record)
+        return self._read(self._metrics, record_of)
 
     def events(self) -> list[dict[str, Any]]:
         """Every recorded event, in order; as `metrics`."""
-        return self._read(self._events, _json_object)
+        return self._read(self._events, json_object)
 
     def _read(self, path: Path, parse: Callable[[bytes], T | None]) -> list[T]:
-        with _explained(path):
-            found = [parse(line) for line in _complete_lines(path)]
+        with explained(path):
+            found = [parse(line) for line in complete_lines(path)]
         for number, item in enumerate(found, 1):
             if item is None and (told := f"{path}, line {number}, is damaged and passed over") not in self._told:
                 self._told.add(told)
@@ -291,13 +268,13 @@ class RunDirectory:
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
         """Append a line, after those that could not be written before. Trouble is kept in `failure`: a log that cannot
         be written must not cost the state, which the trainer saves before it raises."""
-        self._unwritten.append((path, json.dumps(_finite(values), allow_nan=False).encode() + b"\n"))
+        self._unwritten.append((path, json.dumps(finite(values), allow_nan=False).encode() + b"\n"))
         try:
             while self._unwritten:
-                _append(*self._unwritten[0])
+                append(*self._unwritten[0])
                 del self._unwritten[0]
         except OSError as error:
-            self.failure = self.failure or _failure(self._unwritten[0][0], error)
+            self.failure = self.failure or failure_of(self._unwritten[0][0], error)
 
     @property
     def _config(self) -> Path:
@@ -333,110 +310,3 @@ def _make_default(model_name: str) -> Path:
                 raise
             number += 1
             path = first.with_name(f"{first.name}-{number}")
-
-
-def _metrics_values(record: StepRecord) -> dict[str, Any]:
-    """The fields of a line; `skipped` and `loss_scale` appear only where they say something."""
-    values = dataclasses.asdict(record)
-    if math.isfinite(record.loss) and math.isfinite(record.grad_norm):
-        if not record.skipped:
-            del values["skipped"]
-    else:
-        values["skipped"] = True
-    if record.loss_scale is None:
-        del values["loss_scale"]
-    return values
-
-
-def _json_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) else None
-
-
-def _record(line: bytes) -> StepRecord | None:
-    """The inverse of `_metrics_values`, as far as null allows; None for what is not a step's record."""
-    values = _json_object(line)
-    if values is None:
-        return None
-    for name in ("loss", "grad_norm"):
-        if name in values and values[name] is None:
-            values[name] = math.nan
-    # Another version's further fields are none of ours.
-    known = {field.name: values[field.name] for field in dataclasses.fields(StepRecord) if field.name in values}
-    try:
-        record = StepRecord(**known)
-    except TypeError:
-        return None
-    return record if type(record.step) is int and isinstance(record.loss, float | int) else None
-
-
-def _finite(value: Any) -> Any:
-    """`value` with null for every NaN and infinity, which JSON does not have."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case Mapping():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-    return value
-
-
-def _append(path: Path, lines: bytes) -> None:
-    """Add whole lines or nothing, by one unbuffered write: they outlive this process. Opening each time leaves nothing to close."""
-    with open(path, "ab", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if file.write(lines) != len(lines):
-            os.ftruncate(file.fileno(), size)  # or the next line would be added to half of this one
-            raise OSError(errno.ENOSPC, "the disk took only a part of a line")
-
-
-def _complete_lines(path: Path) -> list[bytes]:
-    data = path.read_bytes() if path.exists() else b""
-    return data[:data.rfind(b"\n") + 1].split(b"\n")[:-1]
-
-
-def _cut_torn_line(path: Path) -> None:
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: a reader sees the old content or the new."""
-    temporary = _unfinished(path)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _unfinished(path: Path) -> Path:
-    """What a file is called until it is whole."""
-    return path.with_suffix(".tmp")
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Trouble with a file becomes an error that says which."""
-    try:
-        yield
-    except OSError as error:
-        raise _failure(path, error) from error
-
-
-def _failure(path: Path, error: OSError) -> RunDirectoryError:
-    try:
-        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
-    except OSError:
-        free = "how much is free there is unknown"
-    return RunDirectoryError(explain(
-        f"{path.name} of the run cannot be read or written: {error.strerror or error}", given=f"{path}; {free}",
-        do="make room, raise the limit or mend the permissions; then start again, with --resume if the run had begun"))

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.training.run_directory import StepRecord
+from optimus_jax.training.step_record import StepRecord
 
 
 def check_installed() -> None:

@@ -25,9 +25,10 @@ from optimus_jax.models.flops import step_flops
 from optimus_jax.snapshots import Snapshots
 from optimus_jax.training.display import Display
 from optimus_jax.training.progress import Progress
-from optimus_jax.training.run_directory import RunDirectory, StepRecord
+from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import Metrics, Program
+from optimus_jax.training.step_record import StepRecord
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
 

@@ -30,6 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from optimus_jax.config import FaultConfig
+from optimus_jax.robust import deviation_from
 from optimus_jax.training.fault_log import write_fault
 from optimus_jax.training.progress import Activity, Progress
 from optimus_jax.training.signs_of_life import BEAT_S, Peer, SignsOfLife
@@ -41,7 +42,6 @@ FACTOR = 10.0
 """From the longest that is usual to the limit."""
 DEVIATIONS = 5.0
 """From the median to the longest that is usual, in robust deviations."""
-_MAD_TO_DEVIATION = 1.4826
 FAILED_S = 3 * BEAT_S
 """From another's word that it has failed to the end of this process: if all have the same error, each says so itself."""
 LINGER_S = 2 * FAILED_S
@@ -84,7 +84,7 @@ class Limits:
 def _usual_s(known_s: Sequence[float]) -> float:
     """The longest that is usual: median and robust deviations, which one outlier does not move."""
     median = statistics.median(known_s)
-    return median + DEVIATIONS * _MAD_TO_DEVIATION * statistics.median([abs(each - median) for each in known_s])
+    return median + DEVIATIONS * deviation_from(median, known_s)
 
 
 class Watchdog:

@@ -17,7 +17,8 @@ from typing import Literal
 
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.plan import Plan
-from optimus_jax.training.run_directory import RunDirectory, StepRecord
+from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.step_record import StepRecord
 from optimus_jax.viz.run_events import DecisionLine, Event, decision_of, known, mapping, number, showable, step_of, text
 
 NEAR_STEPS = 50

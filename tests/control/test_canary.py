@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from optimus_jax.control.canary import judge
+from optimus_jax.control.canary import is_clearly_slower, judge
 
 BEFORE_S = (1.0, 1.02, 0.98, 1.01, 0.99)
 GOOD = {"losses": (2.0,), "before_s": BEFORE_S, "foretold_s": 0.8, "steps_left": 1000, "back_s": 5.0}
@@ -38,3 +38,11 @@ def test_what_had_to_be_left_is_no_measure():
     assert verdict.keep
     assert verdict.before_s is None
     assert not judge((3.0, 9.0), **{**GOOD, "before_s": (), "losses": (math.inf, 2.0)}).keep
+
+
+@pytest.mark.parametrize(("times_s", "expected"), [
+    ((9.0, 1.6, 1.6), True), ((9.0, 1.6), False), ((9.0, 1.6, 1.5), False), ((9.0, 9.0, 1.0), False), ((), False)])
+def test_a_plan_that_is_clearly_slower_is_not_watched_to_the_end(times_s, expected):
+    """The first step is not counted, and one slow step is an accident."""
+    assert is_clearly_slower(times_s, BEFORE_S) == expected
+    assert not is_clearly_slower(times_s, ()), "there is nothing to compare with"

@@ -81,7 +81,7 @@ def die_at(monkeypatch, number):
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, mortal(getattr(os, name)))
     monkeypatch.setattr(Journal, "_append", mortal(Journal._append))
-    monkeypatch.setattr(run_directory, "_replace", mortal(run_directory._replace))
+    monkeypatch.setattr(run_directory, "replace", mortal(run_directory.replace))
     return done
 
 

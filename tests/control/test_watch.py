@@ -52,6 +52,23 @@ def test_nothing_happens_while_nothing_happens():
     assert not run.watch.wants_probe
 
 
+def test_a_step_that_takes_far_longer_is_asked_about_at_once():
+    run = Run().go(30, said=NORMAL)
+    before_s = run.time_s
+    run.go(1, SLOW, NORMAL)
+    assert run.watch.wants_probe
+    assert run.watch.changed_s == pytest.approx(before_s)
+    run.go(1, said=NORMAL)
+    assert not run.watch.wants_probe, "it was an accident"
+    assert (run.news, run.watch.conditions) == ([], Conditions())
+
+
+def test_with_a_reading_that_was_asked_for_three_such_steps_are_enough():
+    run = Run().go(60, said=NORMAL).go(1, SLOW, NORMAL).go(2, SLOW, {**NORMAL, "between": 4.1}, quality="few")
+    assert run.watch.conditions.between == pytest.approx(4.1, rel=0.06)
+    assert run.watch.regime == 0
+
+
 def test_a_reading_that_step_times_bear_out_is_believed():
     run = Run().go(60, said=NORMAL).go(VOTES + 1, SLOW, {**NORMAL, "between": 4.1})
     assert run.watch.conditions.between == pytest.approx(4.1, rel=0.06)

@@ -3,7 +3,7 @@
 import pytest
 
 from optimus_jax.training.progress import Progress
-from optimus_jax.training.run_directory import StepRecord
+from optimus_jax.training.step_record import StepRecord
 
 
 class Clock:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optimus_jax.control.signals import median_of_sorted
+from optimus_jax.robust import deviation_from, median_of_sorted
 
 SHIFT = math.log(1.1)
 """Least change of the logarithm of a step time that is looked for."""
@@ -28,7 +28,6 @@ LARGEST = 50.0
 """Logarithm of a time that there can be: e^50 s are longer than there has been time."""
 LEAST_NOISE = 0.01
 """Deviation of the logarithm of step times that is always allowed for."""
-MAD_TO_DEVIATION = 1.4826
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +144,7 @@ class ChangeDetector:
         if len(settled) < 3:
             return
         self.level = median_of_sorted(sorted(settled))
-        deviation = MAD_TO_DEVIATION * median_of_sorted(sorted(abs(value - self.level) for value in settled))
-        self.noise = max(LEAST_NOISE, deviation)
+        self.noise = max(LEAST_NOISE, deviation_from(self.level, settled))
 
 
 class Durations:

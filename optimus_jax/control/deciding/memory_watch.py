@@ -11,6 +11,7 @@ from typing import Literal
 
 from optimus_jax.control.signals import MEMORY_PEAK_SHARE, MEMORY_SHARE, Observation
 from optimus_jax.planning.search import Pricing
+from optimus_jax.robust import MAD_TO_DEVIATION
 
 PRESSED = 0.93
 """Share in use from which on the plan may not be kept."""
@@ -32,7 +33,7 @@ AHEAD = 0.03
 """Beyond what is taken, what is left free because more may be taken soon; so much less has to be taken to count as less."""
 MOST = 0.9
 """Share that is given up at most."""
-BEHIND = 2 / 1.4826
+BEHIND = 2 / MAD_TO_DEVIATION
 """From the middle of samples on a line to their end, in robust deviations (signals.Reading.spread): half over a quarter of their range, in MADs."""
 WIDEST = 0.1
 """Deviation of samples beyond which they are of two plans, and their median is of neither."""

@@ -24,6 +24,8 @@ FELT = 0.05
 """Predicted change of the logarithm of step times that they can confirm or deny."""
 AGREES = 0.35
 """Of the predicted change, what is seen of it at least where the reading is right; and of the change that is seen, what is predicted at least."""
+ALARMING = math.log(2.0)
+"""Above the level: a step that takes so long is asked about at once, before others have shown that it was no accident."""
 RECENT = 5
 """Step times that a claim is held against at first."""
 PATIENCE = 12
@@ -69,7 +71,9 @@ class Watch:
         self._has_rumours = False
         """Whether a few samples claim what step times would feel."""
         self.changed_s: float | None = None
-        """On the run's clock, when step times last changed and no reading had said why; None: never."""
+        """On the run's clock, when step times last changed, or seemed to, and no reading had said why; None: never."""
+        self._is_alarmed = False
+        """Whether the newest step took far longer than usual."""
         self._anchor: float | None = None
         """Level in these conditions outside unexplained regimes, once one has begun."""
         self._skipped = self._plan_steps = 0
@@ -91,7 +95,7 @@ class Watch:
     @property
     def wants_probe(self) -> bool:
         """Whether step times and readings do not agree, so that more readings would help."""
-        return self.regime != 0 or bool(self._claimed_at) or self._has_rumours
+        return self.regime != 0 or bool(self._claimed_at) or self._has_rumours or self._is_alarmed
 
     @property
     def steps_alike(self) -> int:
@@ -107,6 +111,7 @@ class Watch:
         self.detector, self._skipped, self._plan_steps, self._anchor = ChangeDetector(), 0, 0, None
         self._claimed_at.clear()
         self._early.clear()
+        self._is_alarmed = False
 
     def observe(self, observation: Observation, claims: Mapping[str, Reading], log_time_of: Callable[[Conditions], float]) -> str:
         """Take what is new. What has changed, in words; empty: nothing.
@@ -119,7 +124,7 @@ class Watch:
             self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
         was_disturbed, before, self.was_so = self.is_disturbed, (self.conditions, self.regime), {}
         change, step_time_s = self._add_steps(observation)
-        if change:
+        if change and not self._is_alarmed:  # or it is known since when already
             self.changed_s = observation.time_s - step_time_s * change.num_steps
         news = [self._level_changed(change)] if change else []
         news.append(self._hear(observation, claims, log_time_of))
@@ -137,7 +142,12 @@ class Watch:
                 self._skipped += 1
                 continue
             self._plan_steps += 1
-            found = self.detector.add(math.log(step_time_s)) or found
+            value, level = math.log(step_time_s), self.detector.level if self.detector.count >= LEAST_STEPS else None
+            found = self.detector.add(value) or found
+            is_alarming = level is not None and value - level > ALARMING
+            if is_alarming and not self._is_alarmed:
+                self.changed_s = observation.time_s - step_time_s
+            self._is_alarmed = is_alarming
         return found, step_time_s
 
     def _level_changed(self, change: Change) -> str:

@@ -1,0 +1,23 @@
+"""What several settings are checked for."""
+
+import ipaddress
+from typing import Any
+
+from optimus_jax.errors import ConfigError, explain
+
+
+def check_positive(value: Any, *names: str) -> None:
+    """Raise ConfigError if one of these fields of a config is zero or less; None may be."""
+    for name in names:
+        number = getattr(value, name)
+        if number is not None and number <= 0:
+            raise ConfigError(explain(f"{name} must be positive", given=f"{type(value).__name__}.{name}={number}", do="choose a value above 0"))
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an IP address, and no name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,73 @@
+"""What it is trained on."""
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from optimus_jax.config.checks import check_positive
+from optimus_jax.errors import ConfigError, explain
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """Other batches from a step on; what is left open stays as it was before."""
+
+    after_step: int
+    """Steps done when they begin."""
+    global_batch: int | None = None
+    """Examples per step over all devices."""
+    seq_len: int | None = None
+    """Tokens per example."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "after_step", "global_batch", "seq_len")
+        if self.global_batch is None and self.seq_len is None:
+            raise ConfigError(explain("a phase changes nothing", given=f"after_step={self.after_step}", do="give it a global_batch, a seq_len, or both"))
+
+    @classmethod
+    def parse(cls, text: str) -> "PhaseConfig":
+        """The inverse of `str`. Raises ConfigError for other text."""
+        match = re.fullmatch(r"(\d+):(\d+)?(?:x(\d+))?", text.strip())
+        if match is None:
+            raise ConfigError(explain("a phase is written AFTER_STEP:BATCHxTOKENS", given=text,
+                                      do="write 200:64 or 200:64x512, or 200:x512 for longer examples only; commas between phases"))
+        after_step, global_batch, seq_len = (None if part is None else int(part) for part in match.groups())
+        return cls(after_step=after_step or 0, global_batch=global_batch, seq_len=seq_len)
+
+    def __str__(self) -> str:
+        return f"{self.after_step}:{self.global_batch or ''}" + ("" if self.seq_len is None else f"x{self.seq_len}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from and how a batch is cut from them."""
+
+    sources: tuple[str, ...] = ("stdlib",)
+    """`stdlib` (Python's own library), or files and globs: .txt .md .py .jsonl .parquet .bin."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    seq_len: int | None = None
+    """Tokens per example; None: the model's max_length, at most 1024."""
+    global_batch: int = 16
+    """Examples per step over all devices."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Other batches later in the run, in order: `200:64,400:128x2048` is 64 examples after step 200, then 128 of 2048 tokens."""
+    respect_documents: bool = True
+    """No attention and no loss across the border of two documents in one example."""
+    eval_fraction: float = 0.01
+    """Share of documents held out."""
+    text_field: str = "text"
+    """Name of the text in a JSONL line or a Parquet column."""
+    allow_change: bool = False
+    """Resume although the data is not what it was when the run saved; holds for one start and is not saved."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "seq_len", "global_batch")
+        if not self.sources:
+            raise ConfigError(explain("no data was named", given="data.sources=()", do="name `stdlib` or at least one file"))
+        for first, second in itertools.pairwise(self.phases):
+            if first.after_step >= second.after_step:
+                raise ConfigError(explain("phases follow one another", given=f"data.phases={first},{second}",
+                                          do="put them in order, each with an after_step of its own"))
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(explain("data.eval_fraction is a share", given=self.eval_fraction, do="choose 0 <= eval_fraction < 1"))

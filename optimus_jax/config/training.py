@@ -1,0 +1,84 @@
+"""How it is trained, what is kept of that, and what is shown."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from optimus_jax.config.checks import check_positive
+from optimus_jax.errors import ConfigError, explain
+
+LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    lr: float | None = None
+    """Peak learning rate; None: by model size, after GPT-3's table (arXiv:2005.14165, table 2.1)."""
+    schedule: LearningRateSchedule = "cosine"
+    """Shape after warm-up: to min_lr_ratio by cosine or line, wsd (flat, then line), constant."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; None: 5% of all steps, at most 2000."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the peak."""
+    decay_fraction: float = 0.2
+    """Share of all steps that wsd decays over."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; norms and biases have none."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "lr", "epsilon")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1, and 1 would never forget", given=getattr(self, name),
+                                          do="choose 0 or more and less than 1"))
+        for name in ("min_lr_ratio", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1", given=getattr(self, name), do="choose a value in [0, 1]"))
+        for name in ("warmup_steps", "weight_decay", "clip_norm"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(explain(f"optimizer.{name} cannot be negative", given=getattr(self, name), do="choose 0 or more"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept on disk."""
+
+    every: int = 500
+    """Steps between checkpoints; the last step is always saved. 0: only at the end."""
+    keep: int = 3
+    """Newest checkpoints kept."""
+    keep_every: int | None = None
+    """Checkpoints of steps divisible by this are kept for ever."""
+    snapshot_every: int = 0
+    """Steps between snapshots in host memory, which outlive the processes but not the host (docs/faults.md); 0: none."""
+    snapshot_dir: str = "/dev/shm"
+    """File system in memory that snapshots are written to; they need three times a host's share of the state there."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "keep", "keep_every")
+        if self.snapshot_every < 0:
+            raise ConfigError(explain("checkpoint.snapshot_every cannot be negative", given=self.snapshot_every, do="choose 0 or more steps"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is shown while a run goes on."""
+
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """Display; auto is rich on a terminal, else plain lines."""
+    every: int = 10
+    """Steps between plain lines."""
+    tensorboard: bool = False
+    """Write TensorBoard scalars into the run directory (extra `tensorboard`)."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "every")

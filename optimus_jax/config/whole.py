@@ -1,0 +1,107 @@
+"""A whole run, as one value and as JSON."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from optimus_jax import settings
+from optimus_jax.config.checks import check_positive
+from optimus_jax.config.data import DataConfig
+from optimus_jax.config.layout import ParallelConfig, PrecisionConfig
+from optimus_jax.config.model import ModelConfig
+from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig
+from optimus_jax.config.training import CheckpointConfig, LogConfig, OptimizerConfig
+from optimus_jax.errors import ConfigError, explain
+
+DERIVED = "derived"
+"""Where config.json says what was derived."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
+    controller: ControlConfig = field(default_factory=ControlConfig)
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    seed: int = 0
+    """Of initial weights, data order and dropout; below 2^31."""
+    eval_every: int = 100
+    """Steps between held-out evaluations, and one at the end; 0: never."""
+    eval_batches: int = 8
+    """Global batches of one evaluation."""
+    control: Literal["off", "advise", "auto"] = "off"
+    """Whether the controller watches, advises or re-meshes."""
+    cpu_devices: int | None = None
+    """Virtual devices on a CPU; None: whatever JAX finds."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "steps", "eval_batches", "cpu_devices")
+        if not 0 <= self.seed < 2**31:  # it is an int32 where weights are drawn
+            raise ConfigError(explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}"))
+        if self.eval_every < 0 or self.checkpoint.every < 0:
+            raise ConfigError(explain("eval_every and checkpoint.every cannot be negative",
+                                      given=f"{self.eval_every}, {self.checkpoint.every}", do="choose 0 or more"))
+        for phase in (None, *self.data.phases):
+            seq_len = self.seq_len if phase is None else phase.seq_len or 0
+            if seq_len > self.model.max_length:
+                raise ConfigError(explain(
+                    f"a sequence is longer than the positions of {self.model.name}",
+                    given=f"data.{'phases' if phase else 'seq_len'}={phase or seq_len}, model.max_length={self.model.max_length}",
+                    do=f"use {'phases of' if phase else '--seq-len'} {self.model.max_length}{' tokens' if phase else ''} or less, "
+                       f"or --set model.max_length={seq_len}"))
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per example in the first phase, derived where the user left it open."""
+        return self.data.seq_len or min(self.model.max_length, 1024)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Warm-up steps, derived where the user left them open."""
+        given = self.optimizer.warmup_steps
+        return min(2000, math.ceil(self.steps * 0.05)) if given is None else given
+
+    def to_json(self, *, derived: Mapping[str, Any] | None = None) -> str:
+        """The config as indented JSON, without what belongs to one process or one start only.
+
+        Args:
+          derived: what a run made of the settings left open, by dotted name; to be read by people, not by `from_json`.
+        """
+        value = dataclasses.asdict(dataclasses.replace(
+            self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False)))
+        return json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Config":
+        """The inverse of `to_json`. Raises ConfigError for unknown keys and wrong types."""
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(explain("a config is not JSON", given=str(error), do="restore the file, or start a new run")) from error
+        if isinstance(value, dict):
+            value.pop(DERIVED, None)
+        return settings.build(cls, value)
+
+    def with_values(self, values: Mapping[str, Any]) -> "Config":
+        """A copy with some fields changed.
+
+        Args:
+          values: dotted names (`optimizer.lr`, `steps`) to values; text is converted to the
+            type of the field.
+        Raises:
+          ConfigError: a name is unknown (the nearest known one is named) or a value does not fit.
+        """
+        return settings.changed(self, values)

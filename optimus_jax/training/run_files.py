@@ -1,0 +1,90 @@
+"""Files of a run that survive a kill at any moment: whole, or lines of which only the last can be torn."""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus_jax.errors import RunDirectoryError, explain
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for every NaN and infinity, which JSON does not have."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+    return value
+
+
+def append(path: Path, lines: bytes) -> None:
+    """Add whole lines or nothing, by one unbuffered write: they outlive this process. Opening each time leaves nothing to close."""
+    with open(path, "ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if file.write(lines) != len(lines):
+            os.ftruncate(file.fileno(), size)  # or the next line would be added to half of this one
+            raise OSError(errno.ENOSPC, "the disk took only a part of a line")
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    data = path.read_bytes() if path.exists() else b""
+    return data[:data.rfind(b"\n") + 1].split(b"\n")[:-1]
+
+
+def cut_torn_line(path: Path) -> None:
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: a reader sees the old content or the new."""
+    temporary = unfinished(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def unfinished(path: Path) -> Path:
+    """What a file is called until it is whole."""
+    return path.with_suffix(".tmp")
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Trouble with a file becomes an error that says which."""
+    try:
+        yield
+    except OSError as error:
+        raise failure_of(path, error) from error
+
+
+def failure_of(path: Path, error: OSError) -> RunDirectoryError:
+    try:
+        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
+    except OSError:
+        free = "how much is free there is unknown"
+    return RunDirectoryError(explain(
+        f"{path.name} of the run cannot be read or written: {error.strerror or error}", given=f"{path}; {free}",
+        do="make room, raise the limit or mend the permissions; then start again, with --resume if the run had begun"))
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
