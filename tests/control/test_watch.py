@@ -52,6 +52,16 @@ def test_nothing_happens_while_nothing_happens():
     assert not run.watch.wants_probe
 
 
+def test_conditions_that_turn_while_no_steps_are_shown_have_a_duration():
+    """On a CPU steps are not shown while a plan is compiled."""
+    run = Run(lambda conditions: 0.0).go(30, said=NORMAL)
+    claims = {name: Reading(value=value, spread=0.0, count=5, time_s=run.time_s, quality="good") for name, value in (NORMAL | {"between": 2.0}).items()}
+    nothing = Observation(step=run.step, time_s=run.time_s, step_times_s=(), readings={}, global_batch=8, seq_len=8, lost_devices=frozenset())
+    assert "between hosts" in run.watch.observe(nothing, claims, run.log_time)
+    assert run.watch.is_disturbed
+    assert 0 < run.watch.regime_at(run.time_s).expected_s(1000.0) < 1000.0
+
+
 def test_a_step_that_takes_far_longer_is_asked_about_at_once():
     run = Run().go(30, said=NORMAL)
     before_s = run.time_s

@@ -79,6 +79,8 @@ class Watch:
         self._skipped = self._plan_steps = 0
         self._num_regimes = 0
         self._seen_steps = 0
+        self._newest_s = 0.0
+        """Time of the newest step that was shown; none may be, while a plan is compiled."""
         self._since_s: float | None = None
         self._durations: dict[bool, Durations] = {}
 
@@ -123,20 +125,21 @@ class Watch:
         if self._since_s is None:
             self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
         was_disturbed, before, self.was_so = self.is_disturbed, (self.conditions, self.regime), {}
-        change, step_time_s = self._add_steps(observation)
+        change = self._add_steps(observation)
         if change and not self._is_alarmed:  # or it is known since when already
-            self.changed_s = observation.time_s - step_time_s * change.num_steps
+            self.changed_s = observation.time_s - self._newest_s * change.num_steps
         news = [self._level_changed(change)] if change else []
         news.append(self._hear(observation, claims, log_time_of))
         if (self.conditions, self.regime) != before and not self.was_so:
-            begun_s = observation.time_s - step_time_s * (change.num_steps if change else RECENT)
-            self._turn(was_disturbed, before[0], begun_s, step_time_s)
+            begun_s = observation.time_s - self._newest_s * (change.num_steps if change else RECENT)
+            self._turn(was_disturbed, before[0], begun_s)
         return "; ".join(filter(None, news))
 
-    def _add_steps(self, observation: Observation) -> tuple[Change | None, float]:
-        """Into the detector. What has changed, and the time of a step."""
-        found, step_time_s = None, 0.0
+    def _add_steps(self, observation: Observation) -> Change | None:
+        """Into the detector. What has changed."""
+        found = None
         for step_time_s in _sane(observation.step_times_s):
+            self._newest_s = step_time_s
             self._seen_steps += 1
             if self._skipped < SETTLING:
                 self._skipped += 1
@@ -148,7 +151,7 @@ class Watch:
             if is_alarming and not self._is_alarmed:
                 self.changed_s = observation.time_s - step_time_s
             self._is_alarmed = is_alarming
-        return found, step_time_s
+        return found
 
     def _level_changed(self, change: Change) -> str:
         if self.regime == 0:
@@ -268,14 +271,16 @@ class Watch:
         self.distrusted.update({name: news[name] for name in doubted})
         return "step times do not bear out what readings say of " + " and ".join(doubted)
 
-    def _turn(self, was_disturbed: bool, before: Conditions, begun_s: float, step_time_s: float) -> None:
+    def _turn(self, was_disturbed: bool, before: Conditions, begun_s: float) -> None:
         """Another regime may have begun."""
+        if not self._newest_s:  # no step has been seen in any conditions
+            return
         if was_disturbed == self.is_disturbed and before.distance(self.conditions) < OTHER_REGIME:
             return
         if not self.is_disturbed and not self._durations:  # normal conditions have shown themselves
             return
         if not self._durations:
-            self._durations = {kind: Durations(PRIOR_STEPS * step_time_s) for kind in (False, True)}
+            self._durations = {kind: Durations(PRIOR_STEPS * self._newest_s) for kind in (False, True)}
         assert self._since_s is not None, "observations have come"
         self._durations[was_disturbed].ended(begun_s - self._since_s)
         self._since_s = begun_s

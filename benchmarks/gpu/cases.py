@@ -1,0 +1,78 @@
+"""What is measured on one GPU, as data, and the words for it."""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Who = Literal["ours", "eager", "compile", "matmul"]
+STEPS, WARMUP = 12, 3
+"""Steps that count, after those that do not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table; a process of its own."""
+
+    who: Who
+    """Us; transformers' model under PyTorch, eager or under torch.compile; or a product of matrices alone."""
+    model: str = ""
+    """A preset's name."""
+    seq_len: int = 0
+    """Tokens of an example."""
+    batch: int = 0
+    """Examples of a step."""
+    remat: str = "none"
+    """What of forward is computed again: a policy of ours; of the others `none` or `full` (gradient checkpointing)."""
+    microbatches: int = 1
+    """Parts that the batch is computed in; ours only."""
+    settings: tuple[str, ...] = ()
+    """Further ones, as for --set; ours only."""
+
+    def __str__(self) -> str:
+        if self.who == "matmul":
+            return "bf16 8192 x 8192 x 8192"
+        more = [f"remat {self.remat}"] * (self.remat != "none") + [f"{self.microbatches} microbatches"] * (self.microbatches > 1) + list(self.settings)
+        return ", ".join([f"{self.model} {self.batch} x {self.seq_len}", *more])
+
+
+def _case(who: Who, model: str, seq_len: int, batch: int, **more) -> Case:
+    return Case(who=who, model=model, seq_len=seq_len, batch=batch, **more)
+
+
+CASES = (
+    Case(who="matmul"),
+    _case("ours", "gpt2-xl", 1024, 16, remat="selective"),
+    _case("compile", "gpt2-xl", 1024, 16),
+    _case("ours", "gpt2", 1024, 32),
+    _case("compile", "gpt2", 1024, 32),
+    _case("ours", "llama3.2-1b", 4096, 4),
+    _case("compile", "llama3.2-1b", 4096, 4),
+    _case("ours", "llama3-8b", 4096, 1, remat="full"),
+    _case("ours", "gpt2-xl", 1024, 16),
+    _case("ours", "gpt2-xl", 1024, 32, remat="selective"),
+    _case("eager", "gpt2-xl", 1024, 16),
+    _case("eager", "gpt2", 1024, 32),
+    _case("ours", "llama3.2-1b", 8192, 2),
+    _case("eager", "llama3.2-1b", 4096, 4),
+    _case("ours", "gpt2", 1024, 64),
+    _case("ours", "llama3.2-1b", 4096, 8, remat="selective"),
+    _case("ours", "gpt2-xl", 1024, 64, microbatches=4, remat="selective"),
+    _case("ours", "gpt2-xl", 1024, 32, remat="full"),
+)
+"""The most telling first: what time does not suffice for is left out, and said."""
+SMOKE = (Case(who="matmul"), _case("ours", "gpt2-nano", 128, 4), _case("eager", "gpt2-nano", 128, 4))
+"""For a machine without a GPU: that the script works. Its figures mean nothing."""
+
+
+def read_case() -> Case:
+    """The case that this process was started for: the only argument, as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", type=json.loads)
+    values = parser.parse_args().case
+    return Case(**{**values, "settings": tuple(values["settings"])})
+
+
+def as_argument(case: Case) -> str:
+    """The inverse."""
+    return json.dumps(asdict(case))

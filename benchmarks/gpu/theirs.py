@@ -1,0 +1,96 @@
+"""One case under PyTorch: python theirs.py CASE, which prints a line of JSON. Started by run.py.
+
+transformers' GPT-2 or Llama of the same sizes, float32 weights under bf16 autocast, SDPA, fused AdamW, gradients clipped as ours are: what
+somebody would write who wants it fast and plain.
+"""
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from cases import STEPS, WARMUP, Case, read_case
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from optimus_jax.models.flops import step_flops
+from optimus_jax.presets import model_preset
+
+
+def model_of(case: Case) -> torch.nn.Module:
+    """Born on the device, with weights as transformers draws them."""
+    sizes = model_preset(case.model)
+    common = {"vocab_size": sizes.vocab_size, "use_cache": False, "attn_implementation": "sdpa", "bos_token_id": 0, "eos_token_id": 0}
+    if sizes.family == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(
+            **common, n_positions=sizes.max_length, n_embd=sizes.embed_dim, n_layer=sizes.num_layers, n_head=sizes.num_heads, n_inner=sizes.mlp_dim,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(
+            **common, hidden_size=sizes.embed_dim, intermediate_size=sizes.mlp_dim, num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads,
+            num_key_value_heads=sizes.num_kv_heads, head_dim=sizes.head_dim, max_position_embeddings=max(case.seq_len, 2048), tie_word_embeddings=sizes.tied))
+    if case.remat == "full":
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def train(case: Case) -> dict:
+    """Steps on one device."""
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = model_of(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
+    tokens = torch.randint(0, model_preset(case.model).vocab_size, (case.batch, case.seq_len + 1), device=device)
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
+            logits = model(inputs).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    computed = torch.compile(loss_of) if case.who == "compile" else loss_of
+
+    def step() -> torch.Tensor:
+        loss = computed(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    started = time.perf_counter()
+    step().item()
+    compile_s = time.perf_counter() - started
+    times_s, loss = timed(step, on_gpu)
+    step_s, count = statistics.median(times_s), case.batch * case.seq_len
+    return {
+        "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": count / step_s, "loss": loss,
+        "tflops": step_flops(model_preset(case.model), num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": compile_s,
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, "attention": "sdpa", "version": f"torch {torch.__version__}",
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu"}
+
+
+def timed(step: Callable[[], torch.Tensor], on_gpu: bool) -> tuple[list[float], float]:
+    """Seconds of each step, on the device's own clock where it has one, so that nobody waits in between."""
+    for _ in range(WARMUP):
+        step()
+    if not on_gpu:
+        times_s = []
+        for _ in range(STEPS):
+            began_s = time.perf_counter()
+            loss = step().item()
+            times_s.append(time.perf_counter() - began_s)
+        return times_s, loss
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        loss = step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [early.elapsed_time(late) / 1e3 for early, late in itertools.pairwise(marks)], loss.item()
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(read_case())))
