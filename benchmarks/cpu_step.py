@@ -76,8 +76,8 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
 def measure_huggingface() -> dict:
     """The same work in PyTorch: GPT2LMHeadModel, AdamW, clipping; one process, all cores."""
     started = time.perf_counter()
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
 
     model = GPT2LMHeadModel(GPT2Config(
         vocab_size=8192, n_positions=256, n_embd=256, n_layer=4, n_head=4, n_inner=1024, resid_pdrop=0.0, embd_pdrop=0.0,

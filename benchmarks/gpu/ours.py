@@ -18,6 +18,7 @@ from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.flops import step_flops
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.memory import estimate_memory
 from optimus_jax.presets import model_preset
 from optimus_jax.training.step import build_program
@@ -52,8 +53,8 @@ def train(case: Case) -> dict:
     return {
         "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": tokens / step_s, "loss": float(loss),
         "tflops": step_flops(model, num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": compile_s,
-        "peak_bytes": stats.get("peak_bytes_in_use"), "predicted_bytes": estimate_memory(config, plan).total_bytes,
-        "compiled_bytes": compiled.memory_analysis().peak_memory_in_bytes, "attention": plan.attention,
+        "peak_bytes": stats.get("peak_bytes_in_use"), "predicted_bytes": estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total_bytes,
+        "compiled_bytes": check_executable(compiled.memory_analysis(), None).total_bytes, "attention": plan.attention,
         "custom_calls": {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()}, "layout": plan.describe(),
         "version": f"jax {jax.__version__}", "device": jax.devices()[0].device_kind}
 

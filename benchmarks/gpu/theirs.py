@@ -10,9 +10,9 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 from cases import STEPS, WARMUP, Case, read_case
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
 from optimus_jax.models.flops import step_flops
 from optimus_jax.presets import model_preset
