@@ -53,7 +53,7 @@ def train(case: Case) -> dict:
     return {
         "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": tokens / step_s, "loss": float(loss),
         "tflops": step_flops(model, num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": compile_s,
-        "peak_bytes": stats.get("peak_bytes_in_use"), "predicted_bytes": estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total_bytes,
+        "peak_bytes": stats.get("peak_bytes_in_use"), "predicted_bytes": estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total,
         "compiled_bytes": check_executable(compiled.memory_analysis(), None).total_bytes, "attention": plan.attention,
         "custom_calls": {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()}, "layout": plan.describe(),
         "version": f"jax {jax.__version__}", "device": jax.devices()[0].device_kind}

@@ -60,7 +60,7 @@ def table(rows: list[dict]) -> str:
             lines.append(f"{head} failed: {row['failed']} | | | | | | |")
             continue
         accelerator = accelerator_of_kind(row["device"])
-        mfu = f"{row['tflops'] * 1e12 / accelerator.dense_peak_flops:.1%}" if accelerator else "-"
+        mfu = f"{row['tflops'] * 1e12 / accelerator.dense_peak_flops:.1%}" if accelerator and accelerator.dense_peak_flops else "-"
         least, most = row["spread_s"]
         memory = f"{row['peak_bytes'] / 2**30:.1f} GiB" if row.get("peak_bytes") else "-"
         memory += f" ({row['predicted_bytes'] / 2**30:.1f})" if row.get("predicted_bytes") else ""
