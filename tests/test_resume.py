@@ -17,7 +17,7 @@ from helpers import F32_RELATIVE, fitted, host_leaves
 from plans import in_order, make_plan
 
 import optimus_jax
-from optimus_jax import api
+from optimus_jax import run
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import CheckpointConfig, Config
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError, PlanError, RunDirectoryError
@@ -206,7 +206,7 @@ def test_a_program_too_large_for_the_device_leaves_nothing(text, tmp_path, monke
     def refuse(*_):
         raise PlanError("too large")
 
-    monkeypatch.setattr(api, "_compiled", refuse)
+    monkeypatch.setattr(run, "_compiled", refuse)
     with pytest.raises(PlanError, match="too large"):
         optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", data=text, **TINY)
     assert not list(tmp_path.iterdir())

@@ -304,9 +304,10 @@ class Advisor:
             return self._must("memory runs short")
         if (question := self._about_phase()) is not None:
             return question
+        # News before the level of step times is known is weighed with it: on readings alone plans are compared that nothing has been held against.
+        news = news if self._looked else ""
         others = ["devices are back"] * bool(lost - self._lost) + [news] * bool(news) + ["memory is free again"] * (memory == "relieved")
-        # What is heard before the level of step times is known is weighed with it: on readings alone plans are compared that nothing has been held against.
-        if not others or not self._looked:
+        if not others:
             return self._asked_by_time()
         # A switch that has to be, or belongs to a boundary, is not withdrawn for something else; but another plan may be better for it now.
         asked = self._answering if self._pending is not None else None

@@ -13,7 +13,7 @@ import pytest
 from moves import compiled_quickly
 
 import optimus_jax
-from optimus_jax import api
+from optimus_jax import api, run
 from optimus_jax.config import CheckpointConfig, ControlConfig, DistributedConfig, LogConfig
 from optimus_jax.control import assembly, executables
 from optimus_jax.control.deciding.candidates import search_now
@@ -86,7 +86,7 @@ def plan_on(mesh, **settings):
 
 @functools.cache
 def _of_config(config, plan, mesh):
-    return step_module.build_program(config, api.planned_shapes(config.model, plan), plan, mesh)
+    return step_module.build_program(config, run.planned_shapes(config.model, plan), plan, mesh)
 
 
 def build_once(config, shapes, plan, mesh):
@@ -108,7 +108,7 @@ def quick(tmp_path_factory):
     """Compile as fast as can be; and nothing was learnt in runs of other tests."""
     learnt = tmp_path_factory.mktemp("learnt")
     with compiled_quickly(), pytest.MonkeyPatch.context() as patch:
-        for module in (api, executables):
+        for module in (run, executables):
             patch.setattr(module, "build_program", build_once)
         patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
         patch.setattr("optimus_jax.control.canary.NOISE", 1e9)  # steps of this size are noise

@@ -55,6 +55,7 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr(api, "known_devices", known_devices)
     patch.setattr(assembly, "Advisor", Script)
     patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
+    patch.setattr(controller, "STEADY", 1e9)  # steps of this size are noise
     patch.setattr(controller, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"]))
     result = optimus_jax.train(
         "gpt2-nano", run_dir=run_dir, data=text, mesh=told["mesh"], steps=told["steps"], control="auto",
