@@ -77,7 +77,7 @@ RELEASED_LLAMA = {
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
 """config.json of openai-community/gpt2 and meta-llama/Llama-3.2-1B, as far as it is about the model."""
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+QUICK = {"xla_backend_optimization_level": 0} | ({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {})  # 0.11 has no such option
 """Compiles in a tenth of the time; a step of these models takes milliseconds either way."""
 
 
