@@ -173,7 +173,7 @@ def one_run(contender: str, disturbance: str, num_steps: int, budget_share: floa
         ended = time.time()
         return {"contender": contender, "disturbance": disturbance, "num_steps": num_steps, "total_s": round(ended - began, 1), "began": began,
                 "disturbed": disturbed, "mended": mended,
-                "restarts_s": restarts_s, "steps": [{"step": row["step"], "plan": row["plan"], "step_time_s": round(row["step_time_s"], 4)} for row in job.steps()],
+                "restarts_s": restarts_s, "restart_under": restart_under, "steps": [{"step": row["step"], "plan": row["plan"], "step_time_s": round(row["step_time_s"], 4)} for row in job.steps()],
                 "events": [event for event in job.events() if event["event"] in ("decision", "remesh", "rollback", "plan")]}
 
 
@@ -214,16 +214,18 @@ def run(out: Path, disturbances: list[str], contenders: list[str], num_steps: in
                 continue
             forget(Path(os.environ["XDG_CACHE_HOME"]))
             with two_hosts():
-                row = one_run(contender, disturbance, num_steps, budget_share, best_static(list(found.values()), disturbance))
+                row = one_run(contender, disturbance, num_steps, budget_share, best_static(list(found.values()), disturbance) if contender == "restart" else START)
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print({name: value for name, value in row.items() if name not in ("steps", "events")}, flush=True)
 
 
 def best_static(rows: list[dict], disturbance: str) -> str:
-    """The mesh that was fastest with this disturbance, of those that have run; without any, the one to start with."""
+    """The mesh that was fastest with this disturbance, of those that have run."""
     static = [row for row in rows if row["disturbance"] == disturbance and row["contender"] not in ("auto", "stay", "restart")]
-    return min(static, key=lambda row: row["total_s"])["contender"] if static else START
+    if not static:
+        raise SystemExit(f"restart goes to the best static plan, and none has run under {disturbance}: give --contender some mesh first")
+    return min(static, key=lambda row: row["total_s"])["contender"]
 
 
 def report(out: Path, picture: Path | None) -> None:

@@ -68,7 +68,18 @@ def program_of(config: Config, choice: Choice) -> Program:
 
 def run_program(config: Config, devices: Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory, display: Display,
                 resume: bool, progress: Progress, signs: SignsOfLife | None) -> tuple[Outcome, Plan]:
-    """State, compile, loop; with the plan that the run ended under."""
+    """State, compile, loop; with the plan that the run ended under. Every process has to call it.
+
+    Args:
+      config: of the whole run; its first phase to run may be a later one.
+      choice: the plan that `program` was built for, and why.
+      run: locked for this process, if it writes.
+      resume: whether the state is read from the newest good checkpoint or snapshot.
+      progress: told what this process is at.
+      signs: of life of the run's processes; None: nobody watches.
+    Raises:
+      OptimusError: something that the user can mend; what was trained by then is saved.
+    """
     topology = devices.topology
     checkpoints = Checkpoints(
         run.checkpoints, config.checkpoint, warn=display.message,

@@ -21,7 +21,7 @@ class Case:
     seq_len: int = 0
     """Tokens of an example."""
     batch: int = 0
-    """Examples of a step."""
+    """Examples of a step; of a product, the side of its square matrices."""
     remat: str = "none"
     """What of forward is computed again: a policy of ours; of the others `none` or `full` (gradient checkpointing)."""
     microbatches: int = 1
@@ -31,7 +31,7 @@ class Case:
 
     def __str__(self) -> str:
         if self.who == "matmul":
-            return "bf16 8192 x 8192 x 8192"
+            return f"bf16 {self.batch} x {self.batch} x {self.batch}"
         more = [f"remat {self.remat}"] * (self.remat != "none") + [f"{self.microbatches} microbatches"] * (self.microbatches > 1) + list(self.settings)
         return ", ".join([f"{self.model} {self.batch} x {self.seq_len}", *more])
 
@@ -41,7 +41,7 @@ def _case(who: Who, model: str, seq_len: int, batch: int, **more) -> Case:
 
 
 CASES = (
-    Case(who="matmul"),
+    Case(who="matmul", batch=8192),
     _case("ours", "gpt2-xl", 1024, 16, remat="selective"),
     _case("compile", "gpt2-xl", 1024, 16),
     _case("ours", "gpt2", 1024, 32),
@@ -61,7 +61,7 @@ CASES = (
     _case("ours", "gpt2-xl", 1024, 32, remat="full"),
 )
 """The most telling first: what time does not suffice for is left out, and said."""
-SMOKE = (Case(who="matmul"), _case("ours", "gpt2-nano", 128, 4), _case("eager", "gpt2-nano", 128, 4))
+SMOKE = (Case(who="matmul", batch=512), _case("ours", "gpt2-nano", 128, 4), _case("eager", "gpt2-nano", 128, 4))
 """For a machine without a GPU: that the script works. Its figures mean nothing."""
 
 
