@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
+from optimus_jax.planning.hlo_groups import groups_of
+
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -16,8 +18,6 @@ _COLLECTIVE = re.compile(
 _ARRAY = re.compile(r"\b(" + "|".join(ITEM_BYTES) + r")\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
-_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,7 @@ def _walk(computations: dict[str, list[str]], name: str, loops: tuple[int, ...],
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes along which the members of a group differ."""
     place = dict(enumerate(np.ndindex(mesh.devices.shape)))
-    if iota := _IOTA_GROUPS.search(line):
-        shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        assert shape is not None
-        groups = np.arange(mesh.size).reshape(source).transpose(order).reshape(shape).tolist()
-    else:
-        found = _GROUPS.search(line)
-        assert found, f"no groups in: {line}"
-        groups = [[int(n) for n in group.split(",")] for group in found[1].strip("{}").split("},{")]
+    groups = groups_of(line, mesh.size)
     differing = {dim for group in groups for dim in range(mesh.devices.ndim) if len({place[n][dim] for n in group}) > 1}
     return tuple(mesh.axis_names[dim] for dim in sorted(differing))
 

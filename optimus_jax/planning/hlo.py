@@ -16,6 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
+from optimus_jax.planning.hlo_groups import Groups, groups_of
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 _COMPUTING = ("fusion", "dot", "while", "conditional", "call", "custom-call", "copy")
 _CALLEES = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
@@ -25,7 +27,6 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 
@@ -70,7 +71,7 @@ class Collective:
     """One of COLLECTIVES."""
     payload_bytes: int
     """Of one run on one device: the whole array, before it is scattered or after it is gathered."""
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     """Devices that speak with one another; (source, target) for a collective-permute."""
     times: int
     """Runs in one execution of the program, each branch of a conditional counted as if always taken."""
@@ -156,7 +157,7 @@ class Program:
         for name, i, times in self.instructions():
             kind = i.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                groups = self._groups(i.attributes)
+                groups = groups_of(i.attributes, self.num_partitions)
                 given = sum(shape_bytes(self.computations[name][operand].shape) for operand in i.operands)
                 gathered = max(map(len, groups), default=1) if kind == "all-gather" else 1
                 found.append(Collective(kind=kind, payload_bytes=given * gathered, groups=groups, times=times, source=i.source,
@@ -173,14 +174,6 @@ class Program:
             count += begun and i.opcode in _COMPUTING
         return 0  # it has no end of its own: nothing runs beside it
 
-    def _groups(self, attributes: str) -> tuple[tuple[int, ...], ...]:
-        listed = re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", attributes)
-        if listed and listed[1]:
-            return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
-        if iota := re.search(r"replica_groups=" + _IOTA.pattern, attributes):
-            return iota_groups(iota[0].removeprefix("replica_groups="))
-        return (tuple(range(self.num_partitions)),)  # none given: everyone
-
 
 def dot_flops(text: str) -> float:
     """FLOPs of all matmuls of an HLO module's text, trip counts regarded; see `Program.dot_flops`.
@@ -188,18 +181,6 @@ def dot_flops(text: str) -> float:
     Matmuls that XLA handed to a library (custom calls, on devices that are there) are not seen.
     """
     return Program(text).dot_flops()
-
-
-def iota_groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """The groups that `[4,2]<=[2,4]T(1,0)` stands for: numbers 0, 1, ... shaped, transposed, and cut into 4 rows of 2."""
-    found = _IOTA.fullmatch(text)
-    assert found, text
-    result, shape, order = (tuple(map(int, part.split(","))) if part else None for part in found.groups())
-    assert result
-    assert shape
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    rows = (numbers if order is None else numbers.transpose(order)).reshape(-1, result[-1])
-    return tuple(tuple(row) for row in rows.tolist())
 
 
 def shape_bytes(shape: str) -> int:

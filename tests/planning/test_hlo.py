@@ -4,12 +4,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optimus_jax.planning.hlo import Program, dot_flops, iota_groups, shape_bytes
+from optimus_jax.planning.hlo import Program, dot_flops, shape_bytes
 
 SIZES = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
 
@@ -76,17 +75,6 @@ def test_collectives_by_mesh_axis_bytes_and_rounds(axes, kind, payload, wire):
 def test_two_axes_are_told_apart():
     program = on_mesh(lambda x: lax.psum(jnp.sin(lax.psum(x, "fsdp")), "tensor"), jnp.ones((8, 4)))
     assert [each.axes(SIZES) for each in program.collectives()] == [("fsdp",), ("tensor",)]
-
-
-@pytest.mark.parametrize(("text", "groups"), [
-    ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
-    ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-    ("[4,2]<=[2,2,2]T(0,2,1)", ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ("[1,3]<=[3]", ((0, 1, 2),)),
-])
-def test_groups_in_their_short_form(text, groups):
-    assert iota_groups(text) == groups
-    assert iota_groups(text) == tuple(map(tuple, np.array(groups).tolist()))
 
 
 @pytest.mark.parametrize(("shape", "num_bytes"), [
