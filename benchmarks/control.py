@@ -9,6 +9,7 @@ and kept beside the figures.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -23,7 +24,7 @@ COMMON = {"gpt": ["--set", "model.num_layers=2", "--set", "model.embed_dim=256",
                   "--set", "model.head_dim=64", "--set", "model.mlp_dim=1024", "--seq-len", "256", "--global-batch", "8"],
           "llama": ["--set", "model.family=llama", "--set", "model.tied=false", "--set", "model.num_layers=3", "--set", "model.embed_dim=192", "--set",
                     "model.num_heads=2", "--set", "model.num_kv_heads=1", "--set", "model.head_dim=96", "--set", "model.mlp_dim=512", "--seq-len", "256",
-                    "--global-batch", "4"]}
+                    "--global-batch", "8"]}
 STARTS = {"gpt": {"pipe=2, tensor=4, one microbatch": ["--mesh", "pipe=2,tensor=4", "--microbatches", "1"],
                   "tensor=8, attention whole": ["--mesh", "tensor=8", "--set", "parallel.rules=heads=none"],
                   "pipe=2, data=4, recomputed": ["--mesh", "pipe=2,data=4", "--microbatches", "1", "--remat", "full"],
@@ -32,24 +33,27 @@ STARTS = {"gpt": {"pipe=2, tensor=4, one microbatch": ["--mesh", "pipe=2,tensor=
           "llama": {"pipe=2, tensor=4, attention whole": ["--mesh", "pipe=2,tensor=4", "--microbatches", "1", "--set", "parallel.rules=heads=none"],
                     "tensor=8, attention whole": ["--mesh", "tensor=8", "--set", "parallel.rules=heads=none"],
                     "pipe=2, data=4, recomputed": ["--mesh", "pipe=2,data=4", "--microbatches", "1", "--remat", "full"],
+                    "the usual default: fsdp=8, all recomputed": ["--mesh", "fsdp=8", "--remat", "full"],
                     "the best measured: data=4, tensor=2": ["--mesh", "data=4,tensor=2", "--remat", "none"]}}
 
 
-def run(out: Path, num_steps: int, budget_share: float, only: str) -> None:
-    """Append a line for each run that has none, from starts whose names contain `only`."""
-    done = {(row["model"], row["start"], row["control"]) for row in rows(out)}
-    for model, starts in STARTS.items():
-        for start, flags in starts.items():
-            if only not in start:
-                continue
-            for control in ("off", "auto"):
-                if (model, start, control) not in done:
-                    forget(Path(os.environ["XDG_CACHE_HOME"]))
-                    row = one_run([*COMMON[model], *flags, "--control", control, "--set", f"controller.budget_share={budget_share}"], num_steps)
-                    row = {"model": model, "start": start, "control": control, "num_steps": num_steps, "budget_share": budget_share, **row}
-                    with out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(json.dumps(row), flush=True)
+def run(out: Path, num_steps: int, budget_share: float, only: str, repeats: int) -> None:
+    """Append a line for each run that has none, from starts whose `model: name` contains `only`; staying and leaving take turns."""
+    done = {key(row) for row in rows(out)}
+    every = [(model, start) for model, starts in STARTS.items() for start in starts if only in f"{model}: {start}"]
+    for repeat, (model, start), control in itertools.product(range(repeats), every, ("off", "auto")):
+        row = {"model": model, "start": start, "control": control, "repeat": repeat, "num_steps": num_steps, "budget_share": budget_share}
+        if key(row) not in done:
+            forget(Path(os.environ["XDG_CACHE_HOME"]))
+            row |= one_run([*COMMON[model], *STARTS[model][start], "--control", control, "--set", f"controller.budget_share={budget_share}"], num_steps)
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+
+
+def key(row: dict) -> tuple:
+    """Which run it is."""
+    return row["model"], row["start"], row["control"], row["repeat"]
 
 
 def forget(cache: Path) -> None:
@@ -85,15 +89,29 @@ def rows(out: Path) -> list[dict]:
 
 
 def report(out: Path) -> None:
-    """A table: what staying takes, and what leaving saves."""
-    found = {(row["model"], row["start"], row["control"]): row for row in rows(out)}
-    print("| model | start | steps, staying: s | may leave: s | saved | processor time saved | step at first, at last: s | switches |")
-    print("|---|---|---|---|---|---|---|---|")
+    """A table: what staying takes, and what leaving saves; of repeated runs the medians, and the least and the most that was saved."""
+    found: dict[tuple, list[dict]] = {}
+    for row in rows(out):
+        found.setdefault((row["model"], row["start"], row["control"]), []).append(row)
+    print("| model | start | runs | steps, staying: s | may leave: s | saved | processor time saved | step at first, at last: s | switches |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for (model, start, control), auto in found.items():
         if control == "auto" and (stay := found.get((model, start, "off"))):
-            switches = "; ".join(f"{each['event']} after {each['step']} to {each['layout'].split(', precision')[0]} ({each['delay_s']} s)" for each in auto["switches"])
-            print(f"| {model} | {start} | {stay['steps_s']} | {auto['steps_s']} | {1 - auto['steps_s'] / stay['steps_s']:.0%} | {1 - auto['cpu_s'] / stay['cpu_s']:.0%} "
-                  f"| {auto['first_step_s']:.3f}, {auto['last_step_s']:.3f} | {switches or 'none'} |")
+            switches = " / ".join("; ".join(f"{each['event']} after {each['step']} to {each['layout'].split(', precision')[0]} ({each['delay_s']} s)"
+                                            for each in row["switches"]) or "none" for row in auto)
+            print(f"| {model} | {start} | {len(auto)} | {_median(stay, 'steps_s'):.1f} | {_median(auto, 'steps_s'):.1f} | {_saved(stay, auto, 'steps_s')} "
+                  f"| {_saved(stay, auto, 'cpu_s')} | {_median(auto, 'first_step_s'):.3f}, {_median(auto, 'last_step_s'):.3f} | {switches} |")
+
+
+def _median(found: list[dict], name: str) -> float:
+    return statistics.median(row[name] for row in found)
+
+
+def _saved(stay: list[dict], auto: list[dict], name: str) -> str:
+    """By the medians; of pairs that ran one after the other, the extremes."""
+    pairs = [1 - after[name] / before[name] for before, after in zip(stay, auto, strict=False)]
+    spread = f" ({min(pairs):.0%} to {max(pairs):.0%})" if len(pairs) > 1 else ""
+    return f"{1 - _median(auto, name) / _median(stay, name):.0%}{spread}"
 
 
 def main() -> int:
@@ -102,11 +120,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs.jsonl"), help="JSON Lines of runs")
     parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
     parser.add_argument("--budget-share", type=float, default=0.01, help="controller.budget_share (default: 0.01)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="starts whose names contain this (default: all)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="starts whose `model: name` contains this (default: all)")
+    parser.add_argument("--repeats", type=int, default=1, help="of each run (default: 1)")
     args = parser.parse_args()
     if args.what == "run":
         os.environ["XDG_CACHE_HOME"] = str(args.out.resolve().with_suffix(".cache"))
-        run(args.out, args.steps, args.budget_share, args.only)
+        run(args.out, args.steps, args.budget_share, args.only, args.repeats)
     else:
         report(args.out)
     return 0

@@ -6,7 +6,6 @@ become known, or when the time has come that an earlier decision waited for.
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import policy
 from optimus_jax.control.deciding.allowance import Allowance
-from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_allowed, is_legal, rung_of
+from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_allowed, is_legal
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions, claims
 from optimus_jax.control.deciding.experience import Experience, Known, Level
@@ -26,6 +25,7 @@ from optimus_jax.control.deciding.phases import Phase, Phases
 from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
+from optimus_jax.control.deciding.track import Track
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Candidate, Decision, Regime, Situation
 from optimus_jax.control.predictor import Predictor
@@ -37,8 +37,6 @@ LEAD_S = 180.0
 """Before a phase begins, its plan is chosen: time enough to compile."""
 ABANDONED = 10
 """Cool-downs after which a switch that was decided and never made is no longer waited for."""
-REMEMBERED = 8
-"""Plans that the run was under, which are always candidates."""
 LOOK_AGAIN = 0.1
 """Of the time that conditions have lasted: at least so much lies between two looks at what their duration speaks against."""
 SUSPICIOUS = 2
@@ -95,14 +93,8 @@ class Advisor:
             self._predictor.load(memory)
         self._batch = self._prices.first_batch
         self._prices.log_time(plan, self._batch, Conditions())
-        self._standing, self._before = Standing(plan=plan), Standing(plan=plan)
-        """What the run is under, and what it was under before the last switch."""
-        self._plans = OrderedDict({plan.digest: plan})
+        self._track = Track(plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables)
         self._experience, self._allowance = Experience(self._predictor, self._prices), Allowance(settings)
-        self._left: dict[str, tuple[str, int]] = {}
-        """By digest of a plan that was left: conditions and regime at the time."""
-        self._fled: set[str] = set()
-        """Digests of plans that it could not keep."""
         self._step, self._time_s, self._began_s = 0, 0.0, None
         self._lost: frozenset[int] = frozenset()
         self._looked, self._on_trial = False, False
@@ -152,24 +144,24 @@ class Advisor:
         """The run is now under `plan`. `costs_s`: by phase of the switch, how long the run was delayed by it."""
         decided = self._pending if self._pending is not None and self._pending.plan == plan else None
         is_return, by_choice = decided is not None and decided.trigger == TRIAL, decided is not None and not decided.mandatory
-        old, older = self._standing, self._before
+        old, older = self._track.now, self._track.before
         # A plan that nobody decided on is on the devices that are there.
         without = decided.without if decided else self._lost if plan.num_devices < self._cluster.num_devices else frozenset()
         self._learn_level()
-        rung, compiled = self._rung(plan, without), plan.digest in self._compiled
+        rung, compiled = self._track.rung(plan, without), self._track.is_compiled(plan)
         if decided is not None and decided.at_step is None and self._costs.prepare_s(rung, compiled=compiled):
             self._costs.prepared(self._time_s - self._decided_s)
         # A link that is slow now has made the move slow; the way back, when it is whole again, will not be.
         self._costs.learn(rung, old.plan, plan, self._watch.conditions.applied(self._prices.of(self._batch)), compiled=compiled,
-                          delay_s=sum(costs_s.values()), counts=by_choice and not self._is_repair(without))
+                          delay_s=sum(costs_s.values()), counts=by_choice and not self._track.is_repair(without, self._straggling))
         if is_return:
             self._quarantine.add(old.plan, self._step)
-        self._left[old.plan.digest], has_been = self._now, plan.digest in self._left
+        left_in, is_home = self._now, self._track.has_left(plan)
         left_out = older.left_out.still_slow(self._time_s) if is_return and older.left_out else self._left_out_by(without)
-        self._under(Standing(plan=plan, without=without, left_out=left_out))
-        self._before, self._on_trial, self._forced = old, by_choice and not is_return, None
-        self._allowance.switched(self._time_s, by_choice=by_choice, is_return=has_been and plan.digest not in self._fled)
-        self._fled = self._fled - {plan.digest} | ({old.plan.digest} if decided is None or decided.mandatory else set())
+        self._track.moved(Standing(plan=plan, without=without, left_out=left_out), left_in, fled=decided is None or decided.mandatory)
+        self._restart()
+        self._on_trial, self._forced = by_choice and not is_return, None
+        self._allowance.switched(self._time_s, by_choice=by_choice, is_return=is_home)
         self._cool(by_choice=by_choice)
 
     def failed(self, plan: Plan, why: str, *, at_step: int | None = None) -> None:
@@ -179,9 +171,9 @@ class Advisor:
           at_step: when; None: now.
         """
         self._quarantine.add(plan, self._step if at_step is None else at_step, why)
-        if plan == self._standing.plan and self._before.plan != plan:
-            left_out = self._before.left_out
-            self._under(replace(self._before, left_out=left_out and left_out.still_slow(self._time_s)))
+        if plan == self._track.now.plan and self._track.before.plan != plan:
+            self._track.taken_back(self._time_s)
+            self._restart()
         self._on_trial = False
         self._cool()
         self._question = self._forced
@@ -213,7 +205,7 @@ class Advisor:
         straggling = self._straggling
         if not straggling:
             return conditions
-        used = [device for device in range(self._cluster.num_devices) if device not in self._standing.without][:self._standing.plan.num_devices]
+        used = [device for device in range(self._cluster.num_devices) if device not in self._track.now.without][:self._track.now.plan.num_devices]
         slow = [place for place, device in enumerate(used) if device in straggling]
         return replace(conditions, slow_part=(slow[0] / len(used), (slow[-1] + 1) / len(used))) if slow else conditions
 
@@ -226,13 +218,12 @@ class Advisor:
         self._batch, self._looked = batch, False
         if self._question is not None:
             self._question = replace(self._question, batch=batch, at_step=None)
-        self._watch.restart()
-        self._memory_watch.restart()
+        self._restart()
         return True
 
     def _watched(self, observation: Observation) -> str:
         """News of conditions, in words. What was learnt in the old ones is kept."""
-        watch, plan = self._watch, self._standing.plan
+        watch, plan = self._watch, self._track.now.plan
         before, level = (watch.conditions, watch.regime), self._level()
         news = watch.observe(observation, claims(observation, self._cluster, plan.axes),
                              lambda conditions: self._prices.log_time(plan, self._batch, self._located(conditions)))
@@ -255,25 +246,20 @@ class Advisor:
             self._learn(self._watch.conditions, self._watch.regime, level)
 
     def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:
-        known = Known(plan=self._standing.plan, batch=self._batch, conditions=self._located(conditions), regime=regime)
+        known = Known(plan=self._track.now.plan, batch=self._batch, conditions=self._located(conditions), regime=regime)
         self._experience.learn(known, level, self._step)
 
     def _left_out_by(self, without: frozenset[int]) -> LeftOut | None:
         """The slow process that a run without these devices does without."""
-        slow, left_out, watch = self._straggling, self._standing.left_out, self._watch
+        slow, left_out, watch = self._straggling, self._track.now.left_out, self._watch
         if slow and slow <= without:
             found = LeftOut(devices=slow, skew=watch.conditions.skew, regime=watch.regime_at(self._time_s), at_s=self._time_s)
             watch.leave_out(self._time_s)
             return found
         return left_out if left_out is not None and left_out.devices <= without else None
 
-    def _under(self, standing: Standing) -> None:
-        plan = standing.plan
-        self._standing = standing
-        self._plans[plan.digest] = plan
-        self._plans.move_to_end(plan.digest)
-        while len(self._plans) > REMEMBERED:
-            self._plans.popitem(last=False)
+    def _restart(self) -> None:
+        """Steps and memory under the plan that the run was under tell nothing any more."""
         self._watch.restart()
         self._memory_watch.restart()
 
@@ -285,7 +271,7 @@ class Advisor:
 
     def _look_at_left_out(self) -> None:
         """Once it is likely enough that a slow process has recovered."""
-        if (left_out := self._standing.left_out) is not None:
+        if (left_out := self._track.now.left_out) is not None:
             due_s = left_out.due_s(self._time_s, min(1 - SPARE, self._settings.min_probability + SPARE))
             self._review_s = min(self._review_s, math.inf if due_s is None else due_s)
 
@@ -293,10 +279,10 @@ class Advisor:
 
     def _asked(self, observation: Observation, is_new_batch: bool, news: str) -> _Question | None:
         """The most urgent question; None: there is no new one."""
-        plan, lost = self._standing.plan, self._lost
+        plan, lost = self._track.now.plan, self._lost
         self._lost = observation.lost_devices
         memory = self._memory_watch.observe(observation, self._prices.memory_share(plan, self._batch))
-        if self._lost != lost and not self._lost <= self._standing.without:
+        if self._lost != lost and not self._lost <= self._track.now.without:
             return self._must("devices are lost")
         if is_new_batch and not is_legal(plan, self._prices.of(self._batch).config):
             return self._must("the batch has changed, and cannot be dealt out under this plan")
@@ -321,7 +307,7 @@ class Advisor:
         count = self._watch.detector.count
         if self._on_trial and count >= self._settings.canary_steps:
             self._on_trial = False
-            return _Question(trigger=TRIAL, batch=self._batch, only=self._before)
+            return _Question(trigger=TRIAL, batch=self._batch, only=self._track.before)
         if not self._looked and count >= LEAST:
             self._looked = True
             return self._may("step times are known")
@@ -338,7 +324,7 @@ class Advisor:
 
     def _about_phase(self) -> _Question | None:
         """About a phase that is near enough to prepare for."""
-        level, plan = self._watch.detector.level, self._standing.plan
+        level, plan = self._watch.detector.level, self._track.now.plan
         phase = self._phases.near(self._step, max(self._settings.cooldown_steps, LEAD_S / math.exp(level) if level is not None else 0.0))
         if phase is None:
             return None
@@ -367,7 +353,7 @@ class Advisor:
         allowance = self._allowance
         if question.only is not None or allowance.too_many():
             return allowance.too_many()
-        plan, watch = self._standing.plan, self._watch
+        plan, watch = self._track.now.plan, self._watch
         slowed = math.exp(self._prices.log_time(plan, self._batch, watch.conditions) - self._prices.log_time(plan, self._batch, watch.normal))
         too_soon = allowance.too_soon(question.at_step or self._step, slowed)
         self._review_step = allowance.cool_until(slowed) if too_soon else self._review_step
@@ -377,13 +363,13 @@ class Advisor:
         """What could be switched to; None: a search is still at work."""
         watch = self._watch
         view = View(batch=question.batch, time_s=self._time_s, conditions=self._located(watch.conditions), normal=watch.normal, lost=self._lost, slow=self._straggling,
-                    left_out=self._standing.left_out, memory=self._memory_watch)
+                    left_out=self._track.now.left_out, memory=self._memory_watch)
         if question.only is not None:
             return self._options.back(view, question.only)
-        return self._options.all(view, self._standing, list(self._plans.values()), self._predictor.calibration(), mandatory=question.mandatory)
+        return self._options.all(view, self._track.now, self._track.plans, self._predictor.calibration(), mandatory=question.mandatory)
 
     def _weighed(self, question: _Question, offers: Sequence[Offer], blocked: str, observation: Observation) -> Decision:
-        watch, plan, priced = self._watch, self._standing.plan, self._memory_watch.applied(self._prices.of(question.batch))
+        watch, plan, priced = self._watch, self._track.now.plan, self._memory_watch.applied(self._prices.of(question.batch))
         asked = [query(plan, self._located(watch.conditions).felt_by(plan).applied(priced), setting(question.batch, watch.conditions), watch.regime)]
         asked += [query(offer.plan, offer.place.pricing, offer.place.setting, watch.regime) for offer in offers]
         if watch.is_disturbed:
@@ -405,16 +391,16 @@ class Advisor:
 
     def _candidate(self, offer: Offer, question: _Question, log_ratio: float, deviation: float, log_ratio_after: float | None) -> Candidate:
         plan, place = offer.plan, offer.place
-        rung = self._rung(plan, place.without)
+        rung, compiled = self._track.rung(plan, place.without), self._track.is_compiled(plan)
         is_listed = is_allowed(plan, self._settings.allow)
         return Candidate(
             plan=plan, rung=rung, log_ratio=log_ratio, deviation=deviation, log_ratio_after=log_ratio_after, without=place.without, likely=place.likely,
             barred=self._quarantine.why(plan, self._step) if is_listed else "not on the list of meshes that may be switched to",
-            cost_s=self._costs.expected_s(rung, self._standing.plan, plan, place.pricing, compiled=plan.digest in self._compiled),
-            prepare_s=self._costs.prepare_s(rung, compiled=plan.digest in self._compiled),
-            return_s=self._costs.expected_s(rung, plan, self._standing.plan, place.normal, compiled=True),
-            is_free=self._is_repair(place.without) or self._goes_home(plan),
-            was_left=question.only is None and self._left.get(plan.digest) == self._now)
+            cost_s=self._costs.expected_s(rung, self._track.now.plan, plan, place.pricing, compiled=compiled),
+            prepare_s=self._costs.prepare_s(rung, compiled=compiled),
+            return_s=self._costs.expected_s(rung, plan, self._track.now.plan, place.normal, compiled=True),
+            is_free=self._track.is_repair(place.without, self._straggling) or self._goes_home(plan),
+            was_left=question.only is None and self._track.left_in(plan) == self._now)
 
     def _noted(self, decision: Decision) -> Decision | None:
         """Remember what was decided; None: it says nothing new."""
@@ -432,29 +418,9 @@ class Advisor:
 
     # What answers rest on.
 
-    def _rung(self, plan: Plan, without: frozenset[int]) -> policy.Rung:
-        same_devices = without == self._standing.without and plan.num_devices == self._standing.plan.num_devices
-        return rung_of(self._standing.plan, plan, same_devices=same_devices, same_hosts=self._cluster.num_hosts == 1)
-
-    def _is_repair(self, without: frozenset[int]) -> bool:
-        """Whether a plan without these devices leaves out a slow process, or uses again what was lost or left out: a fault's costs, not the budget's."""
-        left_out = self._standing.left_out
-        takes_back = left_out is not None and without < self._standing.without and self._standing.without - without <= left_out.devices
-        return bool(self._straggling and self._straggling <= without) or takes_back or self._undoes_loss(without)
-
     def _goes_home(self, plan: Plan) -> bool:
         """Whether a disturbance is over that `plan` was left for: the way back was reserved when it was left."""
-        return not self._watch.is_disturbed and plan.digest in self._left and plan.digest not in self._fled
-
-    def _undoes_loss(self, without: frozenset[int]) -> bool:
-        """Whether a plan without these devices uses some that were lost and have come back."""
-        left_out, used_again = self._standing.left_out, self._standing.without - without
-        return without < self._standing.without and not used_again <= (left_out.devices if left_out is not None else frozenset())
-
-    @property
-    def _compiled(self) -> list[str]:
-        """Digests of plans whose executables are still there."""
-        return list(self._plans)[-self._settings.executables:]
+        return not self._watch.is_disturbed and self._track.has_left(plan)
 
     def _budget_s(self, step_time_s: float, usual_s: float) -> float:
         """What switches may still take, of the time that the whole run is expected to take if it stays where it is.
@@ -471,7 +437,7 @@ class Advisor:
         readings = {name: reading.value for name, reading in sorted(observation.readings.items())
                     if reading.quality in ("good", "few") and reading.value is not None and math.isfinite(reading.value)}
         return {
-            "plan": self._standing.plan.digest, "global_batch": question.batch[0], "seq_len": question.batch[1], "step_time_low_s": interval_s[0],
+            "plan": self._track.now.plan.digest, "global_batch": question.batch[0], "seq_len": question.batch[1], "step_time_low_s": interval_s[0],
             "step_time_high_s": interval_s[1], "conditions": watch.conditions.as_json(), "unexplained": watch.regime != 0,
             "distrusted": sorted(watch.distrusted), "held_s": watch.regime_at(self._time_s).elapsed_s, "steps_left": steps_left,
             "spent_s": self._costs.spent_s, "memory_taken": self._memory_watch.taken, "lost_devices": sorted(self._lost), **readings}
