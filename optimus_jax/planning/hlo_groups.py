@@ -7,6 +7,7 @@ Numbers are those of partitions: positions in the mesh of the program (mesh orde
 
 import math
 import re
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -17,8 +18,8 @@ Groups = tuple[tuple[int, ...], ...]
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _COUNTED = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
-_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
-_AXIS_REFERENCE = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
+_AXIS = re.compile(r"'?([\w.-]+)'?=(\d+)")
+_AXIS_REFERENCE = re.compile(r"'?([\w.-]+)'?(?::\((\d+)\)(\d+))?")
 
 
 def groups_of(attributes: str, num_partitions: int) -> Groups:
@@ -59,12 +60,20 @@ def _counted(text: str) -> NDArray[np.int64]:
     return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(result)
 
 
+def mesh_sizes(mesh: str) -> dict[str, int]:
+    """Sizes of the axes of `'data'=2,'fsdp'=4`, slowest first."""
+    return {name: int(size) for name, size in _AXIS.findall(mesh)}
+
+
+def parts_of_axes(written: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Axis, pieces before the part, and size of the part, of `'fsdp','x':(2)4`: whole fsdp, and of x = 2 x 4 x rest the 4."""
+    return [(name, int(before or 1), int(size or sizes[name])) for name, before, size in _AXIS_REFERENCE.findall(written)]
+
+
 def _groups_by_axes(mesh: str, device_ids: str | None, members: str) -> Groups:
-    """A group differs in the axes named, of which a part may be meant: `'x':(2)4` is, of x = 2 x 4 x rest, the 4."""
-    sizes = {name: int(size) for name, size in _AXIS.findall(mesh)}
-    meant: list[tuple[str, int, int]] = []  # axis, pieces of it before the part, size of the part
-    for name, before, size in _AXIS_REFERENCE.findall(members):
-        meant.append((name, int(before or 1), int(size or sizes[name])))
+    """A group differs in the axes named."""
+    sizes = mesh_sizes(mesh)
+    meant = parts_of_axes(members, sizes)
     pieces: list[tuple[str, int, int]] = []
     for axis, size in sizes.items():
         cuts = sorted({1, size} | {cut for name, before, part in meant if name == axis for cut in (before, before * part)})

@@ -4,6 +4,7 @@ The training step gives no cause for it, since it places every collective itself
 that leave a sharding to the partitioner may.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -11,8 +12,11 @@ from optimus_jax.config import Config, ModelConfig
 from optimus_jax.mesh.axes import BATCH, EMBED, HEADS, KV_HEADS, MLP, VOCAB
 from optimus_jax.plan import Plan
 from optimus_jax.planning.compile_report import Rematerialised
+from optimus_jax.planning.hlo_groups import mesh_sizes, parts_of_axes
 
-_SHARDING = r"\{(?:devices=\[[\d,]+\][^}]*|replicated|maximal[^}]*|manual)\}"
+_BY_AXES = r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?, (?:\[.*?\](?:, \w+=\{[^}]*\})*|replicated)"
+"""Since jax 0.11: the axes of a mesh that split each dimension."""
+_SHARDING = rf"\{{(?:devices=\[[\d,]+\][^}}]*|replicated|maximal[^}}]*|manual|{_BY_AXES})\}}"
 _REMATERIALISED = re.compile(
     rf"Involuntary full rematerialization.*?from sharding ({_SHARDING}) to ({_SHARDING}).*?HLO operation:? %?\S+ = (\w+\[[\d,]*\])(?:.*?op_name=\"([^\"]*)\")?")
 
@@ -42,6 +46,9 @@ def _sizes(model: ModelConfig, plan: Plan, global_batch: int) -> dict[str, set[i
 
 
 def _ways(sharding: str) -> Sequence[int]:
-    """Parts of every dimension in `{devices=[2,1,4]<=[8]}`; nothing if it is whole everywhere."""
+    """Parts of every dimension in `{devices=[2,1,4]<=[8]}` or `{mesh['data'=2,'tensor'=4], [{'data'}, {}, {'tensor'}]}`; nothing if it is whole everywhere."""
+    if by_axes := re.match(r"\{mesh\[([^\]]*)\].*?, \[(.*?)\]", sharding):
+        sizes = mesh_sizes(by_axes[1])
+        return [math.prod(size for _, _, size in parts_of_axes(dim, sizes)) for dim in re.findall(r"\{([^}]*)\}", by_axes[2])]
     found = re.search(r"devices=\[([\d,]+)\]", sharding)
     return [int(ways) for ways in found[1].split(",")] if found else []

@@ -127,10 +127,15 @@ def test_an_array_that_the_partitioner_makes_whole_is_named_with_its_rule(capfd)
     assert rematerialised("all is well", config, plan) == ()
 
 
-def test_only_dimensions_that_are_split_otherwise_are_blamed():
+@pytest.mark.parametrize(("before", "after"), [
+    ("{devices=[2,1,4]<=[8]}", "{devices=[2,4,1]<=[8]}"),
+    ("{mesh['data'=2,'tensor'=4], [{'data'}, {}, {'tensor'}]}", "{mesh['data'=2,'tensor'=4], [{'data'}, {'tensor'}, {}]}"),
+    ("{mesh['x'=8], [{'x':(1)2}, {}, {'x':(2)4}]}", "{mesh['x'=8], device_ids=([2,4]T(1,0)), [{'x':(1)2}, {'x':(2)4}, {}], replicated={'y'}}"),
+])
+def test_only_dimensions_that_are_split_otherwise_are_blamed(before, after):
     cluster = Cluster.parse("h100:8")
     config, plan = asked("data=2,tensor=4", cluster)
-    said = ("[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {devices=[2,1,4]<=[8]} to {devices=[2,4,1]<=[8]} efficiently "
+    said = (f"[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {before} to {after} efficiently "
             f'for HLO operation %copy.1 = f32[16,8,{config.model.mlp_dim // 4}]{{2,1,0}} copy(%x), metadata={{op_name="jit(f)/here" stack_frame_id=3}}.')
     assert rematerialised(f"{said}\n{said}\n", config, plan) == (
         Rematerialised(array=f"f32[16,8,{config.model.mlp_dim // 4}]", source="jit(f)/here", change=("heads", "mlp")),)
