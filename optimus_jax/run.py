@@ -117,8 +117,12 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
             progress=progress, snapshots=snapshots)
         try:
             with display, tensorboard or nullcontext():
-                trainer, outcome = _trained(trainer, state, first_step, inputs, controller, changes)
-            progress.begin("end")
+                try:
+                    trainer, outcome = _trained(trainer, state, first_step, inputs, controller, changes)
+                finally:
+                    progress.begin("end")
+                    if (director := controller or changes) is not None:
+                        director.close()
         except Exception:
             with suppress(OptimusError):  # the error on its way says more
                 checkpoints.close()
@@ -169,9 +173,7 @@ def _trained(trainer: Trainer, state: TrainState, step: int, inputs: Inputs, con
         dealt = inputs.dealt(trainer.program, step)
         trainer = replace(trainer, loader=dealt.loader, eval_batches=dealt.eval_batches)
     if controller is not None:
-        controller.close(outcome.last_step)
-    elif changes is not None:
-        changes.close()
+        controller.stop(outcome.last_step)
     return trainer, outcome
 
 

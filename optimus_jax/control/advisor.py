@@ -62,6 +62,11 @@ class _Question:
     only: Standing | None = None
     """The one plan that is asked about; None: all."""
 
+    @property
+    def is_pressing(self) -> bool:
+        """Whether it has to be answered, or belongs to a boundary."""
+        return self.mandatory or self.at_step is not None
+
 
 class Advisor:
     """Turns observations into decisions.
@@ -105,6 +110,8 @@ class Advisor:
         self._answering: _Question | None = None
         """The question that this was the answer to."""
         self._question: _Question | None = None
+        self._later: _Question | None = None
+        """Another one, which came while that was being thought about, and can wait."""
         self._forced: _Question | None = None
         """The question whose answer had to be a switch, until it is made."""
         self._review_step, self._review_s = math.inf, math.inf
@@ -137,7 +144,12 @@ class Advisor:
         self._step, self._time_s = observation.step, observation.time_s
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
-        self._question = self._asked(observation, is_new_batch, news) or self._question
+        if (asked := self._asked(observation, is_new_batch, news)) is not None:
+            # What has to be answered, or belongs to a boundary, is not forgotten for something else while a search is at work.
+            if self._question is not None and self._question.is_pressing and not asked.mandatory:
+                self._later = asked
+            else:
+                self._question = asked
         return None if self._question is None else self._answered(self._question, observation)
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
@@ -164,14 +176,15 @@ class Advisor:
         self._allowance.switched(self._time_s, by_choice=by_choice, is_return=is_home)
         self._cool(by_choice=by_choice)
 
-    def failed(self, plan: Plan, why: str, *, at_step: int | None = None) -> None:
+    def failed(self, plan: Plan, why: str, *, at_step: int | None = None, is_back: bool = False) -> None:
         """The switch to `plan` did not happen or was taken back: it is left alone for a while, longer each time.
 
         Args:
           at_step: when; None: now.
+          is_back: it was made, and the run is again under the plan from before.
         """
         self._quarantine.add(plan, self._step if at_step is None else at_step, why)
-        if plan == self._track.now.plan and self._track.before.plan != plan:
+        if is_back:
             self._track.taken_back(self._time_s)
             self._restart()
         self._on_trial = False
@@ -180,7 +193,7 @@ class Advisor:
 
     def dropped(self) -> None:
         """The batches have changed, and what was being prepared is not to be had: it was for those before."""
-        self._pending, self._question = None, self._forced
+        self._pending, self._question, self._later = None, self._forced, None
 
     def save(self) -> None:
         """Keep what was learnt about this hardware for later runs."""
@@ -218,6 +231,7 @@ class Advisor:
         self._batch, self._looked = batch, False
         if self._question is not None:
             self._question = replace(self._question, batch=batch, at_step=None)
+        self._later = None
         self._restart()
         return True
 
@@ -264,7 +278,7 @@ class Advisor:
         self._memory_watch.restart()
 
     def _cool(self, *, by_choice: bool = True) -> None:
-        self._pending = self._question = None
+        self._pending = self._question = self._later = None
         self._allowance.cool(self._step, by_choice=by_choice)
         self._review_step, self._review_s = self._allowance.cool_until(), math.inf
         self._look_at_left_out()
@@ -297,7 +311,7 @@ class Advisor:
             return self._asked_by_time()
         # A switch that has to be, or belongs to a boundary, is not withdrawn for something else; but another plan may be better for it now.
         asked = self._answering if self._pending is not None else None
-        return asked if asked is not None and (asked.mandatory or asked.at_step is not None) else self._may("; ".join(others))
+        return asked if asked is not None and asked.is_pressing else self._may("; ".join(others))
 
     def _asked_by_time(self) -> _Question | None:
         if self._pending is not None:
@@ -313,7 +327,7 @@ class Advisor:
             return self._may("step times are known")
         if self._step >= self._review_step or self._time_s >= self._review_s:
             self._review_step = self._review_s = math.inf
-            return self._may("it is time to look again")
+            return self._forced or self._may("it is time to look again")
         return None
 
     def _may(self, trigger: str) -> _Question:
@@ -344,10 +358,11 @@ class Advisor:
             offers = self._offers(question)
         if offers is None:
             return None
-        self._question = None
         self._forced = question if question.mandatory else self._forced
         self._answering = question
-        return self._noted(self._weighed(question, offers, blocked, observation))
+        decision = self._noted(self._weighed(question, offers, blocked, observation))
+        self._question, self._later = self._later if self._pending is None else None, None
+        return decision
 
     def _blocked(self, question: _Question) -> str:
         allowance = self._allowance
@@ -411,6 +426,8 @@ class Advisor:
             return None if is_old else decision
         self._pending = None
         self._look_at_left_out()
+        if decision.mandatory:  # every plan that could be kept has failed
+            self._review_step = min(self._review_step, self._quarantine.first_end(self._step))
         if decision.wait_s is not None:
             least_s = max(LEAST * (decision.step_time_s or 0.0), LOOK_AGAIN * self._watch.regime_at(self._time_s).elapsed_s)
             self._review_s = min(self._review_s, self._time_s + max(decision.wait_s, least_s))

@@ -58,8 +58,9 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
     probes = Probes(settings.probe_share, here.cluster, kept_profile())
     signals = live_signals(settings, global_batch=program.config.data.global_batch, seq_len=program.config.seq_len, rounds=probes.on(program.mesh),
                            signs=signs, warn=display.message)
-    return Controller(mode="auto" if config.control == "auto" else "advise", settings=settings, num_steps=config.steps, advisor=advisor, signals=signals,
-                      probes=probes, switcher=switcher, changes=changes, reported=ReportedDevices(run.path, display.message), run=run, display=display)
+    reported = ReportedDevices(run.path, devices=[device.id for device in program.mesh.devices.flat], can_leave=topology.num_processes == 1, warn=display.message)
+    return Controller(reported=reported, mode="auto" if config.control == "auto" else "advise", settings=settings, num_steps=config.steps, advisor=advisor, signals=signals,
+                      probes=probes, switcher=switcher, changes=changes, run=run, display=display)
 
 
 def freed(config: Config) -> Config:
@@ -75,15 +76,18 @@ class _BackgroundSearch:
     """Searches in threads, so that steps go on meanwhile."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Ranking] = {}
+        self._found: dict[int, Ranking | Exception] = {}
         self._at_work: set[int] = set()
 
     def __call__(self, pricing: Pricing) -> Ranking | None:
-        """The best plans; None: ask again at a later step."""
+        """The best plans; None: ask again at a later step. Raises what the search has raised."""
         key = hash((pricing.config, pricing.cluster, pricing.rates))
         if key in self._found:
             self._at_work.discard(key)
-            return self._found.pop(key)
+            found = self._found.pop(key)
+            if isinstance(found, Exception):
+                raise found
+            return found
         if key not in self._at_work:
             self._at_work.add(key)
             threading.Thread(target=self._search, args=(key, pricing), name="search", daemon=True).start()
@@ -94,3 +98,5 @@ class _BackgroundSearch:
             self._found[key] = search_now(pricing)
         except PlanError:
             self._found[key] = Ranking(best=(), rejections=(), num_priced=0)
+        except Exception as error:
+            self._found[key] = error

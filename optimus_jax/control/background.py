@@ -21,6 +21,7 @@ class Worker:
         self._name = name
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def __call__(self, job: Callable[[], None]) -> None:
         """Have `job` done."""
@@ -30,17 +31,18 @@ class Worker:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after its present job; does not wait for that."""
+        """End the thread after its present job; does not wait for that. Jobs that it has not begun are not done."""
+        self._is_closed = True
         self._jobs.put(None)
 
     def finish(self) -> None:
-        """End the thread, and wait until it has done what it was given."""
+        """End the thread, and wait until its present job is done."""
         self.close()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and not self._is_closed:
             job()
 
 

@@ -137,7 +137,8 @@ class Controller:
         else:
             self._signals.observe(step)
         if not self._council.is_held(step):
-            return False
+            # All have heard of a boundary that a plan was prepared for.
+            return self._upcoming is not None and self._upcoming.order.at_step == step and self._is_ready(step)
         for order in self._council.hear(step, self._last_times_s):
             self._obey(order, step)
         return self._is_taken_back or self._is_ready(step)
@@ -159,9 +160,11 @@ class Controller:
 
         What was being prepared is for the batches before, with which first steps cannot be compared any more either.
         """
-        self._upcoming = self._decision = self._trial = self._verdict = None
+        self._drop()
+        self._decision = self._trial = self._verdict = None
         self._is_taken_back = False
         self._last_times_s.clear()
+        self._council.forget()
         if jax.process_index() == 0:
             if switched.executable.plan != source:
                 self._advisor.switched(switched.executable.plan, switched.costs_s)
@@ -172,9 +175,12 @@ class Controller:
         config = executable.program.config
         self._signals.enter(global_batch=config.data.global_batch, seq_len=config.seq_len, rounds=self._probes.on(executable.program.mesh))
 
-    def close(self, step: int) -> None:
-        """The run ends, or stops, after `step`."""
+    def stop(self, step: int) -> None:
+        """The run ends on purpose after `step`."""
         self._switcher.stop(step=step)
+
+    def close(self) -> None:
+        """The run has ended, well or not."""
         if self._upcoming is not None and not self._upcoming.preparation.is_done:
             self._display.message(f"waiting for the compilation of {self._upcoming.preparation.plan.axes} to end")
         self._switcher.close()
@@ -273,12 +279,13 @@ class Controller:
             devices = [device for device in everything if device.id not in order.without]
             avoid = frozenset(device for device in everything if device.id in order.without)
             config = None if self._changes is None else self._changes.config_after(max(step, order.at_step or 0))
+            self._drop()
             self._upcoming = _Upcoming(order=order, preparation=self._switcher.prepare(
                 order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid))
             if self._upcoming.preparation.is_done:  # no step was done meanwhile
                 self._council.give(Order(kind="go", plan=order.plan))
         elif order.kind == "withdraw":
-            self._upcoming = None
+            self._drop()
         elif order.kind in ("look", "go") and self._upcoming is not None and self._upcoming.order.plan == order.plan:
             self._upcoming.looks_since, self._upcoming.may_go = step, self._upcoming.may_go or order.kind == "go"
         elif order.kind == "probe":
@@ -289,7 +296,13 @@ class Controller:
             self._trial = self._verdict = None
         elif order.kind == "take back" and self._trial is not None:
             self._is_taken_back = True
-            self._upcoming = None
+            self._drop()
+
+    def _drop(self) -> None:
+        """Nobody waits for what is being prepared any more."""
+        if self._upcoming is not None:
+            self._upcoming.preparation.withdraw()
+        self._upcoming = None
 
     def _is_ready(self, step: int) -> bool:
         """Whether the plan that is being prepared is ready in all processes, at its boundary."""
@@ -347,7 +360,7 @@ class Controller:
             self._log_rollback(step, trial.plan, trial.source, why, switched.costs_s)
             self._display.message(f"after step {step} the run goes back to {trial.source.describe()}: {why}")
             if jax.process_index() == 0:
-                self._advisor.failed(trial.plan, why)
+                self._advisor.failed(trial.plan, why, is_back=True)
         else:
             self._run.log_event("decision", step, action="stay", plan=trial.plan.digest, layout=trial.plan.describe(),
                                 why=f"it cannot be taken back: {switched.why_not}")

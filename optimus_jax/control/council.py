@@ -64,6 +64,10 @@ class Council:
         """Orders of this kind that have not been heard are not given."""
         self._orders = [order for order in self._orders if order.kind != kind]
 
+    def forget(self) -> None:
+        """No order that has not been heard is given."""
+        self._orders.clear()
+
     def is_held(self, step: int) -> bool:
         """Whether processes speak at the boundary after this step; the same answer in every process."""
         return jax.process_count() == 1 or step >= self._next_step

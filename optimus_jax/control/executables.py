@@ -1,5 +1,6 @@
 """Everything compiled that a run needs under a plan, made before the run comes to it and kept for a while after it has left."""
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -138,7 +139,7 @@ Key = tuple[Plan, int, int, tuple[Device, ...]]
 
 
 class Shelf:
-    """Executables that were used last; the others are forgotten.
+    """Executables that were used or compiled last; the others are forgotten. Threads may share one.
 
     Args:
       size: how many are kept.
@@ -147,14 +148,16 @@ class Shelf:
     def __init__(self, size: int) -> None:
         self._size = size
         self._kept: OrderedDict[Key, Executable] = OrderedDict()
+        self._lock = threading.Lock()
 
     def put(self, executable: Executable) -> None:
         """Keep this one, as the last used."""
         key = _key(executable.program.config, executable.plan, executable.layout.devices)
-        self._kept[key] = executable
-        self._kept.move_to_end(key)
-        while len(self._kept) > self._size:
-            self._kept.popitem(last=False)
+        with self._lock:
+            self._kept[key] = executable
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._size:
+                self._kept.popitem(last=False)
 
     def get(self, config: Config, plan: Plan, devices: Sequence[Device]) -> Executable | None:
         """The executable of a plan, if it is still there."""

@@ -48,6 +48,8 @@ REGIME_PLAN = 0.15
 ANOTHER_RUN = 0.1
 """Of levels from one run to the next on the same hardware, which may find other neighbours, another driver, another room temperature."""
 HALF_LIFE = 3000.0
+FORGOTTEN = 100.0
+"""Half-lives after which evidence says nothing any more."""
 """Steps after which the variance of a measurement counts twice."""
 DOUBTED = 2.5
 """Deviations from what all else says, beyond which evidence is peculiar to its plan."""
@@ -261,7 +263,8 @@ class _Believed:
         if not evidence:
             return self
         queries, measured = [each.query for each in evidence], np.array([each.log_time for each in evidence])
-        noise = np.array([each.deviation**2 * 2 ** ((step - each.step) / HALF_LIFE) for each in evidence])
+        ages = np.array([step - each.step for each in evidence]) / HALF_LIFE
+        noise = np.array([each.deviation**2 for each in evidence]) * np.exp2(np.minimum(ages, FORGOTTEN))
         prior, believed = self.covariance.copy(), self
         left, inverse = np.zeros(len(queries)), np.eye(len(queries))
         peculiar = [_latents(query)[-1] if query.regime else (PLAN, query.plan) for query in queries]

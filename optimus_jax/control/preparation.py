@@ -55,10 +55,17 @@ class Preparation:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._future: Future[Prepared] = Future()
+        self._is_wanted = True
+
+    def withdraw(self) -> None:
+        """Nobody waits for it any more: if it has not begun, it never does."""
+        self._is_wanted = False
 
     def do(self, work: Callable[[], Prepared]) -> None:
-        """Do the work here and now, and keep what comes of it. Called in the thread."""
+        """Do the work here and now, if somebody still waits for it, and keep what comes of it. Called in the thread."""
         try:
+            if not self._is_wanted:
+                raise PlanError(explain("this preparation was withdrawn", given=self.plan.describe(), do="prepare the plan again"))
             self._future.set_result(work())
         except Exception as error:
             self._future.set_exception(error)

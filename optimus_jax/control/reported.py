@@ -6,7 +6,7 @@ device can be used again its id is taken out of the list, or the file is removed
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 FILE = "lost_devices.json"
@@ -19,12 +19,16 @@ class ReportedDevices:
 
     Args:
       run_directory: where it is.
-      warn: told once of a file that is no list of ids; what it said before counts on.
+      devices: ids of those that the run has.
+      can_leave: whether it can do without some of them.
+      warn: told once of what cannot be used: a file that is no list of ids (what it said before counts on), ids that no device has, or
+        devices that cannot be left.
       clock: seconds.
     """
 
-    def __init__(self, run_directory: Path, warn: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._warn, self._clock = run_directory / FILE, warn, clock
+    def __init__(self, run_directory: Path, *, devices: Collection[int], can_leave: bool, warn: Callable[[str], object],
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._devices, self._can_leave, self._warn, self._clock = run_directory / FILE, frozenset(devices), can_leave, warn, clock
         self._ids: frozenset[int] = frozenset()
         self._looked_s, self._bad_text = -POLL_S, ""
 
@@ -49,11 +53,21 @@ class ReportedDevices:
             ids = json.loads(text)
             if not isinstance(ids, list) or not all(type(each) is int for each in ids):
                 raise ValueError("no list of numbers")
-            self._ids = frozenset(ids)
+            self._ids = self._usable(frozenset(ids))
         except ValueError as error:
             self._complain(f"{error}: {text[:60]!r}")
+
+    def _usable(self, ids: frozenset[int]) -> frozenset[int]:
+        """Those that this run can leave."""
+        if unknown := sorted(ids - self._devices):
+            self._complain(f"no device of this run has the number {unknown[0]}; they have {min(self._devices)} to {max(self._devices)}")
+        ids &= self._devices
+        if not ids or self._can_leave:
+            return ids
+        self._complain(f"devices {sorted(ids)}: a run of several processes cannot leave devices while it goes on; stop it, and start it with --resume on the others")
+        return frozenset()
 
     def _complain(self, what: str) -> None:
         if what != self._bad_text:
             self._bad_text = what
-            self._warn(f"{self._path} cannot be used ({what}); write a list of device ids such as [3, 7]")
+            self._warn(f"{self._path} is not followed ({what}); it has to be a list of device ids such as [3, 7]")

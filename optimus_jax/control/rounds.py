@@ -25,13 +25,15 @@ LONGEST_S = 0.2
 Small ones of virtual devices take one or two turns of 4 ms that the scheduler gives to threads, and must not look as if the link were slow."""
 LOAN = 1.0
 """Rounds' costs that the budget may be short of when somebody asks for a round."""
+URGENT_LOAN = 5.0
+"""The same when it is urgent: enough for a disturbance and its end, and not for every spike of a restless machine."""
 
 
 class Budget:
     """When rounds are due: as often as their cost allows, with one round's cost kept in reserve for when somebody asks.
 
-    The first is a loan, and who asks may have one more. When steps have changed, why has to be known at once: such a round
-    is due whatever is owed, and those that nobody asks for come the later.
+    The first is a loan, and who asks may have one more. When steps have changed, why has to be known at once: for such a round
+    more may be owed, and those that nobody asks for come the later.
 
     Args:
       share: of wall time.
@@ -50,10 +52,10 @@ class Budget:
         if not self._share or self._last_step is None:
             return bool(self._share)
         is_asked = self._asked_at is not None and step >= self._asked_at
-        return (is_asked and self._is_urgent) or self._left_at(step) >= self._cost_s * (-LOAN if is_asked else 2)
+        return self._left_at(step) >= self._cost_s * ((-URGENT_LOAN if self._is_urgent else -LOAN) if is_asked else 2)
 
     def ask(self, step: int, *, urgent: bool = False) -> None:
-        """Wish for a round behind `step`, or as soon as the budget allows; urgent: whatever it allows. Every process has to ask for the same."""
+        """Wish for a round behind `step`, or as soon as the budget allows; urgent: with a larger loan. Every process has to ask for the same."""
         self._asked_at = step
         self._is_urgent |= urgent
 

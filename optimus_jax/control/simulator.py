@@ -302,7 +302,7 @@ class Simulation:
         self._arrive(canary.before, costs_s, phase)
         why = "its canary failed" if canary.fails else f"steps take {ratio:.2f} times as long as before"
         self._note("rollback", self.place.plan, costs_s, why)
-        self.policy.failed(taken_back, why)
+        self.policy.failed(taken_back, why, is_back=True)
 
     def _recover(self) -> None:
         """Restart what cannot go on, on what is left."""

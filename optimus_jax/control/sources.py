@@ -9,6 +9,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+import jax
+
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.batches import BatchShape, HostBatch
 from optimus_jax.control.guard import POLL_S, Guard, Polled, Source
@@ -138,13 +140,17 @@ class Signals:
     def probe(self, step: int) -> None:
         """Run a round of probes. The devices have finished `step`; every process has to call it.
 
-        If it fails, there are no probes on this mesh any more.
+        If it fails, there are no probes on this mesh any more. One of several processes cannot do without alone: there what it raises ends the run.
         """
         rounds, step_time_s = self._rounds, self._step_time().value
         if rounds is None or step_time_s is None:
             return
         wait_s = self._windows[DATA_WAIT_S].reading(self._clock()).value if DATA_WAIT_S in self._windows else None
-        samples = self._round_guard.samples(lambda: rounds.run(step, step_time_s=step_time_s, data_wait_s=wait_s or 0.0))
+
+        def measured() -> dict[str, float]:
+            return rounds.run(step, step_time_s=step_time_s, data_wait_s=wait_s or 0.0)
+
+        samples = measured() if jax.process_count() > 1 else self._round_guard.samples(measured)
         if self._round_guard.missing is not None:
             self._rounds = None
         if self._is_probed_anew:

@@ -154,7 +154,7 @@ class Switcher:
         return switched
 
     def close(self) -> None:
-        """Wait for a compilation that is under way: a process that ends in the middle of one is aborted."""
+        """Wait for a compilation that is under way (others do not begin any more): a process that ends in the middle of one is aborted."""
         self._worker.finish()
 
     def keep(self, *, step: int, why: str, costs_s: dict[str, float]) -> None:
@@ -193,6 +193,7 @@ class Switcher:
         stays = (plan, devices) == (source.plan, source.layout.devices)
         target = self._shelf.get(config, plan, devices) or compile_plan(
             config, plan, devices=devices, bytes_per_device=self._bytes_per_device, rest=not stays or config.eval_every > 0)
+        self._shelf.put(target)  # so that nothing is compiled twice if this is withdrawn and wanted again
         if not stays:
             source.compile_rest()
         there, back = (Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
@@ -216,7 +217,7 @@ class Switcher:
                 raise _NotTheSameError(f"the state is of step {int(new.step)}, not {step}")
             with clock.phase("probe_s"):
                 _check_loss(before, _loss(prepared.target, new, probed), prepared.target.plan.precision)
-            with clock.phase("commit_s"):
+            with clock.phase("commit_s"), together():  # only one process writes
                 commit(prepared, step)
         except Exception as error:
             with clock.phase("move_s"):

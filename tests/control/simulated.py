@@ -53,7 +53,7 @@ class Told:
     def switched(self, plan, costs_s):
         self.heard.append(("switched", plan, dict(costs_s)))
 
-    def failed(self, plan, why):
+    def failed(self, plan, why, is_back=False):
         self.heard.append(("failed", plan, why))
 
 

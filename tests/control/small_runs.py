@@ -62,7 +62,7 @@ class Scripted:
     def switched(self, plan, costs_s):
         self.told.append(f"switched to {plan.axes}")
 
-    def failed(self, plan, why, at_step=None):
+    def failed(self, plan, why, at_step=None, is_back=False):
         self.told.append(f"{plan.axes} failed: {why}")
 
     def dropped(self):

@@ -377,6 +377,38 @@ def test_a_search_in_the_background_delays_the_decision_only():
     assert job.decisions[0].action == "switch"
 
 
+def test_what_has_to_be_is_not_forgotten_while_a_search_is_at_work():
+    waits = iter([None] * 30)
+    job = Job(num_steps=5000)
+    job.advisor = Advisor(pricing=PRICING, plan=BEST, num_steps=5000, settings=ControlConfig(), searcher=lambda pricing: next(waits, search(pricing)))
+    job.go(60, lost=frozenset({11}))
+    assert next(waits, "none left") == "none left", "news of step times came while the search was at work"
+    assert [each.mandatory for each in job.decisions if each.action == "switch"] == [True]
+    assert 11 in job.without
+
+
+def test_when_everything_has_failed_it_waits_before_it_tries_again():
+    job = Job(num_steps=5000).go(100)
+    job.fails = 10**6
+    job.go(1000, lost=frozenset({11}))
+    tried = [(each.plan.digest, each.step) for each in job.decisions if each.plan is not None]
+    for number, (digest, step) in enumerate(tried):
+        earlier = [at for other, at in tried[:number] if other == digest]
+        assert all(step - at > ControlConfig().cooldown_steps for at in earlier), "left alone for a while"
+    assert any(each.mandatory and each.action == "stay" for each in job.decisions)
+    assert max(step for _, step in tried) > 500, "and tried again"
+
+
+def test_a_plan_that_could_not_be_prepared_on_other_devices_is_still_the_runs_own():
+    job = Job().go(100).go(10, lost=frozenset({11}))
+    smaller = job.plan
+    assert smaller != BEST
+    job.advisor.failed(smaller, "it could not be prepared for other devices")
+    assert job.advisor._track.now.plan == smaller
+    job.advisor.failed(smaller, "it was slower", is_back=True)
+    assert job.advisor._track.now.plan == BEST
+
+
 def test_a_search_that_finds_nothing_leaves_the_run_as_it_is():
     def nothing(pricing):
         raise PlanError("no layout has what is fixed")

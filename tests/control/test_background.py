@@ -36,8 +36,20 @@ def test_a_worker_does_jobs_in_order_in_one_daemon_thread_and_ends():
     for number in range(5):
         worker(lambda number=number: (done.append(number), threads.add(threading.current_thread())))
     worker(ended.set)
-    worker.close()
     assert ended.wait(60)
+    worker.close()
     (thread,) = threads
     thread.join(60)
     assert (done, thread.daemon, thread.is_alive()) == ([0, 1, 2, 3, 4], True, False)
+
+
+def test_a_worker_that_is_closed_begins_no_other_job():
+    begun, go, done = threading.Event(), threading.Event(), []
+    worker = Worker("test")
+    worker(lambda: (begun.set(), go.wait(60), done.append("begun")))
+    worker(lambda: done.append("not begun"))
+    assert begun.wait(60)
+    worker.close()
+    go.set()
+    worker.finish()
+    assert done == ["begun"]

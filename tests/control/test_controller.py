@@ -13,6 +13,7 @@ from optimus_jax import api
 from optimus_jax.config import Config
 from optimus_jax.control import assembly
 from optimus_jax.control.controller import NEWEST_STEPS, PUZZLED_STEPS
+from optimus_jax.control.council import Council
 from optimus_jax.control.journal import switches
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.mesh.axes import AxisSizes
@@ -66,7 +67,7 @@ class Advisor:
         assert all(time_s >= 0 for time_s in costs_s.values())
         self.told.append(f"switched to {plan.axes}")
 
-    def failed(self, plan, why, at_step=None):
+    def failed(self, plan, why, at_step=None, is_back=False):
         self.told.append(f"{plan.axes} failed: {why}")
 
     def save(self):
@@ -223,6 +224,15 @@ def test_a_switch_that_was_withdrawn_does_not_happen(scripted):
 def test_a_switch_waits_for_its_boundary(scripted, patient):
     result = scripted({2: switch_at(2, other_plan(), at_step=STEPS - 6)})
     assert [event["step"] for event in events(result, "remesh")] == [STEPS - 6]
+
+
+def test_a_boundary_is_kept_though_no_council_is_held_there(scripted, patient, monkeypatch):
+    """As it is with several processes."""
+    monkeypatch.setattr(Council, "is_held", lambda self, step: step % 5 == 0)
+    plan = other_plan()
+    result = scripted({3: switch_at(3, plan, at_step=7)})
+    (remesh,) = events(result, "remesh")
+    assert (remesh["step"], remesh["plan"]) == (7, plan.digest)
 
 
 @pytest.mark.parametrize(("puzzled_until", "expected"), [(0, 6 + NEWEST_STEPS), (14, 14), (99, 6 + PUZZLED_STEPS)])

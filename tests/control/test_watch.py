@@ -265,3 +265,19 @@ def test_steps_from_before_a_change_are_no_measure_of_what_came_after():
     assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
     assert run.watch.steps_alike == 3
     assert run.watch.detector.level == pytest.approx(log_time_of(SLOW), abs=0.03)
+
+
+@pytest.mark.parametrize("log_time_after", [0.0, 0.4, -0.4])
+def test_what_nobody_could_explain_ends_though_the_plan_was_left_in_it(log_time_after):
+    run = Run().go(60).go(30, SLOW)
+    assert run.watch.regime
+    run.watch.restart()
+    run.log_time = lambda conditions: log_time_of(conditions) + log_time_after
+    run.go(30, SLOW)
+    assert run.watch.is_disturbed
+    assert run.watch.wants_probe
+    run.go(60)
+    assert run.watch.regime == 0
+    assert not run.watch.wants_probe
+    run.go(5, SLOW, NORMAL | {"between": 4.0}).go(10, SLOW, NORMAL | {"between": 4.0})
+    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06), "and what is told of links then is believed"

@@ -1,5 +1,7 @@
 """Plans that failed: each is left alone for a while, twice as long after every further failure."""
 
+import math
+
 from optimus_jax.plan import Plan
 
 LONGEST = 10
@@ -21,6 +23,10 @@ class Quarantine:
         """It failed at this step."""
         number = self._failures.get(plan.digest, (0, 0, ""))[0] + 1
         self._failures[plan.digest] = (number, step + self._steps * 2 ** min(number, LONGEST), why)
+
+    def first_end(self, step: int) -> float:
+        """The first step after this one from which on a plan may be tried that may not be now; infinite: there is none."""
+        return min((until for _, until, _ in self._failures.values() if until > step), default=math.inf)
 
     def why(self, plan: Plan, step: int) -> str:
         """Why it is not to be tried at this step; empty: it may be."""

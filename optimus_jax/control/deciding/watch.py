@@ -76,6 +76,8 @@ class Watch:
         """Whether the newest step took far longer than usual."""
         self._anchor: float | None = None
         """Level in these conditions outside unexplained regimes, once one has begun."""
+        self._excess: float | None = None
+        """Of the level over that, when the run left its plan or batch in an unexplained regime: under the next ones it is taken to be as much."""
         self._skipped = self._plan_steps = 0
         self._num_regimes = 0
         self._seen_steps = 0
@@ -110,6 +112,8 @@ class Watch:
 
     def restart(self) -> None:
         """Another plan or another batch: step times have another level."""
+        if self.regime and self._anchor is not None and self.detector.level is not None:
+            self._excess = self.detector.level - self._anchor
         self.detector, self._skipped, self._plan_steps, self._anchor = ChangeDetector(), 0, 0, None
         self._claimed_at.clear()
         self._early.clear()
@@ -147,6 +151,8 @@ class Watch:
             self._plan_steps += 1
             value, level = math.log(step_time_s), self.detector.level if self.detector.count >= LEAST_STEPS else None
             found = self.detector.add(value) or found
+            if self.regime and self._anchor is None and self._excess is not None and self.detector.level is not None and self.detector.count >= LEAST_STEPS:
+                self._anchor = self.detector.level - self._excess
             is_alarming = level is not None and value - level > ALARMING
             if is_alarming and not self._is_alarmed:
                 self.changed_s = observation.time_s - step_time_s

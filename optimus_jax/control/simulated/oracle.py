@@ -54,7 +54,7 @@ class Scripted:
         """The run is under `plan`."""
         self._plan = plan
 
-    def failed(self, plan: Plan, why: str) -> None:
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         """It is tried again at the next step."""
 
 

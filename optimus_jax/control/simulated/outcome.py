@@ -32,7 +32,7 @@ class Policy(Protocol):
         """The run is now under `plan`."""
         ...
 
-    def failed(self, plan: Plan, why: str) -> None:
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         """The switch to `plan` did not happen or was taken back."""
         ...
 

@@ -53,7 +53,7 @@ class Static:
         """After a fault, or back."""
         self._now = plan
 
-    def failed(self, plan: Plan, why: str) -> None:
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         """It does not go back."""
         self._plan = self._now
 
@@ -72,7 +72,7 @@ class _ByCostModel:
         """The run is under `plan`."""
         self._plan = plan
 
-    def failed(self, plan: Plan, why: str) -> None:
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         """Never again."""
         self._refused.add(plan)
 
@@ -165,7 +165,7 @@ class Threshold:
         self._plan = plan
         self._throughputs.clear()
 
-    def failed(self, plan: Plan, why: str) -> None:
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         """The rule knows no failures: it begins to average anew."""
         self._throughputs.clear()
 
