@@ -6,7 +6,7 @@ become known, or when the time has come that an earlier decision waited for.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ LOOK_AGAIN = 0.1
 """Of the time that conditions have lasted: at least so much lies between two looks at what their duration speaks against."""
 SUSPICIOUS = 2
 """Newest steps that look different, from which on a switch is not made before it is known whether they are."""
+PUZZLED_STEPS = 12
+"""For so many steps a plan that is ready waits, at most, for an explanation of steps that have changed since it was chosen."""
 SPARE = 0.02
 """Beyond the least probability: that a process which was left out has recovered, before it is tried again."""
 TRIAL = "the first steps under the new plan are done"
@@ -82,15 +84,18 @@ class Advisor:
       costs: what switches are expected to cost before any was made.
       process_of: the process of each device; None: each host has one, and they are in order.
       keeps_devices: whether all devices stay in use, whatever is wrong with them.
+      is_compiled: whether a plan's executable for these batches, without these devices, is there; None: the newest plans' are.
     Raises:
       PlanError: `plan` sends over a link of unknown speed, so that nothing can be predicted.
     """
 
     def __init__(self, *, pricing: Pricing, plan: Plan, num_steps: int, settings: ControlConfig, phases: Sequence[Phase] = (),
                  searcher: Searcher | None = None, memory: Path | None = None, costs: SwitchCosts | None = None,
-                 process_of: Sequence[int] | None = None, keeps_devices: bool = False):
+                 process_of: Sequence[int] | None = None, keeps_devices: bool = False,
+                 is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None):
         self._prices, self._cluster, self._settings, self._num_steps = Prices(pricing), pricing.cluster, settings, num_steps
         self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher), keeps_devices=keeps_devices), memory
+        self._is_compiled = is_compiled or (lambda plan, batch, without: self._track.is_compiled(plan))
         self._process_of = process_of or [device // pricing.cluster.devices_per_host for device in range(pricing.cluster.num_devices)]
         self._predictor, self._costs, self._watch, self._memory_watch = Predictor(pricing.calibration), CostModel(costs), Watch(), MemoryWatch()
         self._quarantine = Quarantine(settings.cooldown_steps)
@@ -107,6 +112,10 @@ class Advisor:
         """A switch that was decided and is being prepared."""
         self._decided_s = 0.0
         """When it was decided."""
+        self._had_compiled = False
+        """Whether it was compiled then."""
+        self._earlier_steps: int | None = None
+        """Steps that the run had done before this advisor saw any."""
         self._answering: _Question | None = None
         """The question that this was the answer to."""
         self._question: _Question | None = None
@@ -140,7 +149,7 @@ class Advisor:
     def decide(self, observation: Observation) -> Decision | None:
         """What to do at this step boundary; None: nothing was up for decision. Call it at every boundary."""
         if self._began_s is None:
-            self._began_s = observation.time_s - sum(observation.step_times_s)
+            self._began_s, self._earlier_steps = observation.time_s - sum(observation.step_times_s), observation.step - len(observation.step_times_s)
         self._step, self._time_s = observation.step, observation.time_s
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
@@ -153,14 +162,14 @@ class Advisor:
         return None if self._question is None else self._answered(self._question, observation)
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
-        """The run is now under `plan`. `costs_s`: by phase of the switch, how long the run was delayed by it."""
+        """The run is now under `plan`. `costs_s`: by phase of the switch, how long the run was delayed by it, without its first steps."""
         decided = self._pending if self._pending is not None and self._pending.plan == plan else None
         is_return, by_choice = decided is not None and decided.trigger == TRIAL, decided is not None and not decided.mandatory
         old, older = self._track.now, self._track.before
         # A plan that nobody decided on is on the devices that are there.
         without = decided.without if decided else self._lost if plan.num_devices < self._cluster.num_devices else frozenset()
         self._learn_level()
-        rung, compiled = self._track.rung(plan, without), self._track.is_compiled(plan)
+        rung, compiled = self._track.rung(plan, without), self._had_compiled if decided is not None else self._is_compiled(plan, self._batch, without)
         if decided is not None and decided.at_step is None and self._costs.prepare_s(rung, compiled=compiled):
             self._costs.prepared(self._time_s - self._decided_s)
         # A link that is slow now has made the move slow; the way back, when it is whole again, will not be.
@@ -190,6 +199,15 @@ class Advisor:
         self._on_trial = False
         self._cool()
         self._question = self._forced
+
+    def charge(self, time_s: float) -> None:
+        """Switching took so much more of the run's time: first steps, or what came to nothing."""
+        self._costs.charge(time_s)
+
+    def remember(self, costs_s: Mapping[str, float]) -> None:
+        """The run made a switch before this advisor saw it, which took so long by phase."""
+        self._allowance.num_switches += 1
+        self._costs.charge(sum(costs_s.values()))
 
     def dropped(self) -> None:
         """The batches have changed, and what was being prepared is not to be had: it was for those before."""
@@ -406,7 +424,7 @@ class Advisor:
 
     def _candidate(self, offer: Offer, question: _Question, log_ratio: float, deviation: float, log_ratio_after: float | None) -> Candidate:
         plan, place = offer.plan, offer.place
-        rung, compiled = self._track.rung(plan, place.without), self._track.is_compiled(plan)
+        rung, compiled = self._track.rung(plan, place.without), self._is_compiled(plan, question.batch, place.without)
         is_listed = is_allowed(plan, self._settings.allow)
         return Candidate(
             plan=plan, rung=rung, log_ratio=log_ratio, deviation=deviation, log_ratio_after=log_ratio_after, without=place.without, likely=place.likely,
@@ -422,7 +440,9 @@ class Advisor:
         if decision.action == "switch":
             is_old = self._pending is not None and (self._pending.plan, self._pending.at_step) == (decision.plan, decision.at_step)
             if not is_old:
+                assert decision.plan is not None
                 self._pending, self._decided_s = decision, self._time_s
+                self._had_compiled = self._is_compiled(decision.plan, self._batch if self._answering is None else self._answering.batch, decision.without)
             return None if is_old else decision
         self._pending = None
         self._look_at_left_out()
@@ -446,7 +466,8 @@ class Advisor:
         """
         steps_left = max(0, self._num_steps - self._step)
         disturbed_s = self._watch.regime_at(self._time_s).expected_s(steps_left * step_time_s)
-        whole_s = self._time_s - (self._began_s or 0.0) + disturbed_s + max(0.0, steps_left - disturbed_s / step_time_s) * usual_s
+        earlier_s = (self._earlier_steps or 0) * usual_s + self._time_s - (self._began_s or 0.0)
+        whole_s = earlier_s + disturbed_s + max(0.0, steps_left - disturbed_s / step_time_s) * usual_s
         return self._allowance.budget_s(whole_s, self._costs.spent_s)
 
     def _inputs(self, question: _Question, observation: Observation, interval_s: tuple[float, float], steps_left: int) -> dict[str, Any]:

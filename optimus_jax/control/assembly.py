@@ -48,14 +48,18 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
     phases = [Phase(first_step=phase.steps_before + 1, global_batch=phase.global_batch, seq_len=phase.seq_len) for phase in phases_of(config)]
     advisor = Advisor(
         pricing=pricing, plan=program.plan, num_steps=config.steps, settings=settings, searcher=_BackgroundSearch(), phases=phases if changes else (),
-        costs=SwitchCosts(prepare_s=2 * compile_s, compile_tax_s=COMPILE_TAX.get(topology.platform, COMPILE_TAX["gpu"]) * compile_s),
+        costs=SwitchCosts(prepare_s=2 * compile_s, compile_tax_s=COMPILE_TAX.get(topology.platform, COMPILE_TAX["gpu"]) * compile_s,
+                           subset_restarts=topology.num_processes > 1),
+        is_compiled=switcher.is_compiled,
         # Fewer processes are another run: what started this one has to start that.
         process_of=topology.processes, keeps_devices=topology.num_processes > 1,
         memory=cache_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json")
     for record in switches(run.path):
+        if record.costs_s:
+            advisor.remember(record.costs_s)
         if record.is_failure:
             advisor.failed(record.target, f"it was tried at step {record.step}: {record.ended_why}", at_step=record.ended_step)
-    probes = Probes(settings.probe_share, here.cluster, kept_profile())
+    probes = Probes(settings.probe_share, here.cluster, kept_profile(), num_meshes=settings.executables, warn=display.message)
     signals = live_signals(settings, global_batch=program.config.data.global_batch, seq_len=program.config.seq_len, rounds=probes.on(program.mesh),
                            signs=signs, warn=display.message)
     reported = ReportedDevices(run.path, devices=[device.id for device in program.mesh.devices.flat], can_leave=topology.num_processes == 1, warn=display.message)

@@ -6,21 +6,24 @@ What is known of a plan's first steps decides whether it is kept.
 """
 
 import statistics
+import time
+import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import LEAD_S, Advisor
+from optimus_jax.control.advisor import LEAD_S, PUZZLED_STEPS, Advisor
 from optimus_jax.control.canary import Verdict, is_clearly_slower, judge
 from optimus_jax.control.council import Council, Order
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.policy import CHOSEN, Decision
+from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Preparation, Switched, Switcher
 from optimus_jax.data.sampler import Batch
@@ -35,8 +38,6 @@ from optimus_jax.training.step_record import StepRecord
 Mode = Literal["advise", "auto"]
 NEWEST_STEPS = 3
 """With which a plan's first steps are compared where others may be of other conditions: as few as have a median that one outlier does not move."""
-PUZZLED_STEPS = 12
-"""For so many steps a plan that is ready waits, at most, for an explanation of steps that have changed since it was chosen."""
 STEADY = 1.5
 """Steps that take no more than so many times what they took when a plan was chosen, nor less by as much, are taken for the same: compiling beside them explains that."""
 
@@ -51,6 +52,10 @@ class _Upcoming:
     """The step after which it was ready and the first process began to look whether the reasons for it still hold."""
     may_go: bool = False
     """Whether it has found that they do."""
+    usual_s: float | None = None
+    """Median time of a step before it was being compiled; None: unknown."""
+    tax_s: float = 0.0
+    """By how much steps beside the compilation have been longer, in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +105,7 @@ class Controller:
         self._trial: _Trial | None = None
         self._verdict: Verdict | None = None
         """Of a trial, while other processes have not heard it."""
-        self._is_taken_back = False
+        self._is_taken_back = self._is_broken = False
         self._probed_of_s: float | None = None
         """When those steps changed for whose sake a probe was asked for last."""
         self._last_times_s: deque[float] = deque(maxlen=settings.window_steps)
@@ -116,6 +121,9 @@ class Controller:
         self._signals.step(record)
         if self._trial is not None:
             self._trial.records.append(record)
+        upcoming = self._upcoming
+        if upcoming is not None and upcoming.usual_s is not None and not upcoming.preparation.is_done:
+            upcoming.tax_s += record.step_time_s - upcoming.usual_s
         self._last_times_s.append(record.step_time_s)
 
     def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
@@ -152,7 +160,6 @@ class Controller:
           StateLostError: the newest checkpoint is all that is left.
         """
         switched = self._take_back(state, step) if self._is_taken_back else self._switch(state, step)
-        self._measure_anew(switched.executable)
         return switched.state, switched.executable
 
     def enter_phase(self, switched: Switched, source: Plan) -> None:
@@ -171,9 +178,11 @@ class Controller:
             self._advisor.dropped()
         self._measure_anew(switched.executable)
 
-    def _measure_anew(self, executable: Executable) -> None:
-        config = executable.program.config
+    def _measure_anew(self, executable: Executable) -> float:
+        """Signals of a run that goes on under another plan; seconds that it stood still for the first probes there."""
+        config, started = executable.program.config, time.perf_counter()
         self._signals.enter(global_batch=config.data.global_batch, seq_len=config.seq_len, rounds=self._probes.on(executable.program.mesh))
+        return time.perf_counter() - started
 
     def stop(self, step: int) -> None:
         """The run ends on purpose after `step`."""
@@ -216,19 +225,32 @@ class Controller:
                 foretold_s=trial.foretold_s, steps_left=self._num_steps - step, back_s=sum(trial.costs_s.values()))
             if is_over or not verdict.keep:
                 self._verdict = verdict
+                self._advisor.charge(_excess_s(times_s))
                 self._council.give(Order(kind="keep" if verdict.keep else "take back", why=verdict.why))
-        if self._verdict is not None and not self._verdict.keep:
+        if self._is_broken or (self._verdict is not None and not self._verdict.keep):
             return  # what is decided now would be of a plan that the run is about to leave
         if self._advisor.wants_probe:
             self._council.give(Order(kind="probe", anew=self._advisor.changed_s != self._probed_of_s))
             self._probed_of_s = self._advisor.changed_s
-        decision = self._advisor.decide(observation)
+        decision = self._decided(observation)
         if decision is not None:
             self._announce(decision)
             if self._mode == "auto":
                 self._act_on(decision)
         if self._upcoming is not None:
             self._consider_going(self._upcoming, step)
+
+    def _decided(self, observation: Observation) -> Decision | None:
+        """What the advisor says. A mistake in it costs the run its controller, and not its steps."""
+        try:
+            return self._advisor.decide(observation)
+        except Exception as error:
+            self._is_broken, self._decision = True, None
+            why = f"the controller has failed and decides nothing more ({type(error).__name__}: {error}); this is a defect of optimus_jax"
+            self._run.log_event("decision", observation.step, action="stay", plan=None, layout=None, why=why, traceback=traceback.format_exc())
+            self._display.message(why)
+            self._council.give(Order(kind="withdraw", why=why))
+            return None
 
     def _consider_going(self, upcoming: _Upcoming, step: int) -> None:
         """Whether what was decided some time ago is still to be done, now that it is ready.
@@ -281,7 +303,8 @@ class Controller:
             config = None if self._changes is None else self._changes.config_after(max(step, order.at_step or 0))
             self._drop()
             self._upcoming = _Upcoming(order=order, preparation=self._switcher.prepare(
-                order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid))
+                order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid, also=lambda target: self._probes.prepare(target.program.mesh)),
+                usual_s=statistics.median(self._last_times_s) if self._last_times_s else None)
             if self._upcoming.preparation.is_done:  # no step was done meanwhile
                 self._council.give(Order(kind="go", plan=order.plan))
         elif order.kind == "withdraw":
@@ -302,6 +325,8 @@ class Controller:
         """Nobody waits for what is being prepared any more."""
         if self._upcoming is not None:
             self._upcoming.preparation.withdraw()
+            if jax.process_index() == 0:
+                self._advisor.charge(max(0.0, self._upcoming.tax_s))
         self._upcoming = None
 
     def _is_ready(self, step: int) -> bool:
@@ -326,16 +351,18 @@ class Controller:
         begins_phase = not prepared.has_same_batches
         switched = (self._switcher.enter if begins_phase else self._switcher.switch)(state, prepared, step=step, why=order.why)
         target, decision = prepared.target.plan, self._decision
+        costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
         if not switched.is_done:
-            self._log_rollback(step, target, source, f"the move failed: {switched.why_not}", switched.costs_s)
-            self._give_up(target, switched.why_not, step)
+            self._log_rollback(step, target, source, f"the move failed: {switched.why_not}", costs_s)
+            self._give_up(target, switched.why_not, step, costs_s)
             return switched
-        phases_s = {"prepare_s": prepared.compile_s, **switched.costs_s}
+        tax_s = max(0.0, self._upcoming.tax_s)
         self._run.log_event(
             "remesh", step, plan=target.digest, layout=target.describe(), from_plan=source.digest, rung=decision and decision.rung, why=order.why,
-            phases_s=_phases(phases_s), bytes_moved=prepared.there.sent_bytes, step_delay_s=sum(switched.costs_s.values()))
+            phases_s=_phases({"prepare_s": prepared.compile_s, **costs_s}), bytes_moved=prepared.there.sent_bytes, compile_tax_s=tax_s,
+            step_delay_s=sum(costs_s.values()))
         self._run.log_event("compile", step, compile_time_s=prepared.target.compile_s, step_bytes_per_device=prepared.target.step_bytes)
-        self._display.message(f"after step {step} the run goes on under {target.describe()}; moving took {sum(switched.costs_s.values()):.2f} s")
+        self._display.message(f"after step {step} the run goes on under {target.describe()}; it stood still for {sum(costs_s.values()):.2f} s")
         if begins_phase and self._changes is not None:
             self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
         elif not begins_phase:
@@ -344,9 +371,9 @@ class Controller:
             newest = NEWEST_STEPS if jax.default_backend() == "cpu" else 2 * self._settings.canary_steps
             alike = max(1, min(self._advisor.steps_alike, newest))
             before_s = () if decision is not None and decision.mandatory else tuple(self._last_times_s)[-alike:]
-            self._trial = _Trial(source=source, plan=target, costs_s=switched.costs_s, before_s=before_s, foretold_s=_foretold_s(decision))
+            self._trial = _Trial(source=source, plan=target, costs_s=costs_s, before_s=before_s, foretold_s=_foretold_s(decision))
         if jax.process_index() == 0:
-            self._advisor.switched(target, switched.costs_s)
+            self._advisor.switched(target, costs_s | {"compile_tax_s": tax_s})
         self._upcoming = self._decision = None
         self._last_times_s.clear()
         return switched
@@ -356,8 +383,11 @@ class Controller:
         assert trial is not None
         why = self._verdict.why if self._verdict is not None else "the first process said so"
         switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.costs_s)
+        costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
+        if jax.process_index() == 0:
+            self._advisor.charge(sum(costs_s.values()))
         if switched.is_done:
-            self._log_rollback(step, trial.plan, trial.source, why, switched.costs_s)
+            self._log_rollback(step, trial.plan, trial.source, why, costs_s)
             self._display.message(f"after step {step} the run goes back to {trial.source.describe()}: {why}")
             if jax.process_index() == 0:
                 self._advisor.failed(trial.plan, why, is_back=True)
@@ -373,13 +403,20 @@ class Controller:
         self._run.log_event("rollback", step, plan=back_to.digest, layout=back_to.describe(), from_plan=plan.digest, why=why, phases_s=_phases(costs_s),
                             step_delay_s=sum(costs_s.values()))
 
-    def _give_up(self, plan: Plan, why: str, step: int) -> None:
-        """A plan that the run cannot have."""
+    def _give_up(self, plan: Plan, why: str, step: int, costs_s: Mapping[str, float] | None = None) -> None:
+        """A plan that the run cannot have, after a move that took so long."""
         self._run.log_event("decision", step, action="stay", plan=plan.digest, layout=plan.describe(), why=why)
         self._display.decision(f"stay: {plan.axes}: {why}")
         if jax.process_index() == 0:
             self._advisor.failed(plan, why)
-        self._upcoming = self._decision = None
+            self._advisor.charge(sum((costs_s or {}).values()))
+        self._drop()
+        self._decision = None
+
+
+def _excess_s(step_times_s: Sequence[float]) -> float:
+    """By how much the first of these steps was longer than the others."""
+    return max(0.0, step_times_s[0] - statistics.median(step_times_s[1:])) if len(step_times_s) > 1 else 0.0
 
 
 def _phases(costs_s: dict[str, float]) -> dict[str, float]:

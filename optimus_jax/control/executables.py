@@ -134,8 +134,13 @@ def _check_memory(step: Any, plan: Plan, bytes_per_device: int | None) -> int:
     return allocated.total_bytes
 
 
-Key = tuple[Plan, int, int, tuple[Device, ...]]
-"""Plan, global batch, tokens of an example, devices."""
+Batch = tuple[int, int]
+"""Examples of a step, tokens of each."""
+
+
+def batch_of(config: Config) -> Batch:
+    """What a config trains on."""
+    return config.data.global_batch, config.seq_len
 
 
 class Shelf:
@@ -147,25 +152,21 @@ class Shelf:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._kept: OrderedDict[Key, Executable] = OrderedDict()
+        self._kept: OrderedDict[tuple[Plan, Batch, tuple[Device, ...]], Executable] = OrderedDict()
         self._lock = threading.Lock()
 
     def put(self, executable: Executable) -> None:
         """Keep this one, as the last used."""
-        key = _key(executable.program.config, executable.plan, executable.layout.devices)
+        key = executable.plan, batch_of(executable.program.config), executable.layout.devices
         with self._lock:
             self._kept[key] = executable
             self._kept.move_to_end(key)
             while len(self._kept) > self._size:
                 self._kept.popitem(last=False)
 
-    def get(self, config: Config, plan: Plan, devices: Sequence[Device]) -> Executable | None:
+    def get(self, batch: Batch, plan: Plan, devices: Sequence[Device]) -> Executable | None:
         """The executable of a plan, if it is still there."""
-        return self._kept.get(_key(config, plan, devices))
+        return self._kept.get((plan, batch, tuple(devices)))
 
     def __len__(self) -> int:
         return len(self._kept)
-
-
-def _key(config: Config, plan: Plan, devices: Sequence[Device]) -> Key:
-    return plan, config.data.global_batch, config.seq_len, tuple(devices)

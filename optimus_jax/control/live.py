@@ -1,6 +1,7 @@
 """The sources of a real run, put together: what this process's devices, its mesh and its run directory offer."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 import jax
@@ -27,29 +28,43 @@ class Probes:
       share: of wall time; 0: no probes.
       cluster: of the run: which axis crosses hosts.
       profile: of the devices, if they were measured.
+      num_meshes: whose programs are kept, which hold some memory of devices.
+      warn: told if there can be no probes on a mesh.
     """
 
-    def __init__(self, share: float, cluster: Cluster, profile: HardwareProfile | None) -> None:
+    def __init__(self, share: float, cluster: Cluster, profile: HardwareProfile | None, *, num_meshes: int, warn: Callable[[str], object]) -> None:
         self._share, self._cluster = share, cluster
         self._baselines, self._budget = Baselines(profile), Budget(share)
-        self._programs: dict[Mesh, MeshProbes] = {}
+        self._programs: OrderedDict[Mesh, MeshProbes] = OrderedDict()
+        self._num_meshes, self._warn = num_meshes, warn
 
     def prepare(self, mesh: Mesh) -> None:
         """Compile what is timed on a mesh; may run in the background before the run moves there."""
-        if self._share:
+        if self._share and mesh not in self._programs:
             programs = MeshProbes(mesh)
             programs.compile()
             self._programs.setdefault(mesh, programs)
 
     def on(self, mesh: Mesh) -> Rounds | None:
-        """Rounds on a mesh, compiled and settled: call it in all processes, between two steps. None: there are to be no probes."""
+        """Rounds on a mesh, compiled and settled: call it in all processes, between two steps. None: there are no probes.
+
+        What goes wrong is told, and no reason to end a run; only where processes have to agree is it raised.
+        """
         if not self._share:
             return None
-        if mesh not in self._programs:
+        try:
             self.prepare(mesh)
-        sizes = AxisSizes(**mesh.shape)
-        rounds = Rounds(self._programs[mesh], {axis: self._link(sizes, axis) for axis in MESH_AXES}, self._baselines, self._budget)
-        rounds.settle()
+            self._programs.move_to_end(mesh)
+            while len(self._programs) > self._num_meshes:
+                self._programs.popitem(last=False)
+            sizes = AxisSizes(**mesh.shape)
+            rounds = Rounds(self._programs[mesh], {axis: self._link(sizes, axis) for axis in MESH_AXES}, self._baselines, self._budget)
+            rounds.settle()
+        except Exception as error:
+            if jax.process_count() > 1:
+                raise
+            self._warn(f"links and compute cannot be probed on this mesh ({type(error).__name__}: {error})")
+            return None
         return rounds
 
     def _link(self, sizes: AxisSizes, axis: str) -> str:

@@ -8,13 +8,14 @@ whether it stays. Every phase can fail. What cannot go on restarts from its last
 
 import bisect
 import math
-import statistics
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from optimus_jax.control.advisor import PUZZLED_STEPS
+from optimus_jax.control.canary import is_clearly_slower, judge
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.simulated.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
 from optimus_jax.control.simulated.moving_costs import MovingCosts
@@ -26,8 +27,6 @@ from optimus_jax.control.simulated.world import Place
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 
-WORSE = 1.05
-"""Step time under a new plan over that before, from which on the new plan is taken back."""
 REMEMBERED = 20
 """Steps whose times the canary is compared with."""
 STUCK = 200
@@ -44,6 +43,8 @@ class _Pending:
     ready_s: float
     tax_s: float
     """What compiling takes from steps."""
+    ready_step: int | None = None
+    """The first step boundary after it was ready."""
 
 
 @dataclass
@@ -51,9 +52,11 @@ class _Canary:
     """A plan on trial."""
 
     before: Place
-    before_s: float
-    """Median time of the steps before."""
+    before_s: tuple[float, ...]
+    """Times of steps before."""
     until_step: int
+    back_s: float
+    """Expected of going back."""
     fails: bool
     times_s: list[float] = field(default_factory=list)
 
@@ -175,14 +178,19 @@ class Simulation:
             self.time_s, self.probes_s = self.time_s + probe_s, self.probes_s + probe_s
         times_s, self._times_s, self._tries_again = self._times_s, [], False
         decision = self.policy.decide(self.telemetry.observation(times_s, now))
-        if decision is None or self._canary is not None:
+        if decision is None:
             return
         if decision.action == "stay":
-            if self._pending is not None:
-                self._note("withdrawn", self._pending.plan, {"prepare": self._spent(self._pending)}, decision.why)
-                self._pending = None
+            self._withdraw(decision.why)
         elif decision.plan is not None and (self._pending is None or self._pending.plan != decision.plan):
             self._prepare(decision.plan, decision)
+
+    def _withdraw(self, why: str) -> None:
+        if self._pending is not None:
+            spent_s, plan = self._spent(self._pending), self._pending.plan
+            self._pending = None
+            self._note("withdrawn", plan, {"prepare": spent_s}, why)
+            self.policy.charge(spent_s)
 
     def _prepare(self, plan: Plan, decision: Decision) -> None:
         """Compile in the background; a restart compiles by itself."""
@@ -212,6 +220,10 @@ class Simulation:
             if at_step is None or self.world.is_legal(self.place.plan, phase):
                 return
             self.time_s = pending.ready_s  # the new phase cannot begin under the old plan
+        pending.ready_step = self.step if pending.ready_step is None else pending.ready_step
+        waits = at_step is None and not pending.decision.mandatory and self.step - pending.ready_step < PUZZLED_STEPS
+        if waits and self.policy.is_puzzled:
+            return
         self._pending = None
         self._switch(pending, phase)
 
@@ -239,19 +251,21 @@ class Simulation:
                 self.time_s += costs_s["quiesce"] + costs_s.get("move", 0.0) * (1.0 if name == "verify" else 0.5)
                 self._note("failed", plan, compiled_s | {"quiesce": costs_s["quiesce"]}, f"devices were lost in {name}", pending.decided_s)
                 return
-        before, before_s = self.place, self._usual_s()
+        before, before_s = self.place, self._last_steps_s()
         self._arrive(new, costs_s, phase)
         self._note("switch", plan, compiled_s | costs_s, pending.decision.why, pending.decided_s)
+        first_s = costs_s.pop("first_steps", 0.0)
         self.policy.switched(plan, compiled_s | costs_s)
+        self.policy.charge(first_s)
         self._happens("canary")
-        if self.habits.canary and not changes_phase and not pending.decision.mandatory and before_s == before_s:
-            self._canary = _Canary(before=before, before_s=before_s, until_step=self.step + self.setup.settings.canary_steps, fails=fails == "canary")
+        if self.habits.canary and not changes_phase and not pending.decision.mandatory and before_s:
+            self._canary = _Canary(before=before, before_s=before_s, until_step=self.step + self.setup.settings.canary_steps + 1,
+                                   back_s=sum(costs_s.values()), fails=fails == "canary")
 
-    def _usual_s(self) -> float:
-        """Median time of the last steps, of those in which conditions were as they are now; NaN: there were none."""
+    def _last_steps_s(self) -> tuple[float, ...]:
+        """Times of the last steps, of those in which conditions were as they are now."""
         alike = self.policy.steps_alike
-        recent_s = self._recent_s if alike is None else self._recent_s[len(self._recent_s) - min(alike, len(self._recent_s)):]
-        return statistics.median(recent_s) if recent_s else math.nan
+        return tuple(self._recent_s if alike is None else self._recent_s[len(self._recent_s) - min(alike, len(self._recent_s)):])
 
     def _refused(self, plan: Plan, devices: tuple[int, ...] | None, conditions: Conditions, phase: int) -> str:
         """Why the plan cannot be had, as compiling tells; empty if it can."""
@@ -285,24 +299,29 @@ class Simulation:
         self._note("failed", pending.plan, costs_s, why, pending.decided_s)
         self._tries_again = True
         self.policy.failed(pending.plan, why)
+        self.policy.charge(sum(costs_s.values()))
 
     def _judge(self) -> None:
         """End the trial of a new plan, if it is over."""
         canary = self._canary
-        if canary is None or self.step < canary.until_step:
+        if canary is None or (self.step < canary.until_step and not is_clearly_slower(canary.times_s, canary.before_s)):
+            return
+        verdict = judge(canary.times_s, losses=[math.nan] if canary.fails else [], before_s=canary.before_s, foretold_s=math.nan,
+                        steps_left=self.setup.num_steps - self.step, back_s=canary.back_s)
+        if verdict.keep and self.step < canary.until_step:
             return
         self._canary = None
-        ratio = statistics.median(canary.times_s) / canary.before_s
-        if ratio <= WORSE and not canary.fails:
+        if verdict.keep:
             return
         taken_back, conditions, phase = self.place.plan, self.timeline.at(self.time_s), self.setup.phase_at(min(self.step, self.setup.num_steps - 1))
         if self.world.step_time_s(canary.before, conditions, phase) == math.inf:
             return  # there is no way back
+        self._withdraw("the run goes back")
         costs_s = self._costs_s(canary.before, conditions, phase)
         self._arrive(canary.before, costs_s, phase)
-        why = "its canary failed" if canary.fails else f"steps take {ratio:.2f} times as long as before"
-        self._note("rollback", self.place.plan, costs_s, why)
-        self.policy.failed(taken_back, why, is_back=True)
+        self._note("rollback", self.place.plan, costs_s, verdict.why)
+        self.policy.failed(taken_back, verdict.why, is_back=True)
+        self.policy.charge(sum(costs_s.values()))
 
     def _recover(self) -> None:
         """Restart what cannot go on, on what is left."""

@@ -32,13 +32,14 @@ from jax.experimental import multihost_utils
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config, ControlConfig, Precision
 from optimus_jax.control.background import Worker
-from optimus_jax.control.executables import Executable, Shelf, compile_plan
+from optimus_jax.control.executables import Executable, Shelf, batch_of, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
 from optimus_jax.errors import OptimusError, explain
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.distributed import together
 from optimus_jax.mesh.exchange import Device
+from optimus_jax.mesh.hosts import devices_by_host
 from optimus_jax.mesh.reshard import Group, Move
 from optimus_jax.plan import Plan
 from optimus_jax.training.objective import Batch
@@ -95,23 +96,36 @@ class Switcher:
         self._on_trial: Prepared | None = None
 
     def prepare(self, plan: Plan, *, config: Config | None = None, devices: Sequence[Device] | None = None,
-                avoid: frozenset[Device] = frozenset()) -> Preparation:
+                avoid: frozenset[Device] = frozenset(), also: Callable[[Executable], object] = lambda _: None) -> Preparation:
         """Begin to compile in a thread; preparations are made one after the other.
 
         Args:
           config: with other batches perhaps; None: the run's.
           devices: that the plan is for; None: the run's.
           avoid: devices from which only is read what no other has.
+          also: to be done in the thread with what has been compiled.
         """
         preparation, source = Preparation(plan), self.running
         config = config or source.program.config
         chosen = tuple(devices or source.layout.devices)
-        self._worker(lambda: preparation.do(lambda: self._prepared(source, plan, config, chosen, avoid)))
+
+        def prepared() -> Prepared:
+            found = self._prepared(source, plan, config, chosen, avoid)
+            also(found.target)
+            return found
+
+        self._worker(lambda: preparation.do(prepared))
         return preparation
 
-    def is_compiled(self, plan: Plan) -> bool:
-        """Whether the plan's executable is still there."""
-        return self._shelf.get(self.running.program.config, plan, self.running.layout.devices) is not None
+    def is_compiled(self, plan: Plan, batch: tuple[int, int] | None = None, without: frozenset[int] = frozenset()) -> bool:
+        """Whether the plan's executable is still there.
+
+        Args:
+          batch: examples, and tokens of each; None: the run's.
+          without: ids of devices that it does not use.
+        """
+        devices = [device for device in devices_by_host() if device.id not in without][:plan.num_devices]
+        return self._shelf.get(batch or batch_of(self.running.program.config), plan, devices) is not None
 
     def switch(self, state: TrainState, prepared: Prepared, *, step: int, why: str) -> Switched:
         """Move the state, which is used up, and verify it; if anything goes wrong the run stays under its plan.
@@ -191,7 +205,7 @@ class Switcher:
     def _prepared(self, source: Executable, plan: Plan, config: Config, devices: tuple[Device, ...], avoid: frozenset[Device]) -> Prepared:
         started = time.perf_counter()
         stays = (plan, devices) == (source.plan, source.layout.devices)
-        target = self._shelf.get(config, plan, devices) or compile_plan(
+        target = self._shelf.get(batch_of(config), plan, devices) or compile_plan(
             config, plan, devices=devices, bytes_per_device=self._bytes_per_device, rest=not stays or config.eval_every > 0)
         self._shelf.put(target)  # so that nothing is compiled twice if this is withdrawn and wanted again
         if not stays:

@@ -4,7 +4,7 @@ import json
 from functools import cache
 
 from optimus_jax.control.simulated.contenders import PooledSearch
-from optimus_jax.control.simulated.outcome import Habits
+from optimus_jax.control.simulated.outcome import Habits, Policy
 from optimus_jax.control.simulated.scenarios import Scenario
 from optimus_jax.control.simulated.setup import Setup, Truth
 from optimus_jax.control.simulator import Simulation
@@ -38,10 +38,8 @@ def truth(*events, seed=0, **fields):
     return Truth(setup_of(scenario(*events, **fields)), seed)
 
 
-class Told:
+class Told(Policy):
     """A policy that does what it is told: decisions by the step after which they are made; keeps what it hears."""
-
-    wants_probe, steps_alike = False, None
 
     def __init__(self, decisions=()):
         self.decisions, self.heard, self.observations = dict(decisions), [], []
@@ -55,6 +53,9 @@ class Told:
 
     def failed(self, plan, why, is_back=False):
         self.heard.append(("failed", plan, why))
+
+    def charge(self, time_s):
+        self.heard.append(("charged", time_s))
 
 
 def run(made, policy, **habits):

@@ -68,6 +68,12 @@ class Scripted:
     def dropped(self):
         self.told.append("dropped")
 
+    def charge(self, time_s):
+        pass
+
+    def remember(self, costs_s):
+        pass
+
     def save(self):
         pass
 

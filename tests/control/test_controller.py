@@ -12,7 +12,8 @@ import optimus_jax
 from optimus_jax import api
 from optimus_jax.config import Config
 from optimus_jax.control import assembly
-from optimus_jax.control.controller import NEWEST_STEPS, PUZZLED_STEPS
+from optimus_jax.control.advisor import PUZZLED_STEPS
+from optimus_jax.control.controller import NEWEST_STEPS
 from optimus_jax.control.council import Council
 from optimus_jax.control.journal import switches
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
@@ -69,6 +70,12 @@ class Advisor:
 
     def failed(self, plan, why, at_step=None, is_back=False):
         self.told.append(f"{plan.axes} failed: {why}")
+
+    def charge(self, time_s):
+        pass
+
+    def remember(self, costs_s):
+        pass
 
     def save(self):
         self.told.append("saved")

@@ -91,7 +91,7 @@ def test_time_is_the_shortest_run_of_the_clock_that_is_injected():
 
 
 def test_rounds_know_which_axis_leaves_the_host_and_keep_what_was_compiled(programs):
-    probes = Probes(0.01, TWO_HOSTS, None)
+    probes = Probes(0.01, TWO_HOSTS, None, num_meshes=2, warn=print)
     samples = probes.on(mesh_of(1, 2, 1, 4)).run(5, step_time_s=0.1, data_wait_s=0.0)
     assert samples["link_slowdown/between"] == samples["link_slowdown/data"] > 0
     assert samples["link_slowdown/inside"] == samples["link_slowdown/tensor"] > 0
@@ -103,7 +103,7 @@ def test_rounds_know_which_axis_leaves_the_host_and_keep_what_was_compiled(progr
 
 
 def test_a_share_of_none_compiles_nothing(programs):
-    probes = Probes(0.0, TWO_HOSTS, None)
+    probes = Probes(0.0, TWO_HOSTS, None, num_meshes=2, warn=print)
     probes.prepare(mesh_of(1, 8, 1, 1))
     assert probes.on(mesh_of(1, 8, 1, 1)) is None
     assert not programs

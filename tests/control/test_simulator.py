@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.simulated.events import PhaseEvent
 from optimus_jax.control.simulated.moving_costs import MovingCosts
@@ -213,7 +214,8 @@ def test_a_switch_costs_its_phases():
     # Steps while programs are compiled overshoot its end by a part of one.
     assert outcome.total_s == pytest.approx(expected_s, abs=0.04 * first_s)
     assert moment.time_s - moment.decided_s >= QUICK["compile_s"]
-    assert policy.heard == [("switched", OTHER, moment.delay_s)]
+    told = {name: time_s for name, time_s in moment.delay_s.items() if name != "first_steps"}
+    assert policy.heard == [("switched", OTHER, told), ("charged", moment.delay_s["first_steps"])], "first steps come later"
 
 
 def test_another_executable_moves_nothing():
@@ -250,8 +252,20 @@ def test_a_slower_plan_is_taken_back():
     policy = Told(switch(50, slow))
     outcome = run(truth(misfit=EXACT), policy)
     assert [moment.kind for moment in outcome.moments] == ["switch", "rollback"]
-    assert outcome.moments[1].step == outcome.moments[0].step + 5
-    assert (outcome.plan, policy.heard[1][:2]) == (START, ("failed", slow))
+    assert outcome.moments[1].step == outcome.moments[0].step + 1 + CLEAR_STEPS, "it is so slow that nobody has to see more"
+    assert (outcome.plan, policy.heard[2][:2]) == (START, ("failed", slow))
+    assert policy.heard[3] == ("charged", sum(outcome.moments[1].delay_s.values()))
+
+
+def test_a_plan_that_is_little_slower_is_watched_to_the_end_and_taken_back():
+    made, slower = truth(misfit=EXACT), replace(START, remat="full" if START.remat == "none" else "none", microbatches=2 * START.microbatches)
+    plans = sorted((START, slower), key=lambda plan: made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0))
+    fast_s, slow_s = (made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0) for plan in plans)
+    assert 1.02 < slow_s / fast_s < CLEARLY
+    outcome = Simulation(made, Told(switch(50, plans[1])), Habits(probes=False), plans[0]).run()
+    there, back = outcome.moments
+    assert (there.kind, back.kind) == ("switch", "rollback")
+    assert back.step == there.step + made.setup.settings.canary_steps + 1
 
 
 @pytest.mark.parametrize("phase", ["prepare", "move", "verify", "canary"])
@@ -260,7 +274,7 @@ def test_a_switch_that_fails_leaves_the_old_plan_and_costs_more_the_later(phase)
     policy = Told(switch(50, SECOND))
     outcome = run(made, policy)
     assert outcome.plan == START
-    assert policy.heard[-1][:2] == ("failed", SECOND)
+    assert policy.heard[-2][:2] == ("failed", SECOND)
     assert outcome.num_switches == 1
     before = {"prepare": -1.0, "move": "prepare", "verify": "move", "canary": "verify"}[phase]
     if phase != "prepare":
@@ -274,7 +288,7 @@ def test_a_stay_withdraws_what_is_being_prepared():
     outcome = run(truth(misfit=EXACT), policy)
     assert [moment.kind for moment in outcome.moments] == ["withdrawn"]
     assert outcome.num_switches == 0
-    assert policy.heard == []
+    assert policy.heard == [("charged", pytest.approx(outcome.moments[0].delay_s["prepare"]))], "what compiling has taken from steps"
 
 
 def test_a_planned_switch_waits_for_its_step():

@@ -15,7 +15,7 @@ from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import CheckpointConfig, ControlConfig
 from optimus_jax.control import executables as executables_module
 from optimus_jax.control import switch as switch_module
-from optimus_jax.control.executables import Shelf, abstract_batch, compile_plan
+from optimus_jax.control.executables import Shelf, abstract_batch, batch_of, compile_plan
 from optimus_jax.control.journal import Journal, switches
 from optimus_jax.control.switch import Prepared, StateLostError, Switcher, through_checkpoint
 from optimus_jax.errors import PlanError, RunDirectoryError
@@ -301,11 +301,11 @@ def test_the_shelf_forgets_what_was_used_longest_ago(executables):
     old, new = executables
     shelf = Shelf(1)
     shelf.put(old)
-    assert shelf.get(old.program.config, old.plan, old.layout.devices) is old
+    assert shelf.get(batch_of(old.program.config), old.plan, old.layout.devices) is old
     shelf.put(new)
     assert len(shelf) == 1
-    assert shelf.get(old.program.config, old.plan, old.layout.devices) is None
-    assert shelf.get(new.program.config, new.plan, new.layout.devices[:4]) is None
+    assert shelf.get(batch_of(old.program.config), old.plan, old.layout.devices) is None
+    assert shelf.get(batch_of(new.program.config), new.plan, new.layout.devices[:4]) is None
 
 
 def test_by_way_of_a_checkpoint(executables, prepared, state, tmp_path):

@@ -1,8 +1,11 @@
 """What plans of one run cost, by batch and conditions: the cost model's figures, as the predictor and the search are asked."""
 
+import hashlib
 import math
 from dataclasses import replace
+from functools import lru_cache
 
+from optimus_jax.config import ModelConfig
 from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.predictor import Query
@@ -63,4 +66,10 @@ def setting(batch: Batch, conditions: Conditions) -> str:
 
 def query(plan: Plan, pricing: Pricing, named: str, regime: int = 0) -> Query:
     """What a predictor is asked about a plan. Raises PlanError where a link's speed is unknown."""
-    return Query(plan=plan.digest, setting=named, regime=regime, terms_s=times(plan, pricing))
+    return Query(plan=f"{plan.digest} of {_digest(pricing.config.model)}", setting=named, regime=regime, terms_s=times(plan, pricing))
+
+
+@lru_cache(maxsize=64)
+def _digest(model: ModelConfig) -> str:
+    """Names the model in what is learnt: another one may take another time under the same plan."""
+    return hashlib.sha256(repr(model).encode()).hexdigest()[:12]

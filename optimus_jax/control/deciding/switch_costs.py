@@ -39,9 +39,11 @@ class SwitchCosts:
     verify_s: float = 1.0
     """Checksums."""
     first_steps_s: float = 2.0
-    """What the first steps of an executable take beyond their time."""
+    """What the first steps of an executable take beyond their time. Not a part of the delay that a switch reports, which ends before them."""
     restart_s: float = 90.0
     """Processes end and start again, restore and compile."""
+    subset_restarts: bool = True
+    """Whether processes have to start again for other devices; a single one moves the state to them in memory."""
     failure: float = 0.05
     """Probability that a switch is taken back, and costs twice for nothing."""
 
@@ -55,7 +57,7 @@ class CostModel:
         """Logarithms of measured over expected, by rung; None: all."""
         self._prepared_s: list[float] = []
         self.spent_s = 0.0
-        """Of the switches so far that the run had a choice about."""
+        """On the switches so far that the run had a choice about, and on what came to nothing."""
 
     def expected_s(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
         """Delay by a switch, the risk that it fails included.
@@ -66,11 +68,12 @@ class CostModel:
           pricing: of the devices that it uses.
           compiled: its executable is still there.
         """
-        return self._prior_s(rung, old, plan, pricing, compiled=compiled) * self._factor(rung) * (1 + self._costs.failure)
+        delay_s = self._prior_s(rung, old, plan, pricing, compiled=compiled) * self._factor(rung)
+        return (delay_s + self._costs.first_steps_s) * (1 + self._costs.failure)
 
     def prepare_s(self, rung: Rung, *, compiled: bool) -> float:
         """Expected from a decision until its switch can be made, steps going on meanwhile: nothing where processes start again, which compile then."""
-        if compiled or rung in ("subset", "restart"):
+        if compiled or self._restarts(rung):
             return 0.0
         return statistics.median(self._prepared_s) if self._prepared_s else self._costs.prepare_s
 
@@ -80,27 +83,34 @@ class CostModel:
             self._prepared_s.append(time_s)
 
     def learn(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool, delay_s: float, counts: bool = True) -> None:
-        """A switch took so long. What makes no sense is left out.
+        """A switch took so long, what compiling took from steps included and its first steps not. What makes no sense is left out.
 
         Args:
           counts: the run had a choice, so that its budget pays for it.
         """
         if not math.isfinite(delay_s) or delay_s < 0:
             return
-        self.spent_s += delay_s if counts else 0.0
+        self.charge(delay_s if counts else 0.0)
         off = math.log(max(delay_s, 1e-3) / self._prior_s(rung, old, plan, pricing, compiled=compiled))
         for key in (rung, None):
             self._seen.setdefault(key, []).append(off)
 
+    def charge(self, time_s: float) -> None:
+        """So much more was spent."""
+        self.spent_s += time_s if math.isfinite(time_s) else 0.0
+
+    def _restarts(self, rung: Rung) -> bool:
+        return rung == "restart" or (rung == "subset" and self._costs.subset_restarts)
+
     def _prior_s(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
         costs = self._costs
-        fixed_s = costs.stop_s + costs.first_steps_s + (0.0 if compiled else costs.compile_tax_s)
+        fixed_s = costs.stop_s + (0.0 if compiled else costs.compile_tax_s)
         if rung == "executable":
             return fixed_s
         state_bytes = pricing.memory(plan).states
         if rung == "rebalance":
             return fixed_s + costs.verify_s + REBALANCED * _move_s(state_bytes, old, pricing)
-        if rung in ("permute", "remesh"):
+        if not self._restarts(rung):
             return fixed_s + costs.verify_s + _move_s(state_bytes, old, pricing)
         host_bytes = _host_bytes(plan, pricing)
         return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S

@@ -15,7 +15,7 @@ import numpy as np
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.simulated.moving_costs import MovingCosts
-from optimus_jax.control.simulated.outcome import Habits, Outcome
+from optimus_jax.control.simulated.outcome import Habits, Outcome, Policy
 from optimus_jax.control.simulated.rivals import Static
 from optimus_jax.control.simulated.setup import Truth
 from optimus_jax.control.simulated.timeline import NORMAL, Conditions
@@ -28,14 +28,12 @@ KEPT = 4
 STATIC = Habits(every=None, probes=False, canary=False)
 
 
-class Scripted:
+class Scripted(Policy):
     """Switches where it was told to.
 
     Args:
       path: plans by the step that is done when they begin.
     """
-
-    wants_probe, steps_alike = False, None
 
     def __init__(self, path: Mapping[int, Plan]):
         self._path, self._furthest = path, 0

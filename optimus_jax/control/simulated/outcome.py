@@ -17,12 +17,12 @@ class Policy(Protocol):
     @property
     def wants_probe(self) -> bool:
         """Whether a round of probes now would help."""
-        ...
+        return False
 
     @property
     def steps_alike(self) -> int | None:
         """Newest steps that were done in the conditions that hold now; None: all, as far as it knows."""
-        ...
+        return None
 
     def decide(self, observation: Observation) -> Decision | None:
         """What to do at this step boundary."""
@@ -35,6 +35,14 @@ class Policy(Protocol):
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         """The switch to `plan` did not happen or was taken back."""
         ...
+
+    @property
+    def is_puzzled(self) -> bool:
+        """Whether steps have changed since the pending switch was decided, and it is not known why."""
+        return False
+
+    def charge(self, time_s: float) -> None:
+        """Switching took so much more of the run's time: first steps, or what came to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

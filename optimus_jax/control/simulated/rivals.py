@@ -18,6 +18,7 @@ from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.simulated.contenders import PooledSearch
+from optimus_jax.control.simulated.outcome import Policy
 from optimus_jax.control.simulated.setup import Setup
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
@@ -29,15 +30,13 @@ SLOW_SHARE, FULL_SHARE, IDLE_SHARE = 0.9, 0.9, 0.6
 """Thresholds of Optimus-Megatron: throughput over its average, memory, utilisation."""
 
 
-class Static:
+class Static(Policy):
     """Keeps its plan, and goes back to it when devices that it lost are there again.
 
     Args:
       plan: to keep.
       num_devices: of the cluster.
     """
-
-    wants_probe, steps_alike = False, None
 
     def __init__(self, plan: Plan, num_devices: int):
         self._plan, self._num_devices = plan, num_devices
@@ -58,10 +57,8 @@ class Static:
         self._plan = self._now
 
 
-class _ByCostModel:
+class _ByCostModel(Policy):
     """What greedy and the cost model without learning share: plans priced by what probes say."""
-
-    wants_probe, steps_alike = False, None
 
     def __init__(self, setup: Setup, searcher: PooledSearch):
         self._setup, self._searcher, self._plan = setup, searcher, setup.start
@@ -135,10 +132,8 @@ class CostModelOnly(_ByCostModel):
                 and observation.step - self._last_step >= self._settings.cooldown_steps)
 
 
-class Threshold:
+class Threshold(Policy):
     """Optimus-Megatron's rule, when throughput has fallen: tensor x 2 where memory is short, tensor / 2 where devices idle."""
-
-    wants_probe, steps_alike = False, None
 
     def __init__(self, setup: Setup):
         self._setup, self._plan = setup, setup.start
