@@ -4,21 +4,23 @@ Order: config, devices, plan, data, program, state (fresh or restored), compile,
 user can get wrong is found before anything expensive begins.
 """
 
+import json
 import sys
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from optimus_jax.checkpoint import Checkpoints, Saved
-from optimus_jax.config import Config
+from optimus_jax.config import Config, DistributedConfig
 from optimus_jax.errors import ConfigError, FaultError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.cpu import use_cpu_devices
-from optimus_jax.mesh.distributed import connect, is_writer, named, together
+from optimus_jax.mesh.distributed import check_alike, connect, is_writer, named, of_first_process, together
 from optimus_jax.mesh.engines import Launch, find_launch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
@@ -26,7 +28,6 @@ from optimus_jax.phases import in_phase, phase_after
 from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import choose_plan
 from optimus_jax.planning.here import Here, known_devices, measure_devices
-from optimus_jax.planning.kept import of_first_process
 from optimus_jax.planning.phase_plans import plans_ahead
 from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, repeated_config, resumed_config
 from optimus_jax.run import Devices, program_of, run_program
@@ -96,6 +97,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         use_cpu_devices(config.cpu_devices)
     connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
     topology = discover()
+    check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {version('optimus-jax')}, jax {jax.__version__}"})
     asked_mesh = config.parallel.mesh
     if resume and run_dir is not None:
         if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
@@ -124,6 +126,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
         run = _known_to_all(run, run_dir)
+        check_alike({"the config": _shared(config).to_json(), "the data": json.dumps(inputs.data.identity), "the plan": choice.plan.to_json()})
         progress.begin("start")
         watchdog = Watchdog.of(run.path, progress, config.faults, process=jax.process_index(), num_processes=topology.num_processes)
         if here is not None and choice.ranked and not resume and config.parallel.mesh == "auto":
@@ -139,19 +142,24 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         # What several processes do together fails in one of them when another or the network has failed.
         is_fault = topology.num_processes > 1 and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
         fault = FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}") if is_fault else None
-        # Who is told to end while it starts, or has to, may be started again with --resume; that takes a config.
-        if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
-            run.discard()
-        if watchdog is not None:
+        if watchdog is not None:  # first, for others hear of it by way of the run directory
             if fault is not None:
                 watchdog.tell(str(fault))
             watchdog.close(fault or error)
+        # Who is told to end while it starts, or has to, may be started again with --resume; that takes a config.
+        if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
+            run.discard()
         if fault is not None:
             raise fault from error
         raise
     finally:
         if run is not None:
             run.close()
+
+
+def _shared(config: Config) -> Config:
+    """What the config has in common in all processes."""
+    return replace(config, distributed=DistributedConfig())
 
 
 def _newest(config: Config, run_dir: str | Path) -> Saved | None:

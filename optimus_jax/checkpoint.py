@@ -42,6 +42,7 @@ from orbax.checkpoint.path import atomicity_types
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.mesh.checksum import checksums, named_leaves
+from optimus_jax.mesh.distributed import of_first_process
 
 T = TypeVar("T")
 
@@ -116,9 +117,13 @@ class Checkpoints:
         """Steps of all complete checkpoints, oldest first."""
         return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(self._directory))
 
+    def _steps_for_all(self) -> list[int]:
+        """As the first process sees them: what a file server tells others of a directory may be a minute old."""
+        return json.loads(of_first_process(json.dumps(self.steps())))
+
     def latest(self) -> Saved | None:
         """The newest checkpoint with a readable manifest; its arrays are not read."""
-        for step in reversed(self.steps()):
+        for step in reversed(self._steps_for_all()):
             with contextlib.suppress(_DamagedError):
                 return Saved(step=step, metadata=self._manifest(step)["metadata"])
         return None
@@ -158,6 +163,7 @@ class Checkpoints:
                 STATE: ocp.args.PyTreeSave(leaves),
                 MANIFEST: ocp.args.JsonSave({"content": manifest, "crc32": _crc32(manifest)})}))
         except Exception as error:
+            _raise_if_of_others(error)
             raise self._failure(error) from error
         self._blocked_s = time.perf_counter() - started
 
@@ -167,6 +173,7 @@ class Checkpoints:
             if self._manager is not None:
                 self._manager.wait_until_finished()
         except Exception as error:
+            _raise_if_of_others(error)
             raise self._failure(error) from error
         self._loops.close()
         if self._blocked_s is not None:
@@ -195,7 +202,7 @@ class Checkpoints:
           CheckpointError: there is no such checkpoint, none is good, or it is of another model or cannot be reached.
         """
         self.wait()
-        steps = self.steps()
+        steps = self._steps_for_all()
         damage = {}
         for candidate in reversed(steps) if step is None else [step] if step in steps else []:
             try:
@@ -247,9 +254,13 @@ class Checkpoints:
             state = _on_every_process(lambda: ocp.PyTreeCheckpointHandler().restore(
                 self._directory / str(step) / STATE,
                 args=ocp.args.PyTreeRestore(asked, restore_args=restore_args, partial_restore=partial)))
-        wrong = [name for name, value in checksums(state).items() if value != saved[name]["checksum"]]
-        if wrong:
-            raise _DamagedError(f"the checksum of {_listed(wrong)} is not what was saved")
+
+        def check() -> None:
+            wrong = [name for name, value in checksums(state).items() if value != saved[name]["checksum"]]
+            if wrong:
+                raise _DamagedError(f"the checksum of {_listed(wrong)} is not what was saved")
+
+        _on_every_process(check)
         leaves = [state[name] for name in asked]
         return Restored(step=step, metadata=manifest["metadata"],
                         state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves))
@@ -339,6 +350,8 @@ def _on_every_process(read: Callable[[], T]) -> T:
         outcome = read()
     except (jax.errors.JaxRuntimeError, MemoryError):  # the machine's trouble, not the checkpoint's
         raise
+    except _DamagedError as error:
+        code, reason = _DAMAGED, str(error)
     except Exception as error:
         code, reason = _UNREACHABLE if _is_unreachable(error) else _DAMAGED, _reason(error)
     if jax.process_count() > 1:
@@ -350,6 +363,13 @@ def _on_every_process(read: Callable[[], T]) -> T:
     if code == _DAMAGED:
         raise _DamagedError(reason)
     return outcome
+
+
+def _raise_if_of_others(error: Exception) -> None:
+    """Raise what is at the root of an error if that says that another process or the network has failed, and nothing of the disk."""
+    root = _root(error)
+    if jax.process_count() > 1 and isinstance(root, jax.errors.JaxRuntimeError):
+        raise root
 
 
 def _is_unreachable(error: BaseException) -> bool:

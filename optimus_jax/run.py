@@ -22,7 +22,7 @@ from optimus_jax.first_state import first_state, snapshots_of
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.cpu import return_freed_memory
-from optimus_jax.mesh.distributed import together
+from optimus_jax.mesh.distributed import check_alike, together
 from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import planned_shapes
@@ -92,6 +92,7 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
         program = program_of(now, choice)
         state = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
+    check_alike({"the step to go on from": str(first_step)})
     with together():
         _write_down(config, devices, choice, program, inputs, run, display, first_step, resume)
     with together():

@@ -80,3 +80,14 @@ def test_an_error_of_one_process_ends_both(tmp_path, text):
     assert all(f"\n  in process {number} of 2\n" in text for number, text in enumerate(errors))
     assert not any("Traceback" in text for text in errors)
     assert not run_dir.exists()
+
+
+def test_processes_that_were_told_different_things_do_not_train_together(tmp_path, text):
+    coordinator = f"127.0.0.1:{free_port()}"
+    processes = [start(tmp_path / "run", text, "--cpu-devices", "1", "--mesh", "data=2", "--lr", lr, "--coordinator", coordinator, "--num-processes", "2",
+                       "--process-id", str(number)) for number, lr in enumerate(("1e-3", "2e-3"))]
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 2, errors
+        assert "the processes of this run do not agree on the config" in errors
+        assert "process 1 differs from process 0" in errors

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import jax
 
+from optimus_jax.mesh.distributed import of_first_process
 from optimus_jax.plan import Plan
-from optimus_jax.planning.kept import of_first_process
 
 PAUSE_S, MOST_STEPS = 1.0, 8
 """Between two councils of several processes: about so long, but not more steps."""

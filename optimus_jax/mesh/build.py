@@ -4,6 +4,7 @@ import os
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from optimus_jax.mesh.axes import MESH_AXES
@@ -24,7 +25,7 @@ def discover() -> Topology:
     devices, hosts = devices_by_host(), hosts_of_processes()
     return Topology(
         num_devices=len(devices), num_processes=jax.process_count(), num_hosts=count_hosts(), platform=devices[0].platform,
-        device_kind=devices[0].device_kind, bytes_per_device=_bytes_per_device(),
+        device_kind=devices[0].device_kind, bytes_per_device=_least(_bytes_per_device()),
         process_of=tuple(device.process_index for device in devices), host_of=tuple(hosts[device.process_index] for device in devices))
 
 
@@ -51,3 +52,11 @@ def _bytes_per_device() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
     stats = local[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
+
+
+def _least(num_bytes: int | None) -> int | None:
+    """Of all processes: they choose one plan, and so by the same numbers. None: one does not know."""
+    if jax.process_count() == 1:
+        return num_bytes
+    everyones = np.asarray(multihost_utils.process_allgather(np.array(num_bytes or 0, np.float64)))
+    return int(everyones.min()) or None

@@ -1,10 +1,11 @@
 """Several processes as one run: how they are connected and what they agree on."""
 
 import contextlib
+import hashlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
@@ -131,6 +132,37 @@ def together() -> Iterator[None]:
                 do="see what it has printed"))
     if failure is not None:
         raise failure
+
+
+def of_first_process(text: str) -> str:
+    """What the first process has; every process has to call it."""
+    if jax.process_count() == 1:
+        return text
+    own = np.frombuffer(text.encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.array(len(own), np.int32)))
+    if length == 0:
+        return ""
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(own, length)))).decode()
+
+
+def check_alike(facts: Mapping[str, str]) -> None:
+    """Make sure that these are the same in every process; every process has to call it, with the same names.
+
+    Raises:
+      ConfigError: in every process, naming the first fact in which one differs from process 0, and that process.
+    """
+    if jax.process_count() == 1:
+        return
+    own = np.array([list(hashlib.sha256(value.encode()).digest()[:8]) for value in facts.values()], np.uint8)
+    everyones = np.asarray(multihost_utils.process_allgather(own))
+    differing = (everyones != everyones[0]).any(axis=2)
+    if not differing.any():
+        return
+    fact = int(np.argmax(differing.any(axis=0)))
+    name, value = list(facts.items())[fact]
+    raise ConfigError(explain(
+        f"the processes of this run do not agree on {name}", given=f"process {int(np.argmax(differing[:, fact]))} differs from process 0; here it is {value[:200]}",
+        do="start all from the same command, files and versions, and with a run directory and data that all of them see"))
 
 
 def is_writer() -> bool:

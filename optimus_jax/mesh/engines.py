@@ -37,6 +37,8 @@ _NAMES = {"OmpiCluster": OPEN_MPI, "SlurmCluster": SLURM, "K8sCluster": KUBERNET
 _NO_ENGINE = "start it alone whatever the environment says: --set distributed.engine=none"
 _POD, _INDEX = "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"
 _BOUND_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+_SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""What launchers say that JAX does not know, such as Open MPI from version 5 on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,10 @@ def _from_jax(on_cpu: bool) -> Launch:
             raise ConfigError(explain(
                 f"{name} has started this process, and does not say where the others are", given=f"{type(error).__name__}: {' '.join(str(error).split())}",
                 do=f"mend that, or set {', '.join(VARIABLES)}, or {_NO_ENGINE}")) from error
+    if others := {name: os.environ[name] for name in _SIZES_OF_MPI if os.environ.get(name, "1") != "1"}:
+        raise ConfigError(explain(
+            "an MPI launcher has started several processes, and does not say where the first one is", given=_listed(others),
+            do=f"use Open MPI 4, or set {', '.join(VARIABLES)} in each, or {_NO_ENGINE}"))
     return Launch(engine=NOBODY, why=_why_alone())
 
 
@@ -168,8 +174,14 @@ def _place_on_host(cluster: type[ClusterEnv], name: str) -> tuple[int, int, bool
     if name == SLURM:
         each = _tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
         node = int(os.environ.get("SLURM_NODEID", 0))
-        return local_id, each[min(node, len(each) - 1)], any(os.environ.get(variable) for variable in _BOUND_BY_SLURM)
+        is_bound = not _is_unbound() and any(os.environ.get(variable) for variable in _BOUND_BY_SLURM)
+        return local_id, each[min(node, len(each) - 1)], is_bound
     return local_id, int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)), False
+
+
+def _is_unbound() -> bool:
+    """Whether tasks see all GPUs of their node though each was given its own: `--gpu-bind=none`."""
+    return (os.environ.get("SLURM_GPU_BIND") or "").removeprefix("verbose,") == "none"
 
 
 def _tasks_per_node(text: str) -> list[int]:

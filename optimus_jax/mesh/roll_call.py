@@ -113,7 +113,7 @@ class RollCall:
         elif caller.number is None and b"\n" in caller.heard:
             try:
                 self._admit(caller, json.loads(caller.heard.partition(b"\n")[0]))
-            except (ValueError, TypeError, KeyError):  # no process of ours
+            except Exception:  # no process of ours: whatever a stranger sends, this one goes on
                 self._hang_up(caller)
 
     def _admit(self, caller: "_Caller", said: dict[str, Any]) -> None:

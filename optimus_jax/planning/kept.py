@@ -1,13 +1,9 @@
-"""Files that are kept for the next run: written whole or not at all, and the first process's in a run of several."""
+"""Files that are kept for the next run: written whole or not at all."""
 
 import os
 import tempfile
 import warnings
 from pathlib import Path
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 
 def cache_directory() -> Path:
@@ -24,14 +20,3 @@ def write_whole(path: Path, text: str, what: str) -> None:
         os.replace(file.name, path)
     except OSError as error:
         warnings.warn(f"{what} cannot be kept for the next run: {error}", stacklevel=3)
-
-
-def of_first_process(text: str) -> str:
-    """What the first process has; every process has to call it."""
-    if jax.process_count() == 1:
-        return text
-    own = np.frombuffer(text.encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.array(len(own), np.int32)))
-    if length == 0:
-        return ""
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(own, length)))).decode()

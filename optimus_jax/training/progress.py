@@ -13,7 +13,7 @@ from typing import Literal
 
 from optimus_jax.training.step_record import StepRecord
 
-Activity = Literal["connect", "start", "compile", "step", "evaluation", "save", "snapshot", "probe", "switch", "end"]
+Activity = Literal["connect", "start", "compile", "step", "evaluation", "save", "write", "snapshot", "probe", "switch", "end"]
 REMEMBERED = 50
 """Durations of an activity that a limit is made from: the newest."""
 

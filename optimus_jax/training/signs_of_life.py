@@ -28,6 +28,8 @@ from optimus_jax.training.run_directory import SIGNS
 
 BEAT_S = 1.0
 """Between two signs."""
+LONGEST_S = 2 * BEAT_S
+"""Between two looks; what is longer, a file server has not answered, or this process was stopped."""
 MOST_WATCHED = 32
 State = Literal["running", "done", "failed"]
 
@@ -73,7 +75,9 @@ class SignsOfLife:
         self._number = 0
         self._watched = sorted({(process + ahead) % num_processes for ahead in range(1, 1 + MOST_WATCHED)} | {0})
         self._seen: dict[int, tuple[str, float]] = {}
-        """By process: its newest text, and when it was new."""
+        """By process: its newest text, and when it was new, later by all the time in which nobody could look."""
+        self._looked_s: dict[int, float] = {}
+        """By process: when somebody last could."""
         self._last: dict[int, Peer] = {}
         self.peers: tuple[Peer, ...] = ()
         """Those that are watched, as of the last look, in the order of their numbers."""
@@ -130,6 +134,10 @@ class SignsOfLife:
         except OSError:  # nobody could look, so that it is as silent as it was
             return self._last.get(process, Peer(process=process, is_known=False, silent_s=0.0))
         before = self._last.get(process)
+        unseen_s = max(0.0, now_s - self._looked_s.get(process, now_s) - LONGEST_S)
+        self._looked_s[process] = now_s
+        if process in self._seen:
+            self._seen[process] = self._seen[process][0], self._seen[process][1] + unseen_s
         if process not in self._seen:
             self._seen[process] = text, now_s
         is_new = text != self._seen[process][0]

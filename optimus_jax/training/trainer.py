@@ -172,7 +172,7 @@ class Trainer:
             batches.close()
         if reason in ("switch", "phase"):  # if a log could not be written, the first step under the next plan finds that out
             return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
-        with self.progress.during("save"):
+        with self.progress.during("write"):
             self.checkpoints.wait()
         self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
         if self.run.failure:
@@ -230,7 +230,9 @@ class Trainer:
             watcher.evaluation(step, loss, perplexity, bits)
 
     def save(self, state: TrainState, step: int) -> None:
-        """Begin to save the state after `step`. Raises CheckpointError if it cannot be written."""
+        """Begin to save the state after `step`. Raises CheckpointError if it, or the one before it, cannot be written."""
+        with self.progress.during("write"):
+            self.checkpoints.wait()
         with self.progress.during("save"):
             self.checkpoints.save(step, self._stored(state), self._described(step))
 

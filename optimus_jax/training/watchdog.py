@@ -51,6 +51,8 @@ TELL_S = 5.0
 DEAF = 10
 """Times `silence_s` until a process is ended whose watchdog cannot run."""
 _ONCE: tuple[Activity, ...] = ("connect", "start", "compile", "end")
+_SAVING: tuple[Activity, ...] = ("save", "write")
+"""Copying the state to the host, and waiting until what was copied is on the disk."""
 
 
 class Limits:
@@ -69,13 +71,13 @@ class Limits:
         if activity in _ONCE:
             return self._settings.start_s
         known_s = self._progress.durations_s(activity)
-        if len(known_s) < FEWEST:
+        if len(known_s) < FEWEST or activity == "write":  # mostly nobody has to wait, which tells nothing of how long a save is written
             return self._settings.ceiling_s
         return min(self._settings.ceiling_s, max(self._settings.floor_s, FACTOR * _usual_s(known_s)))
 
     def after_signal(self, activity: Activity) -> float:
         """In seconds, from the signal to stop, or what was begun after it, to the end of it."""
-        if activity == "save":  # it is what the time was given for
+        if activity in _SAVING:  # it is what the time was given for
             return self.of(activity)
         known_s = self._progress.durations_s(activity)
         return self._settings.stop_s + (_usual_s(known_s) if known_s else 0.0)

@@ -24,7 +24,7 @@ EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 def nothing_said(monkeypatch):
     """Whatever has started the tests."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "OMPI_", "OPTIMUS_", "KUBERNETES_", "JOB_COMPLETION", "JAX_", "CUDA_VISIBLE")):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "OPTIMUS_", "KUBERNETES_", "JOB_COMPLETION", "JAX_", "CUDA_VISIBLE")):
             monkeypatch.delenv(name)
 
 
@@ -132,12 +132,21 @@ def test_mpirun_comes_before_the_slurm_that_it_runs_in(found):
     ((STEP, {"SLURM_NTASKS": "32", "SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_TASKS_PER_NODE": "8(x4)", "SLURM_LOCALID": "3"}), (3,)),
     ((STEP, {"SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2,1(x3)", "SLURM_NODEID": "1"}), None),
     ((STEP, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURM_GPUS_PER_TASK": "8"}), None),
+    ((STEP, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURM_GPUS_PER_TASK": "4", "SLURM_GPU_BIND": "none"}), (4, 5, 6, 7)),
     ((STEP, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "1", "JAX_LOCAL_DEVICE_IDS": "0"}), None),
     ((MPI,), (2, 3)),
     (({"OPTIMUS_COORDINATOR": "h:1", "OPTIMUS_NUM_PROCESSES": "2", "OPTIMUS_PROCESS_ID": "1", "OPTIMUS_LOCAL_ID": "1", "OPTIMUS_NUM_LOCAL": "2"},), (4, 5, 6, 7)),
-], ids=["one per node", "two per node", "one per GPU", "uneven nodes", "bound by SLURM", "said by JAX's variable", "Open MPI", "plain"])
+], ids=["one per node", "two per node", "one per GPU", "uneven nodes", "bound by SLURM", "given by SLURM and not bound", "said by JAX's variable", "Open MPI", "plain"])
 def test_the_processes_of_a_node_share_its_gpus(found, environments, devices):
     assert found(EIGHT_GPUS, *environments).local_devices == devices
+
+
+@pytest.mark.parametrize("environment", [{"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, {"PMI_SIZE": "2", "PMI_RANK": "0"}])
+def test_a_launcher_that_jax_does_not_know_is_not_taken_for_nobody(found, environment):
+    """Open MPI 5 says how many there are, and not where."""
+    with pytest.raises(ConfigError, match=r"MPI launcher.*\n.*_SIZE=.*\n.*OPTIMUS_COORDINATOR"):
+        found(environment)
+    assert found(environment, config=DistributedConfig(engine="none")).is_alone
 
 
 def test_each_sees_its_own_gpu(found):

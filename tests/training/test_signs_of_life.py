@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.training.progress import Progress
-from optimus_jax.training.signs_of_life import MOST_WATCHED, Peer, SignsOfLife
+from optimus_jax.training.signs_of_life import BEAT_S, LONGEST_S, MOST_WATCHED, Peer, SignsOfLife
 
 
 class Clock:
@@ -38,8 +38,11 @@ def test_a_process_is_as_silent_as_its_file_is_old(pair):
     first.beat()
     seen = other(first)
     assert (seen.is_known, seen.silent_s, seen.doing, seen.entered, seen.state) == (True, 0.0, "step", 7, "running")
-    clock.now += 40
+    clock.now += BEAT_S
     assert other(first).silent_s == 0.0, "nobody has looked since"
+    for _ in range(39):
+        first.beat()
+        clock.now += BEAT_S
     first.beat()
     assert other(first) == replace(seen, silent_s=40.0)
 
@@ -70,11 +73,31 @@ def test_while_nobody_can_look_silence_does_not_grow(pair, monkeypatch):
     second.beat()
     first.beat()
     file = first._path(1)
+    second_text = file.read_text()
     file.unlink()
     file.mkdir()  # reading is an OSError now, other than that there is no file
     clock.now += 1000
     first.beat()
     assert other(first).silent_s == 0.0
+    file.rmdir()
+    file.write_text(second_text)
+    first.beat()
+    assert other(first).silent_s <= LONGEST_S, "it could not be written either, and is looked at before the other has"
+
+
+def test_while_reading_hangs_silence_does_not_grow(pair):
+    """As a hard mount does while its server is away."""
+    clock, (first, second) = pair
+    first.beat()
+    second.beat()
+    first.beat()
+    clock.now += 1000  # in the middle of a look
+    first.beat()
+    assert other(first).silent_s <= LONGEST_S
+    for _ in range(20):
+        clock.now += BEAT_S
+        first.beat()
+    assert other(first).silent_s == pytest.approx(20 * BEAT_S, abs=LONGEST_S), "from then on it does"
 
 
 def test_many_processes_watch_those_behind_them_and_the_first(tmp_path):

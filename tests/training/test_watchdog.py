@@ -64,6 +64,19 @@ def test_limits_are_made_from_what_was_usual():
     assert limits.of("compile") == limits.of("start") == SETTINGS.start_s
 
 
+def test_waiting_for_a_save_to_be_written_is_not_held_to_how_long_saves_keep_the_run():
+    """It is written while steps go on: mostly nobody waits, and in the end somebody does."""
+    clock = Clock()
+    progress = Progress(clock)
+    limits = Limits(SETTINGS, progress)
+    for _ in range(FEWEST):
+        for activity, time_s in (("write", 0.0), ("save", 0.1)):
+            with progress.during(activity):
+                clock.now += time_s
+    assert limits.of("save") == SETTINGS.floor_s
+    assert limits.of("write") == limits.after_signal("write") == SETTINGS.ceiling_s
+
+
 def test_a_step_that_does_not_end_is_noticed(clock, tmp_path):
     progress, dog = watchdog(clock, tmp_path)
     steps(progress, clock, [1.0] * FEWEST)
