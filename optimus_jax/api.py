@@ -15,7 +15,7 @@ import jax
 
 from optimus_jax.checkpoint import Checkpoints, Saved
 from optimus_jax.config import Config, DistributedConfig
-from optimus_jax.errors import ConfigError, FaultError, explain
+from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import discover
@@ -89,6 +89,10 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
         return _train(config, launch, run_dir, resume, overrides, is_repeated)
 
 
+PATIENCE_S = 120.0
+"""For the lock of a writer that has died with its host, which a file server may keep for a lease of 90 s."""
+
+
 def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: bool, overrides: dict[str, Any], is_repeated: bool) -> RunResult:
     """`train`, from what was asked for and who else there is."""
     if launch.is_alone and not resume and run_dir is not None:
@@ -96,39 +100,42 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
     connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
-    topology = discover()
-    check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {version('optimus-jax')}, jax {jax.__version__}"})
-    asked_mesh = config.parallel.mesh
-    if resume and run_dir is not None:
-        if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
-            config = on_what_is_there(config, topology)
-        if is_repeated and is_same_layout(config, run_dir):
-            overrides = {}  # nothing is asked for that the run was not asked for before
-    here = _here(config, topology)
-    saved = _newest(config, run_dir) if resume and run_dir is not None else None
-    devices = Devices(topology=topology, here=here, launch=launch)
-    now = in_phase(config, phase_after(config, saved.step if saved else 0))
-    choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
-    choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
-    if config.parallel.mesh != asked_mesh:
-        choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
-    plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
-    display = make_display(config.log, config.steps, show=is_writer())
+    progress = Progress()
+    watchdog = Watchdog.of(None, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
     run: RunDirectory | None = None
-    progress, watchdog = Progress(), None
     try:
+        topology = discover()
+        check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {version('optimus-jax')}, jax {jax.__version__}"})
+        asked_mesh = config.parallel.mesh
+        if resume and run_dir is not None:
+            if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
+                config = on_what_is_there(config, topology)
+            if is_repeated and is_same_layout(config, run_dir):
+                overrides = {}  # nothing is asked for that the run was not asked for before
+        here = _here(config, topology)
+        saved = _newest(config, run_dir) if resume and run_dir is not None else None
+        devices = Devices(topology=topology, here=here, launch=launch)
+        now = in_phase(config, phase_after(config, saved.step if saved else 0))
+        choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
+        choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
+        if config.parallel.mesh != asked_mesh:
+            choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
+        plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
+        display = make_display(config.log, config.steps, show=is_writer())
         with together():
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
-                run = RunDirectory.resume(run_dir, writer=is_writer(), warn=display.message)
+                run = RunDirectory.resume(run_dir, writer=is_writer(), warn=display.message, patience_s=PATIENCE_S if is_repeated else 0.0)
             inputs = Inputs.of(config)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
         run = _known_to_all(run, run_dir)
         check_alike({"the config": _shared(config).to_json(), "the data": json.dumps(inputs.data.identity), "the plan": choice.plan.to_json()})
         progress.begin("start")
-        watchdog = Watchdog.of(run.path, progress, config.faults, process=jax.process_index(), num_processes=topology.num_processes)
+        if watchdog is not None:
+            watchdog.close()
+        watchdog = Watchdog.of(run.path, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
         if here is not None and choice.ranked and not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)
         outcome, plan = run_program(config, devices, choice, program_of(now, choice), inputs, run, display, resume, progress,
@@ -140,12 +147,14 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
                          history=run.metrics(), run_dir=run.path)
     except BaseException as error:
         # What several processes do together fails in one of them when another or the network has failed.
-        is_fault = topology.num_processes > 1 and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+        is_fault = not launch.is_alone and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
         fault = FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}") if is_fault else None
         if watchdog is not None:  # first, for others hear of it by way of the run directory
             if fault is not None:
                 watchdog.tell(str(fault))
             watchdog.close(fault or error)
+        if isinstance(error, OptimusError) and progress.at.doing != "connect":
+            error.is_alone = not launch.is_alone
         # Who is told to end while it starts, or has to, may be started again with --resume; that takes a config.
         if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()

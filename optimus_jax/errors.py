@@ -12,6 +12,9 @@ from collections.abc import Iterable
 class OptimusError(Exception):
     """Something that the user can mend."""
 
+    is_alone = False
+    """Whether one of several processes has it in the middle of a run: an orderly end would wait for the others, who may never come."""
+
 
 class ConfigError(OptimusError):
     """A setting is unknown, has the wrong type or contradicts another one."""

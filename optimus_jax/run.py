@@ -34,6 +34,7 @@ from optimus_jax.planning.explain import gib
 from optimus_jax.planning.here import Here
 from optimus_jax.planning.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search import Pricing
+from optimus_jax.snapshots import bytes_of_host
 from optimus_jax.training.display import Display
 from optimus_jax.training.fault_log import take_over
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -95,10 +96,11 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     check_alike({"the step to go on from": str(first_step)})
     with together():
         _write_down(config, devices, choice, program, inputs, run, display, first_step, resume)
+    num_bytes_of_host = bytes_of_host(state)
     with together():
         snapshots = snapshots_of(config, run, display)
         snapshots.forget_after(first_step)
-        snapshots.prepare(state)
+        snapshots.prepare(num_bytes_of_host)
     started = time.perf_counter()
     progress.begin("compile")
     dealt = inputs.dealt(program, first_step)

@@ -35,6 +35,7 @@ from optimus_jax import snapshot_files as files
 from optimus_jax.checkpoint import Restored, check_same_model
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.hosts import hosts_of_processes
 from optimus_jax.snapshot_files import Bounds, Held, Key
 
 GENERATIONS = 2
@@ -65,24 +66,30 @@ class Snapshots:
         """Whether one is to be taken after `step`."""
         return self._every > 0 and step % self._every == 0
 
-    def prepare(self, state: Any) -> None:
-        """Make the directory. Raises ConfigError if it cannot be had, is somebody else's, or has too little room."""
+    def prepare(self, num_bytes_of_host: int) -> None:
+        """Make the directory.
+
+        Args:
+          num_bytes_of_host: what this host's processes hold of the state together.
+        Raises:
+          ConfigError: it cannot be had, is somebody else's, or has too little room.
+        """
         if not self._every:
             return
         parent = self.root.parent
         try:
             parent.mkdir(mode=0o700, exist_ok=True)
-            if parent.is_symlink() or parent.stat().st_uid != os.getuid():
+            if not _is_own(parent):
                 raise PermissionError(f"{parent} belongs to another user")
             self.root.mkdir(exist_ok=True)
             free_bytes = shutil.disk_usage(self.root).free + sum(path.stat().st_size for path in self.root.rglob("*.bin"))
         except OSError as error:
             raise ConfigError(explain("snapshots cannot be written", given=f"checkpoint.snapshot_dir={parent.parent}: {error}",
                                       do="name another file system in memory, or --set checkpoint.snapshot_every=0")) from error
-        needed_bytes = (GENERATIONS + 1) * sum(piece.nbytes for _, piece in _pieces(state))
+        needed_bytes = (GENERATIONS + 1) * num_bytes_of_host
         if needed_bytes > free_bytes:
             raise ConfigError(explain(
-                "there is no room for snapshots", given=f"{GENERATIONS + 1} times this process's share of the state are {needed_bytes:,} bytes, "
+                "there is no room for snapshots", given=f"{GENERATIONS + 1} times this host's share of the state are {needed_bytes:,} bytes, "
                 f"{free_bytes:,} are free in {parent.parent}", do="make it larger, or --set checkpoint.snapshot_every=0"))
 
     def take(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
@@ -137,7 +144,7 @@ class Snapshots:
         Raises:
           CheckpointError: it is of another model.
         """
-        mine = [step for step in files.steps(self.root) if step > newer_than]
+        mine = [step for step in files.steps(self.root) if step > newer_than] if _is_own(self.root.parent) else []
         for step in sorted({step for steps in _exchanged(mine) for step in steps}, reverse=True):
             held = files.read(self.root, step)
             restored = _Assembly(step, held).onto(abstract_state, paddable, check)
@@ -145,6 +152,20 @@ class Snapshots:
                 return restored
             self._warn(f"the snapshot of step {step} is passed over: {restored}")
         return None
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether it is this user's, in a directory where all may write."""
+    return not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.getuid()
+
+
+def bytes_of_host(state: Any) -> int:
+    """What all processes of this host hold of a state, copies of the same in each of them; every process has to call it."""
+    own = sum(piece.nbytes for _, piece in _pieces(state))
+    if jax.process_count() == 1:
+        return own
+    everyones, hosts = np.asarray(multihost_utils.process_allgather(np.array(own, np.float64))), hosts_of_processes()
+    return int(sum(num_bytes for num_bytes, host in zip(everyones.ravel(), hosts, strict=True) if host == hosts[jax.process_index()]))
 
 
 class _Assembly:

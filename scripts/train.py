@@ -10,6 +10,7 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 
 from optimus_jax.training.stopping import (
     EXIT_INTERRUPT,
+    EXIT_MISTAKE,
     EXIT_RESTART,
     NOT_BEGUN,
     StoppedAtOnce,
@@ -29,7 +30,6 @@ from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain, n
 from optimus_jax.presets import PRESETS
 from optimus_jax.request import SHORT_NAMES
 
-USER_ERROR = 2
 RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
 
 
@@ -103,8 +103,10 @@ def main() -> int:
         return train(given.get("model"), config=given.get("config"), run_dir=given.get("run_dir"), resume=RESUME[given.get("resume")],
                      **overrides).exit_code
     except OptimusError as error:
+        if error.is_alone:
+            return end_now(f"error: {told(error)}", EXIT_MISTAKE)
         print(f"error: {told(error)}", file=sys.stderr)
-        return USER_ERROR
+        return EXIT_MISTAKE
     except FaultError as error:
         return end_now(f"fault: {told(error)}", EXIT_RESTART)
     except StoppedAtOnce:

@@ -11,7 +11,7 @@ from optimus_jax import snapshot_files as files
 from optimus_jax import snapshots as snapshots_module
 from optimus_jax.errors import CheckpointError, ConfigError
 from optimus_jax.mesh.checksum import named_leaves
-from optimus_jax.snapshots import Snapshots
+from optimus_jax.snapshots import Snapshots, bytes_of_host
 
 METADATA = {"plan": "p", "next_step": 5}
 SPECS = {"table": PartitionSpec("x", "y"), "bias": PartitionSpec("y"), "half": PartitionSpec(None, "x"), "step": PartitionSpec()}
@@ -55,7 +55,7 @@ def warned():
 def snapshots(tmp_path, warned):
     made = Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5, warned.append)
     (tmp_path / "memory").mkdir()
-    made.prepare(placed(host_state(), mesh(4, 2)))
+    made.prepare(bytes_of_host(placed(host_state(), mesh(4, 2))))
     yield made
     made.close()
 
@@ -166,7 +166,7 @@ def test_no_room_is_a_warning_and_leaves_nothing(snapshots, warned, monkeypatch)
 def test_room_is_looked_for_at_the_start(snapshots, monkeypatch):
     monkeypatch.setattr(snapshots_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(ConfigError, match=r"no room for snapshots(.|\n)*3 times(.|\n)*snapshot_every=0"):
-        snapshots.prepare(placed(host_state(), mesh(4, 2)))
+        snapshots.prepare(bytes_of_host(placed(host_state(), mesh(4, 2))))
 
 
 def test_another_model_is_an_error(snapshots):
@@ -201,7 +201,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     one, empty = (Snapshots(tmp_path / host, tmp_path / "run", "1.0", 5, warned.append) for host in ("one", "empty"))
     for host, each in (("one", one), ("empty", empty)):
         (tmp_path / host).mkdir()
-        each.prepare(state)
+        each.prepare(bytes_of_host(state))
     one.take(5, state, METADATA)
     one.wait()
     held = files.read(one.root, 5)

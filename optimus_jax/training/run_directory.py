@@ -104,9 +104,11 @@ class RunDirectory:
         return run
 
     @classmethod
-    def resume(cls, path: str | Path, *, writer: bool = True, warn: Callable[[str], object] = warnings.warn) -> "RunDirectory":
+    def resume(cls, path: str | Path, *, writer: bool = True, warn: Callable[[str], object] = warnings.warn, patience_s: float = 0.0) -> "RunDirectory":
         """Open the directory of a run that is to go on, and mend logs that it was killed while writing.
 
+        Args:
+          patience_s: for so long another writer is waited for.
         Raises:
           ConfigError: `path` does not hold a run.
           RunDirectoryError: another process writes this run, or its logs cannot be read or written.
@@ -118,7 +120,7 @@ class RunDirectory:
                 "there is no run to resume", given=f"{path}, which {found}",
                 do="give --run-dir the directory of a run, or start a new run without --resume"))
         if writer:
-            run._lock = RunLock(run.path / LOCK, warn)
+            run._lock = RunLock(run.path / LOCK, warn, patience_s)
             try:
                 for log in (run._metrics, run._events):
                     with explained(log):

@@ -5,11 +5,15 @@ import errno
 import fcntl
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from optimus_jax.errors import RunDirectoryError, explain
+
+POLL_S = 1.0
+"""Between two tries."""
 
 
 class RunLock:
@@ -22,21 +26,25 @@ class RunLock:
     other machines too. Where a mount keeps locks to one machine (`local_lock`, Lustre's `localflock`), only writers on
     that machine see one another. Where it has none at all, the run goes on unlocked, with a warning.
 
+    After the death of a host, an NFS server may keep its locks for a while (the lease of version 4, often 90 s): who starts a
+    run again by itself should have some patience.
+
     Args:
       path: the lock's file; its directory exists.
-      warn: told if this file system has no locks.
+      warn: told if this file system has no locks, or that somebody is waited for.
+      patience_s: for so long another holder is waited for.
     Raises:
       RunDirectoryError: another process holds it, or the file cannot be written.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], object] = warnings.warn) -> None:
+    def __init__(self, path: Path, warn: Callable[[str], object] = warnings.warn, patience_s: float = 0.0) -> None:
         try:
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise RunDirectoryError(explain("the run directory cannot be written", given=f"{path}: {error.strerror}",
                                             do="mend its permissions, or choose another --run-dir")) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(self._file, path, warn, time.monotonic() + patience_s)
         except BlockingIOError as error:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             self.release()
@@ -49,6 +57,22 @@ class RunLock:
         with contextlib.suppress(OSError):  # on a full disk the lock holds, it only does not say whose it is
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    @staticmethod
+    def _lock(file: int, path: Path, warn: Callable[[str], object], until_s: float) -> None:
+        """Raises BlockingIOError if another holds it until then."""
+        is_told = False
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                if not is_told:
+                    warn(f"{path.parent} is locked by another process, or by one that has just died: waiting up to {left_s:.0f} s for it")
+                    is_told = True
+                time.sleep(min(POLL_S, left_s))
 
     def release(self) -> None:
         """Let others in; again is no harm."""

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import SIGNS
+from optimus_jax.training.stopping import EXIT_RESTART
 
 BEAT_S = 1.0
 """Between two signs."""
@@ -47,6 +48,8 @@ class Peer:
     state: State = "running"
     why: str = ""
     """It failed."""
+    exit_code: int = EXIT_RESTART
+    """That it ends with then."""
     host: str = ""
     doing: str = ""
     doing_s: float = 0.0
@@ -71,7 +74,7 @@ class SignsOfLife:
     def __init__(self, run_directory: Path, process: int, num_processes: int, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.process, self.num_processes = process, num_processes
         self._directory, self._progress, self._clock = run_directory / SIGNS, progress, clock
-        self._state: tuple[State, str] = ("running", "")
+        self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
         self._number = 0
         self._watched = sorted({(process + ahead) % num_processes for ahead in range(1, 1 + MOST_WATCHED)} | {0})
         self._seen: dict[int, tuple[str, float]] = {}
@@ -90,10 +93,10 @@ class SignsOfLife:
         self.beat()
         self._thread.start()
 
-    def end(self, state: State, why: str = "") -> None:
-        """Say that this process is done, or has failed, and why. Later words about the same change nothing."""
+    def end(self, state: State, why: str = "", exit_code: int = EXIT_RESTART) -> None:
+        """Say that this process is done, or has failed, why, and with which exit code it ends. Later words about the same change nothing."""
         if self._state[0] == "running":
-            self._state = (state, why)
+            self._state = (state, why, exit_code)
             self._write_if_possible()
 
     def close(self) -> None:
@@ -117,10 +120,10 @@ class SignsOfLife:
             self._write()
 
     def _write(self) -> None:
-        at, (state, why) = self._progress.at, self._state
+        at, (state, why, exit_code) = self._progress.at, self._state
         self._number += 1
         text = json.dumps({
-            "number": self._number, "pid": os.getpid(), "host": socket.gethostname(), "state": state, "why": why,
+            "number": self._number, "pid": os.getpid(), "host": socket.gethostname(), "state": state, "why": why, "exit_code": exit_code,
             "doing": at.doing, "doing_s": round(self._clock() - at.since_s, 3), "entered": at.entered, "done": at.done})
         part = self._path(self.process).with_suffix(f".part{threading.get_ident()}")  # `end` may write beside the thread
         part.write_text(text, encoding="utf-8")
@@ -158,4 +161,4 @@ def _told(text: str) -> dict[str, Any]:
         values = json.loads(text)
     except ValueError:
         return {}
-    return {name: values[name] for name in ("state", "why", "host", "doing", "doing_s", "entered", "done")}
+    return {name: values[name] for name in ("state", "why", "exit_code", "host", "doing", "doing_s", "entered", "done")}

@@ -23,6 +23,8 @@ from typing import Literal, NoReturn, Self
 
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a run that was stopped and is worth starting again with --resume."""
+EXIT_MISTAKE = 2
+"""Exit code of a program that was asked for what cannot be: starting it again would only repeat that."""
 EXIT_INTERRUPT = 130
 """Exit code of a program that Ctrl-C has ended at once, as a shell has it (128 + SIGINT)."""
 NOT_BEGUN = "stopped before training had begun"

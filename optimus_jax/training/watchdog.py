@@ -30,11 +30,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from optimus_jax.config import FaultConfig
+from optimus_jax.errors import OptimusError
 from optimus_jax.robust import deviation_from
 from optimus_jax.training.fault_log import write_fault
 from optimus_jax.training.progress import Activity, Progress
 from optimus_jax.training.signs_of_life import BEAT_S, Peer, SignsOfLife
-from optimus_jax.training.stopping import EXIT_RESTART, TERMINATING
+from optimus_jax.training.stopping import EXIT_MISTAKE, EXIT_RESTART, TERMINATING
 
 FEWEST = 5
 """Durations from which a limit is made."""
@@ -93,7 +94,7 @@ class Watchdog:
     """Watches one process from `start` to `close`. Threads that it ends with are daemons.
 
     Args:
-      run_directory: for what it has to say.
+      run_directory: for what it has to say; None: there is none yet, and standard error has to do.
       progress: of this process.
       settings: of the run.
       process: number of this one.
@@ -102,7 +103,7 @@ class Watchdog:
       exit: ends the process.
     """
 
-    def __init__(self, run_directory: Path, progress: Progress, settings: FaultConfig, *, process: int = 0, signs: SignsOfLife | None = None,
+    def __init__(self, run_directory: Path | None, progress: Progress, settings: FaultConfig, *, process: int = 0, signs: SignsOfLife | None = None,
                  clock: Callable[[], float] = time.monotonic, exit: Callable[[int], object] = os._exit) -> None:
         self._run_directory, self._progress, self._settings = run_directory, progress, settings
         self._process, self._signs, self._clock, self._exit = process, signs, clock, exit
@@ -112,16 +113,17 @@ class Watchdog:
         """When a signal to stop came."""
         self._failed_s: dict[int, float] = {}
         """When others were first seen to have failed."""
+        self._exit_code, self._is_told, self._telling = EXIT_RESTART, False, threading.Lock()
         self._heard, self._told = socket.socketpair()
         self._before = -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     @classmethod
-    def of(cls, run_directory: Path, progress: Progress, settings: FaultConfig, *, process: int, num_processes: int) -> "Watchdog | None":
+    def of(cls, run_directory: Path | None, progress: Progress, settings: FaultConfig, *, process: int, num_processes: int) -> "Watchdog | None":
         """As the settings say, and started; None: they say that nobody is to watch."""
         if settings.watch == "off" or (settings.watch == "auto" and num_processes == 1):
             return None
-        signs = SignsOfLife(run_directory, process, num_processes, progress) if num_processes > 1 else None
+        signs = SignsOfLife(run_directory, process, num_processes, progress) if num_processes > 1 and run_directory is not None else None
         watchdog = cls(run_directory, progress, settings, process=process, signs=signs)
         watchdog.start()
         return watchdog
@@ -148,7 +150,8 @@ class Watchdog:
     def close(self, failure: BaseException | None = None) -> None:
         """It may not any more. With a failure the others are told of it; without, that this process has come to its end."""
         if self._signs is not None:
-            self._signs.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure))
+            exit_code = EXIT_MISTAKE if isinstance(failure, OptimusError) else EXIT_RESTART
+            self._signs.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure), exit_code)
             if failure is not None and self._process == 0:
                 self._linger(self._signs)
             self._signs.close()
@@ -184,6 +187,7 @@ class Watchdog:
             return None
         if peer.state == "failed":
             if now_s - self._failed_s.setdefault(peer.process, now_s) > FAILED_S:
+                self._exit_code = peer.exit_code  # a mistake is not to be repeated because this process waited for who made it
                 return f"process {peer.process} has failed: {peer.why}"
         elif peer.silent_s > self._settings.silence_s:
             return f"process {peer.process} on {peer.host} has given no sign of life for {peer.silent_s:.0f} s"
@@ -209,22 +213,29 @@ class Watchdog:
                 return
 
     def end(self, why: str) -> None:
-        """Write down what is wrong, and end the process with EXIT_RESTART. Any thread may call it."""
+        """Write down what is wrong, and end the process: with EXIT_RESTART, or as the process ended that failed. Any thread may call it."""
         teller = threading.Thread(target=self.tell, args=(why,), name="teller", daemon=True)
         teller.start()
         teller.join(TELL_S)
         with contextlib.suppress(OSError):
-            os.write(2, f"\nfault: {why}; this process ends with exit code {EXIT_RESTART}: start it again with --resume\n".encode())
+            next_step = "start it again with --resume" if self._exit_code == EXIT_RESTART else "see what that process has printed"
+            os.write(2, f"\nfault: {why}; this process ends with exit code {self._exit_code}: {next_step}\n".encode())
         if self._signs is not None and self._process == 0:
             self._linger(self._signs)
-        self._exit(EXIT_RESTART)
+        self._exit(self._exit_code)
 
     def tell(self, why: str) -> None:
-        """Write down what is wrong, who is late, and what every thread is at; and tell the other processes."""
+        """Write down what is wrong, who is late, and what every thread is at; and tell the other processes. What follows from it is not told again."""
+        with self._telling:
+            if self._is_told:
+                return
+            self._is_told = True
         at = self._progress.at
         peers = self._signs.peers if self._signs is not None else ()
         if self._signs is not None:
-            self._signs.end("failed", why)
+            self._signs.end("failed", why, self._exit_code)
+        if self._run_directory is None:
+            return
         with contextlib.suppress(OSError):
             write_fault(
                 self._run_directory, self._process, at.done, what=why, doing=at.doing, doing_s=self._clock() - at.since_s, entered=at.entered,
@@ -235,6 +246,7 @@ class Watchdog:
         until_s = self._clock() + LINGER_S
         while self._clock() < until_s and any(peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S for peer in signs.peers):
             threading.Event().wait(BEAT_S / 4)
+        threading.Event().wait(BEAT_S)  # for who has said that it ends to do so
 
 
 def late(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[str]:
