@@ -234,3 +234,11 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     assert empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0) is None
     assert "the hosts that are here do not have all of" in warned[-1]
     assert named_leaves(host_state()).keys() == held.leaves.keys()
+
+
+def test_what_another_user_has_put_there_is_not_read(snapshots, monkeypatch):
+    take(snapshots, 5)
+    wanted = abstract(host_state(), mesh(4, 2))
+    assert snapshots.restore(wanted, 0) is not None
+    monkeypatch.setattr(snapshots_module.os, "getuid", lambda: 12345)
+    assert snapshots.restore(wanted, 0) is None

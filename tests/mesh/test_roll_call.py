@@ -161,7 +161,8 @@ def test_who_has_gone_is_missing_again_and_may_come_back(first):
                 hear(call)
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"\0" * 5000])
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"\0" * 5000,
+                                   b'{"process": 1e999, "pid": 1, "host": "", "job": "", "of": 3}\n', b"[" * 4000 + b"\n"])
 def test_strangers_are_passed_over(first, noise):
     with RollCall(first, soon()) as call, socket.create_connection(roll_call.address_of(first)) as stranger:
         stranger.sendall(noise)

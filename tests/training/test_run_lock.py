@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from optimus_jax.errors import RunDirectoryError
+from optimus_jax.training import run_lock
 from optimus_jax.training.run_lock import RunLock
 
 HOLD = "import sys, pathlib; from optimus_jax.training.run_lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
@@ -23,6 +25,23 @@ def test_the_second_is_refused_and_told_who_is_first(tmp_path: Path):
     first.release()
     first.release()
     RunLock(tmp_path / "lock").release()
+
+
+def test_who_has_patience_waits_for_the_first_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first, told = RunLock(tmp_path / "lock"), list[str]()
+    monkeypatch.setattr(run_lock.time, "sleep", lambda _: first.release())
+    RunLock(tmp_path / "lock", told.append, patience_s=100.0).release()
+    assert len(told) == 1
+    assert "waiting up to 100 s" in told[0]
+
+
+def test_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first, clock = RunLock(tmp_path / "lock"), [0.0]
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda time_s: clock.append(clock.pop() + time_s)))
+    with pytest.raises(RunDirectoryError, match="another process is writing"):
+        RunLock(tmp_path / "lock", lambda _: None, patience_s=7.5)
+    assert clock == [7.5]
+    first.release()
 
 
 def test_a_lock_dies_with_its_process(tmp_path: Path):

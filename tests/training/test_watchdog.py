@@ -10,8 +10,9 @@ import pytest
 from test_progress import Clock, record
 
 from optimus_jax.config import FaultConfig
+from optimus_jax.errors import ConfigError, FaultError
 from optimus_jax.training.progress import Progress
-from optimus_jax.training.signs_of_life import Peer
+from optimus_jax.training.signs_of_life import Peer, SignsOfLife
 from optimus_jax.training.stopping import TERMINATING
 from optimus_jax.training.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
 
@@ -108,6 +109,28 @@ def test_a_failed_process_is_followed_a_little_later(clock, tmp_path):
     _, dog = watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")])
     assert passed(dog, clock, FAILED_S) is None
     assert passed(dog, clock, 2) == "process 1 has failed: no room"
+
+
+@pytest.mark.parametrize(("exit_code", "advice"), [(2, "see what that process has printed"), (75, "start it again with --resume")])
+def test_it_ends_as_the_process_ended_that_failed(clock, tmp_path, capfd, exit_code, advice):
+    """Of several exit codes engines take the largest: a mistake must not look like a fault because others waited for who made it."""
+    codes = []
+    _, dog = watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no such file", exit_code=exit_code)], exit=codes.append)
+    why = passed(dog, clock, FAILED_S + 2)
+    dog._process = 2  # who does not stay for others
+    dog.end(why)
+    assert codes == [exit_code]
+    assert advice in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("failure", "exit_code"), [(ConfigError("a typo"), 2), (FaultError("the network"), 75), (ValueError("a mistake of ours"), 75)])
+def test_others_hear_how_a_process_ends(clock, tmp_path, failure, exit_code):
+    signs = SignsOfLife(tmp_path, 1, 2, Progress(clock))
+    dog = Watchdog(tmp_path, Progress(clock), SETTINGS, process=1, signs=signs, clock=clock)
+    dog.start()
+    dog.close(failure)
+    said = json.loads((tmp_path / "progress" / "1.json").read_text())
+    assert (said["state"], said["exit_code"]) == ("failed", exit_code)
 
 
 def test_a_process_that_was_stopped_finds_out(clock, tmp_path):
