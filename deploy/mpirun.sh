@@ -23,17 +23,20 @@ asked=
 trap 'asked=yes; kill -USR1 "$job" 2>/dev/null' INT TERM USR1
 
 for ((start = 0; start <= ${MAX_RESTARTS:-50}; start++)); do
+    [ -n "$asked" ] && exit 75
     echo "start $start: $RUN_DIR"
     # In a session of its own, so that Ctrl-C reaches only this script.
     setsid mpirun "${options[@]}" "${PYTHON:-python}" scripts/train.py "$@" --run-dir "$RUN_DIR" --resume auto &
     job=$!
+    [ -n "$asked" ] && kill -USR1 "$job" 2>/dev/null # it came before there was a job to tell
     until wait "$job" || ! kill -0 "$job" 2>/dev/null; do :; done # a signal ends `wait`, not the job
     wait "$job"
     code=$?
     # 0: done. 2: the user's mistake, which a restart would only repeat. All else is worth another start.
     case $code in 0 | 2) exit $code ;; esac
     [ -n "$asked" ] && exit 75
-    echo "exit code $code: starting again"
+    echo "exit code $code: starting again in ${RESTART_PAUSE_S:-5} s"
+    sleep "${RESTART_PAUSE_S:-5}" # a host that is starting up would use up all restarts in seconds
 done
 echo "not started again after ${MAX_RESTARTS:-50} restarts"
 exit 1

@@ -78,8 +78,8 @@ def program(tmp_path):
     return write
 
 
-def submit(slurm, environment):
-    return slurm.run("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={slurm.there}/job-%j.log", "--nodes=1", str(DEPLOY / "slurm.sbatch"), "--a-flag",
+def submit(slurm, environment, nodes=1):
+    return slurm.run("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={slurm.there}/job-%j.log", f"--nodes={nodes}", str(DEPLOY / "slurm.sbatch"), "--a-flag",
                      environment=environment).stdout.strip()
 
 
@@ -88,6 +88,16 @@ def test_what_is_done_or_a_mistake_is_not_started_again(slurm, program, code, st
     job = submit(slurm, program(f"exit {code}"))
     slurm.until(lambda: slurm.state(job)["JobState"] == state, f"the job is {state}")
     assert (slurm.state(job)["Restarts"], slurm.state(job)["ExitCode"]) == ("0", f"{code}:0")
+
+
+def test_a_mistake_of_the_first_task_is_one_though_the_others_are_killed_for_it(slurm, program):
+    """As with a typo: who is still importing when the first task has ended is told to end, which for itself would be worth another start."""
+    job = submit(slurm, program("""
+        trap 'exit 75' TERM USR1
+        [ "$SLURM_PROCID" = 1 ] && exit 2
+        while :; do sleep 0.1; done"""), nodes=3)
+    slurm.until(lambda: slurm.state(job)["JobState"] == "FAILED", "the job has failed")
+    assert (slurm.state(job)["Restarts"], slurm.state(job)["ExitCode"]) == ("0", "2:0")
 
 
 def test_a_warning_ends_in_another_start_on_a_cluster_that_knows_nothing_of_75(tmp_path, program):
