@@ -11,6 +11,7 @@ from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
+from optimus_jax.control.detour import Detour
 from optimus_jax.control.executables import Executable, of_running
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges
@@ -46,7 +47,7 @@ from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
-from optimus_jax.training.trainer import Outcome, Trainer
+from optimus_jax.training.trainer import Outcome, Trainer, described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,13 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
                  compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path, launch=devices.launch,
                  ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing))
     tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
-    controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, inputs, signs, run, display)
+    metadata = {"config": config.to_json(), "data": inputs.data.identity}
+    detour = Detour(checkpoints, lambda program, step: described(program, step, metadata))
+    controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, inputs, signs, run, display, detour)
     with StopRequest() as stop:
         trainer = Trainer(
             program=program, train_step=train_step, topology=topology, loader=dealt.loader, eval_batches=dealt.eval_batches,
-            bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata={"config": config.to_json(), "data": inputs.data.identity},
+            bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata=metadata,
             checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop, overseer=controller,
             progress=progress, snapshots=snapshots)
         try:
@@ -137,13 +140,13 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
 
 
 def _directors(config: Config, devices: Devices, running: Executable, compile_s: float, inputs: Inputs, signs: SignsOfLife | None,
-               run: RunDirectory, display: Display) -> tuple[Controller | None, PhaseChanges | None]:
+               run: RunDirectory, display: Display, detour: Detour) -> tuple[Controller | None, PhaseChanges | None]:
     """Who brings a run to other plans, and who to other batches; None where the run has only one."""
     has_controller, topology = config.control != "off" and devices.here is not None, devices.topology
     if not has_controller and not config.data.phases:
         return None, None
     switcher = Switcher(running=running, settings=config.controller, journal=Journal(run),
-                        bytes_per_device=topology.bytes_per_device, probe=inputs.probe)
+                        bytes_per_device=topology.bytes_per_device, probe=inputs.probe, detour=detour)
 
     def plan_in(phase: Phase, plan: Plan) -> Plan:
         return plan_of(phase, config, plan, replace(topology, num_devices=plan.num_devices), devices.pricing)

@@ -65,11 +65,13 @@ class FaultConfig:
     """Without a sign of life from another process before it counts as lost; it may be dead, stopped or cut off."""
     stop_s: float = 20.0
     """After SIGTERM, for the step under way to end; without that the process ends and does not save."""
+    grace_s: float = 90.0
+    """The same where nobody knows how long it takes: a first evaluation, a first step under a plan. Engines end a process that takes longer than they give."""
     heartbeat_s: int = 100
     """Without a heartbeat before JAX itself aborts a process (exit code 134): the second line, where the run directory shows no signs of life."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "floor_s", "ceiling_s", "connect_s", "start_s", "silence_s", "stop_s", "heartbeat_s")
+        check_positive(self, "floor_s", "ceiling_s", "connect_s", "start_s", "silence_s", "stop_s", "grace_s", "heartbeat_s")
         if self.floor_s > self.ceiling_s:
             raise ConfigError(explain("a limit cannot lie below its floor and above its ceiling", given=f"faults.floor_s={self.floor_s}, faults.ceiling_s={self.ceiling_s}",
                                       do="choose floor_s <= ceiling_s"))

@@ -30,6 +30,8 @@ class Prepared:
     back: Move
     compile_s: float
     """Of what was not compiled yet: steps, evaluation, checksums and moves."""
+    over_disk: bool = False
+    """Whether the state goes over the disk, since devices have no room for it to move in memory."""
 
     @property
     def has_same_batches(self) -> bool:

@@ -9,6 +9,7 @@
   moved are moved back, those that have not still lie as they did. Then the step, and the loss of a
   fixed batch under both plans. (Nothing else belongs to a run: batches and random numbers depend on
   the step alone.)
+  Where devices have no room for that, the state goes over the disk (control/detour.py), and back from there.
 * COMMIT: plan.json and the journal (control/journal.py).
 * The first steps under the new plan are the controller's to watch (control/canary.py). Then `keep`,
   or `take_back`, which moves the state of the step that the run has come to, and not that of the
@@ -22,20 +23,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
 
-from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config, ControlConfig, Precision
 from optimus_jax.control.background import Worker
+from optimus_jax.control.detour import Detour
 from optimus_jax.control.executables import Executable, Shelf, batch_of, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
-from optimus_jax.errors import OptimusError, explain
+from optimus_jax.errors import OptimusError, PlanError, explain
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.distributed import together
 from optimus_jax.mesh.exchange import Device
@@ -43,7 +44,7 @@ from optimus_jax.mesh.hosts import devices_by_host
 from optimus_jax.mesh.reshard import Group, Move
 from optimus_jax.plan import Plan
 from optimus_jax.training.objective import Batch
-from optimus_jax.training.state import TrainState, abstract_stored_state, from_stored, may_be_padded, to_stored
+from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
 
 PROBE_RELATIVE: dict[Precision, float] = {"f32": 1e-5, "bf16": 2e-3, "f16": 1e-3}
@@ -85,11 +86,12 @@ class Switcher:
       journal: the record on disk; None: there is none.
       bytes_per_device: that JAX may use on each device; None: unknown.
       probe: a batch for a program, always the same, on its devices; None: no loss is compared.
+      detour: the way of a state that has no room to move in memory; None: it does not move then.
     """
 
     def __init__(self, *, running: Executable, settings: ControlConfig, journal: Journal | None = None, bytes_per_device: int | None = None,
-                 probe: Callable[[Program], Batch] | None = None) -> None:
-        self.running = running
+                 probe: Callable[[Program], Batch] | None = None, detour: Detour | None = None) -> None:
+        self.running, self._detour = running, detour
         self._settings, self._journal, self._bytes_per_device, self._probe = settings, journal, bytes_per_device, probe
         self._shelf, self._worker = Shelf(settings.executables), Worker("compile")
         self._shelf.put(running)
@@ -191,7 +193,7 @@ class Switcher:
         """
         trial = self._on_trial
         assert trial is not None, "no switch is on trial"
-        back = Prepared(source=trial.target, target=trial.source, there=trial.back, back=trial.there, compile_s=0.0)
+        back = Prepared(source=trial.target, target=trial.source, there=trial.back, back=trial.there, compile_s=0.0, over_disk=trial.over_disk)
         clock = _Clock()
         switched = self._moved(state, back, step, clock, lambda prepared, at: self._end("taken back", at, why, costs_s, prepared.target.plan))
         if switched.is_done:
@@ -215,11 +217,18 @@ class Switcher:
         there.compile()
         back.compile()
         prepared = Prepared(source=source, target=target, there=there, back=back, compile_s=time.perf_counter() - started)
-        check_room(prepared, self._bytes_per_device)
+        try:
+            check_room(prepared, self._bytes_per_device)
+        except PlanError:
+            if self._detour is None:
+                raise
+            return replace(prepared, over_disk=True)
         return prepared
 
     def _moved(self, state: TrainState, prepared: Prepared, step: int, clock: "_Clock", commit: Callable[[Prepared, int], None]) -> Switched:
         """MOVE, VERIFY and `commit`; after trouble with any of them, the way back."""
+        if prepared.over_disk:
+            return self._moved_over_disk(state, prepared, step, clock, commit)
         leaves, sums, moved = named_leaves(state), {}, []
         probed = self._probe_of(prepared)
         try:
@@ -227,17 +236,52 @@ class Switcher:
                 before = _loss(prepared.source, state, probed)
             self._carry(prepared, leaves, sums, moved, clock)
             new: TrainState = prepared.there.target_state(leaves)
-            if int(new.step) != step:
-                raise _NotTheSameError(f"the state is of step {int(new.step)}, not {step}")
-            with clock.phase("probe_s"):
-                _check_loss(before, _loss(prepared.target, new, probed), prepared.target.plan.precision)
-            with clock.phase("commit_s"), together():  # only one process writes
-                commit(prepared, step)
+            self._accept(new, before, prepared, step, clock, commit)
         except Exception as error:
             with clock.phase("move_s"):
                 old = _brought_back(prepared, leaves, moved, sums)
             return Switched(state=old, executable=prepared.source, is_done=False, why_not=str(error) or type(error).__name__, costs_s=clock.seconds)
         return Switched(state=new, executable=prepared.target, is_done=True, why_not="", costs_s=clock.seconds)
+
+    def _moved_over_disk(self, state: TrainState, prepared: Prepared, step: int, clock: "_Clock", commit: Callable[[Prepared, int], None]) -> Switched:
+        """The same by way of a checkpoint, which is the way back too."""
+        assert self._detour is not None
+        is_written, new = False, None
+        try:
+            with clock.phase("probe_s"):
+                before = _loss(prepared.source, state, self._probe_of(prepared))
+            with clock.phase("move_s"):
+                self._detour.put(state, prepared.source, step)
+                is_written = True
+                new = self._detour.fetch(prepared.target, step)
+            self._accept(new, before, prepared, step, clock, commit)
+        except Exception as error:
+            if is_written:
+                with clock.phase("move_s"):
+                    state = self._fetched_back(new, prepared, step)
+            return Switched(state=state, executable=prepared.source, is_done=False, why_not=str(error) or type(error).__name__, costs_s=clock.seconds)
+        return Switched(state=new, executable=prepared.target, is_done=True, why_not="", costs_s=clock.seconds)
+
+    def _fetched_back(self, new: TrainState | None, prepared: Prepared, step: int) -> TrainState:
+        """The state under the plan from before, for which that under the new one makes room."""
+        assert self._detour is not None
+        for leaf in jax.tree.leaves(new):
+            leaf.delete()
+        try:
+            return self._detour.fetch(prepared.source, step)
+        except Exception as error:
+            raise StateLostError(explain(
+                "a state that went over the disk cannot be read again", given=f"{prepared.source.plan.describe()}: {error}",
+                do="start again with --resume: the run goes on from its newest good checkpoint under the plan from before")) from error
+
+    def _accept(self, new: TrainState, before: float | None, prepared: Prepared, step: int, clock: "_Clock", commit: Callable[[Prepared, int], None]) -> None:
+        """Compare what has arrived with what was there `before`, the loss of the probe, and `commit`."""
+        if int(new.step) != step:
+            raise _NotTheSameError(f"the state is of step {int(new.step)}, not {step}")
+        with clock.phase("probe_s"):
+            _check_loss(before, _loss(prepared.target, new, self._probe_of(prepared)), prepared.target.plan.precision)
+        with clock.phase("commit_s"), together():  # only one process writes
+            commit(prepared, step)
 
     def _carry(self, prepared: Prepared, leaves: dict[str, Array], sums: dict[str, int], moved: list[str], clock: "_Clock") -> None:
         """Every leaf in `leaves` in its new layout; `sums` and `moved` tell how far it has come."""
@@ -268,27 +312,6 @@ class Switcher:
     def _end(self, ending: Ending, step: int, why: str, costs_s: dict[str, float], back_to: Plan | None = None) -> None:
         if self._journal is not None:
             self._journal.end(ending, step=step, why=why, costs_s=costs_s, back_to=back_to)
-
-
-def through_checkpoint(state: TrainState, source: Executable, target: Executable, checkpoints: Checkpoints, metadata: dict[str, object], *,
-                       step: int) -> TrainState:
-    """The state under another plan, by way of the disk: for devices whose processes change, or a move that has no room.
-
-    The state is on the disk, whole, before anything is deleted; what comes back is checked against its checksums.
-
-    Args:
-      metadata: what the run's checkpoints say.
-    Raises:
-      CheckpointError: it cannot be written or read.
-    """
-    checkpoints.save(step, to_stored(state, source.program.shapes, source.plan, source.program.state_shardings), metadata)
-    checkpoints.wait()
-    for leaf in jax.tree.leaves(state):
-        leaf.delete()
-    program = target.program
-    wanted = abstract_stored_state(program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh)
-    stored = checkpoints.restore(wanted, step, paddable=may_be_padded).state
-    return from_stored(stored, program.shapes, program.plan, program.state_shardings)
 
 
 def _brought_back(prepared: Prepared, leaves: dict[str, Array], moved: Iterable[str], sums: dict[str, int]) -> TrainState:

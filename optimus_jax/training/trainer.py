@@ -242,7 +242,12 @@ class Trainer:
         return to_stored(state, program.shapes, program.plan, program.state_shardings)
 
     def _described(self, step: int) -> dict[str, Any]:
-        return {"plan": self.program.plan.to_json(), "next_step": step + 1, "seed": self._config.seed, **self.metadata}
+        return described(self.program, step, self.metadata)
+
+
+def described(program: Program, step: int, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoint of a state under a program says, after `step`."""
+    return {"plan": program.plan.to_json(), "next_step": step + 1, "seed": program.config.seed, **metadata}
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Limits:
         if activity in _SAVING:  # it is what the time was given for
             return self.of(activity)
         known_s = self._progress.durations_s(activity)
-        return self._settings.stop_s + (_usual_s(known_s) if known_s else 0.0)
+        return self._settings.stop_s + _usual_s(known_s) if known_s else max(self._settings.stop_s, self._settings.grace_s)
 
 
 def _usual_s(known_s: Sequence[float]) -> float:

@@ -1,6 +1,5 @@
 """A switch keeps the state bit for bit, or everything stays as it was, whatever goes wrong and whenever."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +14,10 @@ from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import CheckpointConfig, ControlConfig
 from optimus_jax.control import executables as executables_module
 from optimus_jax.control import switch as switch_module
+from optimus_jax.control.detour import Detour
 from optimus_jax.control.executables import Shelf, abstract_batch, batch_of, compile_plan
 from optimus_jax.control.journal import Journal, switches
-from optimus_jax.control.switch import Prepared, StateLostError, Switcher, through_checkpoint
+from optimus_jax.control.switch import Prepared, StateLostError, Switcher
 from optimus_jax.errors import PlanError, RunDirectoryError
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.reshard import Move
@@ -308,14 +308,68 @@ def test_the_shelf_forgets_what_was_used_longest_ago(executables):
     assert shelf.get(batch_of(new.program.config), new.plan, new.layout.devices[:4]) is None
 
 
-def test_by_way_of_a_checkpoint(executables, prepared, state, tmp_path):
-    old, new = executables
-    before = sums_of(old, state)
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    moved = through_checkpoint(state, old, new, checkpoints, {"plan": json.loads(old.plan.to_json())}, step=1)
+@pytest.fixture
+def detour(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    yield Detour(checkpoints, lambda program, step: {"plan": program.plan.to_json(), "next_step": step + 1})
     checkpoints.close()
-    assert sums_of(new, moved) == before
+
+
+@pytest.fixture
+def cramped(executables, run, detour):
+    """On devices that have room for each state, and for no move."""
+    return Switcher(running=executables[0], settings=SETTINGS, journal=Journal(run), probe=batch, bytes_per_device=1, detour=detour)
+
+
+@pytest.fixture
+def over_disk(cramped, executables, monkeypatch):
+    monkeypatch.setattr(switch_module, "compile_plan", lambda *_, **__: executables[1])
+    preparation = cramped.prepare(executables[1].plan)
+    assert preparation.result().over_disk
+    return preparation.result()
+
+
+def test_a_state_without_room_to_move_goes_over_the_disk_and_back(cramped, over_disk, state, run):
+    before = sums_of(over_disk.source, copied(state))
+    switched = cramped.switch(state, over_disk, step=1, why="it is faster")
+    assert (switched.is_done, switched.why_not) == (True, "")
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert sums_of(over_disk.target, switched.state) == before
+    assert plan_on_disk(run) == over_disk.target.plan
+    program = over_disk.target.program
+    after, _ = program.train_step(switched.state, batch(program, 2))
+    there = sums_of(over_disk.target, copied(after))
+    back = cramped.take_back(after, step=2, why="slower", costs_s={})
+    assert back.is_done
+    assert sums_of(over_disk.source, back.state) == there
+    assert plan_on_disk(run) == over_disk.source.plan
+
+
+@pytest.mark.parametrize("fails", ["put", "fetch", "accept"])
+def test_a_detour_that_fails_leaves_the_state_where_it_was(cramped, over_disk, state, run, detour, monkeypatch, fails):
+    before, fetch = sums_of(over_disk.source, copied(state)), Detour.fetch
+    if fails == "put":
+        monkeypatch.setattr(detour, "put", failing(OSError("the disk is full")))
+    elif fails == "fetch":
+        monkeypatch.setattr(Detour, "fetch", lambda self, target, step: fetch(self, target, step) if target is over_disk.source else failing(OSError("no"))())
+    else:
+        monkeypatch.setattr(cramped, "_commit", failing(RunDirectoryError("no")))
+    switched = cramped.switch(state, over_disk, step=1, why="")
+    assert (switched.is_done, switched.executable) == (False, over_disk.source)
+    assert sums_of(over_disk.source, switched.state) == before
+    assert switches(run.path)[0].ending == "failed"
+
+
+def test_a_detour_without_a_way_back_says_so(cramped, over_disk, state, monkeypatch):
+    monkeypatch.setattr(Detour, "fetch", failing(OSError("the disk is gone")))
+    with pytest.raises(StateLostError, match="went over the disk"):
+        cramped.switch(state, over_disk, step=1, why="")
+
+
+def failing(error):
+    def fail(*_, **__):
+        raise error
+    return fail
 
 
 def test_batches_are_what_the_step_was_compiled_for(executables):

@@ -65,6 +65,17 @@ def test_limits_are_made_from_what_was_usual():
     assert limits.of("compile") == limits.of("start") == SETTINGS.start_s
 
 
+def test_after_a_signal_what_was_never_timed_has_the_time_that_engines_give():
+    clock = Clock()
+    progress = Progress(clock)
+    limits = Limits(SETTINGS, progress)
+    assert limits.after_signal("step") == limits.after_signal("evaluation") == SETTINGS.grace_s
+    steps(progress, clock, [3.0] * 3)
+    assert limits.after_signal("step") == SETTINGS.stop_s + 3.0
+    progress.forget_steps()
+    assert limits.after_signal("step") == SETTINGS.grace_s, "another plan's"
+
+
 def test_waiting_for_a_save_to_be_written_is_not_held_to_how_long_saves_keep_the_run():
     """It is written while steps go on: mostly nobody waits, and in the end somebody does."""
     clock = Clock()
@@ -193,7 +204,7 @@ def test_a_signal_to_stop_is_heard_while_the_main_thread_does_not_run(tmp_path, 
 
     progress = Progress()
     progress.begin("step")
-    dog = Watchdog(tmp_path, progress, FaultConfig(stop_s=0.001), exit=leave)
+    dog = Watchdog(tmp_path, progress, FaultConfig(stop_s=0.001, grace_s=0.001), exit=leave)
     before = signal.signal(number, lambda *_: None)
     dog.start()
     try:
