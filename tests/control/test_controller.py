@@ -295,3 +295,49 @@ def test_the_advisor_itself_is_asked_and_says_why(devices, text, tmp_path):
     assert first["inputs"]["steps_left"] == 40 - first["step"]
     assert any(f"--mesh {START} " not in each["flags"] for each in first["alternatives"]), "the run may leave its mesh"
     assert not events(result, "remesh", "rollback")
+
+
+def test_a_mistake_in_the_advisor_ends_the_controller_and_not_the_run(scripted, monkeypatch):
+    def decide(self, observation):
+        if observation.step == 5:
+            raise ZeroDivisionError("no steps")
+        assert observation.step < 5, "it is not asked again"
+
+    monkeypatch.setattr(Advisor, "decide", decide)
+    result = scripted({})
+    assert len(result.history) == STEPS
+    (told,) = [event for event in events(result, "decision") if "has failed" in event["why"]]
+    assert told["step"] == 5
+    assert "ZeroDivisionError: no steps" in told["traceback"]
+
+
+def test_the_advisor_hears_all_that_a_switch_has_taken(scripted, patient, monkeypatch):
+    heard, charged = [], []
+    monkeypatch.setattr(Advisor, "switched", lambda self, plan, costs_s: heard.append(dict(costs_s)))
+    monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
+    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    decide = Advisor.decide
+    monkeypatch.setattr(Advisor, "decide", lambda self, observation: (Later.do() if observation.step == 9 else None, decide(self, observation))[1])
+    result = scripted({3: switch_at(3, other_plan())})
+    (costs_s,) = heard
+    (remesh,) = events(result, "remesh")
+    assert costs_s.keys() == {"agree_s", "probe_s", "move_s", "verify_s", "commit_s", "settle_s", "compile_tax_s"}
+    assert remesh["compile_tax_s"] == costs_s.pop("compile_tax_s")
+    assert remesh["step_delay_s"] == pytest.approx(sum(costs_s.values()))
+    assert remesh["phases_s"]["settle"] == costs_s["settle_s"]
+    steps = {record.step: record.step_time_s for record in result.history}
+    beside = [steps[step] for step in range(4, 9)]
+    assert remesh["compile_tax_s"] <= sum(beside), "what steps took longer beside the compilation"
+    first = steps[remesh["step"] + 1]
+    assert len(charged) == 1, "the first step under the plan"
+    assert 0 <= charged[0] <= first
+
+
+def test_what_was_withdrawn_is_charged(scripted, monkeypatch):
+    charged = []
+    monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
+    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    result = scripted({3: switch_at(3, other_plan()), 8: Decision(step=8, action="stay", why="changed its mind")})
+    assert events(result, "remesh") == []
+    assert len(charged) == 1
+    assert charged[0] >= 0
