@@ -60,7 +60,7 @@ class Launch:
     local_devices: tuple[int, ...] | None = None
     """Which of the GPUs that it sees are this process's; None: all."""
     job: str = ""
-    """The engine's name for the run, the same in all of its processes and in no other run's; empty: it has none."""
+    """The engine's name for this start of the run, the same in all of its processes and in no other's; empty: it has none."""
 
     @property
     def is_alone(self) -> bool:
@@ -149,18 +149,19 @@ def _is_indexed_pod() -> bool:
 
 def _read(cluster: type[ClusterEnv], name: str, on_cpu: bool) -> Launch:
     """What an engine says that is there."""
-    count, job, why = cluster.get_process_count(), "", ""
+    count, start, why = cluster.get_process_count(), "", ""
     if name == SLURM:
         # SLURM_NTASKS is the job's number where the shell of an allocation is the only task of its step.
         count = int(os.environ.get("SLURM_STEP_NUM_TASKS") or count)
-        job = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '?')}"
-        why = f" of step {job} on {os.environ.get('SLURM_STEP_NODELIST', '?')}"
+        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '?')}"
+        why = f" of step {step} on {os.environ.get('SLURM_STEP_NODELIST', '?')}"
+        start = f"{step}, start {os.environ.get('SLURM_RESTART_COUNT', '0')}"  # a job that is started again keeps its number
     if count == 1:
         return Launch(engine=name, why=f"the only process{why}")
     local_id, num_local, is_bound = _place_on_host(cluster, name)
     process_id = cluster.get_process_id()
     return Launch(
-        engine=name, why=f"process {process_id} of {count}{why}", num_processes=count, process_id=process_id, job=job,
+        engine=name, why=f"process {process_id} of {count}{why}", num_processes=count, process_id=process_id, job=start,
         coordinator=os.environ.get("JAX_COORDINATOR_ADDRESS") or cluster.get_coordinator_address(
             timeout_secs=None, override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT")),
         local_devices=_share(local_id, num_local, on_cpu=on_cpu or is_bound))

@@ -94,7 +94,8 @@ def test_plain_variables_that_are_no_use(found, variables, message):
 def test_a_task_of_srun(found):
     launch = found(STEP)
     assert place(launch) == ("SLURM", f"gpu07:{61440 + 12}", 4, 2)
-    assert launch.job == "12.0"
+    assert launch.job == "12.0, start 0"
+    assert found({"SLURM_RESTART_COUNT": "3"}).job == "12.0, start 3", "who is late from the start before is told apart"
     assert launch.local_devices is None
     assert str(launch) == "SLURM: process 2 of 4 of step 12.0 on gpu[07-09,11]"
 
