@@ -12,7 +12,7 @@ from optimus_jax.config import Config, Precision
 from optimus_jax.data.dataset import Data
 from optimus_jax.errors import DataError, explain
 from optimus_jax.inputs import Inputs
-from optimus_jax.mesh.distributed import is_writer
+from optimus_jax.mesh.distributed import is_writer, of_first_process
 from optimus_jax.snapshots import Snapshots
 from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory
@@ -67,9 +67,11 @@ def _newest_state(program: Program, config: Config, checkpoints: Checkpoints, ru
 
 
 def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapshots:
-    """The second tier of a run that has begun."""
-    started = next((event for event in run.events() if event["event"] == "start"), {})
-    return Snapshots(config.checkpoint.snapshot_dir, run.path, str(started.get("time_s")), config.checkpoint.snapshot_every, display.message)
+    """The second tier of a run that has begun; every process has to call it."""
+    begun = [(event["time_s"], event["step"]) for event in run.events() if event["event"] in ("start", "resume")]
+    begun = json.loads(of_first_process(json.dumps(begun)))  # what a file server tells others may be a minute old
+    started = str(begun[0][0] if begun else None)
+    return Snapshots(config.checkpoint.snapshot_dir, run.path, started, config.checkpoint.snapshot_every, display.message, [step for _, step in begun])
 
 
 def _check_same_data(before: dict[str, Any] | None, data: Data, config: Config, display: Display) -> None:

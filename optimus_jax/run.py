@@ -98,8 +98,8 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     with together():
         _write_down(config, devices, choice, program, inputs, run, display, first_step, resume)
     num_bytes_of_host = bytes_of_host(state)
+    snapshots = snapshots_of(config, run, display)
     with together():
-        snapshots = snapshots_of(config, run, display)
         snapshots.forget_after(first_step)
         snapshots.prepare(num_bytes_of_host)
     started = time.perf_counter()

@@ -21,7 +21,7 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,16 @@ class Snapshots:
       run_directory: of the run.
       started: what tells the run from others in that directory before and after it: the text of its first event.
       every: steps between snapshots; 0: none are taken.
+      begun: steps after which the run was begun or resumed so far, in order: a snapshot of a course that it has left since is not used, though a
+        host that sat out still has it.
       warn: told what went wrong when the run goes on regardless.
     """
 
-    def __init__(self, directory: str | Path, run_directory: Path, started: str, every: int, warn: Callable[[str], object] = warnings.warn) -> None:
+    def __init__(self, directory: str | Path, run_directory: Path, started: str, every: int, warn: Callable[[str], object] = warnings.warn,
+                 begun: Sequence[int] = ()) -> None:
         key = hashlib.blake2b(f"{run_directory.resolve()}\n{started}".encode(), digest_size=8).hexdigest()
         self.root = Path(directory) / f"optimus_jax-{os.getuid()}" / key
-        self._every, self._warn = every, warn
+        self._every, self._warn, self._begun = every, warn, tuple(begun)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: Future[None] | None = None
 
@@ -103,7 +106,12 @@ class Snapshots:
             piece.copy_to_host_async()
         # On a CPU the host's copy may be the buffer itself, which the writer's reference keeps from being donated.
         pieces = [(key, np.asarray(piece)) for key, piece in held]
-        self._writing = self._writer.submit(files.write, self.root, step, jax.process_index(), dict(metadata), leaves, pieces)
+        self._writing = self._writer.submit(files.write, self.root, step, jax.process_index(), {**metadata, _START: len(self._begun)}, leaves, pieces)
+
+    def _is_on_course(self, step: int) -> bool:
+        """Whether no start since has gone on from before it; what is not whole is found out later."""
+        held = files.read(self.root, step)
+        return held is None or all(step <= begun for begun in self._begun[held.metadata[_START]:])
 
     def wait(self) -> None:
         """Return when nothing is being written; what went wrong is a warning, for the run does not depend on it."""
@@ -144,7 +152,7 @@ class Snapshots:
         Raises:
           CheckpointError: it is of another model.
         """
-        mine = [step for step in files.steps(self.root) if step > newer_than] if _is_own(self.root.parent) else []
+        mine = [step for step in files.steps(self.root) if step > newer_than and self._is_on_course(step)] if _is_own(self.root.parent) else []
         for step in sorted({step for steps in _exchanged(mine) for step in steps}, reverse=True):
             held = files.read(self.root, step)
             restored = _Assembly(step, held).onto(abstract_state, paddable, check)
@@ -152,6 +160,10 @@ class Snapshots:
                 return restored
             self._warn(f"the snapshot of step {step} is passed over: {restored}")
         return None
+
+
+_START = "start"
+"""In what a snapshot says: the number of the start that took it."""
 
 
 def _is_own(folder: Path) -> bool:

@@ -242,3 +242,20 @@ def test_what_another_user_has_put_there_is_not_read(snapshots, monkeypatch):
     assert snapshots.restore(wanted, 0) is not None
     monkeypatch.setattr(snapshots_module.os, "getuid", lambda: 12345)
     assert snapshots.restore(wanted, 0) is None
+
+
+@pytest.mark.parametrize(("resumed_at", "expected"), [((), 10), ((10,), 10), ((12,), 10), ((5,), 5), ((5, 10), 5), ((3,), None), ((12, 4), None)])
+def test_a_course_that_was_left_is_not_gone_back_to(tmp_path, warned, resumed_at, expected):
+    """By a host that sat out, and has not heard that the others have gone on from before."""
+    (tmp_path / "memory").mkdir()
+    first = Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5, warned.append, begun=[0])
+    take(first, 5, 10)
+    later = Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5, warned.append, begun=[0, *resumed_at])
+    found = later.restore(abstract(host_state(), mesh(4, 2)), 0)
+    assert (found and found.step) == expected
+    take(later, 20)
+    found = later.restore(abstract(host_state(), mesh(4, 2)), 0)
+    assert found is not None
+    assert found.step == 20, "of its own course"
+    for each in (first, later):
+        each.close()
