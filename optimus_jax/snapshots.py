@@ -106,7 +106,7 @@ class Snapshots:
             piece.copy_to_host_async()
         # On a CPU the host's copy may be the buffer itself, which the writer's reference keeps from being donated.
         pieces = [(key, np.asarray(piece)) for key, piece in held]
-        self._writing = self._writer.submit(files.write, self.root, step, jax.process_index(), {**metadata, _START: len(self._begun)}, leaves, pieces)
+        self._writing = self._writer.submit(files.write, self.root, step, jax.process_index(), {_START: len(self._begun), _SAID: dict(metadata)}, leaves, pieces)
 
     def _is_on_course(self, step: int) -> bool:
         """Whether no start since has gone on from before it; what is not whole is found out later."""
@@ -162,8 +162,8 @@ class Snapshots:
         return None
 
 
-_START = "start"
-"""In what a snapshot says: the number of the start that took it."""
+_START, _SAID = "start", "said"
+"""In a manifest: the number of the start that took it, and what the caller gave to `take`."""
 
 
 def _is_own(folder: Path) -> bool:
@@ -194,7 +194,7 @@ class _Assembly:
         self._content: dict[Key, bytes] = {}
         """What this process needs, when it has been fetched."""
         told = _exchanged({
-            "metadata": held and held.metadata, "leaves": held and held.leaves,
+            "metadata": held and held.metadata[_SAID], "leaves": held and held.leaves,
             "pieces": [[*key, piece.crc32] for key, piece in self._here.items()]})
         self._metadata = next((each["metadata"] for each in told if each["metadata"] is not None), {})
         self._leaves = {path: (tuple(shape), dtype) for each in told if each["leaves"] for path, (shape, dtype) in each["leaves"].items()}
