@@ -31,6 +31,7 @@ def config(model, **settings):
     ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was asked for"),
     ("gpt2", {"parallel.mesh": "data=2,fsdp=4"}, 80, AxisSizes(data=2, fsdp=4), 3, "was given"),
     ("gpt2-xl", {}, None, AxisSizes(data=8), 0, "fits on each device"),
+    ("gpt2", {"parallel.schedule": "gpipe"}, 80, AxisSizes(pipe=2, data=4), 0, "fits on each device"),  # which takes stages
 ])
 def test_what_is_chosen(model, settings, gib, axes, zero, why):
     topology = replace(EIGHT, bytes_per_device=gib and gib * GIB)
