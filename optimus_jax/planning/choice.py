@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes
+from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan, check_devices
 from optimus_jax.planning.assemble import DEFAULT_ZERO, check_words, plan_for, recomputing_more
@@ -76,39 +76,14 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
 
 def _by_rule(config: Config, topology: Topology) -> Choice:
     """Without rates: whole copies if they fit, else shards."""
-    zero = config.parallel.zero
+    num_devices, zero = topology.num_devices, config.parallel.zero
     if zero:
-        return _on_axes(config, _legal(config, topology, FSDP), topology, f"auto: zero={zero} was asked for, and is over fsdp")
-    whole = _legal(config, topology, DATA)
+        return _on_axes(config, AxisSizes(fsdp=num_devices), topology, f"auto: zero={zero} was asked for, and is over fsdp")
+    whole = AxisSizes(data=num_devices)
     if fits(_estimate(config, plan_for(config, whole, topology)), topology.bytes_per_device):
         return _on_axes(config, whole, topology, "auto: a whole training state fits on each device, and plain data parallelism communicates least")
-    config = config.with_values({"parallel.zero": zero if zero is not None else DEFAULT_ZERO})
-    return _on_axes(config, _legal(config, topology, FSDP), topology, "auto: a whole training state does not fit on a device, so it is split over all of them")
-
-
-def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
-    """The batch over as many devices along `axis` as it can be dealt out over, the rest along tensor, or pipe where heads cannot be split.
-
-    Raises:
-      PlanError: nothing is legal; why all devices along `axis` are not.
-    """
-    num_devices, first = topology.num_devices, None
-    for ways in _divisors(num_devices):
-        for tensor in _divisors(num_devices // ways):
-            axes = AxisSizes(**{axis: ways, TENSOR: tensor, PIPE: num_devices // ways // tensor})
-            try:
-                plan_for(config, axes, topology).validate(config.model, global_batch=config.data.global_batch)
-            except PlanError as error:
-                first = first or error
-            else:
-                return axes
-    assert first is not None
-    raise first
-
-
-def _divisors(number: int) -> list[int]:
-    """The largest first."""
-    return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]
+    return _on_axes(config.with_values({"parallel.zero": zero if zero is not None else DEFAULT_ZERO}), AxisSizes(fsdp=num_devices), topology,
+                    "auto: a whole training state does not fit on a device, so it is split over all of them")
 
 
 def _by_search(config: Config, topology: Topology, pricing: Pricing) -> Choice:
