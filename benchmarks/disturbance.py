@@ -240,16 +240,26 @@ def report(out: Path, picture: Path | None) -> None:
         if row["contender"] == "auto":
             print(f"\n{row['disturbance']}: " + "; ".join(reactions(row)))
     if picture is not None:
-        draw([row for row in rows if row["contender"] in ("auto", "stay", "restart")], picture)
+        draw(rows, picture)
 
 
 def phases(row: dict) -> list[list[float]]:
     """Step times before, during and after the disturbance."""
     bounds, found = (row["disturbed"], row["mended"], float("inf")), [[], [], []]
-    when = row["began"]
+    for when, time_s in finished(row):
+        found[next(number for number, bound in enumerate(bounds) if when <= bound)].append(time_s)
+    return found
+
+
+def finished(row: dict) -> list[tuple[float, float]]:
+    """When each step was finished, and how long it took. A run stands still after the step that it moves at; what a restart takes ends with its first step."""
+    restarted, delays_s = [begun + lasted_s for begun, lasted_s in zip((row["disturbed"], row["mended"]), row["restarts_s"], strict=False)], {event["step"]: event["step_delay_s"] for event in moves(row)}
+    when, plan, found = row["began"], row["steps"][WARM_STEPS]["plan"], []
     for step in row["steps"][WARM_STEPS:]:
-        when += step["step_time_s"]
-        found[next(number for number, bound in enumerate(bounds) if when <= bound)].append(step["step_time_s"])
+        is_first = restarted and step["plan"] != plan
+        when, plan = restarted.pop(0) if is_first else when + step["step_time_s"], step["plan"]
+        found.append((when, step["step_time_s"]))
+        when += delays_s.get(step["step"], 0.0)
     return found
 
 
@@ -279,20 +289,18 @@ def reactions(row: dict) -> Iterator[str]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Steps done over time, for who stays, moves and restarts."""
+    """Steps done over time."""
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(row["disturbance"] for row in rows))
     figure, axes = plt.subplots(1, len(names), figsize=(5 * len(names), 3.2), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         for row in (row for row in rows if row["disturbance"] == name):
-            times = [0.0]
-            for step in row["steps"][WARM_STEPS:]:
-                times.append(times[-1] + step["step_time_s"])
+            times = [0.0, *(when - row["began"] for when, _ in finished(row))]
             axis.plot(times, range(WARM_STEPS, WARM_STEPS + len(times)), label=row["contender"])
             if row["contender"] == "auto":
-                axis.axvspan(row["disturbed"] - row["began"], row["mended"] - row["began"], color="0.9", label=name)
-        axis.set(xlabel="seconds", ylabel="steps done")
+                axis.axvspan(row["disturbed"] - row["began"], row["mended"] - row["began"], color="0.9")
+        axis.set(xlabel="seconds", ylabel="steps done", title=f"{name} for {LASTS_S:.0f} s")
         axis.legend(frameon=False)
     figure.savefig(path)
 

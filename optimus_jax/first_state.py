@@ -71,7 +71,8 @@ def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapsho
     begun = [(event["time_s"], event["step"]) for event in run.events() if event["event"] in ("start", "resume")]
     begun = json.loads(of_first_process(json.dumps(begun)))  # what a file server tells others may be a minute old
     started = str(begun[0][0] if begun else None)
-    return Snapshots(config.checkpoint.snapshot_dir, run.path, started, config.checkpoint.snapshot_every, display.message, [step for _, step in begun])
+    return Snapshots(config.checkpoint.snapshot_dir, run.path, started, config.checkpoint.snapshot_every, [step for _, step in begun],
+                     warn=display.message, warn_here=display.here)
 
 
 def _check_same_data(before: dict[str, Any] | None, data: Data, config: Config, display: Display) -> None:

@@ -61,7 +61,11 @@ class Held:
 
 def write(root: Path, step: int, process: int, metadata: Mapping[str, Any], leaves: Mapping[str, tuple[tuple[int, ...], str]],
           pieces: Iterable[tuple[Key, np.ndarray]]) -> None:
-    """Write what a process has; it is there, whole, when this returns. Raises OSError, and leaves nothing then."""
+    """Write what a process has; it is there, whole, when this returns.
+
+    Raises:
+      OSError: it could not be written. What others on this host have of the step goes too: a generation that is not whole counts as none.
+    """
     folder = root / str(step)
     folder.mkdir(parents=True, exist_ok=True)
     data, manifest = folder / f"{process}.bin", folder / f"{process}.json"
@@ -80,8 +84,7 @@ def write(root: Path, step: int, process: int, metadata: Mapping[str, Any], leav
         part.write_text(json.dumps({"content": text, "crc32": zlib.crc32(text.encode())}), encoding="utf-8")
         os.replace(part, manifest)
     except OSError:
-        for path in (data, manifest, manifest.with_suffix(".part")):
-            path.unlink(missing_ok=True)
+        delete(root, step)
         raise
 
 

@@ -55,13 +55,14 @@ class Snapshots:
       begun: steps after which the run was begun or resumed so far, in order: a snapshot of a course that it has left since is not used, though a
         host that sat out still has it.
       warn: told what went wrong when the run goes on regardless.
+      warn_here: the same, of what this process alone knows.
     """
 
-    def __init__(self, directory: str | Path, run_directory: Path, started: str, every: int, warn: Callable[[str], object] = warnings.warn,
-                 begun: Sequence[int] = ()) -> None:
+    def __init__(self, directory: str | Path, run_directory: Path, started: str, every: int, begun: Sequence[int] = (), *,
+                 warn: Callable[[str], object] = warnings.warn, warn_here: Callable[[str], object] = warnings.warn) -> None:
         key = hashlib.blake2b(f"{run_directory.resolve()}\n{started}".encode(), digest_size=8).hexdigest()
         self.root = Path(directory) / f"optimus_jax-{os.getuid()}" / key
-        self._every, self._warn, self._begun = every, warn, tuple(begun)
+        self._every, self._begun, self._warn, self._warn_here = every, tuple(begun), warn, warn_here
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: Future[None] | None = None
 
@@ -119,7 +120,7 @@ class Snapshots:
             try:
                 self._writing.result()
             except OSError as error:
-                self._warn(f"a snapshot in {self.root} could not be written: {error.strerror or error}; the run goes on without it")
+                self._warn_here(f"a snapshot in {self.root} could not be written: {error.strerror or error}; the run goes on without it")
             self._writing = None
 
     def forget_after(self, step: int) -> None:

@@ -286,7 +286,9 @@ class Controller:
         return looked_steps >= PUZZLED_STEPS or (looked_steps >= unseen_steps and not self._advisor.is_puzzled)
 
     def _announce(self, decision: Decision) -> None:
-        self._run.log_event("decision", decision.step, layout=decision.plan.describe() if decision.plan else None, **decision.as_json())
+        record = decision.as_json()
+        record["inputs"] |= self._signals.remarks()
+        self._run.log_event("decision", decision.step, layout=decision.plan.describe() if decision.plan else None, **record)
         self._display.decision(f"{decision.action}: {decision.why}")
 
     def _act_on(self, decision: Decision) -> None:

@@ -183,6 +183,11 @@ class Signals:
         guards = (*(source.guard for source in self._sources), self._round_guard)
         return {guard.name: guard.missing for guard in guards if guard.missing is not None}
 
+    def remarks(self) -> dict[str, dict]:
+        """What is written down with decisions beside readings: lengths of documents, what probes are compared with, and why something is unknown."""
+        found = {"document_lengths": self.batches.histogram, "compared_with": self._rounds.sources() if self._rounds else {}, "not_measured": self.missing}
+        return {name: values for name, values in found.items() if values}
+
     def close(self) -> None:
         """Let go what sources hold."""
         for source in self._sources:

@@ -6,7 +6,7 @@ from one at most. Which rows those are is known when the program is traced.
 
 What a leaf costs a device: between stages of uneven length, about as many rows on the wire as lie
 on a wrong stage; from or to interleaving, a shard. Beside the old shard and the new one it holds
-what stays, what it sends and what arrives: about two shards. (One all-to-all would be shorter, but
+what stays, what it sends and what arrives: about two shards. A leaf in the host's memory goes by the devices. (One all-to-all would be shorter, but
 it has room for the longest message to every stage: nearly the whole leaf where a stage hands most
 of its layers to its neighbour.)
 """
@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from optimus_jax.mesh.axes import LAYERS, PIPE
+from optimus_jax.mesh.memory_kinds import in_memory_of, on_devices
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.zero import vary, varying_axes
 
@@ -81,7 +82,8 @@ def restack(tree: Any, shardings: Any, *, source: tuple[int, ...], target: tuple
         if not is_stacked(jax.tree_util.keystr(path, simple=True, separator="/")):
             return leaf
         # Waited for: on a CPU, many programs in flight run out of threads and wait for one another for ever.
-        new = jax.block_until_ready(_moved(leaf, sharding=sharding, source=source, target=target))
+        new = _moved(on_devices(leaf), sharding=sharding, source=source, target=target)
+        new = jax.block_until_ready(in_memory_of(new, sharding))
         if not keep:
             leaf.delete()
         return new

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
+import jax
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -34,6 +35,10 @@ class Display:
     def message(self, text: str) -> None:
         """Show a line of text."""
 
+    def here(self, text: str) -> None:
+        """Show a line that only this process can know of."""
+        self.message(text)
+
     def decision(self, text: str) -> None:
         """Show what the controller has decided, and why."""
         self.message(f"controller: {text}")
@@ -47,6 +52,13 @@ class Display:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
         pass
+
+
+class OtherProcess(Display):
+    """Of a process that shows nothing, for another one does, but what that one cannot know."""
+
+    def here(self, text: str) -> None:
+        print(f"process {jax.process_index()}: {text}", file=sys.stderr, flush=True)
 
 
 class PlainDisplay(Display):
@@ -129,7 +141,9 @@ def make_display(config: LogConfig, total_steps: int, *, show: bool = True, stre
       stream: where it is shown; None is standard output.
     """
     target = sys.stdout if stream is None else stream
-    kind = config.progress if show else "none"
+    if not show:
+        return OtherProcess()
+    kind = config.progress
     if kind == "auto":
         kind = "rich" if target.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     if kind == "rich":

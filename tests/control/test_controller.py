@@ -293,6 +293,8 @@ def test_the_advisor_itself_is_asked_and_says_why(devices, text, tmp_path):
     assert first["trigger"] == "step times are known"
     assert first["inputs"]["step_time_s"] > 0
     assert first["inputs"]["steps_left"] == 40 - first["step"]
+    assert first["inputs"]["document_lengths"]
+    assert "device memory" in first["inputs"]["not_measured"]
     assert any(f"--mesh {START} " not in each["flags"] for each in first["alternatives"]), "the run may leave its mesh"
     assert not events(result, "remesh", "rollback")
 

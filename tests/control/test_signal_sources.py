@@ -127,6 +127,7 @@ def test_a_cpu_has_no_device_memory_to_speak_of():
     found = signals(clock, [DeviceMemory([SimpleNamespace(memory_stats=lambda: None)])], told)
     assert train(found, clock, 3, rest_s=100.0).reading("memory_share") is UNKNOWN
     assert "device memory" in found.missing
+    assert "device memory" in found.remarks()["not_measured"]
     assert not told, "that is no fault"
 
 
@@ -150,6 +151,7 @@ def test_padding_and_lengths_of_the_batches_arrive():
     assert observation.reading("padding_share").value == 4 / 16
     assert observation.reading("length_median").value == 8
     assert found.batches.histogram == {8: 8}
+    assert found.remarks() == {"document_lengths": {8: 8}}
 
 
 def test_sources_are_polled_once_a_second_at_most():

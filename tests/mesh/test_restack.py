@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from optimus_jax.mesh.axes import MESH_AXES, PIPE, AxisSizes
 from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.mesh.memory_kinds import HOST_MEMORY, lies_on_host
 from optimus_jax.mesh.restack import _moved, is_stacked, make_rounds, restack, with_empty_slots_zero
 from optimus_jax.mesh.slots import EMPTY, canonical_slots, layer_slots
 
@@ -98,6 +99,18 @@ def test_other_leaves_stay_and_moved_ones_can_be_given_up():
         for (path, old), new in zip(named_leaves(state).items(), named_leaves(moved).values(), strict=True):
             assert (new is old) == (not is_stacked(path))
             assert old.is_deleted() == (is_stacked(path) and not keep)
+
+
+def test_moments_in_the_hosts_memory_stay_there():
+    text, slots = CASES["uneven"]
+    state, shardings = a_state(mesh_of(text), slots)
+    target = canonical_slots(3, 2)
+    expected = bits(restack(state, shardings, source=slots, target=target))
+    shardings = {**shardings, "mu": jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), shardings["mu"])}
+    moved = restack(jax.device_put(state, shardings), shardings, source=slots, target=target, keep=False)
+    assert [path for path, leaf in named_leaves(moved).items() if lies_on_host(leaf.sharding)] == ["mu/head", "mu/layers/w"]
+    for path, leaf in bits(moved).items():
+        np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
 
 
 @pytest.mark.parametrize("name", [name for name, (mesh, _) in CASES.items() if "pipe" in mesh])

@@ -64,8 +64,12 @@ def test_kind_of_display(
     assert type(make(progress, stream)) is kind
 
 
-def test_processes_that_do_not_show_are_silent():
-    assert type(make_display(LogConfig(progress="rich"), 300, show=False)) is Display
+def test_processes_that_do_not_show_tell_only_what_no_other_knows(capsys: pytest.CaptureFixture[str]):
+    display = make_display(LogConfig(progress="rich"), 300, show=False)
+    display.message("all know this")
+    assert capsys.readouterr() == ("", "")
+    display.here("no room is left")
+    assert capsys.readouterr() == ("", "process 0: no room is left\n")
 
 
 def test_output_goes_to_standard_output(capsys: pytest.CaptureFixture[str]):
