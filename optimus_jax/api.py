@@ -19,7 +19,7 @@ from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import discover
-from optimus_jax.mesh.cpu import use_cpu_devices
+from optimus_jax.mesh.cpu import leave_compilation_cache, use_cpu_devices
 from optimus_jax.mesh.distributed import check_alike, connect, is_writer, named, of_first_process, together
 from optimus_jax.mesh.engines import Launch, find_launch
 from optimus_jax.mesh.topology import Topology
@@ -104,6 +104,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
     watchdog = Watchdog.of(None, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
     run: RunDirectory | None = None
     try:
+        has_left_cache = leave_compilation_cache()
         topology = discover()
         check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {version('optimus-jax')}, jax {jax.__version__}"})
         asked_mesh = config.parallel.mesh
@@ -122,6 +123,8 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
         plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
         display = make_display(config.log, config.steps, show=is_writer())
+        if has_left_cache:
+            display.message("JAX's compilation cache is not used: programs for several CPU devices that come out of it get stuck")
         with together():
             if config.log.tensorboard and is_writer():
                 check_installed()

@@ -154,6 +154,16 @@ def test_sigterm_is_heard_while_processes_connect(tmp_path):
     assert (ended.returncode, ended.stderr) == (75, "\nstopped before training had begun\n")
 
 
+def test_programs_of_a_cpu_go_into_no_cache(tmp_path, text, monkeypatch):
+    """For those that come out of it get stuck."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    done = train(*ONE_LAYER, "--data", text, "--steps", 1, "--cpu-devices", 2, "--mesh", "fsdp=2", "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "JAX's compilation cache is not used" in done.stdout
+    assert not list((tmp_path / "cache").glob("*"))
+
+
 def test_a_config_of_a_run_begins_another(tmp_path, text):
     (tmp_path / "config.json").write_text(make_config("gpt2-nano", {
         "steps": 2, "seq_len": 32, "data": str(text), "model.num_layers": 1, "eval_every": 0, "global_batch": 4}).to_json(derived={"lr": 1}))

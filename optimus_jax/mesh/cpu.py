@@ -30,6 +30,18 @@ def return_freed_memory() -> None:
         libc.malloc_trim(0)
 
 
+def leave_compilation_cache() -> bool:
+    """Compile anew what JAX's persistent cache of compiled programs (JAX_COMPILATION_CACHE_DIR) may hold, if devices are a CPU's; whether there is one.
+
+    A program that comes out of it orders the collectives of several CPU devices otherwise than the one that went in, and they wait for one another until XLA ends the process
+    (jax 0.10.2). Call it before anything is compiled.
+    """
+    if jax.default_backend() != "cpu" or not jax.config.jax_compilation_cache_dir:
+        return False
+    jax.config.update("jax_enable_compilation_cache", False)
+    return True
+
+
 def use_cpu_devices(num_devices: int) -> None:
     """Make JAX run on this many virtual devices of the CPU. Call it before anything asks for a device.
 
