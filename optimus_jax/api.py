@@ -15,6 +15,7 @@ import jax
 
 from optimus_jax.checkpoint import Checkpoints, Saved
 from optimus_jax.config import Config, DistributedConfig
+from optimus_jax.control.deciding.candidates import check_allowed
 from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.inputs import Inputs
@@ -121,6 +122,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
         if config.parallel.mesh != asked_mesh:
             choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
+        check_allowed(config.controller.allow, topology.num_devices)
         plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
         display = make_display(config.log, config.steps, show=is_writer())
         if has_left_cache:

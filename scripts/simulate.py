@@ -162,6 +162,9 @@ def main() -> int:
     """Exit code: 0 done, 2 the user's error."""
     given = vars(parser().parse_args())
     # After parsing: --help need not wait for JAX.
+    from rich.console import Console
+    from rich.progress import track
+
     from optimus_jax.control.simulated.comparison import rows, run_all
     from optimus_jax.control.simulated.contenders import PooledSearch
     from optimus_jax.control.simulated.scenarios import library
@@ -178,7 +181,8 @@ def main() -> int:
             return 0
         check_seeds(given["seeds"])
         setup, methods, searcher = setup_of(given, scenario, config), methods_of(given), PooledSearch()
-        runs = [run_all(setup, seed, searcher, methods) for seed in range(given["seeds"])]
+        # On standard error, and on a terminal alone.
+        runs = [run_all(setup, seed, searcher, methods) for seed in track(range(given["seeds"]), "seeds", console=Console(stderr=True), transient=True)]
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR

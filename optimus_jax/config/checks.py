@@ -14,6 +14,13 @@ def check_positive(value: Any, *names: str) -> None:
             raise ConfigError(explain(f"{name} must be positive", given=f"{type(value).__name__}.{name}={number}", do="choose a value above 0"))
 
 
+def check_not_negative(value: Any, *names: str) -> None:
+    """Raise ConfigError if one of these fields of a config is below zero; None may be."""
+    for name in names:
+        if (getattr(value, name) or 0) < 0:
+            raise ConfigError(explain(f"{name} cannot be negative", given=f"{type(value).__name__}.{name}={getattr(value, name)}", do="choose 0 or more"))
+
+
 def is_address(text: str) -> bool:
     """Whether a text is an IP address, and no name."""
     try:

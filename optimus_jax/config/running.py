@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from optimus_jax.config.checks import check_positive, is_address
+from optimus_jax.config.checks import check_not_negative, check_positive, is_address
 from optimus_jax.errors import ConfigError, explain
 
 
@@ -111,6 +111,4 @@ class ControlConfig:
         for name in ("min_gain", "min_probability", "budget_share", "probe_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(explain(f"controller.{name} is a share", given=getattr(self, name), do="choose 0 or more and less than 1"))
-        for name in ("max_switches", "cooldown_steps"):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(explain(f"controller.{name} cannot be negative", given=getattr(self, name), do="choose 0 or more"))
+        check_not_negative(self, "max_switches", "cooldown_steps")

@@ -36,7 +36,7 @@ from optimus_jax.planning.search import Pricing
 LEAD_S = 180.0
 """Before a phase begins, its plan is chosen: time enough to compile."""
 ABANDONED = 10
-"""Cool-downs after which a switch that was decided and never made is no longer waited for."""
+"""Cool-downs after which a switch that was decided and never made is no longer waited for, from its boundary on if it has one."""
 LOOK_AGAIN = 0.1
 """Of the time that conditions have lasted: at least so much lies between two looks at what their duration speaks against."""
 SUSPICIOUS = 2
@@ -333,7 +333,8 @@ class Advisor:
 
     def _asked_by_time(self) -> _Question | None:
         if self._pending is not None:
-            given_up = self._pending.step + ABANDONED * max(self._settings.cooldown_steps, self._settings.window_steps)
+            due_step = self._pending.at_step if self._pending.at_step is not None else self._pending.step
+            given_up = due_step + ABANDONED * max(self._settings.cooldown_steps, self._settings.window_steps)
             self._pending = None if self._step > given_up else self._pending
             return None
         count = self._watch.detector.count

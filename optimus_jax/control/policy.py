@@ -267,9 +267,11 @@ def _objection(situation: Situation, candidate: Candidate, settings: ControlConf
     # Where conditions may end, the way back has to be affordable too, or the run would be stranded.
     needed_s = candidate.cost_s + (0.0 if situation.regime.durations is None else candidate.return_s)
     if needed_s > situation.budget_s and not candidate.is_free:
-        return f"costs {seconds(needed_s)}, and {seconds(max(0.0, situation.budget_s))} are left for switches", None
+        return f"costs {seconds(needed_s)}, and {seconds(max(0.0, situation.budget_s))} are left for switches (controller.budget_share={settings.budget_share:g})", None
     if earned_s >= situation.horizon_s - candidate.cost_s:
-        return f"costs {seconds(cost_s)}, which the {seconds(situation.horizon_s)} that are left cannot earn back", None
+        if situation.horizon_s <= 0:
+            return f"takes {seconds(candidate.prepare_s)} to prepare, and the run ends before", None
+        return f"costs {seconds(cost_s)}, which the {seconds(situation.horizon_s)} that are left then cannot earn back", None
     if candidate.likely < settings.min_probability:
         return f"saves time only if conditions there are normal, with probability {candidate.likely:.2f}", None
     if unsure_s > 0:

@@ -30,7 +30,7 @@ class ReportedDevices:
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._devices, self._can_leave, self._warn, self._clock = run_directory / FILE, frozenset(devices), can_leave, warn, clock
         self._ids: frozenset[int] = frozenset()
-        self._looked_s, self._bad_text = -POLL_S, ""
+        self._looked_s, self._complaint = -POLL_S, ""
 
     def __call__(self) -> frozenset[int]:
         """Ids of devices that are not to be used."""
@@ -44,30 +44,32 @@ class ReportedDevices:
         try:
             text = self._path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            self._ids = frozenset()
+            self._ids, self._complaint = frozenset(), ""
             return
         except (OSError, UnicodeDecodeError) as error:
-            self._complain(str(error))
+            self._complain(f"is not followed ({error}); it has to be a list of device ids such as [3, 7]")
             return
         try:
             ids = json.loads(text)
             if not isinstance(ids, list) or not all(type(each) is int for each in ids):
                 raise ValueError("no list of numbers")
-            self._ids = self._usable(frozenset(ids))
         except ValueError as error:
-            self._complain(f"{error}: {text[:60]!r}")
+            self._complain(f"is not followed ({error}: {text[:60]!r}); it has to be a list of device ids such as [3, 7]")
+            return
+        self._ids = self._usable(frozenset(ids))
 
     def _usable(self, ids: frozenset[int]) -> frozenset[int]:
         """Those that this run can leave."""
-        if unknown := sorted(ids - self._devices):
-            self._complain(f"no device of this run has the number {unknown[0]}; they have {min(self._devices)} to {max(self._devices)}")
-        ids &= self._devices
-        if not ids or self._can_leave:
-            return ids
-        self._complain(f"devices {sorted(ids)}: a run of several processes cannot leave devices while it goes on; stop it, and start it with --resume on the others")
-        return frozenset()
+        unknown, usable = sorted(ids - self._devices), ids & self._devices
+        if usable and not self._can_leave:
+            self._complain(f"is not followed: a run of several processes cannot leave devices {sorted(usable)} while it goes on; stop it, and start it with --resume on the others")
+            return frozenset()
+        rest = f", and is followed for {sorted(usable)}" if usable else ""
+        self._complain(f"names {unknown[0]}, which no device of this run has (they have {min(self._devices)} to {max(self._devices)}){rest}" if unknown else "")
+        return usable
 
     def _complain(self, what: str) -> None:
-        if what != self._bad_text:
-            self._bad_text = what
-            self._warn(f"{self._path} is not followed ({what}); it has to be a list of device ids such as [3, 7]")
+        """Once, and again after there was nothing to complain of."""
+        if what not in ("", self._complaint):
+            self._warn(f"{self._path} {what}")
+        self._complaint = what

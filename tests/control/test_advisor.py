@@ -9,7 +9,7 @@ import pytest
 from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import Advisor, Phase
+from optimus_jax.control.advisor import ABANDONED, Advisor, Phase
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions
@@ -351,6 +351,16 @@ def test_what_has_to_be_is_not_withdrawn_for_other_news():
     assert job.pending is not None
     job.go(20, said=Conditions(between=10.0))  # which step times do not bear out
     assert [step for step, _ in job.switches] == [300]
+
+
+def test_a_boundary_that_is_many_quick_steps_away_is_waited_for():
+    phases = (Phase(first_step=1, global_batch=512, seq_len=4096), Phase(first_step=1501, global_batch=32, seq_len=4096))
+    job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
+    decision = job.decisions[-1]
+    assert (decision.action, decision.at_step) == ("switch", 1500)
+    assert decision.step < 1500 - ABANDONED * 30
+    job.go(20, said=Conditions(between=10.0), factor=0.02)
+    assert [step for step, _ in job.switches] == [1500]
 
 
 def test_a_batch_that_nobody_announced_is_answered():

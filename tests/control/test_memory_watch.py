@@ -22,6 +22,10 @@ def test_a_plan_that_needs_much_is_not_pressed(used):
     assert watch.taken == 0.0
 
 
+def test_where_nothing_was_ever_taken_there_is_no_less_to_settle_for():
+    assert not MemoryWatch().settle_for_less()
+
+
 def test_what_grows_is_noticed_before_it_is_too_late():
     watch, said, used = MemoryWatch(), [], 0.6
     for number in range(40):  # 0.1% of the memory each second

@@ -42,7 +42,12 @@ def test_what_is_no_list_changes_nothing_and_is_told_once(reported, text):
 def test_a_device_that_nobody_has_is_told_and_left_out(reported):
     assert reported.says("[3, 99]") == {3}
     (told,) = reported.told
-    assert "no device of this run has the number 99; they have 0 to 7" in told
+    assert "names 99, which no device of this run has (they have 0 to 7), and is followed for [3]" in told
+    reported.says("[3]")
+    assert len(reported.told) == 1
+    reported.says("[99]")
+    assert len(reported.told) == 2, "the same mistake, made again"
+    assert "followed" not in reported.told[1]
 
 
 def test_a_run_that_cannot_do_without_devices_says_what_to_do(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,19 @@ def test_the_users_mistakes_end_with_one_message(arguments, message):
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+def test_devices_that_are_not_there_are_named(tmp_path):
+    (tmp_path / "mine.json").write_text('{"name": "mine", "events": [{"kind": "lost", "devices": [3, 999]}]}')
+    failed = simulate("--scenario", tmp_path / "mine.json")
+    assert failed.returncode == 2
+    assert re.search(r"devices=\[999\][\s\S]*name devices 0 to 63, or hosts 0 to 7", failed.stderr)
+
+
+def test_a_recording_of_another_number_of_devices_names_the_cluster_to_ask_for(tmp_path):
+    failed = simulate("--replay", record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 20), "--cluster", "h100:1x2")
+    assert failed.returncode == 2
+    assert re.search(rf"starts on {PLAN.num_devices} devices, and the cluster has 2[\s\S]*--cluster NAME:1x{PLAN.num_devices}", failed.stderr)
 
 
 # The benchmark

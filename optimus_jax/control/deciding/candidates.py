@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload
 from optimus_jax.control.policy import Rung
-from optimus_jax.errors import PlanError
+from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import can_offload
@@ -100,6 +100,14 @@ def is_legal(plan: Plan, config: Config) -> bool:
 def has_room(plan: Plan, pricing: Pricing) -> bool:
     """Whether the plan is estimated to fit into a device's memory."""
     return fits(pricing.memory(plan), pricing.cluster.accelerator.memory_bytes)
+
+
+def check_allowed(allow: Sequence[str], num_devices: int) -> None:
+    """Raise PlanError unless every mesh on the user's list is one, and the run has devices enough for it."""
+    for text in allow:
+        if (needed := AxisSizes.parse(text).num_devices) > num_devices:
+            raise PlanError(explain(f"controller.allow names a mesh of {needed} devices, and this run has {num_devices}", given=f"controller.allow={text}",
+                                    do="name meshes of as many devices as there are"))
 
 
 def is_allowed(plan: Plan, allow: Sequence[str]) -> bool:

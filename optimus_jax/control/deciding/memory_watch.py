@@ -100,6 +100,8 @@ class MemoryWatch:
 
     def settle_for_less(self) -> bool:
         """No plan does without so much: ask for no more than what is taken already. False: that is what was asked for."""
+        if not self.taken:
+            return False
         lately = self._lately()
         is_less = lately < self.taken
         self.taken = min(self.taken, lately)

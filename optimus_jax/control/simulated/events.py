@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from optimus_jax.config.checks import check_not_negative, check_positive
 from optimus_jax.errors import ConfigError, explain
 
 SwitchPhase = Literal["prepare", "move", "verify", "canary"]
@@ -29,9 +30,7 @@ class Timed:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        for field_name in ("start_s", "for_s", "every_s", "until_s", "ramp_s"):
-            if (getattr(self, field_name) or 0) < 0:
-                raise ConfigError(explain(f"{name}.{field_name} cannot be negative", given=getattr(self, field_name), do="choose 0 or more seconds"))
+        check_not_negative(self, "start_s", "for_s", "every_s", "until_s", "ramp_s")
         if self.every_s is not None and (self.for_s is None or self.every_s <= self.for_s):
             raise ConfigError(explain(f"{name} comes again before it has gone", given=f"every_s={self.every_s}, for_s={self.for_s}", do="give for_s, shorter than every_s"))
         if not 0 <= self.jitter <= 0.5:
@@ -49,7 +48,7 @@ class LinkEvent(Timed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_factor(self.factor, "LinkEvent.factor")
+        check_positive(self, "factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class ComputeEvent(Timed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_factor(self.factor, "ComputeEvent.factor")
+        check_positive(self, "factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,10 @@ class DataEvent(Timed):
     wait_s: float
     """Seconds of a step."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(self, "wait_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LostEvent(Timed):
@@ -104,6 +107,7 @@ class LostEvent(Timed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_not_negative(self, "notice_s")
         if not self.devices and self.host is None:
             raise ConfigError(explain("which devices are lost?", given="neither devices nor host", do="give one of them"))
 
@@ -120,6 +124,7 @@ class PhaseEvent:
     """Examples of a step from here on; None: as before."""
 
     def __post_init__(self) -> None:
+        check_positive(self, "seq_len", "global_batch")
         if not 0 < self.start_share < 1:
             raise ConfigError(explain("a phase begins within the run", given=f"start_share={self.start_share}", do="choose a share of its steps between 0 and 1"))
 
@@ -135,6 +140,10 @@ class MetricsEvent(Timed):
     factor: float = 1.0
     """Of a lie."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "factor")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchEvent:
@@ -144,14 +153,12 @@ class SwitchEvent:
     count: int = 1
     """How many, the first ones."""
 
+    def __post_init__(self) -> None:
+        check_positive(self, "count")
+
 
 Event = LinkEvent | ComputeEvent | MemoryEvent | DataEvent | LostEvent | PhaseEvent | MetricsEvent | SwitchEvent
 EVENTS: Mapping[str, type[Event]] = {
     "link": LinkEvent, "compute": ComputeEvent, "memory": MemoryEvent, "data": DataEvent, "lost": LostEvent, "phase": PhaseEvent,
     "metrics": MetricsEvent, "switch": SwitchEvent}
 """By `kind`."""
-
-
-def _check_factor(factor: float, name: str) -> None:
-    if factor <= 0:
-        raise ConfigError(explain(f"{name} is above 0", given=factor, do="choose a factor such as 0.25"))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from optimus_jax import settings
 from optimus_jax.config import Config
+from optimus_jax.config.checks import check_not_negative, check_positive
 from optimus_jax.control.simulated.events import EVENTS, Event, PhaseEvent
 from optimus_jax.errors import ConfigError, explain, nearest
 
@@ -51,6 +52,13 @@ class Misfit:
     probe_bias: float = 0.08
     """The same of what probes of a link or of compute are off by all the time: a probe is not a step."""
 
+    def __post_init__(self) -> None:
+        check_not_negative(self, *(each.name for each in dataclasses.fields(self)))
+        check_positive(self, "spike_factor")
+        for name in ("links", "rates", "spikes"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(explain(f"misfit.{name} is a share", given=getattr(self, name), do="choose 0 or more and less than 1"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
@@ -62,6 +70,9 @@ class Prior:
     """Speed of the link between hosts."""
     compute: float = 1.0
     """Speed of matmuls."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "inside", "between", "compute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +106,10 @@ class Switching:
     probe_s: float = 0.05
     """One round of probes, in which no step runs."""
 
+    def __post_init__(self) -> None:
+        check_not_negative(self, *(each.name for each in dataclasses.fields(self)))
+        check_positive(self, "compile_slowdown", "move_share", "checkpoint_bytes_per_s", "checkpoint_every_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
@@ -123,6 +138,7 @@ class Scenario:
     switching: Switching = field(default_factory=Switching)
 
     def __post_init__(self) -> None:
+        check_positive(self, "seq_len", "global_batch")
         if self.duration_s <= 0 or (self.steps is not None and self.steps < 1):
             raise ConfigError(explain("a run has at least one step", given=f"duration_s={self.duration_s}, steps={self.steps}", do="choose more"))
         if min(self.step_factors, default=1.0) <= 0 or (self.step_time_s or 1.0) <= 0:

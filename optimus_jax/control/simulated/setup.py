@@ -9,7 +9,7 @@ import numpy as np
 
 from optimus_jax.config import Config, ControlConfig
 from optimus_jax.control.advisor import Phase
-from optimus_jax.control.simulated.events import LostEvent
+from optimus_jax.control.simulated.events import ComputeEvent, LostEvent
 from optimus_jax.control.simulated.scenarios import Prior, Scenario
 from optimus_jax.control.simulated.timeline import HORIZON, NORMAL, Conditions, Timeline
 from optimus_jax.control.simulated.world import Place, World
@@ -18,6 +18,7 @@ from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.links import Link
 from optimus_jax.planning.search import Pricing, fits, search
 
@@ -44,6 +45,7 @@ class Setup:
         Raises:
           OptimusError: the scenario cannot be had there, such as a first plan that is not legal.
         """
+        _check_devices(scenario, pricing.cluster)
         configs = [config for _, config in scenario.configs(pricing.config)]
         nominal = tuple([replace(pricing, config=config) for config in configs])
         told = tuple([believed(each, scenario.prior) for each in nominal])
@@ -131,7 +133,9 @@ def first_plan(start: str, pricing: Pricing) -> Plan:
                 return plan
         raise PlanError(explain("the default layout does not fit", given=f"start={start}", do="use another cluster or a smaller batch"))
     if start != BEST:
-        AxisSizes.parse(start)
+        if (needed := AxisSizes.parse(start).num_devices) != pricing.cluster.num_devices:
+            raise PlanError(explain(f"the run starts on {needed} devices, and the cluster has {pricing.cluster.num_devices}", given=f"start={start} on {pricing.cluster}",
+                                    do=f"name a cluster of {needed}: --cluster NAME:1x{needed}, or --cluster here --cpu-devices {needed} for a run on a CPU"))
         pricing = replace(pricing, config=pricing.config.with_values({"parallel.mesh": start}))
     found = search(pricing, top=1).best
     if not found:
@@ -174,6 +178,17 @@ def _noise(setup: Setup, seed: int) -> np.ndarray:
     drift = np.cumsum(random.standard_normal(count)) * misfit.drift / math.sqrt(count)
     spikes = np.where(random.random(count) < misfit.spikes, misfit.spike_factor * np.exp(0.3 * random.standard_normal(count)), 1.0)
     return np.exp(drift + misfit.noise * random.standard_normal(count)) * np.maximum(1.0, spikes)
+
+
+def _check_devices(scenario: Scenario, cluster: Cluster) -> None:
+    """Raise ConfigError for events of devices or hosts that there are not."""
+    hosts = cluster.num_devices // cluster.devices_per_host
+    for event in scenario.events:
+        if isinstance(event, ComputeEvent | LostEvent):
+            wrong = [device for device in event.devices if not 0 <= device < cluster.num_devices]
+            if wrong or (event.host is not None and not 0 <= event.host < hosts):
+                raise ConfigError(explain(f"{scenario.name}: a {type(event).__name__} is about what is not there", given=f"host={event.host}" if not wrong else f"devices={wrong}",
+                                          do=f"name devices 0 to {cluster.num_devices - 1}, or hosts 0 to {hosts - 1}"))
 
 
 def check_seeds(seeds: int) -> None:
