@@ -225,10 +225,10 @@ def _weigh(situation: Situation, candidate: Candidate, settings: ControlConfig) 
         regime = replace(regime, durations=None)
         candidate = replace(candidate, log_ratio=max(candidate.log_ratio, candidate.log_ratio_after))
     unprepared = regime
-    if candidate.prepare_s and regime.durations is not None:
-        # Conditions that end before the switch is ready withdraw it, so what counts is how long those last that have lasted until then.
-        regime = replace(regime, elapsed_s=regime.elapsed_s + candidate.prepare_s)
+    if candidate.prepare_s and situation.at_step is None:
+        # Nothing is gained while it is prepared; and conditions that end before it is ready withdraw it, so what counts is how long those last that have lasted until then.
         situation = replace(situation, horizon_s=max(0.0, situation.horizon_s - candidate.prepare_s))
+        regime = regime if regime.durations is None else replace(regime, elapsed_s=regime.elapsed_s + candidate.prepare_s)
     left_s = max(0.0, situation.horizon_s - candidate.cost_s)
     lasting_s = regime.expected_s(left_s)
     # The way back is walked only if conditions end before the run does.

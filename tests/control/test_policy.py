@@ -66,6 +66,7 @@ def test_a_large_sure_and_lasting_gain_is_taken():
     ({"barred": "failed 1 times"}, {}, "failed 1 times"),
     ({}, {"budget_s": 9.0}, "left for switches"),
     ({}, {"horizon_s": 30.0}, "cannot earn back"),
+    ({"prepare_s": 1e6}, {}, "the run ends before"),
     ({}, {"blocked": "cooling down"}, "cooling down"),
     ({}, {"regime": unknown_duration(10.0)}, "may not last"),
     ({"gain": 0.08, "deviation": 0.0, "was_left": True}, {}, "the least"),
