@@ -36,7 +36,7 @@ def leave_compilation_cache() -> bool:
     A program that comes out of it orders the collectives of several CPU devices otherwise than the one that went in, and they wait for one another until XLA ends the process
     (jax 0.10.2). Call it before anything is compiled.
     """
-    if jax.default_backend() != "cpu" or not jax.config.jax_compilation_cache_dir:
+    if jax.default_backend() != "cpu" or not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return False
     jax.config.update("jax_enable_compilation_cache", False)
     return True
