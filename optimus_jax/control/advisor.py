@@ -447,8 +447,8 @@ class Advisor:
             return None if is_old else decision
         self._pending = None
         self._look_at_left_out()
-        if decision.mandatory:  # every plan that could be kept has failed
-            self._review_step = min(self._review_step, self._quarantine.first_end(self._step))
+        # A plan that has failed may be the one to go to.
+        self._review_step = min(self._review_step, self._quarantine.first_end(self._step))
         if decision.wait_s is not None:
             least_s = max(LEAST * (decision.step_time_s or 0.0), LOOK_AGAIN * self._watch.regime_at(self._time_s).elapsed_s)
             self._review_s = min(self._review_s, self._time_s + max(decision.wait_s, least_s))

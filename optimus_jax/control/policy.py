@@ -260,6 +260,8 @@ def _objection(situation: Situation, candidate: Candidate, settings: ControlConf
                earned_s: float, unsure_s: float) -> tuple[str, float | None]:
     """The first test that is not passed, and how long to wait where time alone is missing."""
     least = settings.min_gain * (RETURN if candidate.was_left else 1.0)
+    # The longer conditions have lasted, the longer they are expected to, and the run with them: what fails by that alone may pass later.
+    later_s = None if situation.regime.durations is None else LOOK_AGAIN * situation.regime.elapsed_s
     if candidate.barred:
         return candidate.barred, None
     if candidate.gain <= least:
@@ -267,7 +269,7 @@ def _objection(situation: Situation, candidate: Candidate, settings: ControlConf
     # Where conditions may end, the way back has to be affordable too, or the run would be stranded.
     needed_s = candidate.cost_s + (0.0 if situation.regime.durations is None else candidate.return_s)
     if needed_s > situation.budget_s and not candidate.is_free:
-        return f"costs {seconds(needed_s)}, and {seconds(max(0.0, situation.budget_s))} are left for switches (controller.budget_share={settings.budget_share:g})", None
+        return f"costs {seconds(needed_s)}, and {seconds(max(0.0, situation.budget_s))} are left for switches (controller.budget_share={settings.budget_share:g})", later_s
     if earned_s >= situation.horizon_s - candidate.cost_s:
         if situation.horizon_s <= 0:
             return f"takes {seconds(candidate.prepare_s)} to prepare, and the run ends before", None
@@ -279,8 +281,6 @@ def _objection(situation: Situation, candidate: Candidate, settings: ControlConf
     wait_s = situation.regime.wait_s(earned_s, LONG_ODDS if candidate.rung == "restart" else EVEN_ODDS)
     if wait_s > 0:
         return f"conditions may not last the {seconds(earned_s)} that earn its cost back; worth it if they last {seconds(wait_s)} longer", wait_s
-    # The longer they have lasted, the longer they are expected to: what fails by that alone may pass later.
-    later_s = None if situation.regime.durations is None else LOOK_AGAIN * situation.regime.elapsed_s
     if probability < settings.min_probability:
         return f"saves time with probability {probability:.2f}, and {settings.min_probability:g} is the least", later_s
     least_times = settings.gain_over_cost * situation.caution

@@ -236,6 +236,15 @@ def test_a_plan_that_failed_is_not_tried_again_at_once():
     assert job.plan != POOR  # another one was nearly as good
 
 
+def test_a_plan_that_failed_is_tried_again_where_there_is_no_other():
+    job = Job(POOR, num_steps=5000, settings=ControlConfig(allow=(str(BEST.axes),)))
+    job.fails = 6  # each of the three with that mesh, at least once
+    job.go(600)
+    tried = [decision.plan for decision in job.decisions if decision.action == "switch"]
+    assert len(tried) > len(set(tried))
+    assert job.plan.axes == BEST.axes
+
+
 def test_a_plan_that_turns_out_slower_is_left_again_and_not_tried_soon():
     job = Job(POOR)
     job.go(15)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.deciding.changes import Durations
-from optimus_jax.control.policy import RUNGS, Candidate, Decision, Regime, Situation, decide
+from optimus_jax.control.policy import LOOK_AGAIN, RUNGS, Candidate, Decision, Regime, Situation, decide
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 
@@ -57,6 +57,12 @@ def test_a_large_sure_and_lasting_gain_is_taken():
     assert (decision.action, decision.plan, decision.rung) == ("switch", plan(2), "remesh")
     assert decision.alternatives[0].verdict == "chosen"
     assert "30%" in decision.why
+
+
+def test_a_budget_is_looked_at_again_where_the_run_may_become_longer():
+    """The longer slow steps have lasted, the longer the run is expected to take, and with it what its switches may take."""
+    assert decided(candidate(), budget_s=9.0, regime=unknown_duration(500.0)).wait_s == LOOK_AGAIN * 500.0
+    assert decided(candidate(), budget_s=9.0).wait_s is None
 
 
 @pytest.mark.parametrize(("fields", "about", "reason"), [
