@@ -141,7 +141,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         if watchdog is not None:
             watchdog.close()
         watchdog = Watchdog.of(run.path, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
-        if here is not None and choice.ranked and not resume and config.parallel.mesh == "auto":
+        if not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)
         outcome, plan = run_program(config, devices, choice, program_of(now, choice), inputs, run, display, resume, progress,
                                     watchdog.signs if watchdog is not None else None)

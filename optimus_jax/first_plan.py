@@ -1,13 +1,20 @@
 """The plan that a run begins with, beyond what can be said before it: the one it had, or the fastest of those tried."""
 
+import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from optimus_jax.checkpoint import Saved
 from optimus_jax.config import Config
 from optimus_jax.control.journal import plan_to_resume
+from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.distributed import of_first_process
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.phases import in_phase, phase_after
 from optimus_jax.plan import Plan
@@ -66,17 +73,64 @@ def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides:
                   memory=estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch))
 
 
-def fastest_tried(config: Config, topology: Topology, choice: Choice, here: Here, run: RunDirectory, display: Display) -> Choice:
-    """The fastest of the planner's best, measured where that pays."""
-    if topology.num_processes > 1:
-        return choice  # their clocks would have to agree on every decision
+def fastest_tried(config: Config, topology: Topology, choice: Choice, here: Here | None, run: RunDirectory, display: Display) -> Choice:
+    """The fastest of the planner's best, measured where that pays.
 
+    Every process has to call it. The first decides, for clocks and predictions differ; the others try what it says.
+
+    Args:
+      choice: the same plan in every process.
+      here: how fast the devices are; None: that is not known, and nothing is tried.
+    Raises:
+      PlanError: plans were tried, and none of them could run.
+    """
     def run_one(plan: Plan) -> Trial:
         display.message(f"trying {plan.describe()}")
-        trial = run_trial(config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device)
-        here.remember(config, plan, trial.step_time_s)
+        return run_trial(config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device)
+
+    if jax.process_index() > 0:
+        return _followed(choice, run_one)
+
+    def told_to_all(plan: Plan) -> Trial:
+        _tell(_TRY, plan.to_json())
+        trial = run_one(plan)
+        if here is not None:
+            here.remember(config, plan, trial.step_time_s)
         return trial
 
+    try:
+        fastest = _measured(config, choice, here, run, told_to_all)
+    except PlanError as error:
+        _tell(_FAIL, str(error))
+        raise
+    _tell(_KEEP, json.dumps([fastest.plan.to_json(), fastest.why]))
+    return fastest
+
+
+_TRY, _KEEP, _FAIL = "try", "keep", "fail"
+"""What the first process tells: a plan, a plan and why, or an error."""
+
+
+def _tell(what: str, content: str) -> None:
+    of_first_process(json.dumps([what, content]))
+
+
+def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
+    """What the first process tells to try is tried, until it tells what was chosen."""
+    while True:
+        what, content = json.loads(of_first_process(""))
+        if what == _FAIL:
+            raise PlanError(content)
+        if what == _KEEP:
+            plan, why = json.loads(content)
+            return replace(choice, plan=Plan.from_json(plan), why=why)
+        with suppress(PlanError):  # the first process has had it too
+            run_one(Plan.from_json(content))
+
+
+def _measured(config: Config, choice: Choice, here: Here | None, run: RunDirectory, run_one: Callable[[Plan], Trial]) -> Choice:
+    if here is None or not choice.ranked:
+        return choice
     measured = measure(choice.ranked, run_one, num_steps=config.steps, most=config.parallel.trials, spread=here.rates.spread)
     for trial in measured.trials:
         foretold = next(candidate.prediction for candidate in choice.ranked if candidate.plan == trial.plan)

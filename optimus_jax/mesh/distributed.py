@@ -124,12 +124,11 @@ def together() -> Iterator[None]:
         yield
     except OptimusError as error:
         failure = error
-    if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(failure is not None))
-        if failure is None and failed.any():
-            raise OptimusError(explain(
-                "another process of this run cannot go on", given=f"process {int(np.argmax(failed))} of {jax.process_count()}",
-                do="see what it has printed"))
+    failed = of_all_processes(failure is not None)
+    if failure is None and any(failed):
+        raise OptimusError(explain(
+            "another process of this run cannot go on", given=f"process {failed.index(True)} of {len(failed)}",
+            do="see what it has printed"))
     if failure is not None:
         raise failure
 
@@ -143,6 +142,13 @@ def of_first_process(text: str) -> str:
     if length == 0:
         return ""
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(own, length)))).decode()
+
+
+def of_all_processes(fact: bool) -> list[bool]:
+    """What each process has, by its number; every process has to call it."""
+    if jax.process_count() == 1:
+        return [fact]
+    return np.asarray(multihost_utils.process_allgather(np.array(fact))).tolist()
 
 
 def check_alike(facts: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.build import build_mesh
+from optimus_jax.mesh.distributed import of_all_processes
 from optimus_jax.mesh.sharding import local_rows, put_batch
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
@@ -43,7 +44,7 @@ def run_trial(config: Config, plan: Plan, *, num_steps: int, bytes_per_device: i
     """Compile the training step of `config` under `plan`, and time `num_steps` of them on all devices.
 
     Raises:
-      PlanError: the compiled step needs more than `bytes_per_device`; nothing was allocated then.
+      PlanError: the compiled step needs more than `bytes_per_device`, here or in another process; nothing was allocated then.
     """
     started = time.perf_counter()
     program = build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan))
@@ -54,7 +55,7 @@ def run_trial(config: Config, plan: Plan, *, num_steps: int, bytes_per_device: i
     step = program.train_step.lower(abstract, batch).compile()
     compile_s = time.perf_counter() - started
     allocated = check_executable(step.memory_analysis(), bytes_per_device)
-    if allocated.fits is False:
+    if not all(of_all_processes(allocated.fits is not False)):
         raise PlanError(explain(f"the compiled step needs {gib(allocated.total_bytes)} per device, {gib(bytes_per_device or 0)} are there",
                                 given=plan.describe(), do="leave this plan out"))
     state, wall, cpu = program.init(jnp.int32(config.seed)), [], []
