@@ -133,7 +133,8 @@ def show(given: dict, setup: "Setup", table_rows: "list[Row]") -> None:
         console.width = WIDE
     console.print(f"SIMULATED, not measured: {scenario.name}. {scenario.about}", highlight=False)
     console.print(f"{told.config.model.name}, {told.config.data.global_batch} x {told.config.seq_len} tokens at first, {setup.num_steps} steps, on {told.cluster}", highlight=False)
-    console.print(f"starts with {setup.start.describe()}; {given['seeds']} seeds, 95% intervals", highlight=False)
+    first = f"tries {len(setup.tried)} plans, first {setup.start.describe()}, and starts with the fastest" if len(setup.tried) > 1 else f"starts with {setup.start.describe()}"
+    console.print(f"{first}; {given['seeds']} seeds, 95% intervals", highlight=False)
     table = Table(pad_edge=False)
     for name in ("", "time, s", "less than default", "of the oracle's gain", "over best static", "switches", "most", "taken back", "restarts"):
         table.add_column(name, justify="left" if not name else "right")
@@ -188,7 +189,7 @@ def main() -> int:
         return USER_ERROR
     if given["json"]:
         print(json.dumps({"simulated": True, "scenario": scenario.name, "cluster": given["cluster"], "model": given["model"], "steps": setup.num_steps,
-                          "start": setup.start.describe(), "seeds": given["seeds"], "methods": [row.as_json() for row in rows(runs)],
+                          "start": setup.start.describe(), "tried": [plan.describe() for plan in setup.tried], "seeds": given["seeds"], "methods": [row.as_json() for row in rows(runs)],
                           "runs": [{name: outcome.as_json() for name, outcome in run.items()} for run in runs]}, indent=2))
         return 0
     show(given, setup, rows(runs))

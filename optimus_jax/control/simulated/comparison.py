@@ -17,7 +17,7 @@ from optimus_jax.control.simulated.contenders import PooledSearch, contenders
 from optimus_jax.control.simulated.oracle import STATIC, best_static, run_oracle, run_static
 from optimus_jax.control.simulated.outcome import Habits, Outcome, Policy
 from optimus_jax.control.simulated.rivals import CostModelOnly, Greedy, Static, Threshold
-from optimus_jax.control.simulated.setup import DEFAULT, Setup, Truth, first_plan
+from optimus_jax.control.simulated.setup import DEFAULT, Setup, Truth, first_plans
 from optimus_jax.control.simulator import Simulation
 
 AUTO, STAY, DEFAULT_STATIC, BEST_STATIC, ORACLE = "auto", "stay", "default", "best static", "oracle"
@@ -59,9 +59,9 @@ def run_all(setup: Setup, seed: int, searcher: PooledSearch, methods: Sequence[s
     truth = Truth(setup, seed)
     found = {name: run_policy(name, truth, searcher) for name in methods if name in POLICIES}
     if DEFAULT_STATIC in methods:
-        found[DEFAULT_STATIC] = run_static(truth, first_plan(DEFAULT, setup.told[0]))
+        found[DEFAULT_STATIC] = run_static(truth, first_plans(DEFAULT, setup.told[0])[0])
     if BEST_STATIC in methods or ORACLE in methods:
-        plans = contenders(setup, truth.timeline, searcher)
+        plans = contenders(truth.setup, truth.timeline, searcher)
         _, static = best_static(truth, plans)
         found[BEST_STATIC] = static
         if ORACLE in methods:

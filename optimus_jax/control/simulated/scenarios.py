@@ -123,7 +123,7 @@ class Scenario:
     steps: int | None = None
     """Says so instead."""
     start: str = "best"
-    """First plan: `best` as predicted, `default` (fsdp over everything, one microbatch), or a mesh such as `data=8,tensor=8`."""
+    """First plan: `best` (the fastest of the best as predicted, `parallel.trials` of which are tried before the run begins), `default` (fsdp over everything, one microbatch), or a mesh such as `data=8,tensor=8`."""
     events: tuple[Event, ...] = ()
     seq_len: int | None = None
     """Tokens of an example in the first phase; None: as asked for at the command line."""

@@ -20,6 +20,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import plan_for
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.links import Link
+from optimus_jax.planning.measure import TRIAL_STEPS
 from optimus_jax.planning.search import Pricing, fits, search
 
 DEFAULT, BEST = "default", "best"
@@ -35,6 +36,9 @@ class Setup:
     told: tuple[Pricing, ...]
     """Of each phase: what policies are told (the same, but for a wrong prior)."""
     start: Plan
+    """First plan, as predicted."""
+    tried: tuple[Plan, ...]
+    """Plans of which a run tries some steps before it begins with the fastest, as `--mesh auto` does: the best as predicted, `start` first."""
     num_steps: int
     settings: ControlConfig
 
@@ -49,9 +53,9 @@ class Setup:
         configs = [config for _, config in scenario.configs(pricing.config)]
         nominal = tuple([replace(pricing, config=config) for config in configs])
         told = tuple([believed(each, scenario.prior) for each in nominal])
-        start = first_plan(scenario.start, told[0])
-        num_steps = scenario.steps or max(1, round(scenario.duration_s / nominal[0].step_time_s(start)))
-        return cls(scenario=scenario, nominal=nominal, told=told, start=start, num_steps=num_steps, settings=settings or pricing.config.controller)
+        tried = first_plans(scenario.start, told[0])
+        num_steps = scenario.steps or max(1, round(scenario.duration_s / nominal[0].step_time_s(tried[0])))
+        return cls(scenario=scenario, nominal=nominal, told=told, start=tried[0], tried=tried, num_steps=num_steps, settings=settings or pricing.config.controller)
 
     @cached_property
     def first_steps(self) -> tuple[int, ...]:
@@ -92,14 +96,22 @@ class Truth:
     """
 
     def __init__(self, setup: Setup, seed: int):
-        self.setup, self.seed = setup, seed
-        self.world, self.timeline = World(setup.scenario, setup.nominal, seed), setup.timeline(seed)
+        self.seed, self.world = seed, World(setup.scenario, setup.nominal, seed)
+        self.setup = setup = replace(setup, start=self._fastest(setup))
+        """That begins with the plan which is fastest when it is tried."""
+        self.timeline = setup.timeline(seed)
         if setup.scenario.step_time_s is not None and (devices := self.world.devices_for(setup.start, NORMAL)):
             self.world.scale(Place(setup.start, devices), setup.scenario.step_time_s)
         self.noise = _noise(setup, seed)
         """[num_steps]: factor on the time of each step."""
         self.noise_sums = np.concatenate([[0.0], np.cumsum(self.noise)])
         """[num_steps + 1]: of all steps before."""
+
+    def _fastest(self, setup: Setup) -> Plan:
+        """Of the plans that are tried."""
+        random, noise = np.random.default_rng([self.seed, 5]), setup.scenario.misfit.noise / math.sqrt(TRIAL_STEPS)
+        times_s = {plan: self.world.step_time_s(Place(plan, tuple(range(plan.num_devices))), NORMAL, 0) * math.exp(noise * random.standard_normal()) for plan in setup.tried}
+        return min(times_s, key=lambda plan: times_s[plan])
 
     def fallback(self, conditions: Conditions, phase: int) -> Place | None:
         """What a run restarts with if nobody says otherwise: the default layout on the devices that are left; None: nothing fits."""
@@ -125,22 +137,22 @@ def believed(pricing: Pricing, prior: Prior) -> Pricing:
         rates=replace(rates, matmul_flops_per_s=rates.matmul_flops_per_s * prior.compute, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * prior.compute))
 
 
-def first_plan(start: str, pricing: Pricing) -> Plan:
-    """The plan that `start` names (Scenario.start). Raises PlanError if there is none."""
+def first_plans(start: str, pricing: Pricing) -> tuple[Plan, ...]:
+    """The plan that `start` names (Scenario.start), and with `best` others that are tried beside it. Raises PlanError if there is none."""
     if start == DEFAULT:
         for plan in default_plans(pricing, pricing.cluster.num_devices):
             if fits(pricing.memory(plan), pricing.cluster.accelerator.memory_bytes):
-                return plan
+                return (plan,)
         raise PlanError(explain("the default layout does not fit", given=f"start={start}", do="use another cluster or a smaller batch"))
     if start != BEST:
         if (needed := AxisSizes.parse(start).num_devices) != pricing.cluster.num_devices:
             raise PlanError(explain(f"the run starts on {needed} devices, and the cluster has {pricing.cluster.num_devices}", given=f"start={start} on {pricing.cluster}",
                                     do=f"name a cluster of {needed}: --cluster NAME:1x{needed}, or --cluster here --cpu-devices {needed} for a run on a CPU"))
         pricing = replace(pricing, config=pricing.config.with_values({"parallel.mesh": start}))
-    found = search(pricing, top=1).best
+    found = search(pricing, top=max(1, pricing.config.parallel.trials) if start == BEST else 1).best
     if not found:
         raise PlanError(explain("no plan is legal and fits", given=f"start={start} on {pricing.cluster}", do="use another mesh, more devices, or a smaller batch"))
-    return found[0].plan
+    return tuple([candidate.plan for candidate in found])
 
 
 def default_plans(pricing: Pricing, num_devices: int) -> list[Plan]:
