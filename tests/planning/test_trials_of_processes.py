@@ -3,12 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from test_distributed import free_port
 
-TESTS = Path(__file__).parents[1]
 PROCESS = """
 import json, sys
 from dataclasses import replace
