@@ -138,4 +138,4 @@ def _measured(config: Config, choice: Choice, here: Here | None, run: RunDirecto
                       measured_step_time_s=trial.step_time_s, compile_time_s=trial.compile_s, step_bytes_per_device=trial.step_bytes)
     if not measured.trials:
         return replace(choice, why=f"{choice.why}; {measured.why}")
-    return replace(choice, plan=measured.plan, why=f"auto: {measured.why}, {min(trial.step_time_s for trial in measured.trials):.3g} s per step")
+    return replace(choice, plan=measured.plan, tried_s={trial.plan: trial.step_time_s for trial in measured.trials}, why=f"auto: {measured.why}, {min(trial.step_time_s for trial in measured.trials):.3g} s per step")

@@ -1,6 +1,7 @@
 """A run, from its program to its end: state (fresh or restored), what is written down, compile, loop."""
 
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -114,7 +115,7 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
     metadata = {"config": config.to_json(), "data": inputs.data.identity}
     detour = Detour(checkpoints, lambda program, step: described(program, step, metadata))
-    controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, inputs, signs, run, display, detour)
+    controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, choice.tried_s, inputs, signs, run, display, detour)
     with StopRequest() as stop:
         trainer = Trainer(
             program=program, train_step=train_step, topology=topology, loader=dealt.loader, eval_batches=dealt.eval_batches,
@@ -139,8 +140,8 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
         return outcome, trainer.program.plan
 
 
-def _directors(config: Config, devices: Devices, running: Executable, compile_s: float, inputs: Inputs, signs: SignsOfLife | None,
-               run: RunDirectory, display: Display, detour: Detour) -> tuple[Controller | None, PhaseChanges | None]:
+def _directors(config: Config, devices: Devices, running: Executable, compile_s: float, tried_s: Mapping[Plan, float], inputs: Inputs,
+               signs: SignsOfLife | None, run: RunDirectory, display: Display, detour: Detour) -> tuple[Controller | None, PhaseChanges | None]:
     """Who brings a run to other plans, and who to other batches; None where the run has only one."""
     has_controller, topology = config.control != "off" and devices.here is not None, devices.topology
     if not has_controller and not config.data.phases:
@@ -154,7 +155,8 @@ def _directors(config: Config, devices: Devices, running: Executable, compile_s:
     changes = PhaseChanges(config, plan_in, switcher, run, display) if config.data.phases else None
     if not has_controller or devices.here is None:
         return None, changes
-    return make_controller(config, topology, devices.here, switcher, compile_s=compile_s, changes=changes, signs=signs, run=run, display=display), changes
+    return make_controller(config, topology, devices.here, switcher, compile_s=compile_s, tried_s=tried_s, changes=changes, signs=signs, run=run,
+                           display=display), changes
 
 
 def _trained(trainer: Trainer, state: TrainState, step: int, inputs: Inputs, controller: Controller | None,

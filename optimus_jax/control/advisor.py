@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from optimus_jax.config import ControlConfig
@@ -43,6 +44,8 @@ SUSPICIOUS = 2
 """Newest steps that look different, from which on a switch is not made before it is known whether they are."""
 PUZZLED_STEPS = 12
 """For so many steps a plan that is ready waits, at most, for an explanation of steps that have changed since it was chosen."""
+TRIED = 0.03
+"""How well a few steps on their own, before the run, tell what they take in it: standard deviation of the logarithm."""
 SPARE = 0.02
 """Beyond the least probability: that a process which was left out has recovered, before it is tried again."""
 TRIAL = "the first steps under the new plan are done"
@@ -84,6 +87,7 @@ class Advisor:
       costs: what switches are expected to cost before any was made.
       process_of: the process of each device; None: each host has one, and they are in order.
       keeps_devices: whether all devices stay in use, whatever is wrong with them.
+      tried_s: seconds of a step of plans that were tried before the run began; empty: none was.
       is_compiled: whether a plan's executable for these batches, without these devices, is there; None: the newest plans' are.
     Raises:
       PlanError: `plan` sends over a link of unknown speed, so that nothing can be predicted.
@@ -91,7 +95,7 @@ class Advisor:
 
     def __init__(self, *, pricing: Pricing, plan: Plan, num_steps: int, settings: ControlConfig, phases: Sequence[Phase] = (),
                  searcher: Searcher | None = None, memory: Path | None = None, costs: SwitchCosts | None = None,
-                 process_of: Sequence[int] | None = None, keeps_devices: bool = False,
+                 process_of: Sequence[int] | None = None, keeps_devices: bool = False, tried_s: Mapping[Plan, float] = MappingProxyType({}),
                  is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None):
         self._prices, self._cluster, self._settings, self._num_steps = Prices(pricing), pricing.cluster, settings, num_steps
         self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher), keeps_devices=keeps_devices), memory
@@ -105,6 +109,9 @@ class Advisor:
         self._prices.log_time(plan, self._batch, Conditions())
         self._track = Track(plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables)
         self._experience, self._allowance = Experience(self._predictor, self._prices), Allowance(settings)
+        self._tried = tuple(tried_s)
+        for each, time_s in tried_s.items():
+            self._experience.learn(Known(plan=each, batch=self._batch, conditions=Conditions(), regime=0), (math.log(time_s), TRIED, 1), 0)
         self._step, self._time_s, self._began_s = 0, 0.0, None
         self._lost: frozenset[int] = frozenset()
         self._looked, self._on_trial = False, False
@@ -261,6 +268,7 @@ class Advisor:
                              lambda conditions: self._prices.log_time(plan, self._batch, self._located(conditions)))
         if watch.was_so:
             self._experience.call_anew(watch.was_so)
+            self._predictor.forget_earlier_runs()
         elif before != (watch.conditions, watch.regime):
             if level is not None:
                 self._learn(*before, level)
@@ -400,7 +408,7 @@ class Advisor:
                     left_out=self._track.now.left_out, memory=self._memory_watch)
         if question.only is not None:
             return self._options.back(view, question.only)
-        return self._options.all(view, self._track.now, self._track.plans, self._predictor.calibration(), mandatory=question.mandatory)
+        return self._options.all(view, self._track.now, [*self._track.plans, *self._tried], self._predictor.calibration(), mandatory=question.mandatory)
 
     def _weighed(self, question: _Question, offers: Sequence[Offer], blocked: str, observation: Observation) -> Decision:
         watch, plan, priced = self._watch, self._track.now.plan, self._memory_watch.applied(self._prices.of(question.batch))

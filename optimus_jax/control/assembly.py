@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 
 from optimus_jax.config import Config, ParallelConfig
@@ -18,6 +19,7 @@ from optimus_jax.control.switch import Switcher
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.phases import phases_of
+from optimus_jax.plan import Plan
 from optimus_jax.planning.hardware import kept_profile
 from optimus_jax.planning.here import Here
 from optimus_jax.planning.kept import cache_directory
@@ -30,7 +32,7 @@ COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
 """What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs. For GPUs a guess, until the first switch."""
 
 
-def make_controller(config: Config, topology: Topology, here: Here, switcher: Switcher, *, compile_s: float, changes: PhaseChanges | None,
+def make_controller(config: Config, topology: Topology, here: Here, switcher: Switcher, *, compile_s: float, tried_s: Mapping[Plan, float], changes: PhaseChanges | None,
                     signs: SignsOfLife | None, run: RunDirectory, display: Display) -> Controller:
     """The controller of a run; every process has to call it.
 
@@ -38,6 +40,7 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
       config: of the whole run; says when it may act.
       here: how fast the devices are.
       switcher: of the run, which begins under what that has running.
+      tried_s: seconds of a step of plans that were tried before the run, in the first process.
       compile_s: that its step took to compile, from which the first guess of what a switch takes is made.
       changes: of the run's phases; None: it has one.
       signs: of life of its processes; None: nobody watches.
@@ -50,7 +53,7 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
         pricing=pricing, plan=program.plan, num_steps=config.steps, settings=settings, searcher=_BackgroundSearch(), phases=phases if changes else (),
         costs=SwitchCosts(prepare_s=2 * compile_s, compile_tax_s=COMPILE_TAX.get(topology.platform, COMPILE_TAX["gpu"]) * compile_s,
                            subset_restarts=topology.num_processes > 1),
-        is_compiled=switcher.is_compiled,
+        is_compiled=switcher.is_compiled, tried_s=tried_s,
         # Fewer processes are another run: what started this one has to start that.
         process_of=topology.processes, keeps_devices=topology.num_processes > 1,
         memory=cache_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json")

@@ -9,7 +9,8 @@ along `fsdp`. What was chosen and why is part of the answer, so that it can be s
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
@@ -35,6 +36,8 @@ class Choice:
     why: str
     ranked: tuple[Candidate, ...] = ()
     """The best that the planner found, `plan` first; empty where nothing was ranked."""
+    tried_s: Mapping[Plan, float] = field(default_factory=dict)
+    """Seconds of a step of each plan that was tried before the run; only the first process knows them."""
 
 
 def choose_plan(config: Config, topology: Topology, pricing: Pricing | None = None, *, kept: tuple[str, ...] = ()) -> Choice:

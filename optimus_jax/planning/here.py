@@ -7,6 +7,7 @@ known. What steps took is kept beside the profiles, a file for each kind of devi
 import datetime
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -15,12 +16,13 @@ from optimus_jax.config import Config
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.calibrate import Calibration, Record, append_record, read_records
+from optimus_jax.planning.calibrate import Calibration
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.hardware import HardwareProfile, kept_profile, profile_hardware, profile_path
 from optimus_jax.planning.kept import cache_directory
 from optimus_jax.planning.probes import Progress
 from optimus_jax.planning.rates import Rates
+from optimus_jax.planning.records import Record, append_record, calibration_of, read_records
 from optimus_jax.planning.reference_steps import fitted, path_of, read_steps, time_reference_steps, write_steps
 from optimus_jax.planning.search import Pricing
 
@@ -34,10 +36,10 @@ class Here:
     records: Path
     """JSON Lines of what steps took."""
 
-    @property
+    @cached_property
     def calibration(self) -> Calibration:
-        """What those teach; nothing in a run of several processes, each of which has files of its own."""
-        return Calibration() if jax.process_count() > 1 else Calibration.of(read_records(self.records))
+        """What those taught when this was first asked for; nothing in a run of several processes, each of which has files of its own."""
+        return Calibration() if jax.process_count() > 1 else calibration_of(read_records(self.records))
 
     def pricing(self, config: Config) -> Pricing:
         """What plans cost for a run of `config`."""

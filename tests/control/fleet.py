@@ -13,11 +13,11 @@ import numpy as np
 
 from optimus_jax.control.deciding.candidates import is_legal, times
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.predictor import Query
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.planning.beliefs import Query
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.rates import Rates
 from optimus_jax.planning.search import Candidate, Pricing, Ranking, fits

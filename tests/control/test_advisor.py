@@ -13,9 +13,11 @@ from optimus_jax.control.advisor import ABANDONED, Advisor, Phase
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.deciding.prices import query
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import SETTLING
 from optimus_jax.control.policy import Decision
+from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation, Reading
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
@@ -117,6 +119,15 @@ def test_a_poor_start_is_mended_once(seed):
     best_s = min(job.true_s(each.plan) for each in search(PRICING).best)
     assert job.true_s(job.plan) < 0.85 * job.true_s(POOR)
     assert job.true_s(job.plan) < 1.1 * best_s
+
+
+def test_plans_that_were_tried_before_the_run_are_known():
+    """One that the cost model does not think much of, and that is the fastest in truth."""
+    job = Job(seed=2)
+    other = plan_on("fsdp=16,tensor=4")
+    tried_s = {BEST: job.true_s(BEST), other: 0.8 * job.true_s(BEST)}
+    assert job.go(30).switches == []
+    assert Job(seed=2, tried_s=tried_s).go(30).switches[0][1] == other
 
 
 def test_nothing_is_weighed_before_the_level_of_step_times_is_known():
@@ -459,6 +470,18 @@ def test_what_was_learnt_is_there_in_the_next_run(tmp_path):
     assert {POOR.digest, job.plan.digest} <= {each["plan"].partition(" of ")[0] for each in kept}
     again = Job(POOR, memory=path).go(40)
     assert job.true_s(again.switches[0][1]) < 1.05 * job.true_s(job.plan)
+
+
+def test_what_earlier_runs_took_for_slow_exchanges_does_not_make_a_known_slow_link_slower_still(tmp_path):
+    """Hardware whose link is an eighth of what it is called: earlier runs learnt that exchanges take long, this one that the link is slow."""
+    poor, earlier, truth = Conditions(between=8.0), Predictor(), Truth(2)
+    for plan in PLANS[::6]:
+        earlier.learn(query(plan, PRICING, "512 x 4096 tokens"), log_time=truth.log_time(plan, poor), noise=0.02, count=20, step=5)
+    earlier.save(tmp_path / "learnt.json")
+    job = Job(seed=2, memory=tmp_path / "learnt.json").go(60, poor)
+    assert job.decisions[-1].inputs["conditions"]["between"] == pytest.approx(8.0, rel=0.1)
+    foretold = [each.step_time_s / job.true_s(each.plan, poor) for each in job.decisions[-1].alternatives]
+    assert foretold == pytest.approx([1.0] * len(foretold), abs=0.1)
 
 
 def test_leaving_out_is_what_the_advisor_offers():

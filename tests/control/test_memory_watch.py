@@ -35,8 +35,9 @@ def test_what_grows_is_noticed_before_it_is_too_late():
             break
     assert said[-1] == "pressed"
     assert 0.7 < used < 0.9
-    # What is left is what will be left by the time that another plan is ready.
-    assert watch.taken == pytest.approx(used - 0.6 + 0.001 * LEAD_S, abs=0.03)
+    # What is left is what will be left if it goes on for as long as it has: else the next plan is pressed as soon as it runs.
+    assert used - 0.6 > 0.001 * LEAD_S
+    assert watch.taken == pytest.approx(2 * (used - 0.6), abs=0.03)
     less = watch.applied(PRICING).cluster.accelerator.memory_bytes
     assert less == pytest.approx(PRICING.cluster.accelerator.memory_bytes * (1 - watch.taken), rel=1e-6)
 
@@ -116,7 +117,7 @@ def test_what_was_taken_is_still_taken_under_another_plan():
     assert [observed(watch, 0.34 + 0.33, needed=0.3, time_s=1000.0 + 10.0 * number) for number in range(20)] == [None] * 20
     assert watch.taken == pytest.approx(0.34, abs=0.1)
     assert observed(watch, 0.34 + 0.33 + 0.29, needed=0.3, time_s=1200.0) == "pressed"
-    assert watch.taken == pytest.approx(0.34 + 0.29, abs=0.2)
+    assert watch.taken >= 0.34 + 0.29
 
 
 def test_a_peak_from_before_the_switch_says_nothing_of_the_plan_after():

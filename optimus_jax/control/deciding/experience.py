@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
-from optimus_jax.control.predictor import Predictor, Query
+from optimus_jax.control.predictor import Predictor
 from optimus_jax.plan import Plan
+from optimus_jax.planning.beliefs import Query
 
 LEVELS = 30
 """Levels of step times that are kept by name, the newest."""

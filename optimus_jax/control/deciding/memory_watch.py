@@ -87,14 +87,14 @@ class MemoryWatch:
         self._past.append((time_s, present))
         while len(self._past) > 2 and time_s - self._past[1][0] >= LONGEST_S:
             self._past.popleft()
-        growth = self._growth()
-        if self.taken and self._wanted(growth) < self.taken - AHEAD:
-            return self._relieved(time_s, growth)
+        growth, wanted = self._growth(), self._wanted()
+        if self.taken and wanted < self.taken - AHEAD:
+            return self._relieved(time_s)
         is_full, will_be_full = present >= TAKEN and used >= PRESSED, present >= GROWN and used + growth * LEAD_S >= 1.0
         # While a switch for it is under way another one has to wait until even that one's plan would not do.
-        if (present if self._is_pressed else self._wanted(growth)) <= self.taken or not (is_full or (growth > 0 and will_be_full)):
+        if (present if self._is_pressed else wanted) <= self.taken or not (is_full or (growth > 0 and will_be_full)):
             return None
-        self.taken, self._is_pressed = self._wanted(growth), True
+        self.taken, self._is_pressed = wanted, True
         self._pressed_s, self._num_pressed = time_s, self._num_pressed + 1
         return "pressed"
 
@@ -130,25 +130,30 @@ class MemoryWatch:
         newest_s = self._past[-1][0]
         return max(taken for time_s, taken in self._past if newest_s - time_s <= CALM_S)
 
-    def _wanted(self, growth: float) -> float:
-        """Share that plans should do without: what was taken lately, and what will be soon."""
-        lately = self._lately()
-        return min(MOST, lately + max(AHEAD, growth * LEAD_S)) if lately >= GROWN else 0.0
+    def _wanted(self) -> float:
+        """Share that plans should do without: what was taken lately, and what will be if it goes on growing for as long as it has."""
+        lately, begun_s = self._lately(), self._begun()[0]
+        lead_s = max(LEAD_S, self._past[-1][0] - begun_s)
+        return min(MOST, lately + max(AHEAD, self._growth() * lead_s)) if lately >= GROWN else 0.0
 
-    def _relieved(self, time_s: float, growth: float) -> Literal["relieved"] | None:
+    def _relieved(self, time_s: float) -> Literal["relieved"] | None:
         """Less is taken: for long enough, and for longer each time that it did not stay so."""
         if time_s - self._past[0][0] < CALM_S or time_s - self._pressed_s < AGAIN_S * 2**self._num_pressed:
             return None
-        self.taken = self._wanted(growth)
+        self.taken = self._wanted()
         return "relieved"
 
     def _growth(self) -> float:
         """Share that is taken more in each second."""
-        (first_s, before), (time_s, present) = self._past[0], self._past[-1]
-        if time_s - first_s < SHORTEST_S:
+        time_s, present = self._past[-1]
+        if time_s - self._past[0][0] < SHORTEST_S:
             return 0.0
-        begun_s, before = max(((when_s, taken) for when_s, taken in self._past if taken < GROWN / 2), default=(first_s, before))
+        begun_s, before = self._begun()
         return max(0.0, present - before) / max(SHORTEST_S, time_s - begun_s)
+
+    def _begun(self) -> tuple[float, float]:
+        """When growth began, as far as is known, and the share taken then."""
+        return max(((when_s, taken) for when_s, taken in self._past if taken < GROWN / 2), default=self._past[0])
 
     def applied(self, pricing: Pricing) -> Pricing:
         """Prices with the memory that is left."""

@@ -7,7 +7,15 @@ it, as if it had recovered.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from optimus_jax.control.deciding.candidates import Searches, executables, has_room, is_legal, leaving_out, relaxed
+from optimus_jax.control.deciding.candidates import (
+    Searches,
+    executables,
+    has_room,
+    is_legal,
+    leaving_out,
+    relaxed,
+    times,
+)
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.left_out import LeftOut
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
@@ -17,10 +25,10 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.calibrate import Calibration
 from optimus_jax.planning.search import Pricing
 
-STAGED = "1f1b"
-"""A schedule, which only plans with stages have."""
-SPARED = 4
-"""Plans with stages that are looked at with fewer layers for slow ones."""
+STAGED = ("1f1b", "interleaved")
+"""Schedules, which only plans with stages have: few large ones, whose layers can be dealt out finely, or many small ones."""
+SPARED = 8
+"""Plans with fewer layers for slow stages that are weighed, the fastest by the cost model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +103,7 @@ class Options:
         """Every plan worth weighing; None: a search is still at work.
 
         Args:
-          known: plans that the run was under.
+          known: plans that the run was under, or that were tried.
           learnt: how far off the cost model's terms are.
           mandatory: what the user fixed is given up where nothing else can be had.
         """
@@ -147,11 +155,15 @@ class Options:
         conditions, config = place.conditions, place.pricing.config
         if conditions.skew == 1 or conditions.slow_part == ANYWHERE:
             return []
-        staged = self._best(place, view, learnt, staged=True) if config.parallel.schedule == "auto" and config.parallel.mesh == "auto" else []
-        if staged is None:
-            return None
-        found = [rebalanced(plan, conditions.slow_part, conditions.skew) for plan in [*[plan for plan in plans if plan.pipeline][:SPARED], *staged[:SPARED]]]
-        return [plan for plan in found if plan is not None and is_legal(plan, config) and has_room(plan, place.pricing)]
+        staged = [plan for plan in plans if plan.pipeline]
+        for schedule in STAGED if config.parallel.schedule == "auto" and config.parallel.mesh == "auto" else ():
+            best = self._best(place, view, learnt, schedule=schedule)
+            if best is None:
+                return None
+            staged += best
+        found = dict.fromkeys(rebalanced(plan, conditions.slow_part, conditions.skew) for plan in staged)
+        legal = [plan for plan in found if plan is not None and is_legal(plan, config) and has_room(plan, place.pricing)]
+        return sorted(legal, key=lambda plan: learnt.step_time_s(times(plan, self._felt(place, plan, view).pricing)))[:SPARED]
 
     @staticmethod
     def _felt(place: Place, plan: Plan, view: View) -> Place:
@@ -168,22 +180,22 @@ class Options:
         found = self._best(place, view, learnt)
         return self._best(place, view, learnt, free=True) if mandatory and found == [] else found
 
-    def _best(self, place: Place, view: View, learnt: Calibration, *, staged: bool = False, free: bool = False) -> list[Plan] | None:
+    def _best(self, place: Place, view: View, learnt: Calibration, *, schedule: str = "", free: bool = False) -> list[Plan] | None:
         """What a search finds there; None: it is still at work.
 
         Args:
-          staged: only plans with pipeline stages.
+          schedule: only plans with this one; empty: all.
           free: what the user fixed does not count.
         """
         pricing = replace(place.pricing, calibration=learnt)
-        config = relaxed(pricing.config) if free else pricing.config.with_values({"parallel.schedule": STAGED}) if staged else pricing.config
-        key = (place.setting, pricing.cluster.num_devices, round(view.memory.taken, 2), staged, free)
+        config = relaxed(pricing.config) if free else pricing.config.with_values({"parallel.schedule": schedule}) if schedule else pricing.config
+        key = (place.setting, pricing.cluster.num_devices, round(view.memory.taken, 2), schedule, free)
         found = self._searches.best(key, replace(pricing, config=config))
         return None if found is None else list(found)
 
     @staticmethod
     def _known(place: Place, view: View, standing: Standing, known: list[Plan]) -> list[Plan]:
-        """Plans that the run was under, and other executables for its state, that fit there."""
+        """Known plans, and other executables for the run's state, that fit there."""
         here = [plan for plan in known if plan.num_devices == place.pricing.cluster.num_devices and is_legal(plan, place.pricing.config)
                 and has_room(plan, place.pricing)]
         return here + (executables(standing.plan, place.pricing) if place.without == standing.without else [])

@@ -8,8 +8,8 @@ from functools import lru_cache
 from optimus_jax.config import ModelConfig
 from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.predictor import Query
 from optimus_jax.plan import Plan
+from optimus_jax.planning.beliefs import Query
 from optimus_jax.planning.search import Pricing
 
 Batch = tuple[int, int]

@@ -32,7 +32,7 @@ Make = Callable[[Setup, PooledSearch, ControlConfig], Policy]
 
 def advisor(setup: Setup, searcher: PooledSearch, settings: ControlConfig) -> Advisor:
     """The policy of a real run."""
-    return Advisor(pricing=setup.told[0], plan=setup.start, num_steps=setup.num_steps, settings=settings, phases=setup.phases, searcher=searcher)
+    return Advisor(pricing=setup.told[0], plan=setup.start, num_steps=setup.num_steps, settings=settings, phases=setup.phases, searcher=searcher, tried_s=setup.tried_s)
 
 
 POLICIES: Mapping[str, tuple[Make, Habits]] = {

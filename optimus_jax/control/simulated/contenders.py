@@ -63,7 +63,8 @@ def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list
                                  between=cluster.between and _scaled(cluster.between, conditions.between))
                 there = replace(pricing, cluster=scaled)
                 found = searcher.plans(there)
-                staged = searcher.plans(replace(there, config=there.config.with_values({"parallel.schedule": STAGED}))) if conditions.slow else ()
+                staged = [plan for schedule in STAGED if conditions.slow
+                          for plan in searcher.plans(replace(there, config=there.config.with_values({"parallel.schedule": schedule})))]
                 plans |= dict.fromkeys([*found, *_sparing([*found, *staged], conditions)])
     return list(plans)
 

@@ -2,7 +2,8 @@
 
 import bisect
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -41,6 +42,8 @@ class Setup:
     """Plans of which a run tries some steps before it begins with the fastest, as `--mesh auto` does: the best as predicted, `start` first."""
     num_steps: int
     settings: ControlConfig
+    tried_s: Mapping[Plan, float] = field(default_factory=dict)
+    """Seconds of a step of those, once they have been tried."""
 
     @classmethod
     def of(cls, scenario: Scenario, pricing: Pricing, settings: ControlConfig | None = None) -> "Setup":
@@ -97,7 +100,7 @@ class Truth:
 
     def __init__(self, setup: Setup, seed: int):
         self.seed, self.world = seed, World(setup.scenario, setup.nominal, seed)
-        self.setup = setup = replace(setup, start=self._fastest(setup))
+        self.setup = setup = self._tried(setup) if len(setup.tried) > 1 else setup
         """That begins with the plan which is fastest when it is tried."""
         self.timeline = setup.timeline(seed)
         if setup.scenario.step_time_s is not None and (devices := self.world.devices_for(setup.start, NORMAL)):
@@ -107,11 +110,11 @@ class Truth:
         self.noise_sums = np.concatenate([[0.0], np.cumsum(self.noise)])
         """[num_steps + 1]: of all steps before."""
 
-    def _fastest(self, setup: Setup) -> Plan:
-        """Of the plans that are tried."""
+    def _tried(self, setup: Setup) -> Setup:
+        """Once some steps of the plans that are tried have been done."""
         random, noise = np.random.default_rng([self.seed, 5]), setup.scenario.misfit.noise / math.sqrt(TRIAL_STEPS)
         times_s = {plan: self.world.step_time_s(Place(plan, tuple(range(plan.num_devices))), NORMAL, 0) * math.exp(noise * random.standard_normal()) for plan in setup.tried}
-        return min(times_s, key=lambda plan: times_s[plan])
+        return replace(setup, start=min(times_s, key=lambda plan: times_s[plan]), tried_s=times_s)
 
     def fallback(self, conditions: Conditions, phase: int) -> Place | None:
         """What a run restarts with if nobody says otherwise: the default layout on the devices that are left; None: nothing fits."""
