@@ -293,6 +293,9 @@ class Simulation:
             self._compiled.popitem(last=False)
         self._times_s, self._recent_s = [], []
         self.telemetry.forget()
+        if self.habits.probes and self.setup.settings.probe_share and self.step < self.setup.num_steps:
+            probes_s = self.telemetry.settle_s(self.now)
+            self.time_s, self.probes_s = self.time_s + probes_s, self.probes_s + probes_s
 
     def _fail(self, pending: _Pending, costs_s: Mapping[str, float], why: str) -> None:
         self.time_s += sum(costs_s.values()) - costs_s.get("prepare", 0.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_jax.control.deciding.changes import KEPT, SHIFT, VOTES, ChangeDetector, Durations
+from optimus_jax.control.deciding.changes import BACK, KEPT, SHIFT, VOTES, ChangeDetector, Durations
 
 
 def steps(seed: int, count: int, noise: float, spikes: float = 0.0) -> np.ndarray:
@@ -61,6 +61,17 @@ def test_fewer_spikes_in_a_row_than_votes_are_no_change():
     assert changes(values) == []
     values[150 : 150 + VOTES] += math.log(8)
     assert len(changes(values)) >= 1
+
+
+def test_what_was_there_before_is_told_sooner():
+    """A link that flaps: its slow times are over before a level that was never seen could be told from spikes."""
+    noise = steps(1, 100, 0.01)
+    noise[40:70] += 0.5
+    assert changes(noise) == [40 + VOTES - 1, 70 + BACK - 1]
+    fewer = steps(1, 100, 0.01)
+    fewer[40:70] += 0.5
+    fewer[55:55 + BACK - 1] -= 0.5
+    assert changes(fewer) == [40 + VOTES - 1, 70 + BACK - 1]
 
 
 def test_a_slow_drift_moves_the_level_and_is_no_jump():

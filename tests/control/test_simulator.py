@@ -70,6 +70,18 @@ def test_the_same_seed_gives_the_same_run():
     assert outcome(3).total_s != outcome(4).total_s
 
 
+def test_links_are_probed_before_the_first_step_under_another_plan():
+    """Several times if they are not what they were: else what was read before the switch would be believed of the steps after it."""
+    made, policy = truth(QUARTER, misfit=EXACT, steps=2000), Told()
+    first = made.world.step_time_s(Place(made.setup.start, tuple(range(16))), NORMAL, 0)
+    step = int((QUARTER["start_s"] + 1) / first)
+    policy.decisions = switch(step, SECOND)
+    outcome = run(made, policy, probes=True)
+    after = next(observation for observation in policy.observations if observation.step > outcome.moments[0].step)
+    assert after.reading("link_slowdown/between").value == pytest.approx(4.0, rel=0.01)
+    assert after.reading("link_slowdown/between").quality == "good"
+
+
 def test_noise_has_spikes_and_drift():
     noise = truth(steps=20000, misfit={"spikes": 0.01}).noise
     assert 100 < (noise > 2).sum() < 300

@@ -16,6 +16,10 @@ SHIFT = math.log(1.1)
 """Least change of the logarithm of a step time that is looked for."""
 VOTES = 5
 """Fewest steps in a row that can tell of a change; spikes in p of all steps do it about once in p^-5."""
+BACK = 3
+"""Fewest steps in a row that can tell that a level is again what it was before the last change."""
+APART = 5.0
+"""Deviations of a sample between those levels at least: less could be noise."""
 THRESHOLD = 12.0
 """Of a sum: odds of e^12 for a change."""
 LEAST = 8
@@ -51,6 +55,8 @@ class ChangeDetector:
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         self._refreshed_at = self._seen = 0
+        self._former: float | None = None
+        """Level before the last change; None: there was none."""
         self.level: float | None = None
         """Median of the regime, without samples that may belong to the next; None below three samples."""
         self.noise = LEAST_NOISE
@@ -87,7 +93,7 @@ class ChangeDetector:
         """A regime is known to have begun with the newest `count` samples."""
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
-        self.level = None
+        self._former, self.level = self.level, None
         self._restart(list(self._samples)[len(self._samples) - count:])
 
     def add(self, value: float) -> Change | None:
@@ -98,7 +104,7 @@ class ChangeDetector:
             self._vote(value - self.level)
         self._samples.append(value)
         self._seen += 1
-        if max(self._up, self._down) >= THRESHOLD:
+        if max(self._up, self._down) >= THRESHOLD or self._is_back():
             return self._changed()
         self._refresh()
         return None
@@ -116,6 +122,13 @@ class ChangeDetector:
         self._since_up = self._since_up + 1 if self._up > 0 else 0
         self._since_down = self._since_down + 1 if self._down > 0 else 0
 
+    def _is_back(self) -> bool:
+        """Whether the newest samples are at the level before the last change, which takes fewer of them than one that was never seen."""
+        if self._former is None or self.level is None or self._suspects < BACK or abs(self._former - self.level) < max(self._shift, APART * self.noise):
+            return False
+        near = max(self._shift / 2, UNSURE * self.noise)
+        return all(abs(value - self._former) < near for value in list(self._samples)[-BACK:])
+
     def _changed(self) -> Change | None:
         num_steps = self._since_up if self._up >= self._down else self._since_down
         new = list(self._samples)[-num_steps:]
@@ -126,6 +139,7 @@ class ChangeDetector:
         if abs(after - before) < self._shift / 2:  # a drift: what is old no longer counts
             self._restart(list(self._samples)[-max(num_steps, LEAST):])
             return None
+        self._former = before
         self._restart(new)
         return Change(before=before, after=after, num_steps=num_steps)
 

@@ -1,5 +1,6 @@
 """What this run has learnt of step times, by plan, batch and conditions, and kept by these names so that it can be named anew."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,10 @@ from optimus_jax.control.predictor import Predictor
 from optimus_jax.plan import Plan
 from optimus_jax.planning.beliefs import Query
 
+CONTRADICTS = math.log(1.25)
+"""From a level that was learnt before of the very same: a few steps so far off were done in other conditions than these."""
+PERSISTS = 40
+"""Steps that are believed against it."""
 LEVELS = 30
 """Levels of step times that are kept by name, the newest."""
 
@@ -41,7 +46,10 @@ class Experience:
         """With the step at which each was learnt."""
 
     def learn(self, known: Known, level: Level, step: int) -> None:
-        """Steps have this level; it replaces what was known of the same."""
+        """Steps have this level; it replaces what was known of the same, unless a few steps speak against many."""
+        before = self._levels.get(known)
+        if before is not None and abs(level[0] - before[0][0]) > CONTRADICTS and level[2] < min(PERSISTS, before[0][2]):
+            return
         self._levels.pop(known, None)
         self._levels[known] = (level, step)
         while len(self._levels) > LEVELS:

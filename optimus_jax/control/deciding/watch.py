@@ -134,7 +134,9 @@ class Watch:
             self.changed_s = observation.time_s - self._newest_s * change.num_steps
         news = [self._level_changed(change)] if change else []
         news.append(self._hear(observation, claims, log_time_of))
-        if (self.conditions, self.regime) != before and not self.was_so:
+        # What was not understood and now is has been the same all the time.
+        is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
+        if (self.conditions, self.regime) != before and not self.was_so and not is_explained:
             begun_s = observation.time_s - self._newest_s * (change.num_steps if change else RECENT)
             self._turn(was_disturbed, before[0], begun_s)
         return "; ".join(filter(None, news))

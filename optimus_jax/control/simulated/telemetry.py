@@ -14,6 +14,7 @@ import numpy as np
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import signals
+from optimus_jax.control.baselines import SCATTER
 from optimus_jax.control.signals import Observation, Reading, Window
 from optimus_jax.control.simulated.events import MetricsEvent
 from optimus_jax.control.simulated.timeline import Conditions
@@ -68,6 +69,8 @@ class Telemetry:
         self._windows: dict[str, Window] = {}
         self._phase = 0
         self._probe_left_s, self._probed_at_s, self._health_at_s = 0.0, 0.0, -math.inf
+        self._newest: dict[str, float] = {}
+        """Samples of probes."""
         self._frozen: dict[str, Reading] = {}
         self._shares: tuple[Place, Conditions, int, dict[str, float]] | None = None
 
@@ -78,6 +81,19 @@ class Telemetry:
                 self._windows[name].clear()
         self._health_at_s = -math.inf
 
+    def settle_s(self, now: Now) -> float:
+        """Probe the links before the first step under another plan, more often if they are not what they were when last probed; how long it took."""
+        cost_s, found = self._world.scenario.switching.probe_s, self._links(now)
+        if all(abs(math.log(value / self._newest.get(name, 1.0))) <= SCATTER for name, value in found.items()):
+            self._take(found, now)
+            return cost_s
+        for name, window in self._windows.items():
+            if name.startswith(signals.LINK_SLOWDOWN):
+                window.clear()
+        for _ in range(signals.FEW):
+            self._take(self._links(now), now)
+        return cost_s * (1 + signals.FEW)
+
     def probe_s(self, now: Now, *, asked: bool) -> float:
         """Take a round of probes if it is due; how long it took."""
         share, cost_s = self._settings.probe_share, self._world.scenario.switching.probe_s
@@ -87,8 +103,7 @@ class Telemetry:
         if not share or now.step < FIRST_PROBE_STEP or not (first or self._probe_left_s >= cost_s * (1 if asked else 2)):
             return 0.0
         self._probe_left_s -= cost_s
-        for name, value in self._probed(now).items():
-            self._add(name, value, now.time_s, 1 if name == signals.STRAGGLER else signals.FEW, STALE_ROUNDS * 2 * cost_s / share)
+        self._take(self._links(now) | self._computing(now), now)
         return cost_s
 
     def steps(self, times_s: Sequence[float], now: Now) -> None:
@@ -142,7 +157,14 @@ class Telemetry:
     def _noisy(self, value: float, spread: float) -> float:
         return value * math.exp(spread * self._random.standard_normal())
 
-    def _probed(self, now: Now) -> dict[str, float]:
+    def _take(self, samples: Mapping[str, float], now: Now) -> None:
+        """Samples of probes, which are stale once there should have been newer ones."""
+        stale_s = STALE_ROUNDS * 2 * self._world.scenario.switching.probe_s / self._settings.probe_share
+        for name, value in samples.items():
+            self._newest[name] = value
+            self._add(name, value, now.time_s, 1 if name == signals.STRAGGLER else signals.FEW, stale_s)
+
+    def _links(self, now: Now) -> dict[str, float]:
         """A round over the mesh axes that the plan has."""
         world, conditions, axes, noise = self._world, now.conditions, now.place.plan.axes, self._world.scenario.misfit.probes
         found: dict[str, float] = {}
@@ -152,6 +174,11 @@ class Telemetry:
                 value = self._noisy(world.link_slowdown(link, conditions) * self._believed(link) * self._bias[link], noise)
                 found[signals.LINK_SLOWDOWN + axis] = value
                 found[signals.LINK_SLOWDOWN + link] = max(value, found.get(signals.LINK_SLOWDOWN + link, 0.0))
+        return found
+
+    def _computing(self, now: Now) -> dict[str, float]:
+        """A round over the processes."""
+        world, noise, found = self._world, self._world.scenario.misfit.probes, dict[str, float]()
         by_process = self._slow_processes(now)
         typical = sorted(by_process.values())[(len(by_process) - 1) // 2]
         slowest = max(by_process, key=lambda process: by_process[process])

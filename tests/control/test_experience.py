@@ -1,0 +1,39 @@
+"""Levels are told to the predictor under the right names, and few steps do not overturn many."""
+
+import math
+
+import pytest
+from fleet import PLANS, PRICING
+
+from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.deciding.experience import PERSISTS, Experience, Known
+from optimus_jax.control.deciding.prices import Prices
+from optimus_jax.control.predictor import Predictor
+
+BATCH = (512, 4096)
+NORMAL = Known(plan=PLANS[0], batch=BATCH, conditions=Conditions(), regime=0)
+
+
+def learnt(*levels):
+    """What a predictor has been told of NORMAL, seconds, after levels of so many seconds and steps."""
+    predictor = Predictor()
+    experience = Experience(predictor, Prices(PRICING))
+    for step, (time_s, count) in enumerate(levels):
+        experience.learn(NORMAL, (math.log(time_s), 0.01, count), step)
+    (evidence,) = predictor.evidence
+    return math.exp(evidence.log_time)
+
+
+def test_a_level_replaces_the_one_before():
+    assert learnt((3.0, 30), (3.3, 10)) == pytest.approx(3.3)
+    assert learnt((3.0, 30), (3.3, 10), (3.1, 10)) == pytest.approx(3.1)
+
+
+def test_a_few_steps_that_took_more_than_twice_as_long_were_done_in_other_conditions():
+    """They are called so because a reading is newer than the steps: were they believed, any other plan would look better."""
+    assert learnt((3.0, 30), (8.0, 10)) == pytest.approx(3.0)
+
+
+def test_many_are_believed_in_the_end():
+    assert learnt((3.0, 60), (8.0, PERSISTS - 1), (8.0, PERSISTS)) == pytest.approx(8.0)
+    assert learnt((8.0, 10), (3.0, 12)) == pytest.approx(3.0), "what was known was known from fewer"
