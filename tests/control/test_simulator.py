@@ -72,9 +72,9 @@ def test_the_same_seed_gives_the_same_run():
 
 def test_links_are_probed_before_the_first_step_under_another_plan():
     """Several times if they are not what they were: else what was read before the switch would be believed of the steps after it."""
-    made, policy = truth(QUARTER, misfit=EXACT, steps=2000), Told()
+    made, policy = truth(QUARTER, misfit=EXACT, steps=2000, switching={**QUICK, "probe_s": 1.0}), Told()
     first = made.world.step_time_s(Place(made.setup.start, tuple(range(16))), NORMAL, 0)
-    step = int((QUARTER["start_s"] + 1) / first)
+    step = int((QUARTER["start_s"] - 0.95 * QUICK["compile_s"]) / first)  # it is compiled when the link has just become slow
     policy.decisions = switch(step, SECOND)
     outcome = run(made, policy, probes=True)
     after = next(observation for observation in policy.observations if observation.step > outcome.moments[0].step)
