@@ -80,7 +80,8 @@ def one_run(flags: list[str], num_steps: int) -> dict:
             "cpu_s": round(after.children_user + after.children_system - before.children_user - before.children_system, 1),
             "first_step_s": round(statistics.median(row["step_time_s"] for row in metrics[2:12]), 4),
             "last_step_s": round(statistics.median(row["step_time_s"] for row in metrics[-20:]), 4),
-            "switches": [{"event": event["event"], "step": event["step"], "layout": event["layout"], "delay_s": round(event["step_delay_s"], 2)} for event in moves],
+            "switches": [{"event": event["event"], "step": event["step"], "layout": event["layout"], "delay_s": round(event["step_delay_s"], 2),
+                          "why": event["why"]} for event in moves],
             "loss": metrics[-1]["loss"]}
 
 
