@@ -62,12 +62,17 @@ def forget(cache: Path) -> None:
         path.unlink()
 
 
+def basics(num_steps: int, directory: Path) -> list[str]:
+    """Flags that all runs have in common: nothing but steps."""
+    return ["--model", "gpt2-nano", "--cpu-devices", "8", "--steps", str(num_steps), "--run-dir", str(directory), "--set", "eval_every=0", "--set", "checkpoint.every=0",
+            "--progress", "none"]
+
+
 def one_run(flags: list[str], num_steps: int) -> dict:
     """Figures of one run in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
-        command = [sys.executable, str(TRAIN), "--model", "gpt2-nano", "--cpu-devices", "8", "--steps", str(num_steps), "--run-dir", str(directory), "--set",
-                   "eval_every=0", "--set", "checkpoint.every=0", "--progress", "none", *flags]
+        command = [sys.executable, str(TRAIN), *basics(num_steps, directory), *flags]
         before = os.times()
         started = time.perf_counter()
         subprocess.run(command, check=True)

@@ -7,13 +7,14 @@ become known, or when the time has come that an earlier decision waited for.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import policy
+from optimus_jax.control.deciding.agenda import Agenda, Question
 from optimus_jax.control.deciding.allowance import Allowance
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_allowed, is_legal
 from optimus_jax.control.deciding.changes import LEAST
@@ -50,27 +51,6 @@ SPARE = 0.02
 """Beyond the least probability: that a process which was left out has recovered, before it is tried again."""
 TRIAL = "the first steps under the new plan are done"
 """Puts up for decision whether to go back."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Question:
-    """What is up for decision."""
-
-    trigger: str
-    """In words."""
-    batch: Batch
-    """That it is about."""
-    mandatory: bool = False
-    """The present plan cannot be kept."""
-    at_step: int | None = None
-    """Boundary that it is about; None: as soon as can be."""
-    only: Standing | None = None
-    """The one plan that is asked about; None: all."""
-
-    @property
-    def is_pressing(self) -> bool:
-        """Whether it has to be answered, or belongs to a boundary."""
-        return self.mandatory or self.at_step is not None
 
 
 class Advisor:
@@ -123,14 +103,9 @@ class Advisor:
         """Whether it was compiled then."""
         self._earlier_steps: int | None = None
         """Steps that the run had done before this advisor saw any."""
-        self._answering: _Question | None = None
+        self._answering: Question | None = None
         """The question that this was the answer to."""
-        self._question: _Question | None = None
-        self._later: _Question | None = None
-        """Another one, which came while that was being thought about, and can wait."""
-        self._forced: _Question | None = None
-        """The question whose answer had to be a switch, until it is made."""
-        self._review_step, self._review_s = math.inf, math.inf
+        self._agenda = Agenda()
 
     @property
     def wants_probe(self) -> bool:
@@ -146,7 +121,7 @@ class Advisor:
     def is_puzzled(self) -> bool:
         """Whether the newest steps are others than those that the pending switch was decided on, and it is not known why or what to do about it."""
         changed_since = self.changed_s is not None and self.changed_s > self._decided_s
-        return self._watch.detector.suspects >= SUSPICIOUS or self._question is not None or (changed_since and self._watch.wants_probe)
+        return self._watch.detector.suspects >= SUSPICIOUS or self._agenda.question is not None or (changed_since and self._watch.wants_probe)
 
     @property
     def steps_alike(self) -> int:
@@ -161,12 +136,8 @@ class Advisor:
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
         if (asked := self._asked(observation, is_new_batch, news)) is not None:
-            # What has to be answered, or belongs to a boundary, is not forgotten for something else while a search is at work.
-            if self._question is not None and self._question.is_pressing and not asked.mandatory:
-                self._later = asked
-            else:
-                self._question = asked
-        return None if self._question is None else self._answered(self._question, observation)
+            self._agenda.put(asked)
+        return None if self._agenda.question is None else self._answered(self._agenda.question, observation)
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
         """The run is now under `plan`. `costs_s`: by phase of the switch, how long the run was delayed by it, without its first steps."""
@@ -188,7 +159,7 @@ class Advisor:
         left_out = older.left_out.still_slow(self._time_s) if is_return and older.left_out else self._left_out_by(without)
         self._track.moved(Standing(plan=plan, without=without, left_out=left_out), left_in, fled=decided is None or decided.mandatory)
         self._restart()
-        self._on_trial, self._forced = by_choice and not is_return, None
+        self._on_trial, self._agenda.forced = by_choice and not is_return, None
         self._allowance.switched(self._time_s, by_choice=by_choice, is_return=is_home)
         self._cool(by_choice=by_choice)
 
@@ -205,7 +176,7 @@ class Advisor:
             self._restart()
         self._on_trial = False
         self._cool()
-        self._question = self._forced
+        self._agenda.reopen()
 
     def charge(self, time_s: float) -> None:
         """Switching took so much more of the run's time: first steps, or what came to nothing."""
@@ -218,7 +189,8 @@ class Advisor:
 
     def dropped(self) -> None:
         """The batches have changed, and what was being prepared is not to be had: it was for those before."""
-        self._pending, self._question, self._later = None, self._forced, None
+        self._pending = None
+        self._agenda.reopen()
 
     def save(self) -> None:
         """Keep what was learnt about this hardware for later runs."""
@@ -254,9 +226,7 @@ class Advisor:
             return False
         self._learn_level()
         self._batch, self._looked = batch, False
-        if self._question is not None:
-            self._question = replace(self._question, batch=batch, at_step=None)
-        self._later = None
+        self._agenda.enter(batch)
         self._restart()
         return True
 
@@ -304,20 +274,20 @@ class Advisor:
         self._memory_watch.restart()
 
     def _cool(self, *, by_choice: bool = True) -> None:
-        self._pending = self._question = self._later = None
+        self._pending = None
         self._allowance.cool(self._step, by_choice=by_choice)
-        self._review_step, self._review_s = self._allowance.cool_until(), math.inf
+        self._agenda.clear(self._allowance.cool_until())
         self._look_at_left_out()
 
     def _look_at_left_out(self) -> None:
         """Once it is likely enough that a slow process has recovered."""
         if (left_out := self._track.now.left_out) is not None:
             due_s = left_out.due_s(self._time_s, min(1 - SPARE, self._settings.min_probability + SPARE))
-            self._review_s = min(self._review_s, math.inf if due_s is None else due_s)
+            self._agenda.look_again(time_s=math.inf if due_s is None else due_s)
 
     # What is up for decision.
 
-    def _asked(self, observation: Observation, is_new_batch: bool, news: str) -> _Question | None:
+    def _asked(self, observation: Observation, is_new_batch: bool, news: str) -> Question | None:
         """The most urgent question; None: there is no new one."""
         plan, lost = self._track.now.plan, self._lost
         self._lost = observation.lost_devices
@@ -339,7 +309,7 @@ class Advisor:
         asked = self._answering if self._pending is not None else None
         return asked if asked is not None and asked.is_pressing else self._may("; ".join(others))
 
-    def _asked_by_time(self) -> _Question | None:
+    def _asked_by_time(self) -> Question | None:
         if self._pending is not None:
             due_step = self._pending.at_step if self._pending.at_step is not None else self._pending.step
             given_up = due_step + ABANDONED * max(self._settings.cooldown_steps, self._settings.window_steps)
@@ -348,22 +318,21 @@ class Advisor:
         count = self._watch.detector.count
         if self._on_trial and count >= self._settings.canary_steps:
             self._on_trial = False
-            return _Question(trigger=TRIAL, batch=self._batch, only=self._track.before)
+            return Question(trigger=TRIAL, batch=self._batch, only=self._track.before)
         if not self._looked and count >= LEAST:
             self._looked = True
             return self._may("step times are known")
-        if self._step >= self._review_step or self._time_s >= self._review_s:
-            self._review_step = self._review_s = math.inf
-            return self._forced or self._may("it is time to look again")
+        if self._agenda.is_review_due(self._step, self._time_s):
+            return self._agenda.forced or self._may("it is time to look again")
         return None
 
-    def _may(self, trigger: str) -> _Question:
-        return _Question(trigger=trigger, batch=self._batch)
+    def _may(self, trigger: str) -> Question:
+        return Question(trigger=trigger, batch=self._batch)
 
-    def _must(self, trigger: str) -> _Question:
-        return _Question(trigger=trigger, batch=self._batch, mandatory=True)
+    def _must(self, trigger: str) -> Question:
+        return Question(trigger=trigger, batch=self._batch, mandatory=True)
 
-    def _about_phase(self) -> _Question | None:
+    def _about_phase(self) -> Question | None:
         """About a phase that is near enough to prepare for."""
         level, plan = self._watch.detector.level, self._track.now.plan
         phase = self._phases.near(self._step, max(self._settings.cooldown_steps, LEAD_S / math.exp(level) if level is not None else 0.0))
@@ -372,11 +341,11 @@ class Advisor:
         batch = (phase.global_batch, phase.seq_len)
         priced = self._prices.of(batch)
         cannot_go_on = not is_legal(plan, priced.config) or not has_room(plan, self._memory_watch.applied(priced))
-        return _Question(trigger=f"the phase that begins at step {phase.first_step}", batch=batch, at_step=phase.steps_before, mandatory=cannot_go_on)
+        return Question(trigger=f"the phase that begins at step {phase.first_step}", batch=batch, at_step=phase.steps_before, mandatory=cannot_go_on)
 
     # Answers.
 
-    def _answered(self, question: _Question, observation: Observation) -> Decision | None:
+    def _answered(self, question: Question, observation: Observation) -> Decision | None:
         """Weigh it; None: it says nothing new, or a search is still at work, and the question stays."""
         blocked = "" if question.mandatory else self._blocked(question)
         self._learn_level()
@@ -385,23 +354,25 @@ class Advisor:
             offers = self._offers(question)
         if offers is None:
             return None
-        self._forced = question if question.mandatory else self._forced
+        if question.mandatory:
+            self._agenda.forced = question
         self._answering = question
         decision = self._noted(self._weighed(question, offers, blocked, observation))
-        self._question, self._later = self._later if self._pending is None else None, None
+        self._agenda.answer(is_switch=self._pending is not None)
         return decision
 
-    def _blocked(self, question: _Question) -> str:
+    def _blocked(self, question: Question) -> str:
         allowance = self._allowance
         if question.only is not None or allowance.too_many():
             return allowance.too_many()
         plan, watch = self._track.now.plan, self._watch
         slowed = math.exp(self._prices.log_time(plan, self._batch, watch.conditions) - self._prices.log_time(plan, self._batch, watch.normal))
         too_soon = allowance.too_soon(question.at_step or self._step, slowed)
-        self._review_step = allowance.cool_until(slowed) if too_soon else self._review_step
+        if too_soon:
+            self._agenda.postpone(allowance.cool_until(slowed))
         return too_soon
 
-    def _offers(self, question: _Question) -> list[Offer] | None:
+    def _offers(self, question: Question) -> list[Offer] | None:
         """What could be switched to; None: a search is still at work."""
         watch = self._watch
         view = View(batch=question.batch, time_s=self._time_s, conditions=self._located(watch.conditions), normal=watch.normal, lost=self._lost, slow=self._straggling,
@@ -410,7 +381,7 @@ class Advisor:
             return self._options.back(view, question.only)
         return self._options.all(view, self._track.now, [*self._track.plans, *self._tried], self._predictor.calibration(), mandatory=question.mandatory)
 
-    def _weighed(self, question: _Question, offers: Sequence[Offer], blocked: str, observation: Observation) -> Decision:
+    def _weighed(self, question: Question, offers: Sequence[Offer], blocked: str, observation: Observation) -> Decision:
         watch, plan, priced = self._watch, self._track.now.plan, self._memory_watch.applied(self._prices.of(question.batch))
         asked = [query(plan, self._located(watch.conditions).felt_by(plan).applied(priced), setting(question.batch, watch.conditions), watch.regime)]
         asked += [query(offer.plan, offer.place.pricing, offer.place.setting, watch.regime) for offer in offers]
@@ -431,7 +402,7 @@ class Advisor:
             inputs=self._inputs(question, observation, forecast.interval_s(0), steps_left))
         return policy.decide(situation, candidates, self._settings)
 
-    def _candidate(self, offer: Offer, question: _Question, log_ratio: float, deviation: float, log_ratio_after: float | None) -> Candidate:
+    def _candidate(self, offer: Offer, question: Question, log_ratio: float, deviation: float, log_ratio_after: float | None) -> Candidate:
         plan, place = offer.plan, offer.place
         rung, compiled = self._track.rung(plan, place.without), self._is_compiled(plan, question.batch, place.without)
         is_listed = is_allowed(plan, self._settings.allow)
@@ -456,10 +427,10 @@ class Advisor:
         self._pending = None
         self._look_at_left_out()
         # A plan that has failed may be the one to go to.
-        self._review_step = min(self._review_step, self._quarantine.first_end(self._step))
+        self._agenda.look_again(step=self._quarantine.first_end(self._step))
         if decision.wait_s is not None:
             least_s = max(LEAST * (decision.step_time_s or 0.0), LOOK_AGAIN * self._watch.regime_at(self._time_s).elapsed_s)
-            self._review_s = min(self._review_s, self._time_s + max(decision.wait_s, least_s))
+            self._agenda.look_again(time_s=self._time_s + max(decision.wait_s, least_s))
         return None if decision.trigger == TRIAL else decision
 
     # What answers rest on.
@@ -479,7 +450,7 @@ class Advisor:
         whole_s = earlier_s + disturbed_s + max(0.0, steps_left - disturbed_s / step_time_s) * usual_s
         return self._allowance.budget_s(whole_s, self._costs.spent_s)
 
-    def _inputs(self, question: _Question, observation: Observation, interval_s: tuple[float, float], steps_left: int) -> dict[str, Any]:
+    def _inputs(self, question: Question, observation: Observation, interval_s: tuple[float, float], steps_left: int) -> dict[str, Any]:
         watch = self._watch
         readings = {name: reading.value for name, reading in sorted(observation.readings.items())
                     if reading.quality in ("good", "few") and reading.value is not None and math.isfinite(reading.value)}

@@ -138,7 +138,7 @@ class Signals:
             self._rounds.budget.ask(step, urgent=anew)
 
     def probe(self, step: int) -> None:
-        """Run a round of probes. The devices have finished `step`; every process has to call it.
+        """Run a round of probes, or, if what they have found so far is forgotten, as many as a reading needs. The devices have finished `step`; every process has to call it.
 
         If it fails, there are no probes on this mesh any more. One of several processes cannot do without alone: there what it raises ends the run.
         """
@@ -150,13 +150,18 @@ class Signals:
         def measured() -> dict[str, float]:
             return rounds.run(step, step_time_s=step_time_s, data_wait_s=wait_s or 0.0)
 
-        samples = measured() if jax.process_count() > 1 else self._round_guard.samples(measured)
-        if self._round_guard.missing is not None:
-            self._rounds = None
+        found = []
+        # Where steps have become slow, the samples that a reading needs would come a slow step later each.
+        for _ in range(FEW if self._is_probed_anew else 1):
+            found.append(measured() if jax.process_count() > 1 else self._round_guard.samples(measured))
+            if self._round_guard.missing is not None:
+                self._rounds = None
+                break
         if self._is_probed_anew:
             self._forget(_OF_ROUNDS)
             self._is_probed_anew = False
-        self._take_round(samples or {}, rounds)
+        for samples in found:
+            self._take_round(samples or {}, rounds)
 
     def enter(self, *, global_batch: int, seq_len: int, rounds: Rounds | None) -> None:
         """The run goes on under another plan or in another phase: samples that belong to the one before are forgotten.

@@ -1,0 +1,85 @@
+"""The agenda: which question is up for decision, which waits behind it, and when to look again without being asked.
+
+One question is open at a time, for a search for its answer may take many steps.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from optimus_jax.control.deciding.options import Standing
+from optimus_jax.control.deciding.prices import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is up for decision."""
+
+    trigger: str
+    """In words."""
+    batch: Batch
+    """That it is about."""
+    mandatory: bool = False
+    """The present plan cannot be kept."""
+    at_step: int | None = None
+    """Boundary that it is about; None: as soon as can be."""
+    only: Standing | None = None
+    """The one plan that is asked about; None: all."""
+
+    @property
+    def is_pressing(self) -> bool:
+        """Whether it has to be answered, or belongs to a boundary."""
+        return self.mandatory or self.at_step is not None
+
+
+class Agenda:
+    """Questions of one run. Empty at first."""
+
+    def __init__(self) -> None:
+        self.question: Question | None = None
+        """The open one."""
+        self.forced: Question | None = None
+        """The one whose answer had to be a switch, until it is made."""
+        self._later: Question | None = None
+        """Came while the open one was being thought about, and can wait."""
+        self._review_step, self._review_s = math.inf, math.inf
+
+    def put(self, asked: Question) -> None:
+        """Open this one; behind what has to be answered, or belongs to a boundary, all that is not mandatory waits."""
+        if self.question is not None and self.question.is_pressing and not asked.mandatory:
+            self._later = asked
+        else:
+            self.question = asked
+
+    def answer(self, *, is_switch: bool) -> None:
+        """The open one has its answer. If that is a switch, it is an answer to what waits too."""
+        self.question, self._later = None if is_switch else self._later, None
+
+    def enter(self, batch: Batch) -> None:
+        """Another batch has begun: what was asked about its boundary is asked about now."""
+        if self.question is not None:
+            self.question = replace(self.question, batch=batch, at_step=None)
+        self._later = None
+
+    def reopen(self) -> None:
+        """The switch that was decided is not to be had: what forced it is asked again, and all else is dropped."""
+        self.question, self._later = self.forced, None
+
+    def clear(self, review_step: float) -> None:
+        """Drop all that was asked, and look again at this step."""
+        self.question = self._later = None
+        self._review_step, self._review_s = review_step, math.inf
+
+    def postpone(self, review_step: float) -> None:
+        """Do not look again before this step, unless that is due by the clock."""
+        self._review_step = review_step
+
+    def look_again(self, *, step: float = math.inf, time_s: float = math.inf) -> None:
+        """At this step or time at the latest."""
+        self._review_step, self._review_s = min(self._review_step, step), min(self._review_s, time_s)
+
+    def is_review_due(self, step: int, time_s: float) -> bool:
+        """Whether it is time to look again. It says so once."""
+        if step < self._review_step and time_s < self._review_s:
+            return False
+        self._review_step = self._review_s = math.inf
+        return True
