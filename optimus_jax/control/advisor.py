@@ -113,6 +113,11 @@ class Advisor:
         return self._watch.wants_probe
 
     @property
+    def probe_worth_s(self) -> float:
+        """What it may take to know why."""
+        return self._watch.probe_worth_s
+
+    @property
     def changed_s(self) -> float | None:
         """On the run's clock, since when step times are others than they were, for a reason that was not known then: older probes tell nothing of now."""
         return self._watch.changed_s

@@ -235,7 +235,8 @@ class Controller:
         if self._is_broken or (self._verdict is not None and not self._verdict.keep):
             return  # what is decided now would be of a plan that the run is about to leave
         if self._advisor.wants_probe:
-            self._council.give(Order(kind="probe", anew=self._advisor.changed_s != self._probed_of_s))
+            is_news = self._advisor.changed_s != self._probed_of_s
+            self._council.give(Order(kind="probe", anew=is_news, worth_s=self._advisor.probe_worth_s if is_news else 0.0))
             self._probed_of_s = self._advisor.changed_s
         decision = self._decided(observation)
         if decision is not None:
@@ -319,7 +320,7 @@ class Controller:
         elif order.kind in ("look", "go") and self._upcoming is not None and self._upcoming.order.plan == order.plan:
             self._upcoming.looks_since, self._upcoming.may_go = step, self._upcoming.may_go or order.kind == "go"
         elif order.kind == "probe":
-            self._signals.ask_probe(step + 1, anew=order.anew)
+            self._signals.ask_probe(step + 1, anew=order.anew, worth_s=order.worth_s)
         elif order.kind == "keep" and self._trial is not None:
             self._switcher.keep(step=step, why=order.why, costs_s=self._trial.costs_s)
             self._display.decision(f"kept: {order.why}")

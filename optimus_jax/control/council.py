@@ -34,18 +34,20 @@ class Order:
     """The boundary at which the run enters the plan; None: the first one after it is ready."""
     anew: bool = False
     """Of a probe: what probes have found so far is of other conditions."""
+    worth_s: float = 0.0
+    """Of a probe: what it may take whatever the budget says."""
     why: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """For the other processes."""
         return {"kind": self.kind, "plan": self.plan and self.plan.to_json(), "without": sorted(self.without), "at_step": self.at_step, "anew": self.anew,
-                "why": self.why}
+                "worth_s": self.worth_s, "why": self.why}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Order":
         """The inverse of `as_json`."""
         return cls(kind=value["kind"], plan=value["plan"] and Plan.from_json(value["plan"]), without=frozenset(value["without"]),
-                   at_step=value["at_step"], anew=value["anew"], why=value["why"])
+                   at_step=value["at_step"], anew=value["anew"], worth_s=value["worth_s"], why=value["why"])
 
 
 class Council:

@@ -33,7 +33,8 @@ class Budget:
     """When rounds are due: as often as their cost allows, with one round's cost kept in reserve for when somebody asks.
 
     The first is a loan, and who asks may have one more. When steps have changed, why has to be known at once: for such a round
-    more may be owed, and those that nobody asks for come the later.
+    more may be owed, and those that nobody asks for come the later. Where steps have become so slow that a round is
+    little beside them, it comes in any case.
 
     Args:
       share: of wall time.
@@ -45,23 +46,33 @@ class Budget:
         self._cost_s = self._step_time_s = 0.0
         self._left_s = 0.0
         self._asked_at: int | None = None
-        self._is_urgent = False
+        self._is_urgent, self._worth_s = False, 0.0
 
     def is_due(self, step: int) -> bool:
         """Whether a round belongs behind `step`; every process gets the same answer."""
         if not self._share or self._last_step is None:
             return bool(self._share)
         is_asked = self._asked_at is not None and step >= self._asked_at
+        if is_asked and self._cost_s <= self._worth_s:
+            return True
         return self._left_at(step) >= self._cost_s * ((-URGENT_LOAN if self._is_urgent else -LOAN) if is_asked else 2)
 
-    def ask(self, step: int, *, urgent: bool = False) -> None:
-        """Wish for a round behind `step`, or as soon as the budget allows; urgent: with a larger loan. Every process has to ask for the same."""
+    def ask(self, step: int, *, urgent: bool = False, worth_s: float = 0.0) -> None:
+        """Wish for a round behind `step`, or as soon as the budget allows. Every process has to ask for the same.
+
+        Args:
+          urgent: with a larger loan.
+          worth_s: what it may take at no cost to the budget.
+        """
         self._asked_at = step
         self._is_urgent |= urgent
+        self._worth_s = max(self._worth_s, worth_s)
 
     def spent(self, step: int, cost_s: float, step_time_s: float) -> None:
         """A round behind `step` took `cost_s`; steps take `step_time_s` now. Exchanged numbers."""
-        self._left_s = (0.0 if self._last_step is None else self._left_at(step)) - cost_s
+        paid_s = min(cost_s, self._worth_s)
+        self._left_s = (0.0 if self._last_step is None else self._left_at(step)) - (cost_s - paid_s)
+        self._worth_s -= paid_s
         self._last_step, self._cost_s, self._step_time_s, self._asked_at, self._is_urgent = step, cost_s, step_time_s, None, False
 
     @property

@@ -127,18 +127,19 @@ class Signals:
         """Whether to let the devices finish `step` and call `probe`; the same answer in every process."""
         return self._rounds is not None and self._step_time().count >= FEW and self._rounds.budget.is_due(step)
 
-    def ask_probe(self, step: int, *, anew: bool = False) -> None:
+    def ask_probe(self, step: int, *, anew: bool = False, worth_s: float = 0.0) -> None:
         """Wish for a probe after `step`, if the budget allows. Every process has to ask for the same step.
 
         Args:
-          anew: what probes have found so far is of other conditions: it is forgotten then, and the next comes whatever the budget says.
+          anew: what probes have found so far is of other conditions: it is forgotten then, and more may be owed.
+          worth_s: what they may take whatever the budget says, in seconds.
         """
         if self._rounds is not None:
             self._is_probed_anew |= anew
-            self._rounds.budget.ask(step, urgent=anew)
+            self._rounds.budget.ask(step, urgent=anew, worth_s=worth_s)
 
     def probe(self, step: int) -> None:
-        """Run a round of probes, or, if what they have found so far is forgotten, as many as a reading needs. The devices have finished `step`; every process has to call it.
+        """Run a round of probes. The devices have finished `step`; every process has to call it.
 
         If it fails, there are no probes on this mesh any more. One of several processes cannot do without alone: there what it raises ends the run.
         """
@@ -150,18 +151,13 @@ class Signals:
         def measured() -> dict[str, float]:
             return rounds.run(step, step_time_s=step_time_s, data_wait_s=wait_s or 0.0)
 
-        found = []
-        # Where steps have become slow, the samples that a reading needs would come a slow step later each.
-        for _ in range(FEW if self._is_probed_anew else 1):
-            found.append(measured() if jax.process_count() > 1 else self._round_guard.samples(measured))
-            if self._round_guard.missing is not None:
-                self._rounds = None
-                break
+        samples = measured() if jax.process_count() > 1 else self._round_guard.samples(measured)
+        if self._round_guard.missing is not None:
+            self._rounds = None
         if self._is_probed_anew:
             self._forget(_OF_ROUNDS)
             self._is_probed_anew = False
-        for samples in found:
-            self._take_round(samples or {}, rounds)
+        self._take_round(samples or {}, rounds)
 
     def enter(self, *, global_batch: int, seq_len: int, rounds: Rounds | None) -> None:
         """The run goes on under another plan or in another phase: samples that belong to the one before are forgotten.

@@ -55,7 +55,7 @@ class Advisor:
 
     script: ClassVar[dict[int, Decision]] = {}
     told_last: ClassVar[list[str]] = []
-    wants_probe, changed_s, steps_alike, is_puzzled = False, None, 1000, False
+    wants_probe, probe_worth_s, changed_s, steps_alike, is_puzzled = False, 0.0, None, 1000, False
 
     def __init__(self, **_):
         self.told: list[str] = []

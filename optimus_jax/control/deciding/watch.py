@@ -26,6 +26,8 @@ AGREES = 0.35
 """Of the predicted change, what is seen of it at least where the reading is right; and of the change that is seen, what is predicted at least."""
 ALARMING = math.log(2.0)
 """Above the level: a step that takes so long is asked about at once, before others have shown that it was no accident."""
+WORTH = 0.25
+"""Of the time that changed steps have lost: it may take so much to know why."""
 RECENT = 5
 """Step times that a claim is held against at first."""
 PATIENCE = 12
@@ -74,6 +76,8 @@ class Watch:
         """On the run's clock, when step times last changed, or seemed to, and no reading had said why; None: never."""
         self._is_alarmed = False
         """Whether the newest step took far longer than usual."""
+        self._lost_s = 0.0
+        """What the steps that changed last, or seemed to, took beyond the usual."""
         self._anchor: float | None = None
         """Level in these conditions outside unexplained regimes, once one has begun."""
         self._excess: float | None = None
@@ -100,6 +104,11 @@ class Watch:
     def wants_probe(self) -> bool:
         """Whether step times and readings do not agree, so that more readings would help."""
         return self.regime != 0 or bool(self._claimed_at) or self._has_rumours or self._is_alarmed
+
+    @property
+    def probe_worth_s(self) -> float:
+        """What probes may take that tell why steps have changed."""
+        return WORTH * max(0.0, self._lost_s)
 
     @property
     def steps_alike(self) -> int:
@@ -132,6 +141,7 @@ class Watch:
         change = self._add_steps(observation)
         if change and not self._is_alarmed:  # or it is known since when already
             self.changed_s = observation.time_s - self._newest_s * change.num_steps
+            self._lost_s = change.num_steps * (math.exp(change.after) - math.exp(change.before))
         news = [self._level_changed(change)] if change else []
         news.append(self._hear(observation, claims, log_time_of))
         # What was not understood and now is has been the same all the time.
@@ -157,7 +167,7 @@ class Watch:
                 self._anchor = self.detector.level - self._excess
             is_alarming = level is not None and value - level > ALARMING
             if is_alarming and not self._is_alarmed:
-                self.changed_s = observation.time_s - step_time_s
+                self.changed_s, self._lost_s = observation.time_s - step_time_s, step_time_s - math.exp(level or 0.0)
             self._is_alarmed = is_alarming
         return found
 
