@@ -17,6 +17,9 @@ from optimus_jax.errors import ConfigError, explain, nearest
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+SEPARATOR = "separator"
+"""Of a field's metadata: what stands between the items of its text, where that is no comma."""
+
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
 
@@ -76,7 +79,13 @@ def build(cls: type[T], value: Any, path: str = "") -> T:
         if name not in kinds:
             raise ConfigError(explain(f"unknown setting {path + name!r}", given=f"{path}{name}={value[name]}",
                                       do=nearest(name, kinds)))
+    separators = {field.name: field.metadata[SEPARATOR] for field in dataclasses.fields(typing.cast(Any, cls)) if SEPARATOR in field.metadata}
+    value = {name: _split(item, separators[name]) if name in separators and isinstance(item, str) else item for name, item in value.items()}
     return cls(**{name: _convert(kinds[name], item, path + name) for name, item in value.items()})
+
+
+def _split(text: str, separator: str) -> list[str]:
+    return [item for item in text.split(separator) if item]
 
 
 def _convert(kind: Any, value: Any, name: str) -> Any:
@@ -97,7 +106,7 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
             return value
         raise ConfigError(explain(f"unknown value for {name}", given=value, do=nearest(str(value), map(str, options))))
     if origin is tuple and isinstance(value, str | tuple | list):
-        items = [item for item in value.split(",") if item] if isinstance(value, str) else value
+        items = _split(value, ",") if isinstance(value, str) else value
         return tuple(_convert(options[0], item, name) for item in items)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
         return value.lower() in ("true", "1")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from optimus_jax.config import (
     CheckpointConfig,
     Config,
+    ControlConfig,
     DataConfig,
     DistributedConfig,
     LogConfig,
@@ -45,6 +46,7 @@ def configs(draw: st.DrawFn) -> Config:
         data=DataConfig(sources=tuple(draw(st.lists(texts, min_size=1))), seq_len=seq_len, respect_documents=draw(st.booleans())),
         parallel=ParallelConfig(zero=draw(st.sampled_from((None, 0, 1, 2, 3))), rules=tuple(draw(st.lists(texts))),
                                 remat=draw(st.sampled_from(("none", "selective", "dots", "full")))),
+        controller=ControlConfig(allow=tuple(draw(st.lists(st.sampled_from(("data=4,tensor=2", "fsdp=8")))))),
         optimizer=OptimizerConfig(lr=draw(st.none() | positive), beta1=draw(shares), epsilon=draw(positive),
                                   warmup_steps=draw(st.none() | sizes)),
         steps=draw(sizes), seed=draw(st.integers(0, 2**31 - 1)))
@@ -63,7 +65,7 @@ def test_every_setting_survives_the_command_line(config):
         value = config
         for part in name.split("."):
             value = getattr(value, part)
-        return value, ",".join(value) if isinstance(value, tuple) else str(value)
+        return value, (";" if name == "controller.allow" else ",").join(value) if isinstance(value, tuple) else str(value)
 
     given = {name: text_of(name) for name in setting_names(Config) if not (name.startswith("model.rope_scaling") and config.model.rope_scaling is None)}
     assert config.with_values({name: text for name, (_, text) in given.items()}) == config

@@ -1,10 +1,11 @@
 """Who trains it, what happens when one of them fails, and when the run may move to another plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from optimus_jax.config.checks import check_not_negative, check_positive, is_address
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.settings import SEPARATOR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,9 @@ class ControlConfig:
     gain_over_cost: float = 2.0
     """Least expected gain over the rest of the run, in costs of the switch."""
     budget_share: float = 0.01
-    """Of the run's wall time, what all switches together may take."""
+    """Of the run's wall time, were it to stay under its plan, what all switches together may take."""
     max_switches: int | None = None
-    """Of a run; None: as many as the budget allows. 0 freezes the plan."""
+    """Of a run; None: as many as the budget allows. 0 freezes the plan, as long as it can be kept."""
     cooldown_steps: int = 30
     """Steps after a switch without another one."""
     window_steps: int = 20
@@ -99,8 +100,8 @@ class ControlConfig:
     """Steps under a new plan, after which it is kept or taken back."""
     probe_share: float = 0.002
     """Of wall time, what probes of links and compute may take; 0: none."""
-    allow: tuple[str, ...] = ()
-    """Meshes that may be switched to, such as `data=4,tensor=2`; empty: all legal ones."""
+    allow: tuple[str, ...] = field(default=(), metadata={SEPARATOR: ";"})
+    """Meshes that may be switched to, such as `data=4,tensor=2;fsdp=8`; empty: all legal ones."""
     move_bytes: int = 256 * 2**20
     """Of state on the way at the same time on a device while it is moved."""
     executables: int = 3

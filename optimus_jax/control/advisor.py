@@ -78,7 +78,7 @@ class Advisor:
                  process_of: Sequence[int] | None = None, keeps_devices: bool = False, tried_s: Mapping[Plan, float] = MappingProxyType({}),
                  is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None):
         self._prices, self._cluster, self._settings, self._num_steps = Prices(pricing), pricing.cluster, settings, num_steps
-        self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher), keeps_devices=keeps_devices), memory
+        self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher), keeps_devices=keeps_devices, allow=settings.allow), memory
         self._is_compiled = is_compiled or (lambda plan, batch, without: self._track.is_compiled(plan))
         self._process_of = process_of or [device // pricing.cluster.devices_per_host for device in range(pricing.cluster.num_devices)]
         self._predictor, self._costs, self._watch, self._memory_watch = Predictor(pricing.calibration), CostModel(costs), Watch(), MemoryWatch()
@@ -137,6 +137,10 @@ class Advisor:
         """What to do at this step boundary; None: nothing was up for decision. Call it at every boundary."""
         if self._began_s is None:
             self._began_s, self._earlier_steps = observation.time_s - sum(observation.step_times_s), observation.step - len(observation.step_times_s)
+            self._allowance.rewind(observation.step)
+        if observation.step < self._step:  # a restart: the run goes on from a checkpoint
+            self._allowance.rewind(observation.step)
+            self._agenda.postpone(self._allowance.cool_until())
         self._step, self._time_s = observation.step, observation.time_s
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
@@ -187,13 +191,14 @@ class Advisor:
         """Switching took so much more of the run's time: first steps, or what came to nothing."""
         self._costs.charge(time_s)
 
-    def remember(self, costs_s: Mapping[str, float]) -> None:
-        """The run made a switch before this advisor saw it, which took so long by phase."""
-        self._allowance.num_switches += 1
-        self._costs.charge(sum(costs_s.values()))
+    def remember(self, costs_s: Mapping[str, float], *, step: int, by_choice: bool) -> None:
+        """The run made a switch after this step, before this advisor saw it, which took so long by phase."""
+        self._allowance.num_switches += by_choice
+        self._costs.charge(sum(costs_s.values()) if by_choice else 0.0)
+        self._allowance.cool(step, by_choice=by_choice)
 
     def dropped(self) -> None:
-        """The batches have changed, and what was being prepared is not to be had: it was for those before."""
+        """What was being prepared is not to be had: the batches have changed, or the run has ended before it was done."""
         self._pending = None
         self._agenda.reopen()
 
@@ -394,8 +399,10 @@ class Advisor:
             normal = setting(question.batch, watch.normal)
             asked += [query(plan, watch.normal.applied(priced), normal)] + [query(offer.plan, offer.place.normal, normal) for offer in offers]
         forecast, after = self._predictor.foretell(asked), len(offers) + 1
+        # What has to be left is left, if not to a mesh on the user's list then to another one.
+        allow = self._settings.allow if not question.mandatory or any(is_allowed(offer.plan, self._settings.allow) for offer in offers) else ()
         candidates = [
-            self._candidate(offer, question, *forecast.ratio(index, 0), forecast.ratio(after + index, after)[0] if watch.is_disturbed else None)
+            self._candidate(offer, question, allow, *forecast.ratio(index, 0), forecast.ratio(after + index, after)[0] if watch.is_disturbed else None)
             for index, offer in enumerate(offers, start=1)]
         step_time_s, usual_s = forecast.step_time_s(0), forecast.step_time_s(after if watch.is_disturbed else 0)
         steps_left = self._phases.steps_left(self._step if question.at_step is None else question.at_step)
@@ -407,10 +414,10 @@ class Advisor:
             inputs=self._inputs(question, observation, forecast.interval_s(0), steps_left))
         return policy.decide(situation, candidates, self._settings)
 
-    def _candidate(self, offer: Offer, question: Question, log_ratio: float, deviation: float, log_ratio_after: float | None) -> Candidate:
+    def _candidate(self, offer: Offer, question: Question, allow: Sequence[str], log_ratio: float, deviation: float, log_ratio_after: float | None) -> Candidate:
         plan, place = offer.plan, offer.place
         rung, compiled = self._track.rung(plan, place.without), self._is_compiled(plan, question.batch, place.without)
-        is_listed = is_allowed(plan, self._settings.allow)
+        is_listed = is_allowed(plan, allow)
         return Candidate(
             plan=plan, rung=rung, log_ratio=log_ratio, deviation=deviation, log_ratio_after=log_ratio_after, without=place.without, likely=place.likely,
             barred=self._quarantine.why(plan, self._step) if is_listed else "not on the list of meshes that may be switched to",

@@ -58,8 +58,7 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
         process_of=topology.processes, keeps_devices=topology.num_processes > 1,
         memory=cache_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json")
     for record in switches(run.path):
-        if record.costs_s:
-            advisor.remember(record.costs_s)
+        advisor.remember(record.costs_s, step=record.step, by_choice=record.by_choice)
         if record.is_failure:
             advisor.failed(record.target, f"it was tried at step {record.step}: {record.ended_why}", at_step=record.ended_step)
     probes = Probes(settings.probe_share, here.cluster, kept_profile(), num_meshes=settings.executables, warn=display.message)

@@ -65,13 +65,20 @@ class _Trial:
     source: Plan
     plan: Plan
     costs_s: dict[str, float]
-    """Of the switch."""
+    """Of the switch: how long the run stood still."""
+    tax_s: float
+    """What preparing it took from steps."""
     before_s: tuple[float, ...]
     """Times of the last steps under the plan from before; empty: it is not to be compared with."""
     foretold_s: float
     """Predicted time of a step."""
     records: list[StepRecord] = field(default_factory=list)
     """Of its steps."""
+
+    @property
+    def spent_s(self) -> dict[str, float]:
+        """All that the switch has cost, for the journal: a resumed run has no more to spend than this one."""
+        return self.costs_s | {"compile_tax_s": self.tax_s, "first_steps_s": _excess_s([record.step_time_s for record in self.records])}
 
 
 class Controller:
@@ -186,7 +193,7 @@ class Controller:
 
     def stop(self, step: int) -> None:
         """The run ends on purpose after `step`."""
-        self._switcher.stop(step=step)
+        self._switcher.stop(step=step, costs_s=self._trial.spent_s if self._trial is not None else {})
 
     def close(self) -> None:
         """The run has ended, well or not."""
@@ -322,7 +329,7 @@ class Controller:
         elif order.kind == "probe":
             self._signals.ask_probe(step + 1, anew=order.anew, worth_s=order.worth_s)
         elif order.kind == "keep" and self._trial is not None:
-            self._switcher.keep(step=step, why=order.why, costs_s=self._trial.costs_s)
+            self._switcher.keep(step=step, why=order.why, costs_s=self._trial.spent_s)
             self._display.decision(f"kept: {order.why}")
             self._trial = self._verdict = None
         elif order.kind == "take back" and self._trial is not None:
@@ -357,8 +364,11 @@ class Controller:
         assert self._upcoming is not None
         prepared, order, source = self._upcoming.preparation.result(), self._upcoming.order, self._switcher.running.plan
         begins_phase = not prepared.has_same_batches
-        switched = (self._switcher.enter if begins_phase else self._switcher.switch)(state, prepared, step=step, why=order.why)
         target, decision = prepared.target.plan, self._decision
+        if begins_phase:
+            switched = self._switcher.enter(state, prepared, step=step, why=order.why)
+        else:
+            switched = self._switcher.switch(state, prepared, step=step, why=order.why, by_choice=decision is None or not decision.mandatory)
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
         if not switched.is_done:
             self._log_rollback(step, target, source, f"the move failed: {switched.why_not}", costs_s)
@@ -379,7 +389,7 @@ class Controller:
             newest = NEWEST_STEPS if jax.default_backend() == "cpu" else 2 * self._settings.canary_steps
             alike = max(1, min(self._advisor.steps_alike, newest))
             before_s = () if decision is not None and decision.mandatory else tuple(self._last_times_s)[-alike:]
-            self._trial = _Trial(source=source, plan=target, costs_s=costs_s, before_s=before_s, foretold_s=_foretold_s(decision))
+            self._trial = _Trial(source=source, plan=target, costs_s=costs_s, tax_s=tax_s, before_s=before_s, foretold_s=_foretold_s(decision))
         if self._advises:
             self._advisor.switched(target, costs_s | {"compile_tax_s": tax_s})
         self._upcoming = self._decision = None
@@ -390,7 +400,7 @@ class Controller:
         trial = self._trial
         assert trial is not None
         why = self._verdict.why if self._verdict is not None else "the first process said so"
-        switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.costs_s)
+        switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.spent_s)
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
         if self._advises:
             self._advisor.charge(sum(costs_s.values()))

@@ -17,8 +17,8 @@ the new one may be why it died. A switch of which the disk knows nothing has not
 import json
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +46,9 @@ class SwitchRecord:
     ended_step: int | None
     ended_why: str
     costs_s: dict[str, float]
-    """Delay of the run by phase; empty if it died."""
+    """Delay of the run by phase, as far as it came."""
+    by_choice: bool
+    """Whether the run could have stayed."""
 
     @property
     def is_failure(self) -> bool:
@@ -61,12 +63,11 @@ def switches(run_dir: Path) -> list[SwitchRecord]:
         if values["record"] == "begin":
             records.append(SwitchRecord(
                 step=values["step"], source=_plan(values["source"]), target=_plan(values["target"]), why=values["why"],
-                ending=None, ended_step=None, ended_why="", costs_s={}))
-        elif values["record"] == "end" and records and records[-1].ending is None:
-            begun = records.pop()
-            records.append(SwitchRecord(
-                step=begun.step, source=begun.source, target=begun.target, why=begun.why, ending=values["ending"],
-                ended_step=values["step"], ended_why=values["why"], costs_s=values["costs_s"]))
+                ending=None, ended_step=None, ended_why="", costs_s={}, by_choice=values.get("by_choice", True)))  # runs from before it was written
+        elif records and records[-1].ending is None:
+            ended = values["record"] == "end"
+            records[-1] = replace(records[-1], costs_s=values.get("costs_s", {}), **(
+                {"ending": values["ending"], "ended_step": values["step"], "ended_why": values["why"]} if ended else {}))
     return records
 
 
@@ -101,17 +102,18 @@ class Journal:
         died = unfinished(self._run.path)
         if died is not None:
             self._run.write_plan(died.source.to_json())
-            self.end("died", step=step, why="the run ended before the new plan was known to be good", costs_s={})
+            self.end("died", step=step, why="the run ended before the new plan was known to be good", costs_s=died.costs_s)
         return died
 
-    def begin(self, source: Plan, target: Plan, *, step: int, why: str) -> None:
+    def begin(self, source: Plan, target: Plan, *, step: int, why: str, by_choice: bool) -> None:
         """The state is about to be moved. Raises RunDirectoryError, as `commit`, if it cannot be written."""
-        self._append({"record": "begin", "step": step, "source": json.loads(source.to_json()), "target": json.loads(target.to_json()), "why": why})
+        self._append({"record": "begin", "step": step, "source": json.loads(source.to_json()), "target": json.loads(target.to_json()), "why": why,
+                      "by_choice": by_choice})
 
-    def commit(self, plan: Plan, *, step: int) -> None:
-        """The state has been moved and is the same: `plan` is the run's."""
+    def commit(self, plan: Plan, *, step: int, costs_s: Mapping[str, float]) -> None:
+        """The state has been moved and is the same: `plan` is the run's. `costs_s`: so far."""
         self._run.write_plan(plan.to_json())
-        self._append({"record": "commit", "step": step, "plan": plan.digest})
+        self._append({"record": "commit", "step": step, "plan": plan.digest, "costs_s": dict(costs_s)})
 
     def end(self, ending: Ending, *, step: int, why: str, costs_s: dict[str, float], back_to: Plan | None = None) -> None:
         """How the switch went; `back_to`: the plan from before, which is the run's again.

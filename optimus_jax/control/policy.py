@@ -300,7 +300,7 @@ def _move_away(situation: Situation, candidates: Sequence[Candidate]) -> Decisio
         return _decision(situation, [], None, why=f"{situation.trigger}, and no plan is known that could be kept instead")
     best = weighed[0]
     if best.objection:
-        return _decision(situation, weighed, None, why=f"{situation.trigger}, and every plan that could be kept instead has failed: {best.candidate.plan.axes} {best.objection}")
+        return _decision(situation, weighed, None, why=f"{situation.trigger}, and no plan that could be kept instead may be used: {best.candidate.plan.axes} {best.objection}")
     return _decision(situation, weighed, best,
                      why=f"{situation.trigger}: {best.candidate.plan.axes} is expected to finish soonest of {len(weighed)} plans that can go on")
 

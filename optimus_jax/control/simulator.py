@@ -334,6 +334,8 @@ class Simulation:
         is_lost, is_legal = not conditions.lost.isdisjoint(self.place.devices), self.world.is_legal(self.place.plan, self.phase)
         why = "devices were lost" if is_lost else "memory ran out" if is_legal else "the new phase's batch does not divide"
         self._pending = self._canary = None
+        if is_lost:  # where memory ran out, what was chosen while less of it was taken would not last
+            self.policy.dropped()
         self.time_s += switching.detect_s if is_lost else 0.0
         conditions = self.timeline.at(self.time_s)
         place = self._advised(conditions) or self.truth.fallback(conditions, self.phase)

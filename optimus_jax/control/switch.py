@@ -21,7 +21,7 @@ should not, and the newest checkpoint is all that can be trusted.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -129,12 +129,13 @@ class Switcher:
         devices = [device for device in devices_by_host() if device.id not in without][:plan.num_devices]
         return self._shelf.get(batch or batch_of(self.running.program.config), plan, devices) is not None
 
-    def switch(self, state: TrainState, prepared: Prepared, *, step: int, why: str) -> Switched:
+    def switch(self, state: TrainState, prepared: Prepared, *, step: int, why: str, by_choice: bool = True) -> Switched:
         """Move the state, which is used up, and verify it; if anything goes wrong the run stays under its plan.
 
         Args:
           step: steps done.
           why: for the journal.
+          by_choice: the run could have stayed.
         Raises:
           StateLostError: see there.
         """
@@ -144,10 +145,10 @@ class Switcher:
             _check_agreed(prepared.target.plan)
         try:
             with clock.phase("commit_s"), together():  # only one process writes, and no other may move if it cannot
-                self._begin(prepared, step, why)
+                self._begin(prepared, step, why, by_choice)
         except OptimusError as error:  # nothing has happened, and that is no reason to lose the state
             return Switched(state=state, executable=prepared.source, is_done=False, why_not=str(error), costs_s=clock.seconds)
-        switched = self._moved(state, prepared, step, clock, self._commit)
+        switched = self._moved(state, prepared, step, clock, lambda prepared, at: self._commit(prepared, at, clock.seconds))
         if switched.is_done:
             self.running, self._on_trial = prepared.target, prepared
             self._shelf.put(prepared.target)
@@ -164,7 +165,7 @@ class Switcher:
             self.running = prepared.target
             self._shelf.put(prepared.target)
             return Switched(state=state, executable=prepared.target, is_done=True, why_not="", costs_s={})
-        switched = self.switch(state, prepared, step=step, why=why)
+        switched = self.switch(state, prepared, step=step, why=why, by_choice=False)
         if switched.is_done:
             self.keep(step=step, why="the batches need it", costs_s=switched.costs_s)
         return switched
@@ -178,10 +179,10 @@ class Switcher:
         self._end("kept", step, why, costs_s)
         self._on_trial = None
 
-    def stop(self, *, step: int) -> None:
-        """The run ends on purpose: if it is in the first steps under a new plan, that plan is not to blame."""
+    def stop(self, *, step: int, costs_s: dict[str, float]) -> None:
+        """The run ends on purpose: if it is in the first steps under a new plan, which it took `costs_s` to get to, that plan is not to blame."""
         if self._on_trial is not None:
-            self._end("stopped", step, "the run ended before the first steps were done", {})
+            self._end("stopped", step, "the run ended before the first steps were done", costs_s)
 
     def take_back(self, state: TrainState, *, step: int, why: str, costs_s: dict[str, float]) -> Switched:
         """Move the state, as it is now, back to the plan before the last switch; if that goes wrong the run stays under the new plan.
@@ -301,13 +302,13 @@ class Switcher:
         """The probe, if both plans train on the same batches."""
         return self._probe if prepared.has_same_batches else None
 
-    def _begin(self, prepared: Prepared, step: int, why: str) -> None:
+    def _begin(self, prepared: Prepared, step: int, why: str, by_choice: bool) -> None:
         if self._journal is not None:
-            self._journal.begin(prepared.source.plan, prepared.target.plan, step=step, why=why)
+            self._journal.begin(prepared.source.plan, prepared.target.plan, step=step, why=why, by_choice=by_choice)
 
-    def _commit(self, prepared: Prepared, step: int) -> None:
+    def _commit(self, prepared: Prepared, step: int, costs_s: Mapping[str, float]) -> None:
         if self._journal is not None:
-            self._journal.commit(prepared.target.plan, step=step)
+            self._journal.commit(prepared.target.plan, step=step, costs_s=costs_s)
 
     def _end(self, ending: Ending, step: int, why: str, costs_s: dict[str, float], back_to: Plan | None = None) -> None:
         if self._journal is not None:

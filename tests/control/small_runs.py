@@ -51,10 +51,12 @@ class Scripted:
 
     script: ClassVar[dict[int, Decision]] = {}
     told: ClassVar[list[str]] = []
+    remembered: ClassVar[list[tuple[int, bool, dict[str, float]]]] = []
     wants_probe, steps_alike, is_puzzled = False, 1000, False
 
     def __init__(self, **_):
         self.told.clear()
+        self.remembered.clear()
 
     def decide(self, observation):
         return self.script.get(observation.step)
@@ -71,8 +73,8 @@ class Scripted:
     def charge(self, time_s):
         pass
 
-    def remember(self, costs_s):
-        pass
+    def remember(self, costs_s, *, step, by_choice):
+        self.remembered.append((step, by_choice, costs_s))
 
     def save(self):
         pass

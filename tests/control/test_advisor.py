@@ -30,7 +30,8 @@ SMALLER = [plan_on(mesh, microbatches=microbatches, remat=remat) for microbatche
 
 def search(pricing: Pricing) -> Ranking:
     """The best of a few plans: a search over all takes long."""
-    return ranked(pricing, [*PLANS, *SMALLER])
+    mesh = pricing.config.parallel.mesh
+    return ranked(pricing, [plan for plan in [*PLANS, *SMALLER] if mesh in ("auto", str(plan.axes))])
 
 
 BEST = search(PRICING).best[0].plan
@@ -329,6 +330,73 @@ def test_a_slow_stage_gets_fewer_layers_and_its_own_again_when_it_has_recovered(
     assert job.true_s(job.plan, slow) < 0.9 * job.true_s(even, slow)
     job.go(2500, straggler=2.0)
     assert job.plan.pipeline == even.pipeline
+
+
+def test_a_device_is_lost_while_a_stage_is_slow():
+    """The plan with stages that the run is under needs more devices than are left, and is not priced on those."""
+    slow = Conditions(skew=2.0, slow_part=(16 / 64, 24 / 64))
+    job = Job(POOR, num_steps=8000, prepare_steps=10_000).go(100).go(60, slow, straggler=2.0)
+    job.go(1, slow, straggler=2.0, lost=frozenset({60}))
+    left = job.decisions[-1]
+    assert left.mandatory
+    assert left.plan is not None
+    assert left.plan.num_devices <= 56
+
+
+def test_meshes_on_the_list_are_searched_for():
+    """However far behind others they are: a search for the best few would not find them."""
+    listed = "pipe=2,fsdp=8,tensor=4"
+    assert listed not in [str(each.plan.axes) for each in search(PRICING).best]
+    job = Job(POOR, settings=ControlConfig(allow=(listed, "fsdp=16"))).go(40)
+    shown = {str(each.plan.axes) for decision in job.decisions for each in decision.alternatives if each.verdict != "not on the list of meshes that may be switched to"}
+    assert shown == {listed}  # the other one is too small for the devices that are there
+
+
+def test_a_mesh_that_is_not_on_the_list_is_better_than_devices_that_are_lost():
+    job = Job(settings=ControlConfig(allow=(str(BEST.axes),), max_switches=0)).go(30).go(1, lost=frozenset({60}))
+    assert job.decisions[-1].mandatory
+    assert job.decisions[-1].plan is not None
+    assert job.decisions[-1].plan.num_devices <= 56
+
+
+def test_what_a_run_did_before_it_was_resumed_counts():
+    """Time that was spent, switches that were made, and how long ago."""
+    def resumed(**settings) -> Job:
+        job = Job(POOR, settings=ControlConfig(**settings))
+        job.step = 103
+        return job
+
+    job = resumed()
+    job.advisor.remember({"move_s": 50.0}, step=60, by_choice=False)  # had to be, and is not the budget's
+    job.advisor.remember({"move_s": 1.0, "compile_tax_s": 2.0}, step=100, by_choice=True)
+    assert job.advisor._costs.spent_s == 3.0
+    job.go(20)
+    assert all("cooling down after a switch, until step 130" in each.why for each in job.decisions)
+    assert job.go(40).switches
+    at_most = resumed(max_switches=1)
+    at_most.advisor.remember({}, step=20, by_choice=True)
+    assert at_most.go(60).switches == []
+    assert "1 switches are the most" in at_most.decisions[-1].why
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_does_not_cool_down_until_where_it_was():
+    job = Job(POOR, num_steps=100_000).go(400)
+    made = len(job.switches)
+    assert made
+    job.go(1, lost=frozenset({60}))
+    job.go(20, lost=frozenset({60}))
+    job.step -= 350
+    left_at = job.step
+    job.go(60)  # the device is back
+    blocked = [each.step for each in job.decisions if each.step > left_at and "cooling down" in each.why and "until step" in each.why]
+    assert all(step <= left_at + 40 for step in blocked)
+    assert len(job.switches) > made + 1
+
+
+def test_a_phase_after_the_end_of_the_run_is_none():
+    phases = (Phase(first_step=1, global_batch=512, seq_len=4096), Phase(first_step=201, global_batch=1024, seq_len=4096))
+    assert any("the phase that begins at step 201" in each.trigger for each in Job(num_steps=201, phases=phases).go(199).decisions)
+    assert not any("phase" in each.trigger for each in Job(num_steps=200, phases=phases).go(199).decisions)
 
 
 def test_the_way_back_is_made_though_the_budget_is_spent():

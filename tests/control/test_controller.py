@@ -55,11 +55,13 @@ class Advisor:
 
     script: ClassVar[dict[int, Decision]] = {}
     told_last: ClassVar[list[str]] = []
+    remembered: ClassVar[list[tuple[int, bool, dict[str, float]]]] = []
     wants_probe, probe_worth_s, changed_s, steps_alike, is_puzzled = False, 0.0, None, 1000, False
 
     def __init__(self, **_):
         self.told: list[str] = []
         type(self).told_last = self.told
+        self.remembered.clear()
 
     def decide(self, observation):
         return self.script.get(observation.step)
@@ -74,8 +76,8 @@ class Advisor:
     def charge(self, time_s):
         pass
 
-    def remember(self, costs_s):
-        pass
+    def remember(self, costs_s, *, step, by_choice):
+        self.remembered.append((step, by_choice, costs_s))
 
     def save(self):
         self.told.append("saved")
@@ -282,6 +284,10 @@ def test_a_resumed_run_goes_on_under_its_new_plan(scripted, patient):
     result = scripted({3: switch_at(3, plan)})
     resumed = scripted({}, resume=True, steps=STEPS + 2)
     assert resumed.plan == plan == result.plan
+    [(step, by_choice, costs_s)] = Advisor.remembered
+    assert by_choice
+    assert 0 < step < STEPS
+    assert {"move_s", "compile_tax_s", "first_steps_s"} <= costs_s.keys()
     assert len(resumed.history) == STEPS + 2
 
 

@@ -1,10 +1,13 @@
 """A switch is a checkpoint and a restart, bit for bit; and within rounding as if the run had never switched. In a model with dropout."""
 
+import os
+from functools import cache
+
 import jax
 import numpy as np
 import pytest
 from helpers import F32_RELATIVE
-from moves import built, compiled_quickly, copied, layout_of
+from moves import PLANS, built, compiled_quickly, copied, layout_of
 from plans import batch_of_step, compiled_step, random_state
 
 from optimus_jax.checkpoint import Checkpoints
@@ -26,10 +29,10 @@ def quickly():
         yield
 
 
-@pytest.fixture(scope="module")
-def steps():
-    """The compiled step of every plan."""
-    return {name: compiled_step(built(name)) for name in dict.fromkeys(JOURNEY)}
+@cache
+def step_of(name):
+    """The compiled step of a plan."""
+    return compiled_step(built(name))
 
 
 def trained(program, step, state, first):
@@ -41,38 +44,67 @@ def trained(program, step, state, first):
     return state, losses
 
 
-def restarted(state, source, target, directory, step):
-    """Saved under one plan and restored under another, as a run does."""
+def saved(state, source, directory, step):
+    """On the disk."""
     checkpoints = Checkpoints(directory, CheckpointConfig())
     checkpoints.save(step, to_stored(state, source.shapes, source.plan, source.state_shardings), {})
     checkpoints.close()
+
+
+def restored_from(directory, target, step):
+    """The state that was saved under one plan, restored under another, as a run does."""
+    checkpoints = Checkpoints(directory, CheckpointConfig())
     wanted = abstract_stored_state(target.shapes, target.optimizer, target.config.precision, target.plan, target.mesh)
     stored = checkpoints.restore(wanted, step, paddable=may_be_padded).state
+    checkpoints.close()
     return from_stored(stored, target.shapes, target.plan, target.state_shardings)
 
 
-def test_switching_is_restarting_and_as_if_nothing_had_happened(steps, tmp_path):
+def assert_same_state(state, other, target):
+    """Bit for bit."""
+    sums, paths = ShardSums(layout_of(target)), layout_of(target).named
+    assert sums.of(named_leaves(state), paths) == sums.of(named_leaves(other), paths)
+
+
+def test_switching_is_restarting_and_as_if_nothing_had_happened(tmp_path):
     name = JOURNEY[0]
     program = built(name).program
     start = random_state(program)
     stayed, expected, done = copied(start), [], 0
     for _ in JOURNEY:
-        stayed, losses = trained(program, steps[name], stayed, done + 1)
+        stayed, losses = trained(program, step_of(name), stayed, done + 1)
         expected, done = expected + losses, done + STEPS_EACH
-    state, losses = trained(program, steps[name], start, 1)
+    state, losses = trained(program, step_of(name), start, 1)
     seen, done = list(losses), STEPS_EACH
     for other in JOURNEY[1:]:
         target = built(other).program
-        restored = restarted(state, program, target, tmp_path / f"at-{done}", done)
+        saved(state, program, tmp_path / f"at-{done}", done)
+        restored = restored_from(tmp_path / f"at-{done}", target, done)
         state = Move(layout_of(program), layout_of(target), budget_bytes=BUDGET_BYTES).run(state)
         assert int(state.step) == done
-        state, losses = trained(target, steps[other], state, done + 1)
-        restored, losses_restored = trained(target, steps[other], restored, done + 1)
+        state, losses = trained(target, step_of(other), state, done + 1)
+        restored, losses_restored = trained(target, step_of(other), restored, done + 1)
         assert losses == losses_restored, f"{name} -> {other}"
-        sums = ShardSums(layout_of(target))
-        paths = layout_of(target).named
-        assert sums.of(named_leaves(state), paths) == sums.of(named_leaves(restored), paths)
+        assert_same_state(state, restored, target)
         seen, done, name, program = seen + losses, done + STEPS_EACH, other, target
     np.testing.assert_allclose(seen, expected, rtol=F32_RELATIVE)
     assert seen != expected, "other plans add in another order: the same bits would mean the same plan"
     assert jax.tree.structure(state) == jax.tree.structure(stayed)
+
+
+@pytest.mark.skipif(not os.environ.get("ALL_PAIRS"), reason="a quarter of an hour: set ALL_PAIRS")
+@pytest.mark.parametrize("name", PLANS)
+def test_from_every_plan_to_every_other(name, tmp_path):
+    """Every ordered pair: the switch is the restart, bit for bit, and losses are those of a run that stays."""
+    program = built(name).program
+    state, _ = trained(program, step_of(name), random_state(program), 1)
+    saved(state, program, tmp_path, STEPS_EACH)
+    _, expected = trained(program, step_of(name), copied(state), STEPS_EACH + 1)
+    for other in [each for each in PLANS if each != name]:
+        target = built(other).program
+        moved = Move(layout_of(program), layout_of(target), budget_bytes=BUDGET_BYTES).run(copied(state))
+        moved, losses = trained(target, step_of(other), moved, STEPS_EACH + 1)
+        restored, losses_restored = trained(target, step_of(other), restored_from(tmp_path, target, STEPS_EACH), STEPS_EACH + 1)
+        assert losses == losses_restored, f"{name} -> {other}"
+        assert_same_state(moved, restored, target)
+        np.testing.assert_allclose(losses, expected, rtol=F32_RELATIVE, err_msg=f"{name} -> {other}")

@@ -35,8 +35,8 @@ def run(tmp_path):
 
 def switch(journal, ending):
     """All that a switch writes."""
-    journal.begin(OLD, NEW, step=7, why="it is faster")
-    journal.commit(NEW, step=7)
+    journal.begin(OLD, NEW, step=7, why="it is faster", by_choice=True)
+    journal.commit(NEW, step=7, costs_s={"move_s": 0.1})
     journal.end(ending, step=12, why="", costs_s=COSTS_S, back_to=None if ending in ("kept", "stopped") else OLD)
 
 
@@ -119,8 +119,8 @@ def test_dying_at_any_instant_leaves_one_plan_or_the_other(run, monkeypatch, end
 
 
 def test_dying_while_recovering_changes_nothing(run, monkeypatch, tmp_path):
-    Journal(run).begin(OLD, NEW, step=7, why="")
-    Journal(run).commit(NEW, step=7)
+    Journal(run).begin(OLD, NEW, step=7, why="", by_choice=True)
+    Journal(run).commit(NEW, step=7, costs_s=COSTS_S)
     assert run.plan_text() == NEW.to_json()
     for number in range(20):
         copy = tmp_path / str(number)
@@ -134,7 +134,7 @@ def test_dying_while_recovering_changes_nothing(run, monkeypatch, tmp_path):
                 died = True
         assert plan_to_resume(copy) == OLD.to_json()
         Journal(RunDirectory(copy)).recover(9)
-        assert [record.ending for record in switches(copy)] == ["died"]
+        assert [(record.ending, record.costs_s) for record in switches(copy)] == [("died", COSTS_S)]
         assert plan_to_resume(copy) == OLD.to_json()
         if not died:
             break
@@ -148,7 +148,7 @@ def test_a_torn_line_spoils_no_other(run):
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         before = switches(run.path)
-        Journal(run).begin(NEW, OLD, step=20, why="back")
+        Journal(run).begin(NEW, OLD, step=20, why="back", by_choice=True)
         assert switches(run.path)[:-1] == before, "what is written next does not change what the record says"
         assert [record.step for record in switches(run.path)][-1] == 20
         assert all(isinstance(json.loads(line), dict) for line in path.read_bytes().splitlines()[-1:])
@@ -167,14 +167,14 @@ def full(descriptor):
 def test_a_full_disk_is_an_error_that_says_so(run, monkeypatch):
     monkeypatch.setattr(journal_module.os, "fsync", full)
     with pytest.raises(RunDirectoryError, match="No space left"):
-        Journal(run).begin(OLD, NEW, step=1, why="")
+        Journal(run).begin(OLD, NEW, step=1, why="", by_choice=True)
 
 
 def test_an_end_that_cannot_be_written_does_not_cost_the_state(run, monkeypatch):
     """The trainer sees the failure, saves, and raises it."""
     journal = Journal(run)
-    journal.begin(OLD, NEW, step=7, why="")
-    journal.commit(NEW, step=7)
+    journal.begin(OLD, NEW, step=7, why="", by_choice=True)
+    journal.commit(NEW, step=7, costs_s={})
     with monkeypatch.context() as patch:
         patch.setattr(journal_module.os, "fsync", full)
         journal.end("taken back", step=9, why="", costs_s=COSTS_S, back_to=OLD)

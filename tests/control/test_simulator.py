@@ -353,6 +353,32 @@ def test_a_policy_says_what_to_restart_with():
     assert outcome.plan == wanted
 
 
+@pytest.mark.parametrize("during", ["move", "verify", "canary"])
+def test_what_was_decided_and_never_done_is_asked_again_at_a_restart(during):
+    """The policy says once what to do, and the run ends before that can be done: it does not restart with the default."""
+    wanted = replace(default_plans(PRICING, 8)[0], remat="none", microbatches=4)
+
+    class SaysOnce(Told):
+        has_said = False
+
+        def decide(self, observation):
+            if not observation.lost_devices:
+                return super().decide(observation)
+            if self.has_said:
+                return None
+            self.has_said = True
+            return Decision(step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True)
+
+        def dropped(self):
+            self.has_said = False
+
+    # Reported before it happens: the switch away from it is the one that it happens in.
+    event = {"kind": "lost", "host": 1, "start_s": 60, "notice_s": 0 if during == "canary" else 30, "during": during}
+    outcome = run(truth(event, misfit=EXACT), SaysOnce(switch(20, OTHER) if during == "canary" else {}))
+    assert outcome.moments[-1].kind == "restart"
+    assert outcome.plan == wanted
+
+
 def test_a_host_lost_while_the_state_moves():
     event = {"kind": "lost", "host": 1, "start_s": 1e6, "for_s": 100, "during": "move"}
     policy = Told(switch(50, OTHER))

@@ -99,7 +99,7 @@ def test_a_switch_that_is_kept(switcher, prepared, state, run):
     assert plan_on_disk(run) == prepared.target.plan
     assert switches(run.path)[0].ending is None
     switcher.keep(step=6, why="0.1 s per step", costs_s=switched.costs_s)
-    switcher.stop(step=7)
+    switcher.stop(step=7, costs_s={})
     [record] = switches(run.path)
     assert (record.ending, record.ended_step, record.costs_s) == ("kept", 6, switched.costs_s)
 
@@ -121,9 +121,12 @@ def test_a_switch_that_is_taken_back_after_a_step(switcher, prepared, state, run
 
 
 def test_a_run_that_ends_on_trial_does_not_blame_the_plan(switcher, prepared, state, run):
-    switcher.switch(state, prepared, step=1, why="")
-    switcher.stop(step=2)
-    assert not switches(run.path)[0].is_failure
+    switched = switcher.switch(state, prepared, step=1, why="", by_choice=False)
+    before = switches(run.path)[0].costs_s
+    assert before.keys() == {"agree_s", "probe_s", "move_s", "verify_s", "commit_s"}  # as far as is known when it dies now
+    switcher.stop(step=2, costs_s=switched.costs_s)
+    [record] = switches(run.path)
+    assert (record.is_failure, record.by_choice, record.costs_s) == (False, False, switched.costs_s)
 
 
 def flipped(leaf):
@@ -244,7 +247,7 @@ def test_what_cannot_be_taken_back_stays(switcher, prepared, state, run, monkeyp
     assert plan_on_disk(run) == prepared.target.plan
     [record] = switches(run.path)
     assert (record.ending, "2.0001" in record.ended_why) == ("kept", True)
-    switcher.stop(step=2)
+    switcher.stop(step=2, costs_s={})
     assert [record.ending for record in switches(run.path)] == ["kept"]
 
 

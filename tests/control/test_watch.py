@@ -181,6 +181,14 @@ def test_what_is_so_from_the_start_is_normal():
     assert run.watch.regime_at(run.time_s).durations is None
 
 
+def test_normal_conditions_that_come_back_are_normal_though_readings_scatter():
+    """Else nothing that was measured in them would be about what holds now."""
+    run = Run().go(30, said=NORMAL).go(30, SLOW, {**NORMAL, "between": 4.0})
+    assert run.watch.is_disturbed
+    run.go(30, said={**NORMAL, "between": 1.15})
+    assert run.watch.conditions == run.watch.normal == Conditions()
+
+
 def test_computing_that_was_always_slower_is_normal_and_what_becomes_slower_is_not():
     run = Run().go(60, said={**NORMAL, "compute": 1.3})
     assert run.watch.conditions == Conditions()

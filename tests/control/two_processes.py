@@ -50,7 +50,8 @@ def known_devices(topology):
     return Here(cluster=replace(Cluster.of(topology), inside=link), rates=RATES, records=Path(run_dir).parent / "records.jsonl")
 
 
-settings, there = {"model.num_layers": 2}, []
+# What threads compile beside steps is compiled in a step here, and both processes share the cores.
+settings, there = {"model.num_layers": 2, "faults.floor_s": 240.0}, []
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(api, "known_devices", known_devices)
     patch.setattr(assembly, "Advisor", Script)

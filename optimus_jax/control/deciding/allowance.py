@@ -29,6 +29,10 @@ class Allowance:
         self._last_step = step
         self._cool_steps = max(self._settings.cooldown_steps, self._settings.window_steps) if by_choice else 2 * self._settings.canary_steps
 
+    def rewind(self, step: int) -> None:
+        """The run goes on after this step, from a checkpoint: what was done later is done once more, and cooling down begins here."""
+        self._last_step = min(self._last_step, step)
+
     def cool_until(self, slowed: float = 1.0) -> int:
         """Step before which no other is made by choice.
 

@@ -4,7 +4,7 @@ Where devices are lost, what is left; where a process is slow, also all but it; 
 it, as if it had recovered.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from optimus_jax.control.deciding.candidates import (
@@ -21,6 +21,7 @@ from optimus_jax.control.deciding.left_out import LeftOut
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
+from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.calibrate import Calibration
 from optimus_jax.planning.search import Pricing
@@ -94,10 +95,11 @@ class Options:
       prices: of the run.
       searches: what is best on given devices.
       keeps_devices: whether all devices stay in use whatever is wrong with them: a process without one would have nothing to run.
+      allow: meshes that the user has listed; empty: all.
     """
 
-    def __init__(self, prices: Prices, searches: Searches, *, keeps_devices: bool = False) -> None:
-        self._prices, self._searches, self._keeps_devices = prices, searches, keeps_devices
+    def __init__(self, prices: Prices, searches: Searches, *, keeps_devices: bool = False, allow: Sequence[str] = ()) -> None:
+        self._prices, self._searches, self._keeps_devices, self._allow = prices, searches, keeps_devices, allow
 
     def all(self, view: View, standing: Standing, known: list[Plan], learnt: Calibration, *, mandatory: bool) -> list[Offer] | None:
         """Every plan worth weighing; None: a search is still at work.
@@ -155,7 +157,7 @@ class Options:
         conditions, config = place.conditions, place.pricing.config
         if conditions.skew == 1 or conditions.slow_part == ANYWHERE:
             return []
-        staged = [plan for plan in plans if plan.pipeline]
+        staged = [plan for plan in plans if plan.pipeline and plan.num_devices == place.pricing.cluster.num_devices]
         for schedule in STAGED if config.parallel.schedule == "auto" and config.parallel.mesh == "auto" else ():
             best = self._best(place, view, learnt, schedule=schedule)
             if best is None:
@@ -177,19 +179,25 @@ class Options:
                      normal=view.memory.applied(view.normal.applied(priced)), without=without, likely=likely)
 
     def _found(self, place: Place, view: View, learnt: Calibration, *, mandatory: bool) -> list[Plan] | None:
-        found = self._best(place, view, learnt)
-        return self._best(place, view, learnt, free=True) if mandatory and found == [] else found
+        num_devices, found = place.pricing.cluster.num_devices, list[Plan]()
+        for mesh in [text for text in self._allow if AxisSizes.parse(text).num_devices == num_devices] if self._allow else [""]:
+            best = self._best(place, view, learnt, mesh=mesh)
+            if best is None:
+                return None
+            found += best
+        return self._best(place, view, learnt, free=True) if mandatory and not found else found
 
-    def _best(self, place: Place, view: View, learnt: Calibration, *, schedule: str = "", free: bool = False) -> list[Plan] | None:
+    def _best(self, place: Place, view: View, learnt: Calibration, *, mesh: str = "", schedule: str = "", free: bool = False) -> list[Plan] | None:
         """What a search finds there; None: it is still at work.
 
         Args:
-          schedule: only plans with this one; empty: all.
+          mesh, schedule: only plans with this one; empty: all.
           free: what the user fixed does not count.
         """
         pricing = replace(place.pricing, calibration=learnt)
-        config = relaxed(pricing.config) if free else pricing.config.with_values({"parallel.schedule": schedule}) if schedule else pricing.config
-        key = (place.setting, pricing.cluster.num_devices, round(view.memory.taken, 2), schedule, free)
+        only = {"parallel.mesh": mesh} | {"parallel.schedule": schedule}
+        config = relaxed(pricing.config) if free else pricing.config.with_values({name: value for name, value in only.items() if value})
+        key = (place.setting, pricing.cluster.num_devices, round(view.memory.taken, 2), mesh, schedule, free)
         found = self._searches.best(key, replace(pricing, config=config))
         return None if found is None else list(found)
 

@@ -25,12 +25,12 @@ class Phases:
     """Those of one run.
 
     Args:
-      phases: in order; may be empty.
+      phases: in order; may be empty. Those that begin after the run's end do not count.
       num_steps: of the run.
     """
 
     def __init__(self, phases: Sequence[Phase], num_steps: int) -> None:
-        self._phases, self._num_steps = tuple(phases), num_steps
+        self._phases, self._num_steps = tuple([phase for phase in phases if phase.steps_before < num_steps]), num_steps
         self._looked_at: set[Phase] = set()
 
     def steps_left(self, step: int) -> int:

@@ -184,7 +184,8 @@ class Watch:
     def _hear(self, observation: Observation, claims: Mapping[str, Reading], log_time_of: Callable[[Conditions], float]) -> str:
         """Believe or distrust what readings claim."""
         claimed = self._claimed(claims)
-        news = {name: on_grid(value) for name, value in claimed.items() if abs(math.log(value / getattr(self.conditions, name))) > LEAST[name]}
+        news = {name: told for name, value in claimed.items()
+                if abs(math.log(value / getattr(self.conditions, name))) > LEAST[name] and (told := self._told(name, value)) != getattr(self.conditions, name)}
         self._heard |= {name for name in claimed if name not in news and claims[name].quality == "good"}
         for name in [name for name in self._claimed_at if name not in news]:
             del self._claimed_at[name]
@@ -208,6 +209,11 @@ class Watch:
                 return self._believe(group, observation, log_time_of)
         late = [name for name in news if self._seen_steps - self._claimed_at.get(name, math.inf) >= PATIENCE and self._is_felt(name, news[name], log_time_of)]
         return self._distrust(late, news) if late else ""
+
+    def _told(self, name: str, value: float) -> float:
+        """On the grid; or what is normal, if it is that as far as readings go: what was measured in normal conditions counts again."""
+        told, normal = on_grid(value), getattr(self.normal, name)
+        return normal if abs(math.log(told / normal)) < LEAST[name] else told
 
     def _groups(self, news: Mapping[str, float], log_time_of: Callable[[Conditions], float]) -> list[dict[str, float]]:
         """Claims that are held against step times together: relatives, each by itself, all.

@@ -36,6 +36,9 @@ class Policy(Protocol):
         """The switch to `plan` did not happen or was taken back."""
         ...
 
+    def dropped(self) -> None:
+        """The run has ended before what was decided could be done: it restarts, and asks anew."""
+
     @property
     def is_puzzled(self) -> bool:
         """Whether steps have changed since the pending switch was decided, and it is not known why."""
