@@ -18,9 +18,9 @@ from optimus_jax.presets import PRESETS
 from optimus_jax.request import SHORT_NAMES
 
 if TYPE_CHECKING:
-    from optimus_jax.config import Config
     from optimus_jax.control.simulated.comparison import Estimate, Row
     from optimus_jax.control.simulated.outcome import Outcome
+    from optimus_jax.control.simulated.replay import Recording
     from optimus_jax.control.simulated.scenarios import Scenario
     from optimus_jax.control.simulated.setup import Setup
     from optimus_jax.planning.calibrate import Calibration
@@ -32,6 +32,8 @@ WIDE = 160
 """Columns of a table that goes into a file."""
 HERE = "here"
 """The devices that are here, measured."""
+CLUSTER = "h100:8x8"
+"""Where nothing is said and no run."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,12 +44,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--scenario", metavar="NAME|FILE.json", default="link-quarter", help="what happens (default: link-quarter; --list names all)")
     flags.add_argument("--model", metavar="NAME", default="gpt2-xl", help=", ".join(PRESETS) + " (default: gpt2-xl)")
-    flags.add_argument("--cluster", metavar="NAME:HOSTSxDEVICES", default="h100:8x8", help="up to 1,024 devices, or here (default: h100:8x8)")
+    flags.add_argument("--cluster", metavar="NAME:HOSTSxDEVICES", help="up to 1,024 devices, or here (default: h100:8x8, or here to replay a run on virtual devices)")
     flags.add_argument("--link", action="append", default=[], metavar="NAME=SPEED", help="another speed: inside=300GB/s or between=400Gb/s,5us")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the scenario's, or the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help="examples per step, all devices (default: the scenario's, or 8 for each)")
     flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16)")
-    flags.add_argument("--cpu-devices", metavar="N", type=int, help="with --cluster here: virtual devices of a CPU")
+    flags.add_argument("--cpu-devices", metavar="N", type=int, help="with --cluster here: virtual devices of a CPU (default: the replayed run's)")
     flags.add_argument("--seeds", type=int, default=10, metavar="N", help="truths to draw (default: 10)")
     flags.add_argument("--policy", metavar="NAME", action="append", help="only these ways to steer; may be given several times (default: all)")
     flags.add_argument("--replay", metavar="RUN_DIR", help="replay what a real run met, instead of a scenario")
@@ -59,25 +61,33 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def scenario_of(given: dict) -> "tuple[Scenario, Config | None]":
-    """By name, from a file, or from a run, whose config comes with it."""
+def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
+    """By name, from a file, or from a recorded run."""
     from optimus_jax.control.simulated.replay import recorded
     from optimus_jax.control.simulated.scenarios import read_scenario, scenario_named
 
     if "replay" in given:
-        return recorded(Path(given["replay"]))
+        recording = recorded(Path(given["replay"]))
+        return recording.scenario, recording
     name = given["scenario"]
     return (read_scenario(name) if name.endswith(".json") or Path(name).is_file() else scenario_named(name)), None
 
 
-def setup_of(given: dict, scenario: "Scenario", config: "Config | None") -> "Setup":
+def with_cluster(given: dict, recording: "Recording | None") -> dict:
+    """What was typed, and where nothing was: a recorded run on virtual devices is replayed on as many of them."""
+    virtual = None if recording is None else recording.config.cpu_devices
+    given = {"cluster": CLUSTER if virtual is None else HERE} | given
+    return given if virtual is None or given["cluster"] != HERE else {"cpu_devices": virtual} | given
+
+
+def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -> "Setup":
     """The scenario for this model, or for a recorded run's, on this cluster."""
     from optimus_jax.control.simulated.setup import Setup
     from optimus_jax.planning.search import Pricing
     from optimus_jax.request import make_config
 
     cluster, rates, calibration = hardware(given)
-    overrides = {} if config else {"precision": "bf16" if cluster.accelerator.platform == "gpu" else "f32", "global_batch": 8 * cluster.num_devices}
+    overrides = {} if recording else {"precision": "bf16" if cluster.accelerator.platform == "gpu" else "f32", "global_batch": 8 * cluster.num_devices}
     overrides |= {name: value for name, value in given.items() if name in SHORT_NAMES and name != "cpu_devices"}
     for entry in given["set"]:
         name, equals, value = entry.partition("=")
@@ -88,8 +98,8 @@ def setup_of(given: dict, scenario: "Scenario", config: "Config | None") -> "Set
     import dataclasses
 
     said = {name: None for name in ("seq_len", "global_batch") if name in given}
-    config = make_config(given["model"], overrides) if config is None else config.with_values(overrides)
-    return Setup.of(dataclasses.replace(scenario, **said), Pricing(config, cluster, rates, calibration))
+    config = make_config(given["model"], overrides) if recording is None else recording.config.with_values(overrides)
+    return Setup.of(dataclasses.replace(scenario, **said), Pricing(config, cluster, rates, calibration), start=recording and recording.start)
 
 
 def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
@@ -155,8 +165,7 @@ def show_events(outcomes: "dict[str, Outcome]") -> None:
         print(f"{name}: {outcome.total_s:,.0f} s")
         for moment in outcome.moments:
             delays = ", ".join(f"{phase} {time_s:.1f}" for phase, time_s in moment.delay_s.items())
-            print(f"  {moment.time_s:8,.0f} s, step {moment.step:5d}: {moment.kind} {moment.plan.axes}, microbatches {moment.plan.microbatches}, "
-                  f"remat {moment.plan.remat} ({delays} s): {moment.why}")
+            print(f"  {moment.time_s:8,.0f} s, step {moment.step:5d}: {moment.kind} {moment.plan.describe()} ({delays} s): {moment.why}")
 
 
 def main() -> int:
@@ -176,19 +185,20 @@ def main() -> int:
             for scenario in library().values():
                 print(f"{scenario.name:22} {scenario.about}")
             return 0
-        scenario, config = scenario_of(given)
+        scenario, recording = scenario_of(given)
+        given = with_cluster(given, recording)
         if given["show"]:
             print(scenario.to_json(), end="")
             return 0
         check_seeds(given["seeds"])
-        setup, methods, searcher = setup_of(given, scenario, config), methods_of(given), PooledSearch()
+        setup, methods, searcher = setup_of(given, scenario, recording), methods_of(given), PooledSearch()
         # On standard error, and on a terminal alone.
         runs = [run_all(setup, seed, searcher, methods) for seed in track(range(given["seeds"]), "seeds", console=Console(stderr=True), transient=True)]
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     if given["json"]:
-        print(json.dumps({"simulated": True, "scenario": scenario.name, "cluster": given["cluster"], "model": given["model"], "steps": setup.num_steps,
+        print(json.dumps({"simulated": True, "scenario": scenario.name, "cluster": given["cluster"], "model": setup.told[0].config.model.name, "steps": setup.num_steps,
                           "start": setup.start.describe(), "tried": [plan.describe() for plan in setup.tried], "seeds": given["seeds"], "methods": [row.as_json() for row in rows(runs)],
                           "runs": [{name: outcome.as_json() for name, outcome in run.items()} for run in runs]}, indent=2))
         return 0

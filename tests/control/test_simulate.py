@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,10 @@ from optimus_jax.control.simulated.outcome import Moment, Outcome
 from optimus_jax.control.simulated.replay import recorded
 from optimus_jax.control.simulated.setup import Setup, Truth, default_plans
 from optimus_jax.errors import ConfigError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.planning.assemble import plan_for
+from optimus_jax.request import make_config
 from tests.control.simulated import PRICING, Told, run, scenario, setup_of
 
 PLAN = default_plans(PRICING, 16)[0]
@@ -72,8 +76,9 @@ def record(path, times_s, plans):
 
 def test_a_replay_under_the_recorded_plan_takes_what_was_recorded(tmp_path):
     times_s = [0.5] * 30 + [1.5] * 10 + [0.5] * 20
-    made, config = recorded(record(tmp_path / "run", times_s, [PLAN.digest] * 60))
-    truth = Truth(Setup.of(made, replace(PRICING, config=config)), 0)
+    made = recorded(record(tmp_path / "run", times_s, [PLAN.digest] * 60))
+    truth = Truth(Setup.of(made.scenario, replace(PRICING, config=made.config), start=made.start), 0)
+    assert truth.setup.start == PLAN
     assert truth.setup.num_steps == 60
     policy = Told()
     assert run(truth, policy, every=1).total_s == pytest.approx(sum(times_s))
@@ -81,9 +86,17 @@ def test_a_replay_under_the_recorded_plan_takes_what_was_recorded(tmp_path):
 
 
 def test_a_recording_with_two_plans_has_the_noise_of_each(tmp_path):
-    made, _ = recorded(record(tmp_path / "run", [0.5] * 20 + [0.3] * 10 + [0.6] * 5 + [0.3] * 5, [PLAN.digest] * 20 + ["another"] * 20))
-    assert made.step_factors == pytest.approx([1.0] * 30 + [2.0] * 5 + [1.0] * 5)
-    assert made.step_time_s == 0.5
+    made = recorded(record(tmp_path / "run", [0.5] * 20 + [0.3] * 10 + [0.6] * 5 + [0.3] * 5, [PLAN.digest] * 20 + ["another"] * 20))
+    assert made.scenario.step_factors == pytest.approx([1.0] * 30 + [2.0] * 5 + [1.0] * 5)
+    assert made.scenario.step_time_s == 0.5
+
+
+def test_a_recording_with_a_switch_begins_with_the_plan_before_it(tmp_path):
+    run_dir = record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 10 + ["another"] * 10)
+    (run_dir / "plan.json").write_text(replace(PLAN, remat="none").to_json())
+    begun = {"record": "begin", "step": 10, "source": asdict(PLAN), "target": asdict(replace(PLAN, remat="none")), "why": "", "by_choice": True}
+    (run_dir / "switches.jsonl").write_text(json.dumps(begun) + "\n")
+    assert recorded(run_dir).start == PLAN
 
 
 def test_what_is_no_recording(tmp_path):
@@ -91,6 +104,8 @@ def test_what_is_no_recording(tmp_path):
         recorded(tmp_path / "none")
     with pytest.raises(ConfigError, match="too few steps"):
         recorded(record(tmp_path / "run", [0.5] * 3, [PLAN.digest] * 3))
+    with pytest.raises(ConfigError, match="what plan it began with"):
+        recorded(record(tmp_path / "other", [0.5] * 20, ["another"] * 20))
 
 
 # Set-ups
@@ -107,6 +122,14 @@ def test_steps_and_first_plan_are_the_scenarios():
 
 
 # The command line
+
+def loaded(path):
+    """A script, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 def simulate(*arguments, **options):
     return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options)
@@ -144,6 +167,23 @@ def test_the_users_mistakes_end_with_one_message(arguments, message):
     assert "Traceback" not in failed.stderr
 
 
+def test_a_run_on_virtual_devices_is_replayed_on_as_many_of_them(tmp_path):
+    run_dir = tmp_path / "run"
+    config = make_config("gpt2-nano", {"cpu_devices": "4", "global_batch": "8", "seq_len": "32"})
+    plan = plan_for(config, AxisSizes(fsdp=4), Topology(num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None))
+    record(run_dir, [0.5] * 20, [plan.digest] * 20)
+    (run_dir / "config.json").write_text(config.to_json())
+    (run_dir / "plan.json").write_text(plan.to_json())
+    script = loaded(SCRIPT)
+    assert script.with_cluster({}, recorded(run_dir)) == {"cluster": "here", "cpu_devices": 4}
+    assert script.with_cluster({"cluster": "h100:1x4"}, recorded(run_dir)) == {"cluster": "h100:1x4"}
+    assert script.with_cluster({}, None) == {"cluster": "h100:8x8"}
+    ran = simulate("--replay", run_dir, "--seeds", 1, "--policy", "auto", "--json", "--cluster", "h100:1x4")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert (report["model"], report["steps"], report["start"], report["tried"]) == ("gpt2-nano", 20, plan.describe(), [plan.describe()])
+
+
 def test_devices_that_are_not_there_are_named(tmp_path):
     (tmp_path / "mine.json").write_text('{"name": "mine", "events": [{"kind": "lost", "devices": [3, 999]}]}')
     failed = simulate("--scenario", tmp_path / "mine.json")
@@ -161,10 +201,7 @@ def test_a_recording_of_another_number_of_devices_names_the_cluster_to_ask_for(t
 
 @pytest.fixture
 def benchmark():
-    spec = importlib.util.spec_from_file_location("simulated_control", SCRIPT.parents[1] / "benchmarks" / "simulated_control.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT.parents[1] / "benchmarks" / "simulated_control.py")
 
 
 def test_the_benchmark_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeypatch):

@@ -8,9 +8,11 @@ of a real machine; whether another plan would have escaped them it cannot show.
 import json
 import math
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 from optimus_jax.config import Config
+from optimus_jax.control.journal import switches
 from optimus_jax.control.simulated.scenarios import Scenario
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.plan import Plan
@@ -21,15 +23,25 @@ USUAL = 0.25
 """Quantile of a plan's steps that is its usual time: half a run may have been disturbed."""
 
 
-def recorded(run_dir: Path) -> tuple[Scenario, Config]:
-    """What the run in a directory met, and its config.
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What a run met."""
+
+    scenario: Scenario
+    config: Config
+    start: Plan
+    """Of its first step."""
+
+
+def recorded(run_dir: Path) -> Recording:
+    """The run in a directory.
 
     Raises:
-      ConfigError: there is no run, or too few steps.
+      ConfigError: there is no run, or too few steps, or nothing says what plan it began with.
     """
     try:
         config = Config.from_json((run_dir / "config.json").read_text(encoding="utf-8"))
-        plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
+        plans = [Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")), *[record.source for record in switches(run_dir)]]
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(explain("a run cannot be read", given=f"{run_dir}: {error}", do="name the directory of a run")) from error
@@ -41,10 +53,14 @@ def recorded(run_dir: Path) -> tuple[Scenario, Config]:
         raise ConfigError(explain("a recording has too few steps", given=f"{len(steps)} in {run_dir}", do=f"record {FEWEST} or more"))
     usual_s = {digest: _usual_s(times_s) for digest, times_s in by_plan.items()}
     first = steps[0][0]
-    return Scenario(
+    start = next((plan for plan in plans if plan.digest == first), None)
+    if start is None:
+        raise ConfigError(explain("a recording does not say what plan it began with", given=f"{first} in the first line of {run_dir / 'metrics.jsonl'}, in neither plan.json nor switches.jsonl",
+                                  do="name the directory of a run that went from its first step to its end there"))
+    return Recording(config=config, start=start, scenario=Scenario(
         name=f"replay of {run_dir.name}", about="Each step takes as many times its usual time as it did in that run, whatever the plan.", steps=len(steps),
-        start=str(plan.axes) if first == plan.digest else "best", seq_len=config.seq_len, global_batch=config.data.global_batch,
-        step_time_s=usual_s[first], step_factors=tuple([time_s / usual_s[digest] for digest, time_s in steps])), config
+        start=str(start.axes), seq_len=config.seq_len, global_batch=config.data.global_batch,
+        step_time_s=usual_s[first], step_factors=tuple([time_s / usual_s[digest] for digest, time_s in steps])))
 
 
 def _usual_s(times_s: list[float]) -> float:

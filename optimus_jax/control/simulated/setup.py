@@ -46,8 +46,13 @@ class Setup:
     """Seconds of a step of those, once they have been tried."""
 
     @classmethod
-    def of(cls, scenario: Scenario, pricing: Pricing, settings: ControlConfig | None = None) -> "Setup":
+    def of(cls, scenario: Scenario, pricing: Pricing, *, start: Plan | None = None) -> "Setup":
         """The scenario for a run of `pricing.config` on its cluster.
+
+        Args:
+          scenario: what happens.
+          pricing: the run's config, the cluster, and what is known of it.
+          start: first plan, in place of what the scenario says.
 
         Raises:
           OptimusError: the scenario cannot be had there, such as a first plan that is not legal.
@@ -56,9 +61,11 @@ class Setup:
         configs = [config for _, config in scenario.configs(pricing.config)]
         nominal = tuple([replace(pricing, config=config) for config in configs])
         told = tuple([believed(each, scenario.prior) for each in nominal])
-        tried = first_plans(scenario.start, told[0])
+        if start is not None:
+            _check_count(start.axes, pricing.cluster)
+        tried = first_plans(scenario.start, told[0]) if start is None else (start,)
         num_steps = scenario.steps or max(1, round(scenario.duration_s / nominal[0].step_time_s(tried[0])))
-        return cls(scenario=scenario, nominal=nominal, told=told, start=tried[0], tried=tried, num_steps=num_steps, settings=settings or pricing.config.controller)
+        return cls(scenario=scenario, nominal=nominal, told=told, start=tried[0], tried=tried, num_steps=num_steps, settings=pricing.config.controller)
 
     @cached_property
     def first_steps(self) -> tuple[int, ...]:
@@ -148,14 +155,19 @@ def first_plans(start: str, pricing: Pricing) -> tuple[Plan, ...]:
                 return (plan,)
         raise PlanError(explain("the default layout does not fit", given=f"start={start}", do="use another cluster or a smaller batch"))
     if start != BEST:
-        if (needed := AxisSizes.parse(start).num_devices) != pricing.cluster.num_devices:
-            raise PlanError(explain(f"the run starts on {needed} devices, and the cluster has {pricing.cluster.num_devices}", given=f"start={start} on {pricing.cluster}",
-                                    do=f"name a cluster of {needed}: --cluster NAME:1x{needed}, or --cluster here --cpu-devices {needed} for a run on a CPU"))
+        _check_count(AxisSizes.parse(start), pricing.cluster)
         pricing = replace(pricing, config=pricing.config.with_values({"parallel.mesh": start}))
     found = search(pricing, top=max(1, pricing.config.parallel.trials) if start == BEST else 1).best
     if not found:
         raise PlanError(explain("no plan is legal and fits", given=f"start={start} on {pricing.cluster}", do="use another mesh, more devices, or a smaller batch"))
     return tuple([candidate.plan for candidate in found])
+
+
+def _check_count(axes: AxisSizes, cluster: Cluster) -> None:
+    """Raise PlanError for a first plan on other devices than all."""
+    if (needed := axes.num_devices) != cluster.num_devices:
+        raise PlanError(explain(f"the run starts on {needed} devices, and the cluster has {cluster.num_devices}", given=f"{axes} on {cluster}",
+                                do=f"name a cluster of {needed}: --cluster NAME:1x{needed}, or --cluster here --cpu-devices {needed} for a run on a CPU"))
 
 
 def default_plans(pricing: Pricing, num_devices: int) -> list[Plan]:
