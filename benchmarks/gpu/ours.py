@@ -27,12 +27,17 @@ KERNELS = {"cudnn": r"__cudnn\$fmha", "triton": r"__triton", "cublas": r"__cubla
 """Of custom calls in the compiled step."""
 
 
+def config_of(case: Case, compute: str) -> Config:
+    """A case as a run's config, on one device."""
+    return Config(model=model_preset(case.model), data=DataConfig(global_batch=case.batch, seq_len=case.seq_len, respect_documents=False)).with_values({
+        "parallel.mesh": "data=1", "parallel.remat": case.remat, "parallel.microbatches": case.microbatches, "precision.compute": compute,
+        **dict(entry.split("=", 1) for entry in case.settings)})
+
+
 def train(case: Case) -> dict:
     """Steps of one plan on one device."""
-    model, on_gpu = model_preset(case.model), jax.default_backend() == "gpu"
-    config = Config(model=model, data=DataConfig(global_batch=case.batch, seq_len=case.seq_len, respect_documents=False)).with_values({
-        "parallel.mesh": "data=1", "parallel.remat": case.remat, "parallel.microbatches": case.microbatches, "precision.compute": "bf16" if on_gpu else "f32",
-        **dict(entry.split("=", 1) for entry in case.settings)})
+    config = config_of(case, "bf16" if jax.default_backend() == "gpu" else "f32")
+    model = config.model
     plan = plan_for(config, AxisSizes.parse("data=1"), discover())
     plan.validate(model, global_batch=case.batch)
     program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan, jax.devices()[:1]))

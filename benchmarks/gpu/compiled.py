@@ -1,0 +1,89 @@
+"""Each of our cases compiled for one GPU that need not be there: memory, FLOPs and collectives, beside what the planner says of them.
+
+    pip install 'optimus-jax[plan-gpu]'
+    python benchmarks/gpu/compiled.py --out compiled.jsonl       about 8 minutes; then the table
+
+Nothing runs, so there is no time in it. Where something lies on the host, a compiler without a GPU forgets so: of such cases there is the
+planner's figure alone. Cases of several devices are for benchmarks/compile_for_gpu.py, which shows what they say to each other.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+from cases import CASES, Case
+from ours import config_of
+
+from optimus_jax.errors import OptimusError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.models.flops import step_flops
+from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.compile_check import check
+from optimus_jax.planning.memory import estimate_memory
+
+GIB = 2**30
+
+
+def compiled(case: Case, cluster: Cluster) -> dict:
+    """A row: figures, or why there are none beside the planner's."""
+    config = config_of(case, "bf16")
+    plan = plan_for(config, AxisSizes(), cluster.topology())
+    plan.validate(config.model, global_batch=case.batch)
+    row = {"name": str(case), "layout": plan.describe(), "target": cluster.accelerator.name, "capacity_bytes": cluster.accelerator.memory_bytes,
+           "model_flops": step_flops(config.model, num_sequences=case.batch, seq_len=case.seq_len),
+           "predicted_bytes": estimate_memory(config.model, plan, seq_len=case.seq_len, global_batch=case.batch).total,
+           "version": f"jax {jax.__version__}", "date": time.strftime("%Y-%m-%d")}
+    try:
+        report = check(config, plan, cluster)
+    except OptimusError as error:
+        return row | {"failed": str(error).splitlines()[0]}
+    return row | {"state_bytes": report.argument_bytes, "temp_bytes": report.temp_bytes, "total_bytes": report.total_bytes, "fits": report.fits,
+                  "dot_flops": report.dot_flops, "collectives": len(report.traffic), "attention": report.attention, "compile_s": report.compile_s}
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    lines = ["| case | state, GiB | all of the step, GiB | the planner's | fits | products, TFLOP | model, TFLOP | collectives | attention |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        predicted, model = row["predicted_bytes"], f"{row['model_flops'] / 1e12:,.1f}"
+        if "failed" in row:
+            lines.append(f"| {row['name']} | | not compiled: {row['failed']} | {predicted / GIB:.1f} | | | {model} | | |")
+            continue
+        total = row["total_bytes"]
+        lines.append(f"| {row['name']} | {row['state_bytes'] / GIB:.1f} | {total / GIB:.1f} | {predicted / GIB:.1f} ({predicted / total - 1:+.0%}) | {'yes' if row['fits'] else 'NO'} "
+                     f"| {row['dot_flops'] / 1e12:,.1f} | {model} | {row['collectives'] or 'none'} | {row['attention']} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Compile what the file has not, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="h200", help="an accelerator that optimus_jax/planning/targets describes (default: h200)")
+    parser.add_argument("--out", type=Path, help="a file for the rows; those that it has are not compiled again")
+    args = parser.parse_args()
+    try:
+        cluster = Cluster.parse(f"{args.device}:1x1")
+    except OptimusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out and args.out.exists() else []
+    rows = [row for row in rows if row["target"] == args.device]
+    for case in [each for each in CASES if each.who == "ours"]:
+        if any(row["name"] == str(case) for row in rows):
+            continue
+        print(f"{case} ...", file=sys.stderr)
+        rows.append(compiled(case, cluster))
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
