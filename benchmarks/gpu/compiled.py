@@ -1,7 +1,7 @@
 """Each of our cases compiled for one GPU that need not be there: memory, FLOPs and collectives, beside what the planner says of them.
 
     pip install 'optimus-jax[plan-gpu]'
-    python benchmarks/gpu/compiled.py --out compiled.jsonl       about 8 minutes; then the table
+    python benchmarks/gpu/compiled.py --out compiled.jsonl       some minutes; then the table
 
 Nothing runs, so there is no time in it. Where something lies on the host, a compiler without a GPU forgets so: of such cases there is the
 planner's figure alone. Cases of several devices are for benchmarks/compile_for_gpu.py, which shows what they say to each other.
