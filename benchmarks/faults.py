@@ -308,7 +308,8 @@ def place_for(case: Case) -> Iterator[Path]:
         try:
             yield Path(name)
         finally:
-            subprocess.run(["umount", name], check=True)
+            # Lazily: for a moment after its processes have ended it may still be busy.
+            subprocess.run(["umount", "--lazy", name], check=True)
 
 
 @contextmanager
