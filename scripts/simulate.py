@@ -33,7 +33,7 @@ WIDE = 160
 HERE = "here"
 """The devices that are here, measured."""
 CLUSTER = "h100:8x8"
-"""Where nothing is said and no run."""
+"""Unless another is named, or a recorded run tells."""
 
 
 def parser() -> argparse.ArgumentParser:

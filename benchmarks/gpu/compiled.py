@@ -78,7 +78,7 @@ def main() -> int:
             continue
         print(f"{case} ...", file=sys.stderr)
         rows.append(compiled(case, cluster))
-        if args.out:
+        if args.out and "failed" not in rows[-1]:
             with args.out.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
     print(table(rows))

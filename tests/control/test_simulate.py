@@ -16,7 +16,7 @@ from optimus_jax.control.simulated.comparison import LEAST_GAIN, Result, estimat
 from optimus_jax.control.simulated.outcome import Moment, Outcome
 from optimus_jax.control.simulated.replay import recorded
 from optimus_jax.control.simulated.setup import Setup, Truth, default_plans
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.assemble import plan_for
@@ -97,6 +97,13 @@ def test_a_recording_with_a_switch_begins_with_the_plan_before_it(tmp_path):
     begun = {"record": "begin", "step": 10, "source": asdict(PLAN), "target": asdict(replace(PLAN, remat="none")), "why": "", "by_choice": True}
     (run_dir / "switches.jsonl").write_text(json.dumps(begun) + "\n")
     assert recorded(run_dir).start == PLAN
+
+
+def test_a_batch_that_the_recorded_plan_cannot_deal_out_is_refused(tmp_path):
+    made = recorded(record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 20))
+    config = made.config.with_values({"data.global_batch": made.start.axes.num_devices + 1})
+    with pytest.raises(PlanError):
+        Setup.of(replace(made.scenario, global_batch=None), replace(PRICING, config=config), start=made.start)
 
 
 def test_what_is_no_recording(tmp_path):

@@ -106,11 +106,11 @@ def check_allowed(allow: Sequence[str], num_devices: int) -> None:
     """Raise PlanError unless every mesh on the user's list is one, and the run has devices enough for it."""
     for text in allow:
         try:
-            AxisSizes.parse(text)
+            needed = AxisSizes.parse(text).num_devices
         except PlanError as error:
             raise PlanError(explain("controller.allow does not list meshes", given=f"controller.allow={';'.join(allow)}: {str(error).splitlines()[0]}",
                                     do="write them as data=4,tensor=2;fsdp=8")) from error
-        if (needed := AxisSizes.parse(text).num_devices) > num_devices:
+        if needed > num_devices:
             raise PlanError(explain(f"controller.allow names a mesh of {needed} devices, and this run has {num_devices}", given=f"controller.allow={text}",
                                     do="name meshes of as many devices as there are"))
 

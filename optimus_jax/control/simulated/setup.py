@@ -63,6 +63,7 @@ class Setup:
         told = tuple([believed(each, scenario.prior) for each in nominal])
         if start is not None:
             _check_count(start.axes, pricing.cluster)
+            start.validate(told[0].config.model, global_batch=told[0].config.data.global_batch)
         tried = first_plans(scenario.start, told[0]) if start is None else (start,)
         num_steps = scenario.steps or max(1, round(scenario.duration_s / nominal[0].step_time_s(tried[0])))
         return cls(scenario=scenario, nominal=nominal, told=told, start=tried[0], tried=tried, num_steps=num_steps, settings=pricing.config.controller)
