@@ -26,6 +26,8 @@ class Case:
     """What of forward is computed again: a policy of ours; of the others `none` or `full` (gradient checkpointing)."""
     microbatches: int = 1
     """Parts that the batch is computed in; ours only."""
+    packed: bool = False
+    """Whether rows hold several documents that do not see each other; ours only."""
     settings: tuple[str, ...] = ()
     """Further ones, as for --set; ours only."""
     xla_flags: str = ""
@@ -34,7 +36,7 @@ class Case:
     def __str__(self) -> str:
         if self.who == "matmul":
             return f"bf16 {self.batch} x {self.batch} x {self.batch}"
-        more = [f"remat {self.remat}"] * (self.remat != "none") + [f"{self.microbatches} microbatches"] * (self.microbatches > 1) + [*self.settings, *self.xla_flags.split()]
+        more = ["packed"] * self.packed + [f"remat {self.remat}"] * (self.remat != "none") + [f"{self.microbatches} microbatches"] * (self.microbatches > 1) + [*self.settings, *self.xla_flags.split()]
         return ", ".join([f"{self.model} {self.batch} x {self.seq_len}", *more])
 
 
@@ -53,12 +55,13 @@ CASES = (
     _case("ours", "llama3-8b", 4096, 1, remat="full"),
     _case("ours", "gpt2-xl", 1024, 16),
     _case("ours", "gpt2-xl", 1024, 32, remat="selective"),
-    _case("eager", "gpt2-xl", 1024, 16),
+    _case("eager", "gpt2-xl", 1024, 8),
     _case("eager", "gpt2", 1024, 32),
     _case("ours", "llama3.2-1b", 8192, 2),
     _case("eager", "llama3.2-1b", 4096, 4),
     _case("ours", "gpt2", 1024, 64),
     _case("ours", "llama3.2-1b", 4096, 8, remat="selective"),
+    _case("ours", "gpt2-xl", 1024, 16, remat="selective", packed=True),
     _case("ours", "gpt2-xl", 1024, 64, microbatches=4, remat="selective"),
     _case("ours", "gpt2-xl", 1024, 32, remat="full"),
     _case("ours", "llama3-8b", 4096, 1, remat="full", settings=("parallel.offload=optimizer",)),

@@ -5,6 +5,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +13,26 @@ import numpy as np
 from cases import STEPS, WARMUP, Case, read_case
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.control.executables import compile_plan
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.build import build_mesh, discover
+from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.flops import step_flops
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.memory import estimate_memory
 from optimus_jax.presets import model_preset
-from optimus_jax.training.step import build_program
 
 KERNELS = {"cudnn": r"__cudnn\$fmha", "triton": r"__triton", "cublas": r"__cublas\$"}
 """Of custom calls in the compiled step."""
+PRODUCTS = 500
+"""Of matrices, one after the other: most of a second, so that the card's power limit has its say as in training."""
+DOCUMENT_BEGINS = 1 / 300
+"""Probability at each token."""
 
 
 def config_of(case: Case, compute: str) -> Config:
     """A case as a run's config, on one device."""
-    return Config(model=model_preset(case.model), data=DataConfig(global_batch=case.batch, seq_len=case.seq_len, respect_documents=False)).with_values({
+    return Config(model=model_preset(case.model), data=DataConfig(global_batch=case.batch, seq_len=case.seq_len, respect_documents=case.packed)).with_values({
         "parallel.mesh": "data=1", "parallel.remat": case.remat, "parallel.microbatches": case.microbatches, "precision.compute": compute,
         **dict(entry.split("=", 1) for entry in case.settings)})
 
@@ -39,13 +42,11 @@ def train(case: Case) -> dict:
     config = config_of(case, "bf16" if jax.default_backend() == "gpu" else "f32")
     model = config.model
     plan = plan_for(config, AxisSizes.parse("data=1"), discover())
-    plan.validate(model, global_batch=case.batch)
-    program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan, jax.devices()[:1]))
-    state, rows = program.init(jnp.int32(0)), batch_of(model.vocab_size, case)
-    batch = put_batch(rows, program.batch_sharding, case.batch)
-    started = time.perf_counter()
-    compiled = program.train_step.lower(state, batch).compile()
-    compile_s = time.perf_counter() - started
+    executable = compile_plan(config, plan, devices=jax.devices()[:1], rest=False)  # before the state is there, so that trying kernels takes no memory from it
+    program, compiled = executable.program, executable.program.train_step
+    state, batch = program.init(jnp.int32(0)), put_batch(batch_of(config), program.batch_sharding, case.batch)
+    jax.block_until_ready(state)
+    before_bytes = peak_bytes()
 
     def step() -> jax.Array:
         nonlocal state
@@ -53,39 +54,52 @@ def train(case: Case) -> dict:
         return metrics["loss"]
 
     times_s, loss = timed(step)
-    text, stats = compiled.as_text() or "", jax.devices()[0].memory_stats() or {}
+    text = compiled.as_text() or ""
+    calls = {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()}
     step_s, tokens = statistics.median(times_s), case.batch * case.seq_len
     return {
         "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": tokens / step_s, "loss": float(loss),
-        "tflops": step_flops(model, num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": compile_s,
-        "peak_bytes": stats.get("peak_bytes_in_use"), "predicted_bytes": estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total,
-        "compiled_bytes": check_executable(compiled.memory_analysis(), None).total_bytes, "attention": plan.attention,
-        "custom_calls": {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()}, "layout": plan.describe(),
-        "version": f"jax {jax.__version__}", "device": jax.devices()[0].device_kind}
+        "tflops": step_flops(model, num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": executable.compile_s,
+        "peak_bytes": peak_bytes(), "peak_before_steps_bytes": before_bytes,
+        "predicted_bytes": estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total, "compiled_bytes": executable.step_bytes,
+        "attention": "cudnn" if calls["cudnn"] else "xla", "planned_attention": plan.attention, "custom_calls": calls, "layout": plan.describe(), **where()}
 
 
-def batch_of(vocab_size: int, case: Case) -> dict[str, np.ndarray]:
-    """Random tokens, one document an example."""
-    shape = (case.batch, case.seq_len)
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (case.batch, case.seq_len + 1), dtype=np.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": np.broadcast_to(np.arange(case.seq_len, dtype=np.int32), shape),
-            "segments": np.zeros(shape, np.int32), "loss_mask": np.ones(shape, bool), "examples": np.arange(case.batch, dtype=np.int32)}
+def peak_bytes() -> int | None:
+    """The most that was in use on the device since the process began; None: it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def where() -> dict:
+    """What a figure was measured with."""
+    device = jax.devices()[0]
+    return {"version": f"jax {jax.__version__}, jaxlib {version('jaxlib')}, {' '.join(device.client.platform_version.split())}", "device": device.device_kind}
+
+
+def batch_of(config: Config) -> dict[str, np.ndarray]:
+    """Random tokens, one document an example; with documents respected, some of 300 tokens on average."""
+    shape, random = (config.data.global_batch, config.seq_len), np.random.default_rng(0)
+    tokens = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), dtype=np.int32)
+    begins = random.random(shape) < (DOCUMENT_BEGINS if config.data.respect_documents else 0)
+    begins[:, 0] = True
+    at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": at - np.maximum.accumulate(np.where(begins, at, 0), axis=1),
+            "segments": np.cumsum(begins, axis=1, dtype=np.int32) - 1, "loss_mask": np.ones(shape, bool), "examples": np.arange(shape[0], dtype=np.int32)}
 
 
 def matmul(size: int) -> dict:
     """What products of matrices reach here, on random numbers: zeros draw less power and are faster."""
     a, b = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in range(2))
     multiply = jax.jit(jnp.matmul)
-    times_s, _ = timed(lambda: multiply(a, b))
+    times_s, _ = timed(lambda: multiply(a, b), steps=PRODUCTS)
     step_s = statistics.median(times_s)
-    return {"step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tflops": 2 * size**3 / step_s / 1e12, "version": f"jax {jax.__version__}",
-            "device": jax.devices()[0].device_kind}
+    return {"step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tflops": 2 * size**3 / step_s / 1e12, **where()}
 
 
-def timed(step: Callable[[], jax.Array]) -> tuple[list[float], jax.Array]:
+def timed(step: Callable[[], jax.Array], steps: int = STEPS) -> tuple[list[float], jax.Array]:
     """Seconds of each step, while the next is already asked for, as in training."""
     ends, before = [], step()
-    for _ in range(WARMUP + STEPS):
+    for _ in range(WARMUP + steps):
         after = step()
         before.block_until_ready()
         ends.append(time.perf_counter())

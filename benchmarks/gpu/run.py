@@ -1,11 +1,11 @@
 """Training steps on one GPU, ours beside what a user would run instead, in the same minutes on the same card.
 
-    python benchmarks/gpu/run.py --out gpu.jsonl                 every case that the time suffices for (8 minutes), and the table
-    python benchmarks/gpu/run.py --out gpu.jsonl --table         of what is in the file
-    python benchmarks/gpu/run.py --experiments                   options of XLA's instead
-    python benchmarks/gpu/run.py --smoke                         small ones on a CPU: that the script works
+    python benchmarks/gpu/run.py --out gpu.jsonl                     every case that the time suffices for (8 minutes), and the table; called again, the cases that are left
+    python benchmarks/gpu/run.py --out gpu.jsonl --table             of what is in the file
+    python benchmarks/gpu/run.py --out options.jsonl --experiments   options of XLA's instead
+    python benchmarks/gpu/run.py --out smoke.jsonl --smoke           small ones on a CPU: that the script works
 
-Each case is a process of its own, so that it has the card's memory to itself and no other's failure. A case is a plan of one device with random tokens; model FLOPs
+Each case is a process of its own, so that it has the card's memory to itself and no other's failure; what a failed one said lies beside the file. A case is a plan of one device with random tokens; model FLOPs
 are 6 per parameter and token and the causal half of attention, for all alike (optimus_jax/models/flops.py); MFU is their share of the data sheet's dense bf16.
 Needs torch and transformers beside ours, for the others.
 """
@@ -17,38 +17,60 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from cases import CASES, EXPERIMENTS, SMOKE, Case, as_argument
+from cases import CASES, EXPERIMENTS, SMOKE, Case, Who, as_argument
 
 from optimus_jax.mesh.accelerators import accelerator_of_kind
 
 HERE = Path(__file__).resolve().parent
 NAMES = {"ours": "optimus_jax", "eager": "PyTorch, eager", "compile": "PyTorch, torch.compile", "matmul": "matrix product alone"}
-LONGEST_S = 150.0
+LONGEST_S = 240.0
 """Of a case."""
-LIKELY_S = 60.0
-"""With less time left none is begun."""
+LIKELY_S: dict[Who, float] = {"matmul": 20, "ours": 60, "eager": 60, "compile": 120}
+"""With less time left a case is not begun."""
+HOST_SHARE = 0.75
+"""Of the host's memory that JAX may pin; XLA's own limit of 64 GiB is too little for the moments of 8 billion parameters and what else lies there."""
 
 
-def measured(case: Case, limit_s: float) -> dict:
-    """A row: figures, or why there are none."""
+def measured(case: Case, limit_s: float, complaints: Path) -> dict:
+    """A row: figures, or why there are none; the whole of what a failed case said is added to `complaints`."""
     program = HERE / ("ours.py" if case.who in ("ours", "matmul") else "theirs.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]),
+    environment = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)), **os.environ,
+                   "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]),
                    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {case.xla_flags}".strip()}
     started = time.perf_counter()
     try:
         done = subprocess.run([sys.executable, str(program), as_argument(case)], capture_output=True, text=True, timeout=limit_s, env=environment)
-        row = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": _reason(done.stderr)}
-    except subprocess.TimeoutExpired:
-        row = {"failed": f"not done after {limit_s:.0f} s"}
-    return {**asdict(case), "name": str(case), "date": time.strftime("%Y-%m-%d"), "took_s": round(time.perf_counter() - started, 1), **row}
+        said, errors, why = done.stdout, done.stderr, f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        said, errors, why = _text(late.stdout), _text(late.stderr), f"not done after {limit_s:.0f} s"
+    figures = _figures(said)
+    if not figures:
+        with complaints.open("a") as file:
+            file.write(f"{NAMES[case.who]}: {case}: {why}\n{errors}\n")
+        figures = {"failed": f"{why}: {_reason(errors)}"}
+    return {**asdict(case), "name": str(case), "date": time.strftime("%Y-%m-%d"), "took_s": round(time.perf_counter() - started, 1), **figures}
+
+
+def _figures(said: str) -> dict:
+    """The last line, of a process that may have hung or failed after it; {} if that are no figures."""
+    try:
+        found = json.loads(said.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text(said: str | bytes | None) -> str:
+    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
 
 
 def _reason(errors: str) -> str:
     lines = [line for line in errors.strip().splitlines() if line.strip()] or ["it said nothing"]
-    told = [line for line in lines if "RESOURCE_EXHAUSTED" in line or "OutOfMemoryError" in line or "Error" in line]
+    told = [line for line in lines if any(sign in line for sign in ("RESOURCE_EXHAUSTED", "Check failed", "Unknown flag", "Error"))]
     return (told or lines)[-1][:300]
 
 
@@ -80,30 +102,42 @@ def machine() -> str:
         return f"no NVIDIA GPU, {platform.machine()}"
 
 
+def rows_of(out: Path) -> list[dict]:
+    """What has been measured so far."""
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def fill(out: Path, cases: Sequence[Case], limit_s: float, only: str, about: dict[str, str]) -> None:
+    """Measure the cases that contain `only` and have no figures in `out` yet, while there is time; each row tells `about` it."""
+    print(about["machine"], flush=True)
+    done, until = {(row["who"], row["name"]) for row in rows_of(out) if "failed" not in row}, time.perf_counter() + limit_s
+    for case in cases:
+        if only not in f"{case.who} {case}" or (case.who, str(case)) in done:
+            continue
+        left_s = until - time.perf_counter()
+        if left_s < LIKELY_S[case.who]:
+            print(f"left out, no time: {NAMES[case.who]}: {case}", flush=True)
+            continue
+        row = measured(case, min(LONGEST_S, left_s), out.with_suffix(".stderr")) | about
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(table([row]).splitlines()[-1], flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="JSON Lines, added to (default: gpu.jsonl)")
     parser.add_argument("--limit-s", type=float, default=460.0, help="for all cases together (default: 460)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names, or who runs them, contain this")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this, as in 'ours gpt2-xl 16 x 1024' (who: ours, eager, compile, matmul)")
+    parser.add_argument("--commit", default="", help="of this project, for the rows")
     parser.add_argument("--table", action="store_true", help="only print what is in the file")
     parser.add_argument("--experiments", action="store_true", help="one case under several of XLA's options")
     parser.add_argument("--smoke", action="store_true", help="small cases for a machine without a GPU")
     args = parser.parse_args()
     if not args.table:
-        print(machine(), flush=True)
-        until = time.perf_counter() + args.limit_s
-        for case in SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES:
-            if args.only not in f"{case.who} {case}":
-                continue
-            left_s = until - time.perf_counter()
-            if left_s < LIKELY_S:
-                print(f"left out, no time: {NAMES[case.who]}: {case}", flush=True)
-                continue
-            row = measured(case, min(LONGEST_S, left_s))
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(table([row]).splitlines()[-1], flush=True)
-    print(table([json.loads(line) for line in args.out.read_text().splitlines()]))
+        fill(args.out, SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES, args.limit_s, args.only, {
+            "machine": machine(), "command": " ".join(["benchmarks/gpu/run.py", *sys.argv[1:]]), "commit": args.commit})
+    print(table(rows_of(args.out)))
     return 0
 
 

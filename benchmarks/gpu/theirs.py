@@ -1,7 +1,8 @@
 """One case under PyTorch: python theirs.py CASE, which prints a line of JSON. Started by run.py.
 
 transformers' GPT-2 or Llama of the same sizes, float32 weights under bf16 autocast, SDPA, fused AdamW, gradients clipped as ours are: what
-somebody would write who wants it fast and plain.
+somebody would write who wants it fast and plain. Two things they would have to know are done for them: SDPA is told that attention is causal and given no
+mask (under torch.compile transformers 5 makes one of [batch, 1, length, length], which flash attention cannot take), and the vocabulary is a multiple of 128, as ours is.
 """
 
 import itertools
@@ -11,17 +12,27 @@ import time
 from collections.abc import Callable
 
 import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 from cases import STEPS, WARMUP, Case, read_case
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+from torch.profiler import ProfilerActivity, profile  # pyright: ignore[reportMissingImports]
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # pyright: ignore[reportMissingImports]
 
 from optimus_jax.models.flops import step_flops
 from optimus_jax.presets import model_preset
+
+UNMASKED = "sdpa_without_masks"
+"""A name for which transformers knows no way to make masks, and so makes none."""
+ATTENTION = {"flash": "flash", "cudnn": "cudnn", "efficient": "fmha_cutlass"}
+"""Of the names of kernels that SDPA runs, what tells which one it took."""
 
 
 def model_of(case: Case) -> torch.nn.Module:
     """Born on the device, with weights as transformers draws them."""
     sizes = model_preset(case.model)
-    common = {"vocab_size": sizes.vocab_size, "use_cache": False, "attn_implementation": "sdpa", "bos_token_id": 0, "eos_token_id": 0}
+    AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+    vocab_size = -(-sizes.vocab_size // 128) * 128
+    common = {"vocab_size": vocab_size, "use_cache": False, "attn_implementation": UNMASKED, "bos_token_id": 0, "eos_token_id": 0}
     if sizes.family == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(
             **common, n_positions=sizes.max_length, n_embd=sizes.embed_dim, n_layer=sizes.num_layers, n_head=sizes.num_heads, n_inner=sizes.mlp_dim,
@@ -68,8 +79,18 @@ def train(case: Case) -> dict:
     return {
         "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": count / step_s, "loss": loss,
         "tflops": step_flops(model_preset(case.model), num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": compile_s,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, "attention": "sdpa", "version": f"torch {torch.__version__}",
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, "attention": attention_of(step) if on_gpu else "sdpa",
+        "version": f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, transformers {transformers.__version__}",
         "device": torch.cuda.get_device_name() if on_gpu else "cpu"}
+
+
+def attention_of(step: Callable[[], torch.Tensor]) -> str:
+    """Which of SDPA's kernels a step runs, by the names that the profiler sees; `math` if none of them."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in seen.key_averages()).lower()
+    return ", ".join(kind for kind, sign in ATTENTION.items() if sign in names) or "math"
 
 
 def timed(step: Callable[[], torch.Tensor], on_gpu: bool) -> tuple[list[float], float]:
