@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from optimus_jax.plan import Plan
     from optimus_jax.planner import RankedPlan, find_plans
 
+__version__ = "0.1.0"
 _HOMES = {"train": "api", "RunResult": "api", "Config": "config", "Plan": "plan", "RankedPlan": "planner", "find_plans": "planner"}
 
 __all__ = ["Config", "Plan", "RankedPlan", "RunResult", "find_plans", "train"]

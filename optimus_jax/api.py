@@ -7,12 +7,12 @@ user can get wrong is found before anything expensive begins.
 import json
 import sys
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
+from optimus_jax import __version__
 from optimus_jax.checkpoint import Checkpoints, Saved
 from optimus_jax.config import Config, DistributedConfig
 from optimus_jax.control.deciding.candidates import check_allowed
@@ -107,7 +107,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
     try:
         has_left_cache = leave_compilation_cache()
         topology = discover()
-        check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {version('optimus-jax')}, jax {jax.__version__}"})
+        check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {__version__}, jax {jax.__version__}"})
         asked_mesh = config.parallel.mesh
         if resume and run_dir is not None:
             if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():

@@ -9,23 +9,28 @@ from jax.sharding import AxisType, Mesh
 
 from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.mesh.hosts import count_hosts, devices_by_host, hosts_of_processes
-from optimus_jax.mesh.topology import Topology
+from optimus_jax.mesh.topology import HOST_MEMORY_SHARE, Topology
 from optimus_jax.plan import Plan, check_devices
 
 GPU_MEMORY_SHARE = "0.92"
 """Of a GPU, for JAX to set aside: by default it takes 75%, and a plan for the whole device would not run. The rest is for contexts and NCCL."""
+_FRACTION, _OLDER_FRACTION, _HOST_LIMIT_GIB = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def discover() -> Topology:
     """The devices that JAX sees in all processes. Every process has to call it, and before anything else asks for a device.
 
-    JAX may use GPU_MEMORY_SHARE of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+    JAX may use GPU_MEMORY_SHARE of a GPU, and HOST_MEMORY_SHARE of the host for it, unless XLA_CLIENT_MEM_FRACTION (or its older name,
+    XLA_PYTHON_CLIENT_MEM_FRACTION) and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB say otherwise.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
+    if _FRACTION not in os.environ:
+        os.environ.setdefault(_OLDER_FRACTION, GPU_MEMORY_SHARE)
+    os.environ.setdefault(_HOST_LIMIT_GIB, str(int(HOST_MEMORY_SHARE * _host_bytes() / 2**30)))
     devices, hosts = devices_by_host(), hosts_of_processes()
     return Topology(
         num_devices=len(devices), num_processes=jax.process_count(), num_hosts=count_hosts(), platform=devices[0].platform,
         device_kind=devices[0].device_kind, bytes_per_device=_least(_bytes_per_device()),
+        host_bytes_per_device=_least(_host_bytes_per_device(hosts)),
         process_of=tuple(device.process_index for device in devices), host_of=tuple(hosts[device.process_index] for device in devices))
 
 
@@ -49,9 +54,20 @@ def build_mesh(plan: Plan, devices: list | None = None) -> Mesh:
 def _bytes_per_device() -> int | None:
     local = jax.local_devices()
     if local[0].platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+        return _host_bytes() // len(local)
     stats = local[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
+
+
+def _host_bytes_per_device(hosts: tuple[int, ...]) -> int:
+    """Of what may be pinned in all, and of what this process may pin, which is the less if processes share the host."""
+    own, here = hosts[jax.process_index()], jax.local_device_count()
+    on_host = sum(hosts[device.process_index] == own for device in jax.devices())
+    return int(min(HOST_MEMORY_SHARE * _host_bytes() / on_host, int(os.environ[_HOST_LIMIT_GIB]) * 2**30 / here))
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _least(num_bytes: int | None) -> int | None:

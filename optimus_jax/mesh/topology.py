@@ -10,6 +10,8 @@ from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 
 HOSTS, PROCESSES = "hosts", "processes"
 """What a mesh axis may cross."""
+HOST_MEMORY_SHARE = 0.75
+"""Of a host's memory, for what lies there for its GPUs (parallel.offload): by default XLA has 64 GiB, less than the moments of 9 billion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,8 @@ class Topology:
     """The maker's name of the device."""
     bytes_per_device: int | None
     """Memory that a device may use; virtual CPU devices share the host's. None: unknown."""
+    host_bytes_per_device: int | None = None
+    """A device's share of the memory of its host that copies from and to it may lie in. None: unknown."""
     process_of: tuple[int, ...] | None = None
     """The process of each device, in the order of the mesh; None: as many for each, one process after the other."""
     host_of: tuple[int, ...] | None = None

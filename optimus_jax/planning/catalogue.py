@@ -19,6 +19,8 @@ class Host:
     """To other hosts, each device's share."""
     to_host: Link
     """From each device to the host's memory."""
+    memory_bytes: int | None = None
+    """Its memory, as the same data sheets have it (of a DGX A100 the smaller one); None: whatever the site has bought."""
 
 
 NETWORK = Link.unknown("network")
@@ -50,11 +52,11 @@ _EDR = _link("InfiniBand EDR 100", 6.25, "NVIDIA DGX-1 With Tesla V100 System Ar
 _HDR = _link("InfiniBand HDR 200", 25, "NVIDIA DGX A100 data sheet, a port of 200 Gb/s for each GPU: "
              "https://images.nvidia.com/aem-dam/Solutions/Data-Center/nvidia-dgx-a100-datasheet.pdf")
 
-_DGX_1 = Host(inside=_NVLINK_2, between=_EDR, to_host=_PCIE_3)
-_DGX_A100 = Host(inside=_NVLINK_3, between=_HDR, to_host=_PCIE_4)
-_DGX_H100 = Host(inside=_NVLINK_4, between=_ndr("DGX H100", "https://www.nvidia.com/en-us/data-center/dgx-h100/"), to_host=_PCIE_5)
-_DGX_H200 = Host(inside=_NVLINK_4, between=_ndr("DGX H200", "https://www.nvidia.com/en-us/data-center/dgx-h200/"), to_host=_PCIE_5)
-_DGX_B200 = Host(inside=_NVLINK_5, between=_ndr("DGX B200", "https://www.nvidia.com/en-us/data-center/dgx-b200/"), to_host=_PCIE_5)
+_DGX_1 = Host(inside=_NVLINK_2, between=_EDR, to_host=_PCIE_3, memory_bytes=512 * 10**9)
+_DGX_A100 = Host(inside=_NVLINK_3, between=_HDR, to_host=_PCIE_4, memory_bytes=10**12)
+_DGX_H100 = Host(inside=_NVLINK_4, between=_ndr("DGX H100", "https://www.nvidia.com/en-us/data-center/dgx-h100/"), to_host=_PCIE_5, memory_bytes=2 * 10**12)
+_DGX_H200 = Host(inside=_NVLINK_4, between=_ndr("DGX H200", "https://www.nvidia.com/en-us/data-center/dgx-h200/"), to_host=_PCIE_5, memory_bytes=2 * 10**12)
+_DGX_B200 = Host(inside=_NVLINK_5, between=_ndr("DGX B200", "https://www.nvidia.com/en-us/data-center/dgx-b200/"), to_host=_PCIE_5, memory_bytes=2 * 10**12)
 _SERVER_PCIE_4 = Host(inside=_PCIE_4, between=NETWORK, to_host=_PCIE_4)
 _SERVER_PCIE_5 = Host(inside=_PCIE_5, between=NETWORK, to_host=_PCIE_5)
 

@@ -21,7 +21,7 @@ from optimus_jax.planning.assemble import DEFAULT_ZERO, can_offload, check_words
 from optimus_jax.planning.explain import gib, why_best
 from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.neighbours import with_neighbours
-from optimus_jax.planning.search import USABLE_SHARE, Candidate, Pricing, fits, search
+from optimus_jax.planning.search import Candidate, Pricing, fits, on_the_host, search
 
 RANKED = 10
 """Candidates that a start looks at."""
@@ -73,7 +73,7 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
     least.validate(config.model, global_batch=config.data.global_batch)
     for plan in recomputing_more(config, least, topology.platform):
         memory = _estimate(config, plan)
-        if fits(memory, topology.bytes_per_device):
+        if fits(memory, topology):
             return Choice(plan=plan, memory=memory, why=why)
     raise PlanError(_no_room(config, plan, memory, topology))
 
@@ -84,7 +84,7 @@ def _by_rule(config: Config, topology: Topology) -> Choice:
     if zero:
         return _on_legal(config, _legal(config, topology, FSDP), topology, f"auto: zero={zero} was asked for, and is over fsdp")
     whole = _legal(config, topology, DATA)
-    if fits(_estimate(config, plan_for(config, whole, topology)), topology.bytes_per_device):
+    if fits(_estimate(config, plan_for(config, whole, topology)), topology):
         return _on_legal(config, whole, topology, "auto: a whole training state fits on each device, and plain data parallelism communicates least")
     config = config.with_values({"parallel.zero": zero if zero is not None else DEFAULT_ZERO})
     return _on_legal(config, _legal(config, topology, FSDP), topology, "auto: a whole training state does not fit on a device, so it is split over all of them")
@@ -146,10 +146,11 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
     devices = topology.num_devices
     split = dataclasses.replace(plan, axes=AxisSizes(fsdp=devices), zero=DEFAULT_ZERO if devices > 1 else 0, pipeline=None, remat="full",
                                 offload="all" if config.parallel.offload == "auto" and can_offload(topology.platform) else plan.offload)
-    least = min(_estimate(config, dataclasses.replace(split, microbatches=number)).total for number in (1, max(1, config.data.global_batch // devices)))
+    least = min((_estimate(config, dataclasses.replace(split, microbatches=number)) for number in (1, max(1, config.data.global_batch // devices))),
+                key=lambda estimate: estimate.total)
     return explain(
-        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed, {gib(topology.bytes_per_device or 0)} are there",
+        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed, {gib(topology.bytes_per_device or 0)} are there" + on_the_host(memory, topology),
         given=f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer {gib(memory.moments)}, "
               f"gradients {gib(memory.gradients)}, activations {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)",
-        do="split more over fsdp, or use more microbatches" if least <= USABLE_SHARE * (topology.bytes_per_device or 0) else
-           f"use more devices or a smaller model: all split and computed again, about {gib(least)} per device are needed")
+        do="split more over fsdp, or use more microbatches" if fits(least, topology) else
+           f"use more devices or a smaller model: all split and computed again, about {gib(least.total)} per device are needed" + on_the_host(least, topology))

@@ -15,7 +15,7 @@ import numpy as np
 from optimus_jax.errors import ConfigError, PlanError, explain, nearest
 from optimus_jax.mesh.accelerators import Accelerator, accelerator_named, accelerator_of_kind
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
-from optimus_jax.mesh.topology import Topology
+from optimus_jax.mesh.topology import HOST_MEMORY_SHARE, Topology
 from optimus_jax.planning.catalogue import MEMORY_OF_HOST, host_of
 from optimus_jax.planning.links import Link, with_speed
 
@@ -42,6 +42,13 @@ class Cluster:
     """Between hosts, each device's share; None with one host."""
     to_host: Link = MEMORY_OF_HOST
     """From each device to its host's memory."""
+    host_bytes_per_device: int | None = None
+    """Each device's share of its host's memory that may be used for it; None: unknown."""
+
+    @property
+    def bytes_per_device(self) -> int | None:
+        """Memory of a device that may be used; None: unknown."""
+        return self.accelerator.memory_bytes
 
     @property
     def num_devices(self) -> int:
@@ -71,7 +78,8 @@ class Cluster:
         if num_hosts * int(match[2]) > MOST_DEVICES:
             raise ConfigError(explain(f"layouts are enumerated for up to {MOST_DEVICES:,} devices", given=f"--cluster {text}", do="give fewer hosts"))
         cluster = cls(num_hosts=num_hosts, devices_per_host=int(match[2]), accelerator=accelerator,
-                      inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host)
+                      inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host,
+                      host_bytes_per_device=host.memory_bytes and int(HOST_MEMORY_SHARE * host.memory_bytes) // int(match[2]))
         return cluster.with_links(links)
 
     @classmethod
@@ -93,7 +101,8 @@ class Cluster:
         accelerator = known if topology.bytes_per_device is None else replace(known, memory_bytes=topology.bytes_per_device)
         host = host_of(known.name)
         return cls(num_hosts=num_hosts, devices_per_host=topology.num_devices // num_hosts, accelerator=accelerator,
-                   inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host)
+                   inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host,
+                   host_bytes_per_device=topology.host_bytes_per_device)
 
     def with_links(self, links: Iterable[str]) -> "Cluster":
         """The same with other speeds, such as `between=50GB/s,5us`. Raises ConfigError."""
@@ -113,7 +122,7 @@ class Cluster:
     def topology(self) -> Topology:
         """What the trainer would find there: one process for each host."""
         return Topology(num_devices=self.num_devices, num_processes=self.num_hosts, num_hosts=self.num_hosts, platform=self.accelerator.platform,
-                        device_kind=self.accelerator.device_kind, bytes_per_device=self.accelerator.memory_bytes)
+                        device_kind=self.accelerator.device_kind, bytes_per_device=self.bytes_per_device, host_bytes_per_device=self.host_bytes_per_device)
 
     def hosts_crossed(self, axes: AxisSizes, names: tuple[str, ...]) -> int:
         """Hosts over which a collective over the mesh axes `names` spreads: of all its groups, the widest.

@@ -76,4 +76,4 @@ def _is_possible(config: Config, plan: Plan, topology: Topology) -> bool:
     except PlanError:
         return False
     memory = estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch)
-    return fits(memory, topology.bytes_per_device)
+    return fits(memory, topology)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError
+from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import recomputing_more
 from optimus_jax.planning.calibrate import Calibration
@@ -74,13 +75,13 @@ class Pricing:
 
     def fitting(self, layout: Plan) -> Candidate | Rejection:
         """The layout with the least recomputing that fits."""
-        capacity = self.cluster.accelerator.memory_bytes
         for plan in recomputing_more(self.config, layout, self.cluster.accelerator.platform):
             memory = self.memory(plan)
-            if fits(memory, capacity):
+            if fits(memory, self.cluster):
                 return Candidate(plan=plan, prediction=self.predicted(plan), memory=memory)
         return Rejection(layouts=layout.describe(), needs_bytes=memory.total,
-                         reason=f"needs about {gib(memory.total)}, whatever is recomputed; {USABLE_SHARE:.0%} of {gib(capacity or 0)} may be used")
+                         reason=f"needs about {gib(memory.total)}, whatever is recomputed; {USABLE_SHARE:.0%} of {gib(self.cluster.bytes_per_device or 0)} may be used"
+                                + on_the_host(memory, self.cluster))
 
 
 def search(pricing: Pricing, *, top: int = 10) -> Ranking:
@@ -116,6 +117,14 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
     return Ranking(best=tuple(ranked[:top]), rejections=tuple(rejections), num_priced=len(priced))
 
 
-def fits(memory: MemoryEstimate, bytes_per_device: int | None) -> bool:
-    """Whether the estimate leaves room; a device whose memory is unknown is not argued with."""
-    return bytes_per_device is None or memory.total <= USABLE_SHARE * bytes_per_device
+def fits(memory: MemoryEstimate, there: Topology | Cluster) -> bool:
+    """Whether the estimate leaves room, on the devices and for them on their hosts; a memory that is unknown is not argued with."""
+    on_device = there.bytes_per_device is None or memory.total <= USABLE_SHARE * there.bytes_per_device
+    return on_device and (there.host_bytes_per_device is None or memory.host <= there.host_bytes_per_device)
+
+
+def on_the_host(memory: MemoryEstimate, there: Topology | Cluster) -> str:
+    """What is needed of the host's memory and what is there, to follow such words of the device's; nothing where nothing lies there."""
+    if not memory.host:
+        return ""
+    return f"; {gib(memory.host)} would lie in the host's memory, where {'it is not known what' if there.host_bytes_per_device is None else gib(there.host_bytes_per_device)} may be used"

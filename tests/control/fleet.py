@@ -52,7 +52,7 @@ def query(plan: Plan, conditions: Conditions | None = None, regime: int = 0) -> 
 def ranked(pricing: Pricing, plans: Iterable[Plan]) -> Ranking:
     """The best few of these by the cost model, as a search would answer that knows no others."""
     fitting = [plan for plan in plans if plan.num_devices == pricing.cluster.num_devices and is_legal(plan, pricing.config)
-               and fits(pricing.memory(plan), pricing.cluster.accelerator.memory_bytes)]
+               and fits(pricing.memory(plan), pricing.cluster)]
     found = [Candidate(plan=plan, prediction=pricing.predicted(plan), memory=pricing.memory(plan)) for plan in fitting]
     return Ranking(best=tuple(sorted(found, key=lambda each: each.prediction.step_time_s)[:8]), rejections=(), num_priced=len(found))
 

@@ -44,7 +44,7 @@ def test_executables_are_legal_fit_and_keep_the_state_where_it_is():
         assert other != PLAN
         assert rung_of(PLAN, other, same_devices=True) == "executable"
         assert is_legal(other, CONFIG)
-        assert fits(PRICING.memory(other), CLUSTER.accelerator.memory_bytes)
+        assert fits(PRICING.memory(other), CLUSTER)
     assert sum(times(found[0], PRICING).values()) <= sum(times(found[-1], PRICING).values())
     fixed = replace(PRICING, config=CONFIG.with_values({"parallel.microbatches": 2, "parallel.remat": "full"}))
     assert executables(PLAN, fixed) == []

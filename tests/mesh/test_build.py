@@ -7,9 +7,10 @@ import pytest
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import GPU_MEMORY_SHARE, discover
+from optimus_jax.mesh.topology import HOST_MEMORY_SHARE
 from optimus_jax.plan import check_devices
 
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+NEWER_FRACTION, FRACTION, HOST_LIMIT_GIB = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def test_the_devices_of_the_tests():
@@ -18,12 +19,32 @@ def test_the_devices_of_the_tests():
 
 
 def test_gpus_may_be_used_almost_whole_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv(NEWER_FRACTION, raising=False)
     monkeypatch.delenv(FRACTION, raising=False)
     discover()
     assert os.environ[FRACTION] == GPU_MEMORY_SHARE
     monkeypatch.setenv(FRACTION, "0.5")
     discover()
     assert os.environ[FRACTION] == "0.5"
+
+
+def test_the_older_of_two_names_is_left_alone_where_the_newer_is_used(monkeypatch):
+    monkeypatch.delenv(FRACTION, raising=False)
+    monkeypatch.setenv(NEWER_FRACTION, "0.5")
+    discover()
+    assert FRACTION not in os.environ
+
+
+def test_most_of_the_host_is_there_for_its_gpus_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv(HOST_LIMIT_GIB, raising=False)
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    share = discover().host_bytes_per_device
+    assert share == int(os.environ[HOST_LIMIT_GIB]) * 2**30 // 8
+    assert 0.7 * host_bytes < 8 * share <= HOST_MEMORY_SHARE * host_bytes
+    monkeypatch.setenv(HOST_LIMIT_GIB, "1")
+    assert discover().host_bytes_per_device == 2**30 // 8
+    monkeypatch.setenv(HOST_LIMIT_GIB, "1000000")
+    assert discover().host_bytes_per_device == int(HOST_MEMORY_SHARE * host_bytes / 8)
 
 
 def test_a_mesh_uses_all_devices():

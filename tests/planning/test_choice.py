@@ -38,7 +38,7 @@ def test_what_is_chosen(model, settings, gib, axes, zero, why):
     choice = choose_plan(config(model, **settings), topology)
     assert (choice.plan.axes, choice.plan.zero) == (axes, zero)
     assert why in choice.why
-    assert fits(choice.memory, topology.bytes_per_device)
+    assert fits(choice.memory, topology)
 
 
 @pytest.mark.parametrize(("num_devices", "global_batch", "gib", "axes"), [
@@ -77,7 +77,7 @@ def test_what_does_not_fit_names_bytes_and_options_that_do():
     assert any(option.startswith("--mesh ") and "fsdp" in option for option in options)
     for option in options:
         flags = re.findall(r"--(?:set )?(\S+)[ =](\S*)", option)
-        assert fits(choose_plan(make_config(None, dict(flags), asked), EIGHT).memory, EIGHT.bytes_per_device)
+        assert fits(choose_plan(make_config(None, dict(flags), asked), EIGHT).memory, EIGHT)
 
 
 def test_what_fits_nowhere_says_so():

@@ -41,8 +41,8 @@ def test_more_is_computed_again_where_memory_is_short(monkeypatch):
     """Of a long sequence one microbatch each is too much, and there are no smaller ones."""
     plain = phase_plans.fits
 
-    def fits(memory, capacity):
-        return plain(memory, capacity) and memory.activations <= 2**17
+    def fits(memory, there):
+        return plain(memory, there) and memory.activations <= 2**17
 
     chosen = case("data=8", microbatches=None)
     (found,), plan = ahead("5:8x16", chosen)

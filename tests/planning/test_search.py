@@ -35,7 +35,7 @@ def test_the_best_are_those_of_an_exhaustive_search(gib):
     times: dict[object, float] = {}
     for layout in layouts(pricing.config, pricing.cluster.topology()):
         if isinstance(layout, Plan):
-            fitting = [plan for plan in recomputing_more(pricing.config, layout, "gpu") if fits(pricing.memory(plan), gib * 2**30)]
+            fitting = [plan for plan in recomputing_more(pricing.config, layout, "gpu") if fits(pricing.memory(plan), pricing.cluster)]
             for plan in fitting:
                 if plan.offload == fitting[0].offload:  # the host's memory is used where nothing fits without it
                     kind = (plan.axes, plan.rules, plan.pipeline and plan.pipeline.repeats)
@@ -43,7 +43,7 @@ def test_the_best_are_those_of_an_exhaustive_search(gib):
     found = search(pricing, top=8).best
     assert [candidate.prediction.step_time_s for candidate in found] == pytest.approx(sorted(times.values())[:8], rel=1e-12)
     assert found[0].prediction.step_time_s == pytest.approx(min(times.values()))
-    assert all(fits(candidate.memory, gib * 2**30) for candidate in found)
+    assert all(fits(candidate.memory, pricing.cluster) for candidate in found)
 
 
 def test_scarce_memory_changes_the_answer_and_says_what_does_not_fit():
@@ -51,6 +51,17 @@ def test_scarce_memory_changes_the_answer_and_says_what_does_not_fit():
     assert not plenty.rejections or "needs about" not in plenty.rejections[-1].reason
     assert any("needs about" in rejection.reason and "6.00 GiB" in rejection.reason for rejection in scarce.rejections)
     assert scarce.best[0].prediction.step_time_s > plenty.best[0].prediction.step_time_s
+
+
+def test_what_lies_on_the_host_has_to_fit_there():
+    """Llama 8B on one card only fits with its moments, 60 GiB, on the host."""
+    roomy, tight = (replace(Cluster.parse("h100:1"), host_bytes_per_device=gib * 2**30) for gib in (128, 40))
+    config = Config(model=model_preset("llama3-8b"), data=DataConfig(global_batch=1, seq_len=1024)).with_values({"precision.compute": "bf16"})
+    found, nothing = (search(Pricing(config, cluster, Rates.of(cluster.accelerator))) for cluster in (roomy, tight))
+    assert found.best[0].plan.offloads_moments
+    assert 40 * 2**30 < found.best[0].memory.host <= 128 * 2**30
+    assert nothing.best == ()
+    assert "would lie in the host's memory, where 40.00 GiB may be used" in nothing.rejections[-1].reason
 
 
 def test_nothing_fits_into_nothing():

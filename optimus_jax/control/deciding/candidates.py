@@ -99,7 +99,7 @@ def is_legal(plan: Plan, config: Config) -> bool:
 
 def has_room(plan: Plan, pricing: Pricing) -> bool:
     """Whether the plan is estimated to fit into a device's memory."""
-    return fits(pricing.memory(plan), pricing.cluster.accelerator.memory_bytes)
+    return fits(pricing.memory(plan), pricing.cluster)
 
 
 def check_allowed(allow: Sequence[str], num_devices: int) -> None:

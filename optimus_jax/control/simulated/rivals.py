@@ -184,7 +184,7 @@ def _fitting(pricing: Pricing, axes: AxisSizes, like: Plan) -> Plan | None:
         plan.validate(config.model, global_batch=config.data.global_batch)
     except PlanError:
         return None
-    return next((each for each in recomputing_more(pricing.config, plan, pricing.cluster.accelerator.platform) if fits(pricing.memory(each), pricing.cluster.accelerator.memory_bytes)), None)
+    return next((each for each in recomputing_more(pricing.config, plan, pricing.cluster.accelerator.platform) if fits(pricing.memory(each), pricing.cluster)), None)
 
 
 def _without(pricing: Pricing, lost: frozenset[int]) -> Pricing:

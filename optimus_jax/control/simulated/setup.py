@@ -152,7 +152,7 @@ def first_plans(start: str, pricing: Pricing) -> tuple[Plan, ...]:
     """The plan that `start` names (Scenario.start), and with `best` others that are tried beside it. Raises PlanError if there is none."""
     if start == DEFAULT:
         for plan in default_plans(pricing, pricing.cluster.num_devices):
-            if fits(pricing.memory(plan), pricing.cluster.accelerator.memory_bytes):
+            if fits(pricing.memory(plan), pricing.cluster):
                 return (plan,)
         raise PlanError(explain("the default layout does not fit", given=f"start={start}", do="use another cluster or a smaller batch"))
     if start != BEST:
