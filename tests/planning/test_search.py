@@ -54,8 +54,8 @@ def test_scarce_memory_changes_the_answer_and_says_what_does_not_fit():
 
 
 def test_what_lies_on_the_host_has_to_fit_there():
-    """Llama 8B on one card only fits with its moments, 60 GiB, on the host."""
-    roomy, tight = (replace(Cluster.parse("h100:1"), host_bytes_per_device=gib * 2**30) for gib in (128, 40))
+    """Llama 8B on one H200 only fits with its moments, 60 GiB, on the host."""
+    roomy, tight = (replace(Cluster.parse("h200:1"), host_bytes_per_device=gib * 2**30) for gib in (128, 40))
     config = Config(model=model_preset("llama3-8b"), data=DataConfig(global_batch=1, seq_len=1024)).with_values({"precision.compute": "bf16"})
     found, nothing = (search(Pricing(config, cluster, Rates.of(cluster.accelerator))) for cluster in (roomy, tight))
     assert found.best[0].plan.offloads_moments
