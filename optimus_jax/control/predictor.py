@@ -6,8 +6,6 @@ learnt is read from a file.
 
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ import numpy as np
 from optimus_jax.planning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.calibrate import Calibration, Matrix, Vector
 from optimus_jax.planning.cost import NINE_IN_TEN
+from optimus_jax.planning.kept import write_whole
 
 ANOTHER_RUN = 0.1
 """Standard deviation of levels from one run to the next on the same hardware, as a logarithm: it may find other neighbours, another driver, another room temperature."""
@@ -133,14 +132,7 @@ class Predictor:
     def save(self, path: Path) -> None:
         """Keep what was learnt outside unexplained regimes, as JSON; a warning if that is not possible."""
         kept = [each.as_json() for each in self._evidence.values() if not each.query.regime]
-        text = json.dumps({"evidence": kept}, indent=1) + "\n"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-                file.write(text)
-            os.replace(file.name, path)
-        except OSError as error:
-            warnings.warn(f"what was learnt about this hardware cannot be kept: {error}", stacklevel=2)
+        write_whole(path, json.dumps({"evidence": kept}, indent=1) + "\n", "what was learnt about this hardware")
 
     def load(self, path: Path) -> None:
         """Take what `save` has kept, as a run's worth older; a warning if the file is damaged, nothing if there is none."""

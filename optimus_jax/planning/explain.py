@@ -16,6 +16,8 @@ def gib(num_bytes: float) -> str:
 
 def seconds(time_s: float) -> str:
     """A time as text with three digits, in the unit that suits it."""
+    if not time_s:
+        return "0 s"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if time_s * scale >= 1 or unit == "us":
             return f"{time_s * scale:.3g} {unit}"
