@@ -18,6 +18,12 @@ done
 [ "$1" = -- ] && [ -n "$RUN_DIR" ] || usage
 shift
 
+# What cannot be started at all is the user's mistake; later it is a host that is away for a while.
+if ! mpirun "${options[@]}" "${PYTHON:-python}" -c ""; then
+    echo "mpirun cannot start ${PYTHON:-python} with these options: ${options[*]}" >&2
+    exit 2
+fi
+
 # mpirun passes on SIGUSR1 as it is. SIGTERM it follows with SIGKILL a second later, which is no time to save.
 asked=
 trap 'asked=yes; kill -USR1 "$job" 2>/dev/null' INT TERM USR1

@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import time
 import warnings
 import zlib
@@ -285,7 +286,9 @@ class Checkpoints:
             handler = ocp.PyTreeCheckpointHandler(
                 type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)))
             self._manager = ocp.CheckpointManager(
-                self._directory, options=ocp.CheckpointManagerOptions(preservation_policy=AnyPreservationPolicy(kept)),
+                self._directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=AnyPreservationPolicy(kept), async_options=ocp.options.AsyncOptions(barrier_sync_fn=_meet)),
                 item_handlers={STATE: handler, MANIFEST: ocp.JsonCheckpointHandler()})
         return self._manager
 
@@ -363,6 +366,15 @@ def _on_every_process(read: Callable[[], T]) -> T:
     if code == _DAMAGED:
         raise _DamagedError(reason)
     return outcome
+
+
+def _meet(*, key: str, timeout_ms: int) -> None:
+    """Orbax's barrier between the processes that write a checkpoint, but not for one that has failed: it would wait there for the
+    others, who wait elsewhere for it, and nobody would learn why. They learn it from the watchdog when this process ends.
+    """
+    if (error := sys.exception()) is not None:  # Orbax is on its way out of a save, by a `finally`
+        raise error
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _raise_if_of_others(error: Exception) -> None:

@@ -5,6 +5,7 @@ is shown with their number before it, and they have nothing to say but errors. I
 killed after a grace: they would wait for it.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -12,15 +13,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are for the processes; each gets each once."""
+FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
+"""Signals that are for the processes, and as what; each gets each once. A terminal that closes takes the machine away."""
 _VARIABLES = ("OPTIMUS_COORDINATOR", "OPTIMUS_NUM_PROCESSES", "OPTIMUS_PROCESS_ID", "OPTIMUS_LOCAL_ID", "OPTIMUS_NUM_LOCAL")
 _LOOK_S = 0.05
+_PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+"""Looked up before there are other processes: between fork and exec hardly anything is safe."""
 
 
 def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float, host: str = "127.0.0.1") -> int:
@@ -36,10 +40,11 @@ def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float,
     """
     port = _free_port(host)
     processes: list[subprocess.Popen] = []
-    with _forwarding(processes) as forwarded:
+    with _forwarding(processes, num_processes) as (forwarded, send_what_came_early):
         try:
             for number in range(num_processes):
                 processes.append(_start(command, _environment(f"{host}:{port}", number, num_processes), number))
+            send_what_came_early()
             readers = [_reader(process.stdout, number) for number, process in enumerate(processes) if process.stdout is not None]
             code = _watch(processes, grace_s, forwarded)
             for reader in readers:
@@ -67,9 +72,14 @@ def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Seq
 
 def _start(command: Sequence[str], environment: Mapping[str, str], number: int) -> subprocess.Popen:
     # A session of its own: Ctrl-C reaches only us, and we pass it on once. A second one would end without saving.
-    if number == 0:
-        return subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
-    return subprocess.Popen(list(command), env=dict(environment), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    streams = {} if number == 0 else {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(list(command), env=dict(environment), start_new_session=True, preexec_fn=_end_with_us if _PRCTL is not None else None, **streams)
+
+
+def _end_with_us() -> None:
+    """In a process that begins: it is to save and end when this one has been killed, which could not tell it so."""
+    assert _PRCTL is not None
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _environment(coordinator: str, number: int, num_processes: int) -> dict[str, str]:
@@ -89,17 +99,26 @@ def _reader(stream: IO[bytes], number: int) -> threading.Thread:
 
 
 @contextmanager
-def _forwarding(processes: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
-    """Gives the signals that were passed on."""
+def _forwarding(processes: Sequence[subprocess.Popen], num_processes: int) -> Iterator[tuple[list[int], Callable[[], None]]]:
+    """Gives the signals that were passed on, and what passes on those that came before all were there."""
     forwarded: list[int] = []
+    early: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         forwarded.append(number)
-        _send(processes, number)
+        if len(processes) < num_processes:
+            early.append(number)
+        else:
+            _send(processes, FORWARDED[signal.Signals(number)])
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    def send_what_came_early() -> None:
+        while early:
+            _send(processes, FORWARDED[signal.Signals(early.pop(0))])
+
+    # What is ignored, as SIGHUP under nohup, stays so.
+    before = {number: signal.signal(number, forward) for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
     try:
-        yield forwarded
+        yield forwarded, send_what_came_early
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.local_launch import run_processes
+from optimus_jax.training.patient_stream import patient
 
 USER_ERROR = 2
 
@@ -30,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     flags = Flags(
         usage="launch.py --processes N [flags] -- SCRIPT [flags of the script]", allow_abbrev=False,
         description="Run a Python script as several processes of one run on this machine. Ends when all have ended, with 0 or the exit code of the first "
-                    "that failed; SIGINT, SIGTERM and SIGUSR1 are passed on to all.",
+                    "that failed; SIGINT, SIGTERM and SIGUSR1 are passed on to all, and a terminal that closes as SIGTERM.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
     flags.add_argument("--cpu-devices", type=int, metavar="N", help="passed on to the script: virtual CPU devices of each process (default: not passed on)")
@@ -55,6 +56,7 @@ def command(given: argparse.Namespace) -> list[str]:
 
 def main() -> int:
     """Exit code: that of the processes, or 2 for the user's error."""
+    sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
     try:
         given = parser().parse_args()
         return run_processes(command(given), given.processes, grace_s=given.grace)

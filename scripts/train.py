@@ -8,6 +8,7 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
+from optimus_jax.training.patient_stream import patient
 from optimus_jax.training.stopping import (
     EXIT_INTERRUPT,
     EXIT_MISTAKE,
@@ -85,6 +86,7 @@ def settings(given: dict) -> dict:
 def main() -> int:
     """Exit code: 0 done or stopped by Ctrl-C and saved, 2 the user's error, 75 stopped by SIGTERM or ended for a fault and worth restarting,
     130 ended by Ctrl-C before the first step or, asked twice, without saving."""
+    sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
     flags = parser()
     parsed, unknown = flags.parse_known_args()
     given = vars(parsed)

@@ -1,10 +1,17 @@
 """Faults of a run of two real processes: the short version of benchmarks/faults.py."""
 
 import json
+import resource
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
+TINY = ["--model", "gpt2-nano", "--set", "model.num_layers=1", "--cpu-devices", "1", "--global-batch", "4", "--seq-len", "32"]
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 
 
@@ -19,3 +26,39 @@ def test_a_run_goes_on_after_a_dead_and_after_a_stopped_process(tmp_path):
     assert stopped["codes"] == [75, 75], "who was stopped finds out, and the other has not waited for it"
     assert stopped["faults_told"] == 2
     assert any(f"process {stopped['process']} on" in said and "no sign of life" in said for said in stopped["said"])
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
+    """As where a disk is just large enough for the other one's part of a checkpoint: both end with the mistake's code, and say why."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    processes = [subprocess.Popen(
+        [sys.executable, TRAIN, *TINY, "--mesh", "fsdp=2", "--steps", "6", "--set", "checkpoint.every=3", "--run-dir", tmp_path / "run",
+         "--coordinator", address, "--num-processes", "2", "--process-id", str(number)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=limit if number == who else None) for number in range(2)]
+    said = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], said
+    assert "saving the checkpoint of step 3 failed" in said[who]
+    assert f"process {who} has failed: saving the checkpoint of step 3 failed" in said[1 - who]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
+def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, number, code):
+    """Ctrl-C ends `tee` too."""
+    with subprocess.Popen([sys.executable, TRAIN, *TINY, "--steps", "100000", "--set", "checkpoint.every=0", "--run-dir", tmp_path / "run", "--set", "log.every=1"],
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                break
+        process.stdout.close()
+        process.send_signal(number)
+        assert process.wait(timeout=120) == code
+    (saved,) = (path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    assert int(saved.name) >= 3

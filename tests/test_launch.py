@@ -5,9 +5,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
+
+from optimus_jax.local_launch import _forwarding
 
 LAUNCH = Path(__file__).parents[1] / "scripts" / "launch.py"
 TOLD = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_ID", "NUM_LOCAL")
@@ -94,6 +97,63 @@ def test_signals_reach_every_process_once(start, number, tmp_path):
     launched.send_signal(number)
     code, output, errors = finish(launched)
     assert (code, output, errors) == (75, f"seen {int(number)}\n", f"[1] seen {int(number)}\n")
+
+
+PATIENT = """
+    ended = []
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    say(f"ready-{number}")
+    while not ended:
+        time.sleep(0.01)
+    say(f"ended-{number}")
+    """
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_processes_end_with_their_terminal_and_with_who_started_them(start, number, tmp_path):
+    """SIGKILL cannot be passed on; what becomes of processes whose parent is gone, the system knows."""
+    launched = start(PATIENT)
+    while not all((tmp_path / f"ready-{which}").exists() for which in range(2)):
+        assert launched.poll() is None
+    launched.send_signal(number)
+    finish(launched)
+    limit = time.monotonic() + 30
+    while not all((tmp_path / f"ended-{which}").exists() for which in range(2)):
+        assert time.monotonic() < limit
+
+
+def test_under_nohup_a_terminal_that_closes_is_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _forwarding([], 1) as (forwarded, _):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert forwarded == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class Told:
+    """A process that keeps what it is told."""
+
+    def __init__(self):
+        self.signals = []
+
+    def poll(self):
+        return None
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+
+def test_a_signal_before_all_are_there_reaches_each_once():
+    processes = [Told()]
+    with _forwarding(processes, 2) as (_, send_what_came_early):
+        os.kill(os.getpid(), signal.SIGTERM)
+        processes.append(Told())
+        send_what_came_early()
+        assert [process.signals for process in processes] == [[signal.SIGTERM]] * 2
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert [process.signals for process in processes] == [[signal.SIGTERM, signal.SIGUSR1]] * 2
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

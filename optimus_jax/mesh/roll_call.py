@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from optimus_jax.errors import ConfigError, FaultError, explain
-from optimus_jax.mesh.engines import Launch
+from optimus_jax.mesh.engines import RESTARTING, Launch
 
 TOLD_AFTER_S, TOLD_AGAIN_S = 10.0, 60.0
 """When who waits says for whom, the first time and from then on."""
@@ -30,7 +30,7 @@ _PORT_FREED_S = 10.0
 _RETRY_S = 0.05
 _LONGEST = 4096
 """Bytes of a line."""
-_GO, _REFUSED, _MISSING = "go", "refused", "missing"
+_GO, _REFUSED, _MISSING = _ANSWERS = "go", "refused", "missing"
 
 Say = Callable[[str], object]
 
@@ -47,7 +47,8 @@ class RollCall:
       deadline: on `time.monotonic`'s clock.
       say: told whom it waits for.
     Raises:
-      ConfigError: the port is taken.
+      ConfigError: the port is taken, or the address is not this machine's.
+      FaultError: the port is taken, under an engine that starts jobs again.
     """
 
     def __init__(self, launch: Launch, deadline: float, say: Say = _say) -> None:
@@ -167,6 +168,8 @@ def report(launch: Launch, deadline: float, say: Say = _say) -> None:
     while time.monotonic() < deadline:
         try:
             with socket.create_connection(address_of(launch), timeout=max(_RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic()))) as connection:
+                if connection.getsockname() == connection.getpeername():  # the port is one that the system deals out, and nobody listens there
+                    raise OSError("this process reached itself")
                 connection.sendall(said.encode() + b"\n")
                 if (answer := _await_answer(connection, deadline + VERDICT_S, tell_at, lambda: say(_waiting_along(launch)))) is not None:
                     return _act_on(answer, launch)
@@ -210,7 +213,7 @@ def _await_answer(connection: socket.socket, until: float, tell_at: float, tell:
         answer = json.loads(heard.partition(b"\n")[0])
     except ValueError:
         return None
-    return answer if isinstance(answer, dict) else None
+    return answer if isinstance(answer, dict) and not answer.keys().isdisjoint(_ANSWERS) else None
 
 
 def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
@@ -244,7 +247,9 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
             if error.errno == errno.EADDRINUSE and time.monotonic() < patience_until:
                 time.sleep(_RETRY_S)
                 continue
-            raise ConfigError(explain(
+            # Who had the port before may be just ending, which is no reason for an engine to give the job up.
+            kind = FaultError if error.errno == errno.EADDRINUSE and launch.engine in RESTARTING else ConfigError
+            raise kind(explain(
                 "the processes of this run cannot be connected: process 0 cannot listen", given=f"{bind_address(launch) or launch.coordinator}: {error.strerror}",
                 do="give a --coordinator HOST:PORT that is free on the machine of process 0 (under an engine: JAX_COORDINATOR_PORT); where its "
                    "machine knows itself by another address: --set distributed.bind=ADDRESS, 0.0.0.0 for all")) from error

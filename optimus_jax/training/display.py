@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimus_jax.config import LogConfig
+from optimus_jax.training.patient_stream import patient
 from optimus_jax.training.step_record import StepRecord
 
 UNKNOWN = "-"
@@ -58,7 +59,7 @@ class OtherProcess(Display):
     """Of a process that shows nothing, for another one does, but what that one cannot know."""
 
     def here(self, text: str) -> None:
-        print(f"process {jax.process_index()}: {text}", file=sys.stderr, flush=True)
+        print(f"process {jax.process_index()}: {text}", file=patient(sys.stderr), flush=True)
 
 
 class PlainDisplay(Display):
@@ -140,7 +141,7 @@ def make_display(config: LogConfig, total_steps: int, *, show: bool = True, stre
       show: False in every process but one.
       stream: where it is shown; None is standard output.
     """
-    target = sys.stdout if stream is None else stream
+    target = patient(sys.stdout if stream is None else stream)
     if not show:
         return OtherProcess()
     kind = config.progress

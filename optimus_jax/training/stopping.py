@@ -15,6 +15,7 @@ Orbax takes that to mean "no preemption". A request is known only to the process
 train together have to agree on the step that they stop after.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -43,7 +44,7 @@ class StoppedAtOnce(KeyboardInterrupt):
 def exit_when_asked() -> None:
     """From now on SIGINT, SIGTERM and SIGUSR1 end the program with one line: for imports, in which an exception may get lost."""
     def end(number: int, frame: FrameType | None) -> NoReturn:
-        os.write(2, f"\n{NOT_BEGUN}\n".encode())
+        _say(f"\n{NOT_BEGUN}\n")
         os._exit(EXIT_INTERRUPT if number == signal.SIGINT else EXIT_RESTART)
 
     for number in (signal.SIGINT, *TERMINATING):
@@ -58,6 +59,12 @@ def raise_when_asked() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in TERMINATING:
         signal.signal(number, terminate)
+
+
+def _say(text: str) -> None:
+    """On standard error. Not by print: a handler may run in the middle of one. Nobody may be left to read it, for Ctrl-C ends `tee` too."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 class StopRequest:
@@ -90,7 +97,6 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.reason is None:
             self.reason = "interrupt" if number == signal.SIGINT else "terminate"
-            # Not by print: a handler may run in the middle of one.
-            os.write(2, b"\nstopping: this step is finished and saved first; Ctrl-C (again) ends at once, without saving\n")
+            _say("\nstopping: this step is finished and saved first; Ctrl-C (again) ends at once, without saving\n")
         elif number == signal.SIGINT:
             raise StoppedAtOnce

@@ -95,7 +95,7 @@ def test_a_mistake_of_the_first_task_is_one_though_the_others_are_killed_for_it(
     job = submit(slurm, program("""
         trap 'exit 75' TERM USR1
         [ "$SLURM_PROCID" = 1 ] && exit 2
-        while :; do sleep 0.1; done"""), nodes=2)
+        while :; do sleep 0.1; done""") | {"RUN_DIR": "of-no-folder"}, nodes=2)
     slurm.until(lambda: slurm.state(job)["JobState"] == "FAILED", "the job has failed")
     assert (slurm.state(job)["Restarts"], slurm.state(job)["ExitCode"]) == ("0", "2:0")
 

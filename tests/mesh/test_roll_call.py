@@ -173,10 +173,37 @@ def test_strangers_are_passed_over(first, noise):
         assert call.missing == [1, 2]
 
 
-def test_a_port_that_is_taken(first, monkeypatch):
+@pytest.mark.parametrize(("engine", "kind"), [("flags", ConfigError), ("SLURM", FaultError)])
+def test_a_port_that_is_taken(first, monkeypatch, engine, kind):
+    """To be mended by who gave it; a job that starts again may find it free."""
     monkeypatch.setattr(roll_call, "_PORT_FREED_S", 0.0)
-    with socket.create_server(roll_call.address_of(first)), pytest.raises(ConfigError, match="process 0 cannot listen"):
-        RollCall(first, soon())
+    with socket.create_server(roll_call.address_of(first)), pytest.raises(kind, match="process 0 cannot listen"):
+        RollCall(replace(first, engine=engine), soon())
+
+
+def reach_oneself(address, **_):
+    """What the system does with a connection to a port that nobody has if it deals out that same port for this side of it."""
+    connection = socket.socket()
+    connection.bind(("127.0.0.1", 0))
+    connection.connect(connection.getsockname())
+    return connection
+
+
+def test_a_process_that_reaches_itself_has_found_nobody(first, monkeypatch):
+    monkeypatch.setattr(socket, "create_connection", reach_oneself)
+    with pytest.raises(FaultError, match="process 0 of 3 did not come in time(.|\n)*reached itself"):
+        report(other(first, 1), soon(0.2))
+
+
+def test_an_echo_is_no_answer(first, monkeypatch):
+    monkeypatch.setattr(roll_call, "VERDICT_S", 0.0)
+    with socket.create_server(roll_call.address_of(first)) as listener, ThreadPoolExecutor() as pool:
+        lost = pool.submit(report, other(first, 1), soon(0.5))
+        connection, _ = listener.accept()
+        connection.sendall(connection.recv(4096))
+        with pytest.raises(FaultError, match="did not come in time"):
+            lost.result(LONG_S)
+        connection.close()
 
 
 def test_a_port_that_becomes_free_is_waited_for(first):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -75,6 +76,21 @@ def test_processes_that_do_not_show_tell_only_what_no_other_knows(capsys: pytest
 def test_output_goes_to_standard_output(capsys: pytest.CaptureFixture[str]):
     make_display(LogConfig(progress="plain"), 300).message("hello")
     assert capsys.readouterr() == ("hello\n", "")
+
+
+@pytest.mark.parametrize("progress", ["plain", "rich"])
+def test_a_run_outlives_who_reads_its_output(progress: str):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stream:
+        with make_display(LogConfig(progress=progress), 300, stream=stream) as display:
+            display.message("hello")
+        print("nothing else that has it fails either", file=stream, flush=True)
+
+
+def test_a_run_outlives_a_full_disk():
+    with open("/dev/full", "w") as stream:
+        make_display(LogConfig(progress="plain"), 300, stream=stream).message("hello")
 
 
 def test_plain_line():

@@ -50,6 +50,18 @@ def test_ctrl_c_asks_once_and_insists_the_second_time():
             send(signal.SIGINT)
 
 
+def test_nobody_need_be_there_to_read_the_answer(capfd: pytest.CaptureFixture[str]):
+    kept, (read, write) = os.dup(2), os.pipe()
+    os.close(read)
+    os.dup2(write, 2)
+    try:
+        with StopRequest() as stop:
+            send(signal.SIGINT)
+            assert stop.reason == "interrupt"
+    finally:
+        os.dup2(kept, 2)
+
+
 def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]):
     with StopRequest():
         send(signal.SIGINT)
