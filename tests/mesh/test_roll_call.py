@@ -191,7 +191,7 @@ def reach_oneself(address, **_):
 
 def test_a_process_that_reaches_itself_has_found_nobody(first, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", reach_oneself)
-    with pytest.raises(FaultError, match="process 0 of 3 did not come in time(.|\n)*reached itself"):
+    with pytest.raises(FaultError, match=r"process 0 of 3 did not come in time(.|\n)*reached itself"):
         report(other(first, 1), soon(0.2))
 
 
