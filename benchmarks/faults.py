@@ -194,10 +194,12 @@ def corrupted(job: Job, draw: random.Random) -> dict[str, Any]:
 
 
 def disk_full(job: Job, draw: random.Random) -> dict[str, Any]:
-    """All room is taken, until the processes have ended or gone on to the end of the run."""
-    at = draw.randrange(3, STEPS - 3)
-    job.clock.wait(lambda: job.step >= at or job.all_ended())
-    leave = draw.choice([0, 4096, 20_000, 60_000])
+    """All room is taken but for nothing, little, or what a part of a checkpoint needs, so that one process may find room and the other not;
+    until the processes have ended or gone on to the end of the run."""
+    at = draw.randrange(CHECKPOINT_EVERY + 2, STEPS - 3)
+    job.clock.wait(lambda: (job.step >= at and any((job.run_dir / "checkpoints").glob("[0-9]*0"))) or job.all_ended())
+    whole = next((path for path in (job.run_dir / "checkpoints").glob("[0-9]*0")), None)
+    leave = draw.choice([0, 4096, *[int(draw.random() * sum(path.stat().st_size for path in whole.rglob("*") if path.is_file())) for _ in range(4) if whole]])
     with open(job.run_dir.parent / "ballast", "wb") as file:
         file.write(b"\0" * max(0, shutil.disk_usage(job.run_dir).free - leave))
     return {"process": None, "survivors": [0, 1], "left_bytes": leave}
