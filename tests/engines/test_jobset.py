@@ -1,6 +1,7 @@
 """Kubernetes, as far as it goes without a cluster: what the manifest has to say, and JAX's detection against an API server of ours."""
 
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -10,6 +11,7 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
+import kubernetes.client
 import pytest
 import yaml
 from jax._src.clusters import k8s_cluster
@@ -48,6 +50,37 @@ def test_the_users_mistakes_are_not_started_again():
     assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == ("FailJob", "In", [2])
     assert rule["onExitCodes"]["containerName"] == job_set["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["name"]
     assert job_set["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+JOB_SET_FIELDS = {"failurePolicy": {"maxRestarts", "rules", "restartStrategy"}, "replicatedJobs": {"name", "groupName", "replicas", "template", "dependsOn"},
+                  "rules": {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"}}
+"""Of JobSet v1alpha2, as far as the manifest has them: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/."""
+
+
+def unknown_fields(kind, value):
+    """Of a manifest, by the classes that Kubernetes makes from its schema."""
+    if inner := re.fullmatch(r"list\[(.+)\]", kind):
+        return [name for each in value for name in unknown_fields(inner[1], each)]
+    if (model := getattr(kubernetes.client, kind, None)) is None:  # a number, a text, a mapping
+        return []
+    kinds = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
+    return [name for name in value if name not in kinds] + [each for name in value.keys() & kinds for each in unknown_fields(kinds[name], value[name])]
+
+
+def test_kubernetes_knows_every_field():
+    *others, job_set = documents()
+    for document in others:
+        assert unknown_fields(f"V1{document['kind']}", document) == []
+    template = job_set["spec"]["replicatedJobs"][0]["template"]
+    assert unknown_fields("V1JobTemplateSpec", template) == []
+    container = template["spec"]["template"]["spec"]["containers"][0]
+    container["volumeMount"] = container.pop("volumeMounts")
+    assert unknown_fields("V1JobTemplateSpec", template) == ["volumeMount"]
+    assert job_set["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert job_set["spec"].keys() == {"failurePolicy", "replicatedJobs"}
+    assert job_set["spec"]["failurePolicy"].keys() <= JOB_SET_FIELDS["failurePolicy"]
+    assert all(rule.keys() <= JOB_SET_FIELDS["rules"] for rule in job_set["spec"]["failurePolicy"]["rules"])
+    assert all(job.keys() <= JOB_SET_FIELDS["replicatedJobs"] for job in job_set["spec"]["replicatedJobs"])
 
 
 class Api(BaseHTTPRequestHandler):
