@@ -59,7 +59,7 @@ JOB_SET_FIELDS = {"failurePolicy": {"maxRestarts", "rules", "restartStrategy"}, 
 
 def unknown_fields(kind, value):
     """Of a manifest, by the classes that Kubernetes makes from its schema."""
-    if inner := re.fullmatch(r"list\[(.+)\]", kind):
+    if inner := re.fullmatch(r"[Ll]ist\[(.+)\]", kind):
         return [name for each in value for name in unknown_fields(inner[1], each)]
     if (model := getattr(kubernetes.client, kind, None)) is None:  # a number, a text, a mapping
         return []
