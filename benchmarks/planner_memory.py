@@ -26,7 +26,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.compile_check import HEADROOM_SHARE, check
 from optimus_jax.planning.layouts import axis_sizes
 from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
-from optimus_jax.planning.search import fits
+from optimus_jax.planning.search import USABLE_SHARE
 
 STUDIED = """
 gpt2-xl      1024 2  data=8
@@ -211,7 +211,7 @@ def summary(name: str, kernel: str, pairs: list[tuple[MemoryEstimate, int]]) -> 
     errors = [estimate.total / compiled - 1 for estimate, compiled in pairs]
     verdicts = []
     for capacity in CAPACITIES.values():
-        both = [(fits(estimate, int(capacity)), compiled <= (1 - HEADROOM_SHARE) * capacity) for estimate, compiled in pairs]
+        both = [(estimate.total <= USABLE_SHARE * capacity, compiled <= (1 - HEADROOM_SHARE) * capacity) for estimate, compiled in pairs]
         verdicts.append(f"{both.count((True, False))} / {both.count((False, True))}")
     return (f"| {name} | {kernel} | {len(pairs)} | {sum(map(abs, errors)) / len(errors):.1%} | {min(errors):+.1%} | {max(errors):+.1%} | "
             + " | ".join(verdicts) + " |")

@@ -72,8 +72,9 @@ def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Seq
 
 def _start(command: Sequence[str], environment: Mapping[str, str], number: int) -> subprocess.Popen:
     # A session of its own: Ctrl-C reaches only us, and we pass it on once. A second one would end without saving.
-    streams = {} if number == 0 else {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(list(command), env=dict(environment), start_new_session=True, preexec_fn=_end_with_us if _PRCTL is not None else None, **streams)
+    stdin, stdout, stderr = (None, None, None) if number == 0 else (subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT)
+    return subprocess.Popen(list(command), env=dict(environment), start_new_session=True, preexec_fn=None if _PRCTL is None else _end_with_us,
+                            stdin=stdin, stdout=stdout, stderr=stderr)
 
 
 def _end_with_us() -> None:
