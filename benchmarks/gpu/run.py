@@ -31,15 +31,12 @@ LONGEST_S = 240.0
 """Of a case."""
 LIKELY_S: dict[Who, float] = {"matmul": 20, "ours": 60, "eager": 60, "compile": 120}
 """With less time left a case is not begun."""
-HOST_SHARE = 0.75
-"""Of the host's memory that JAX may pin; XLA's own limit of 64 GiB is too little for the moments of 8 billion parameters and what else lies there."""
 
 
 def measured(case: Case, limit_s: float, complaints: Path) -> dict:
     """A row: figures, or why there are none; the whole of what a failed case said is added to `complaints`."""
     program = HERE / ("ours.py" if case.who in ("ours", "matmul") else "theirs.py")
-    environment = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)), **os.environ,
-                   "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]),
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]),
                    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {case.xla_flags}".strip()}
     started = time.perf_counter()
     try:
