@@ -113,6 +113,8 @@ class Checkpoints:
         self._saving = (0, 0)  # step and bytes of the newest save
         self._blocked_s: float | None = None  # of the save under way
         self._loops = contextlib.ExitStack()
+        self._outside: BaseException | None = None
+        """What whoever called is handling, and is none of a save's business: a state may be saved because something else has failed."""
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
@@ -170,6 +172,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when nothing is being written any more. Raises CheckpointError if the save under way failed."""
+        self._outside = sys.exception()
         try:
             if self._manager is not None:
                 self._manager.wait_until_finished()
@@ -288,9 +291,18 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=AnyPreservationPolicy(kept), async_options=ocp.options.AsyncOptions(barrier_sync_fn=_meet)),
+                    preservation_policy=AnyPreservationPolicy(kept), async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet)),
                 item_handlers={STATE: handler, MANIFEST: ocp.JsonCheckpointHandler()})
         return self._manager
+
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier between the processes that write a checkpoint, but not for one that has failed: it would wait there for the
+        others, who wait elsewhere for it, and nobody would learn why. They learn it from the watchdog when this process ends.
+        """
+        error = sys.exception()
+        if error is not None and error is not self._outside:  # Orbax is on its way out of a save, by a `finally`
+            raise error
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _remove_unfinished(self) -> None:
         """Remove what a save that failed or was killed has left, which would go on filling the disk."""
@@ -366,15 +378,6 @@ def _on_every_process(read: Callable[[], T]) -> T:
     if code == _DAMAGED:
         raise _DamagedError(reason)
     return outcome
-
-
-def _meet(*, key: str, timeout_ms: int) -> None:
-    """Orbax's barrier between the processes that write a checkpoint, but not for one that has failed: it would wait there for the
-    others, who wait elsewhere for it, and nobody would learn why. They learn it from the watchdog when this process ends.
-    """
-    if (error := sys.exception()) is not None:  # Orbax is on its way out of a save, by a `finally`
-        raise error
-    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _raise_if_of_others(error: Exception) -> None:

@@ -116,8 +116,9 @@ def _forwarding(processes: Sequence[subprocess.Popen], num_processes: int) -> It
         while early:
             _send(processes, FORWARDED[signal.Signals(early.pop(0))])
 
-    # What is ignored, as SIGHUP under nohup, stays so.
-    before = {number: signal.signal(number, forward) for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
+    # Under nohup a terminal that closes is nothing. The others count even where a shell has put us in the background and has SIGINT ignored.
+    before = {number: signal.signal(number, forward) for number in FORWARDED
+              if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield forwarded, send_what_came_early
     finally:

@@ -305,6 +305,17 @@ def test_a_run_that_went_back_replaces_what_lay_ahead(two_saved, opened, warned,
     assert ["step 1 is deleted" in warned[0], "step 2 is deleted" in warned[1]] == [True, True]
 
 
+def test_a_state_can_be_saved_because_something_has_failed(opened):
+    """An error that the caller handles is none of the save's."""
+    checkpoints = opened()
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError:
+        checkpoints.save(1, place(make_state()), {})
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
+
+
 @contextlib.contextmanager
 def full_disk():
     """No file can grow beyond 64 KiB, as a full disk or a quota would have it."""

@@ -112,7 +112,11 @@ PATIENT = """
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_processes_end_with_their_terminal_and_with_who_started_them(start, number, tmp_path):
     """SIGKILL cannot be passed on; what becomes of processes whose parent is gone, the system knows."""
-    launched = start(PATIENT)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    try:
+        launched = start(PATIENT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     while not all((tmp_path / f"ready-{which}").exists() for which in range(2)):
         assert launched.poll() is None
     launched.send_signal(number)
