@@ -1,5 +1,6 @@
 """The ground that every test stands on: eight CPU devices, strict promotion of dtypes and ranks, no profile of this machine."""
 
+import importlib.metadata
 import os
 import tempfile
 
@@ -7,7 +8,11 @@ from hypothesis import settings
 
 # Read when jax is imported, which no test has done yet.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Compiling costs far more than running what tests compile, here and in the programs that they start.
+_quick = ["--xla_backend_optimization_level=0"]
+if importlib.metadata.version("jax") < "0.11":  # which refuses what it does not know
+    _quick.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *_quick])
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A profile that somebody measured here would decide what `--mesh auto` means. Programs that tests start see this too.
