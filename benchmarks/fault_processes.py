@@ -66,6 +66,7 @@ class Server:
             with self._changed:
                 if "begun" in told:
                     self._begun.append(told["begun"])
+                    self._ended.pop(told["begun"], None)  # the system gives numbers again
                 else:
                     self._ended[told["ended"]] = told["code"], told["at_s"]
                 self._changed.notify_all()

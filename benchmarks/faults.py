@@ -34,7 +34,7 @@ from fault_processes import Server
 STEPS, SNAPSHOT_EVERY, CHECKPOINT_EVERY = 40, 4, 10
 SNAPSHOT, CHECKPOINT, ONE_BEFORE = SNAPSHOT_EVERY + 2, CHECKPOINT_EVERY + 2, 2 * CHECKPOINT_EVERY + 2
 """Steps lost at most: those since the newest whole one, and those that go on while it is written."""
-RESTARTED = frozenset({75, -signal.SIGABRT})
+RESTARTED = frozenset({75, -signal.SIGABRT, -signal.SIGSEGV})
 """Exit codes of which docs/faults.md says that they mean `start it again`: ours, and that of JAX when process 0 is gone."""
 SETTINGS = [
     "--model", "gpt2-nano", "--steps", str(STEPS), "--global-batch", "8", "--seq-len", "32", "--eval-every", "0", "--progress", "plain",
