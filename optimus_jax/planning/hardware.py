@@ -105,7 +105,7 @@ class HardwareProfile:
     def from_json(cls, text: str) -> "HardwareProfile":
         """Raises ConfigError, TypeError or ValueError if it is not a profile."""
         profile = build(cls, json.loads(text))
-        if any(not 0 < each.time_s < math.inf for each in (*profile.probed.matmuls, *profile.probed.passes, *profile.probed.collectives)):
+        if any(not 0 < each.time_s < math.inf for each in (*profile.probed.matmuls, *profile.probed.passes, *profile.probed.host_copies, *profile.probed.collectives)):
             raise ValueError("a time in it is not above 0")
         return profile
 
@@ -117,7 +117,12 @@ class HardwareProfile:
         """`cluster`, which is the one that was measured, with links as they were measured."""
         inside = self._link(cluster.devices_per_host, 1, "inside the host")
         between = self._link(cluster.num_hosts, cluster.devices_per_host, "between hosts") if cluster.between is not None else None
-        return replace(cluster, inside=inside or cluster.inside, between=between or cluster.between)
+        return replace(cluster, inside=inside or cluster.inside, between=between or cluster.between, to_host=self._link_to_host() or cluster.to_host)
+
+    def _link_to_host(self) -> Link | None:
+        largest = max(self.probed.host_copies, key=lambda each: each.num_bytes, default=None)
+        return largest and Link(name="to the host, measured", bytes_per_s=largest.bytes_per_s, latency_s=None,
+                                source=f"{largest.num_bytes:,} bytes each way at the same time, {self.measured_at}")
 
     def _link(self, axis_size: int, stride: int, where: str) -> Link | None:
         fit = self.fit(ALL_REDUCE, axis_size, stride)

@@ -64,6 +64,21 @@ class MemoryTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostCopyTime:
+    """An array that comes from its host's memory to each device while another of its size goes there, as moments do in an offloaded step."""
+
+    num_bytes: int
+    """Of one of the two."""
+    time_s: float
+    """Until both have arrived."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Each device's, each way."""
+        return self.num_bytes / self.time_s
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
     """One collective, run by all groups of a mesh axis at once."""
 

@@ -1,6 +1,6 @@
-"""Programs that time the devices: matmuls, passes over memory, collectives, and both at once.
+"""Programs that time the devices: matmuls, passes over memory, collectives, and both at once; and copies from and to the host.
 
-Each runs on all devices together inside one `shard_map`, because that is how a training step runs: virtual
+Each program runs on all devices together inside one `shard_map`, because that is how a training step runs: virtual
 CPU devices share cores, GPUs share power and links. The operation is repeated inside its program, so that
 launching the program hardly counts; each repeat needs one element of the one before, so that XLA can
 neither drop nor hoist it. Operand and result keep their memory from run to run (they are donated): on a CPU
@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from optimus_jax.mesh.memory_kinds import DEVICE_MEMORY, HOST_MEMORY
 from optimus_jax.planning.measurements import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -26,6 +27,7 @@ from optimus_jax.planning.measurements import (
     PERMUTE,
     REDUCE_SCATTER,
     CollectiveTime,
+    HostCopyTime,
     MatmulTime,
     MemoryTime,
     OverlapTime,
@@ -37,6 +39,7 @@ class Device(Protocol):
 
     platform: str
     device_kind: str
+    process_index: int
 
 
 Devices = Sequence[Device]
@@ -102,6 +105,15 @@ def time_pass(devices: Devices, timing: Timing, num_bytes: int) -> MemoryTime:
     moved = 2 * shape[0] * kind.itemsize
     return MemoryTime(num_bytes=moved, time_s=_repeated_s(mesh, lambda x: 0.5 * x, [_noise(mesh, shape, kind)], shape, timing,
                                                           timing.repeats(num_bytes=moved)))
+
+
+def time_host_copy(devices: Devices, timing: Timing, num_bytes: int) -> HostCopyTime:
+    """Arrays of `num_bytes` from the host's pinned memory to each device of this process and from each there, all at the same time: devices share the host."""
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    on_device, on_host = ([SingleDeviceSharding(device, memory_kind=kind) for device in mine] for kind in (DEVICE_MEMORY, HOST_MEMORY))
+    bits = np.resize(np.random.default_rng(0).integers(0, 256, _NOISE_LENGTH, dtype=np.uint8), num_bytes)
+    arrays = jax.device_put([bits] * 2 * len(mine), on_host + on_device)
+    return HostCopyTime(num_bytes=num_bytes, time_s=_shortest_of_each_s([lambda: jax.device_put(arrays, on_device + on_host, may_alias=False)], timing.runs)[0])
 
 
 def time_collective(devices: Devices, timing: Timing, kind: str, axis_size: int, stride: int, num_bytes: int,

@@ -14,12 +14,20 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optimus_jax.planning.measurements import ALL_REDUCE, CollectiveTime, MatmulTime, MemoryTime, OverlapTime
+from optimus_jax.planning.measurements import (
+    ALL_REDUCE,
+    CollectiveTime,
+    HostCopyTime,
+    MatmulTime,
+    MemoryTime,
+    OverlapTime,
+)
 from optimus_jax.planning.probe_programs import (
     KINDS,
     Devices,
     Timing,
     time_collective,
+    time_host_copy,
     time_launch,
     time_matmul,
     time_overlap,
@@ -46,6 +54,8 @@ class ProbeSizes:
     """Messages of collectives."""
     timing: Timing
     """How long each is measured."""
+    host_bytes: tuple[int, ...] = ()
+    """Arrays that are copied from and to the host, where devices have a memory of their own."""
     budget_s: float = 100.0
     """No probe begins later than this."""
 
@@ -60,7 +70,7 @@ class ProbeSizes:
                        timing=Timing(guessed_flops_per_s=1e10, guessed_bytes_per_s=4e9, program_s=0.01, runs=4))
         weights = ((512, 512), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 16384), (16384, 4096), (8192, 8192))
         return cls(matmuls=tuple((m, k, n) for m in (1024, 8192) for k, n in weights), dtypes=("bf16", "f32"),
-                   pass_bytes=(MIB, 16 * MIB, 256 * MIB), message_bytes=(64 * KIB, MIB, 16 * MIB, 128 * MIB),
+                   pass_bytes=(MIB, 16 * MIB, 256 * MIB), message_bytes=(64 * KIB, MIB, 16 * MIB, 128 * MIB), host_bytes=(16 * MIB, 256 * MIB),
                    timing=Timing(guessed_flops_per_s=2e14, guessed_bytes_per_s=1e11, program_s=0.01, runs=5))
 
 
@@ -74,6 +84,8 @@ class Probed:
     """By shape and format."""
     passes: tuple[MemoryTime, ...]
     """By size."""
+    host_copies: tuple[HostCopyTime, ...]
+    """By size; none where plans cannot offload."""
     collectives: tuple[CollectiveTime, ...]
     """By kind, mesh axis and message."""
     overlap: OverlapTime | None
@@ -89,15 +101,16 @@ def probe(devices: Devices, sizes: ProbeSizes, *, several_hosts: bool, progress:
     matmuls = [(*shape, dtype) for dtype in sizes.dtypes for shape in sizes.matmuls]
     collectives = list(_collectives(len(devices), sizes, several_hosts))
     overlaps = [()] if len(devices) > 1 else []
-    agenda = Agenda(sizes.budget_s, 1 + len(matmuls) + len(sizes.pass_bytes) + len(collectives) + len(overlaps), progress)
+    agenda = Agenda(sizes.budget_s, 1 + len(matmuls) + len(sizes.pass_bytes) + len(sizes.host_bytes) + len(collectives) + len(overlaps), progress)
     launch_s = [time_launch(devices, sizes.timing) for _ in agenda.through("launch", [()])]
     matmul_times = [time_matmul(devices, sizes.timing, *each) for each in agenda.through("matmul", matmuls)]
     passes = [time_pass(devices, sizes.timing, *each) for each in agenda.through("pass over memory", [(size,) for size in sizes.pass_bytes])]
+    host_copies = [time_host_copy(devices, sizes.timing, *each) for each in agenda.through("copies from and to the host", [(size,) for size in sizes.host_bytes])]
     collective_times = [time_collective(devices, sizes.timing, *each, sizes.dtypes[0]) for each in agenda.through("collective", collectives)]
     beside = [time_overlap(devices, sizes.timing, *_for_overlap(matmul_times, collective_times, sizes.dtypes[0]))
               for _ in agenda.through("matmuls beside an all-reduce", overlaps)]
-    return Probed(launch_s=launch_s[0] if launch_s else None, matmuls=tuple(matmul_times), passes=tuple(passes), collectives=tuple(collective_times),
-                  overlap=beside[0] if beside else None, num_left_out=agenda.num_left_out, took_s=agenda.elapsed_s())
+    return Probed(launch_s=launch_s[0] if launch_s else None, matmuls=tuple(matmul_times), passes=tuple(passes), host_copies=tuple(host_copies),
+                  collectives=tuple(collective_times), overlap=beside[0] if beside else None, num_left_out=agenda.num_left_out, took_s=agenda.elapsed_s())
 
 
 def _collectives(num_devices: int, sizes: ProbeSizes, several_hosts: bool) -> Iterator[tuple[str, int, int, int]]:

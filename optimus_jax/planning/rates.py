@@ -157,7 +157,7 @@ class Rates:
             matmul_flops_per_s=in_16_bits[0], f32_matmul_flops_per_s=in_f32[0], inner=in_16_bits[1], num_cores=cores,
             memory_bytes_per_s=max(probed.passes, key=lambda each: each.num_bytes).bytes_per_s,
             pass_share=1.0 if on_gpu else CPU_PASS_SHARE, unaligned_share=cls.unaligned_share if on_gpu else 1.0,
-            collective_share=1.0, between_share=1.0, send_share=_send_share(profile), step_s=probed.launch_s or cls.step_s,
+            collective_share=1.0, between_share=1.0, host_share=1.0 if probed.host_copies else cls.host_share, send_share=_send_share(profile), step_s=probed.launch_s or cls.step_s,
             overlap_slowdown=probed.overlap.slowdown if probed.overlap else cls.overlap_slowdown, spread=UNSEEN_SPREAD)
 
     @cached_property

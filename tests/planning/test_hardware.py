@@ -22,6 +22,7 @@ from optimus_jax.planning.measurements import (
     ALL_REDUCE,
     CollectiveFit,
     CollectiveTime,
+    HostCopyTime,
     MatmulTime,
     MemoryTime,
     OverlapTime,
@@ -43,6 +44,7 @@ PROFILE = HardwareProfile(
     setting=SETTING, measured_at="2026-11-21T12:00:00+00:00",
     probed=Probed(
         launch_s=1e-4, matmuls=(MatmulTime(m=8, k=8, n=8, dtype="bf16", time_s=1e-6),), passes=(MemoryTime(num_bytes=64, time_s=1e-6),),
+        host_copies=(HostCopyTime(num_bytes=16, time_s=1e-6), HostCopyTime(num_bytes=64, time_s=2e-9)),
         collectives=(CollectiveTime(kind=ALL_REDUCE, axis_size=8, stride=1, num_bytes=64, time_s=1e-5),),
         overlap=OverlapTime(matmul_s=1.0, collective_s=1.0, together_s=1.25), num_left_out=0, took_s=60.0),
     fits=(CollectiveFit(kind=ALL_REDUCE, axis_size=8, stride=1, latency_s=28e-6, bytes_per_s=380e9),
@@ -151,6 +153,13 @@ def test_the_cache_is_where_xdg_says(monkeypatch):
     assert cache_directory() == Path("/home/someone/.cache/optimus_jax/hardware")
 
 
+def test_the_largest_copy_says_how_fast_the_way_to_the_host_is():
+    cluster = Cluster.parse("h100:2x8")
+    assert PROFILE.cluster(cluster).to_host.bytes_per_s == 64 / 2e-9 != cluster.to_host.bytes_per_s
+    unmeasured = replace(PROFILE, probed=replace(PROFILE.probed, host_copies=()))
+    assert unmeasured.cluster(cluster).to_host == cluster.to_host
+
+
 def test_measured_links_take_the_place_of_published_ones():
     cluster = PROFILE.cluster(Cluster.parse("h100:2x8"))
     assert (cluster.inside.bytes_per_s, cluster.between.bytes_per_s) == (380e9, 45e9)
@@ -161,7 +170,7 @@ def test_measured_links_take_the_place_of_published_ones():
 
 def test_what_was_not_measured_stays_as_published():
     cluster = Cluster.parse("h100:4")
-    assert PROFILE.cluster(cluster) == cluster, "four devices have a fit without a rate"
+    assert replace(PROFILE.cluster(cluster), to_host=cluster.to_host) == cluster, "four devices have a fit without a rate"
     assert PROFILE.fit(ALL_REDUCE, 3) is None
 
 

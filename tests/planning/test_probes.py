@@ -14,6 +14,7 @@ from optimus_jax.planning.probe_programs import (
     KINDS,
     Timing,
     time_collective,
+    time_host_copy,
     time_launch,
     time_matmul,
     time_overlap,
@@ -22,7 +23,7 @@ from optimus_jax.planning.probe_programs import (
 from optimus_jax.planning.probes import ProbeSizes, probe
 
 QUICK = Timing(guessed_flops_per_s=1e10, guessed_bytes_per_s=1e10, program_s=1e-9, runs=1)
-TINY = ProbeSizes(matmuls=((8, 4, 16), (8, 8, 8)), dtypes=("f32", "bf16"), pass_bytes=(64,), message_bytes=(64, 256, 128), timing=QUICK)
+TINY = ProbeSizes(matmuls=((8, 4, 16), (8, 8, 8)), dtypes=("f32", "bf16"), pass_bytes=(64,), message_bytes=(64, 256, 128), timing=QUICK, host_bytes=(32, 64))
 REPEATS = 2
 """Of each operation under QUICK."""
 
@@ -106,6 +107,24 @@ def test_a_pass_reads_and_writes_an_array(programs):
     assert "input_output_alias={ {0}: (0, {}, may-alias), {1}: (1, {}, may-alias) }" in text
 
 
+def test_arrays_go_between_the_host_and_each_device_at_the_same_time(monkeypatch):
+    moved, put = [], jax.device_put
+
+    def spy(arrays, targets, **options):
+        moved.append([(array.nbytes, getattr(array, "sharding", None), target) for array, target in zip(arrays, targets, strict=True)])
+        return put(arrays, targets, **options)
+
+    monkeypatch.setattr(jax, "device_put", spy)
+    time = time_host_copy(jax.devices()[:2], QUICK, 4096)
+    _, warm_up, timed = moved
+    assert warm_up == timed
+    assert sorted((size, before.memory_kind, after.memory_kind, after.device_set.pop().id) for size, before, after in timed) == [
+        (4096, "device", "pinned_host", 0), (4096, "device", "pinned_host", 1), (4096, "pinned_host", "device", 0), (4096, "pinned_host", "device", 1)]
+    assert all(before.device_set == after.device_set for _, before, after in timed)
+    assert (time.num_bytes, time.time_s > 0) == (4096, True)
+    assert time.bytes_per_s == 4096 / time.time_s
+
+
 def test_overlap_is_matmuls_and_an_all_reduce_that_do_not_need_one_another(programs):
     matmul, all_reduce = time_matmul(jax.devices(), QUICK, 8, 8, 8, "f32"), time_collective(jax.devices(), QUICK, ALL_REDUCE, 8, 1, 256, "f32")
     programs.clear()
@@ -128,15 +147,21 @@ def test_all_is_measured_once_along_every_axis_that_divides_the_devices():
     assert [(each.m, each.k, each.n, each.dtype) for each in probed.matmuls] == [
         (8, 4, 16, "f32"), (8, 8, 8, "f32"), (8, 4, 16, "bf16"), (8, 8, 8, "bf16")]
     assert [each.num_bytes for each in probed.passes] == [128]
+    assert [each.num_bytes for each in probed.host_copies] == [32, 64]
     axes = [(each.kind, each.axis_size, each.stride) for each in probed.collectives]
     assert sorted(axes) == sorted((kind, size, 1) for kind in WIRE_SHARE for size in (2, 3, 6) for _ in TINY.message_bytes)
     assert probed.overlap is not None
     assert (probed.num_left_out, probed.launch_s > 0, probed.took_s > 0) == (0, True, True)
     shares = [share for _, share in told]
     assert shares == sorted(shares)
-    assert len(told) == 1 + 4 + 1 + len(axes) + 1
+    assert len(told) == 1 + 4 + 1 + 2 + len(axes) + 1
     assert told[0] == ("launch", 0.0)
     assert told[1][0] == "matmul 8 4 16 f32"
+
+
+def test_the_way_to_the_host_is_measured_where_plans_may_take_it():
+    assert ProbeSizes.of("gpu").host_bytes
+    assert not ProbeSizes.of("cpu").host_bytes
 
 
 def test_several_hosts_are_measured_along_the_slowest_axis_too():
@@ -156,7 +181,7 @@ def test_one_device_has_nothing_to_say_to_others():
 
 def test_when_time_is_over_the_rest_is_counted():
     probed = probe(jax.devices()[:2], dataclasses.replace(TINY, budget_s=-1.0), several_hosts=False)
-    assert probed.num_left_out == 1 + 4 + 1 + 3 * len(KINDS) + 1
+    assert probed.num_left_out == 1 + 4 + 1 + 2 + 3 * len(KINDS) + 1
     assert (probed.launch_s, probed.matmuls, probed.overlap) == (None, (), None)
 
 

@@ -8,7 +8,15 @@ from pricing import RATES
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.accelerators import Accelerator, accelerator_named
 from optimus_jax.planning.hardware import HardwareProfile, Setting
-from optimus_jax.planning.measurements import ALL_REDUCE, PERMUTE, CollectiveFit, MatmulTime, MemoryTime, OverlapTime
+from optimus_jax.planning.measurements import (
+    ALL_REDUCE,
+    PERMUTE,
+    CollectiveFit,
+    HostCopyTime,
+    MatmulTime,
+    MemoryTime,
+    OverlapTime,
+)
 from optimus_jax.planning.nvml import read_nvml
 from optimus_jax.planning.operators import device_time
 from optimus_jax.planning.probes import Probed
@@ -22,7 +30,7 @@ def profile(*, device_kind: str, platform: str, matmuls: tuple[MatmulTime, ...],
     setting = Setting(device_kind=device_kind, platform=platform, num_devices=8, num_processes=1, num_hosts=1, processor="", driver=None,
                       jax="", jaxlib="", xla_flags="", probes="")
     probed = Probed(launch_s=3e-4, matmuls=matmuls, passes=(MemoryTime(num_bytes=1000, time_s=1e-7), MemoryTime(num_bytes=10**6, time_s=1e-3)),
-                    collectives=(), overlap=OverlapTime(matmul_s=1.0, collective_s=1.0, together_s=1.5), num_left_out=0, took_s=1.0)
+                    host_copies=(), collectives=(), overlap=OverlapTime(matmul_s=1.0, collective_s=1.0, together_s=1.5), num_left_out=0, took_s=1.0)
     return HardwareProfile(setting=setting, measured_at="today", probed=probed, fits=fits, nvml=read_nvml())
 
 
@@ -42,6 +50,13 @@ def test_shares_are_of_listed_accelerators_and_less_than_usual():
     for name, share in MATMUL_SHARES.items():
         assert accelerator_named(name).dense_peak_flops
         assert 0.5 < share < MATMUL_SHARE
+
+
+def test_a_measured_way_to_the_host_is_not_counted_down_again():
+    known = profile(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", matmuls=matmul_times(RATES, "f32"))
+    assert Rates.from_profile(known).host_share == Rates.host_share < 1
+    copied = replace(known, probed=replace(known.probed, host_copies=(HostCopyTime(num_bytes=1, time_s=1.0),)))
+    assert Rates.from_profile(copied).host_share == 1
 
 
 def test_nothing_is_invented_for_an_unknown_device():
