@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from optimus_jax.planning.here import Here
 
 USER_ERROR = 2
+WIDE = 160
+"""Columns of a table that goes into a file."""
 HERE = "here"
 SAID_BY_FLAGS = ("parallel.mesh", "parallel.microbatches", "parallel.remat", "parallel.zero", "parallel.schedule", "parallel.repeats",
                  "parallel.stage_residuals", "parallel.send_slack", "precision.compute", "data.seq_len", "data.global_batch")
@@ -127,6 +129,8 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     from optimus_jax.planning.explain import flags
 
     console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
     config, best = found.config, found.plans[0]
     console.print(f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens, {config.precision.compute}, on {found.cluster}", highlight=False)
     console.print(f"{found.num_priced} legal layouts priced; predicted, not measured; rates: {found.rates.source}", highlight=False)
@@ -173,6 +177,8 @@ def show_terms(ranked: "RankedPlan") -> None:
     from optimus_jax.planning.explain import gib, term_rows
 
     console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
     table = Table("term", "time", "share", "how", title=f"plan {ranked.rank}: {ranked.plan.describe()}", title_justify="left")
     for row in term_rows(ranked.prediction):
         table.add_row(*row)

@@ -101,7 +101,7 @@ def test_the_script_prints_a_table_and_json():
     flags = ("--model", "gpt2", "--cluster", "a100:4", "--top", "3")
     shown = plan(*flags, "--explain", "2", "--rejected")
     assert shown.returncode == 0, shown.stderr
-    for text in ("predicted, not measured", "train with: python scripts/train.py --model gpt2 --precision bf16", "passes over", "memory of a device"):
+    for text in ("90% within ┃", " tokens/s ┃", "predicted, not measured", "train with: python scripts/train.py --model gpt2 --precision bf16", "passes over", "memory of a device"):
         assert text in shown.stdout
     listed = json.loads(plan(*flags, "--json").stdout)
     assert [entry["rank"] for entry in listed] == [1, 2, 3]
