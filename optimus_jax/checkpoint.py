@@ -16,7 +16,6 @@ delete it.
 Importing this takes a quarter of a second beyond JAX, nearly all of it Orbax.
 """
 
-import asyncio
 import contextlib
 import errno
 import json
@@ -27,25 +26,29 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN, PreservationPolicy
 from orbax.checkpoint.path import atomicity_types
 
+from optimus_jax.checkpoint_errors import (
+    DamagedError,
+    UnreachableError,
+    event_loops_that_finish,
+    in_one_line,
+    on_every_process,
+    raise_if_of_others,
+)
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.mesh.checksum import checksums, named_leaves
 from optimus_jax.mesh.distributed import of_first_process
-
-T = TypeVar("T")
 
 STATE = "state"
 MANIFEST = "manifest"
@@ -73,20 +76,6 @@ class Restored(Saved):
     state: Any
     damaged: tuple[int, ...] = ()
     """Steps of newer checkpoints that were passed over."""
-
-
-class _DamagedError(Exception):
-    """A checkpoint lacks something, or holds something else than was saved."""
-
-
-class _UnreachableError(Exception):
-    """The machine, not the checkpoint, is why it cannot be read."""
-
-
-_GOOD, _DAMAGED, _UNREACHABLE = range(3)
-"""How reading went on one process; the largest counts."""
-_UNREACHABLE_IN_TENSORSTORE = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "Input/output error")
-"""TensorStore raises ValueError for everything; these of its words are the machine's trouble."""
 
 
 class Checkpoints:
@@ -127,7 +116,7 @@ class Checkpoints:
     def latest(self) -> Saved | None:
         """The newest checkpoint with a readable manifest; its arrays are not read."""
         for step in reversed(self._steps_for_all()):
-            with contextlib.suppress(_DamagedError):
+            with contextlib.suppress(DamagedError):
                 return Saved(step=step, metadata=self._manifest(step)["metadata"])
         return None
 
@@ -157,7 +146,7 @@ class Checkpoints:
         manifest = json.loads(json.dumps(manifest))  # a copy: it is written after this returns
         self._saving = (step, sum(leaf.nbytes for leaf in leaves.values()))
         try:
-            self._loops.enter_context(_event_loops_that_finish())  # until `wait` has seen the end of this save
+            self._loops.enter_context(event_loops_that_finish())  # until `wait` has seen the end of this save
             manager = self._open_manager()
             for stale in (other for other in manager.all_steps() if other >= step):
                 self._warn(f"the checkpoint of step {stale} is deleted: this run has come to step {step} without it")
@@ -166,7 +155,7 @@ class Checkpoints:
                 STATE: ocp.args.PyTreeSave(leaves),
                 MANIFEST: ocp.args.JsonSave({"content": manifest, "crc32": _crc32(manifest)})}))
         except Exception as error:
-            _raise_if_of_others(error)
+            raise_if_of_others(error)
             raise self._failure(error) from error
         self._blocked_s = time.perf_counter() - started
 
@@ -177,7 +166,7 @@ class Checkpoints:
             if self._manager is not None:
                 self._manager.wait_until_finished()
         except Exception as error:
-            _raise_if_of_others(error)
+            raise_if_of_others(error)
             raise self._failure(error) from error
         self._loops.close()
         if self._blocked_s is not None:
@@ -211,11 +200,11 @@ class Checkpoints:
         for candidate in reversed(steps) if step is None else [step] if step in steps else []:
             try:
                 return replace(self._read(candidate, abstract_state, paddable, partial), damaged=tuple(damage))
-            except _DamagedError as error:
+            except DamagedError as error:
                 damage[candidate] = str(error)
                 if step is None:
                     self._warn(f"the checkpoint of step {candidate} is damaged and passed over: {error}")
-            except _UnreachableError as error:
+            except UnreachableError as error:
                 raise CheckpointError(explain(
                     f"the checkpoint of step {candidate} cannot be reached, and may be good",
                     given=f"{self._directory / str(candidate)}: {error}",
@@ -254,17 +243,17 @@ class Checkpoints:
         restore_args = {
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, strict=not paddable(name))
             for name, leaf in asked.items()}
-        with _event_loops_that_finish():
-            state = _on_every_process(lambda: ocp.PyTreeCheckpointHandler().restore(
+        with event_loops_that_finish():
+            state = on_every_process(lambda: ocp.PyTreeCheckpointHandler().restore(
                 self._directory / str(step) / STATE,
                 args=ocp.args.PyTreeRestore(asked, restore_args=restore_args, partial_restore=partial)))
 
         def check() -> None:
             wrong = [name for name, value in checksums(state).items() if value != saved[name]["checksum"]]
             if wrong:
-                raise _DamagedError(f"the checksum of {_listed(wrong)} is not what was saved")
+                raise DamagedError(f"the checksum of {_listed(wrong)} is not what was saved")
 
-        _on_every_process(check)
+        on_every_process(check)
         leaves = [state[name] for name in asked]
         return Restored(step=step, metadata=manifest["metadata"],
                         state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves))
@@ -275,7 +264,7 @@ class Checkpoints:
             if stored["crc32"] != _crc32(stored["content"]):
                 raise ValueError("the manifest is not what was saved")
             return stored["content"]
-        return _on_every_process(read)
+        return on_every_process(read)
 
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -329,7 +318,7 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             self._remove_unfinished()
         step, num_bytes = self._saving
-        steps, reason = self.steps(), _reason(error)
+        steps, reason = self.steps(), in_one_line(error)
         # A limit on the size of a file is met however much room there is.
         remedy = "raise the limit on the size of a file (ulimit -f)" if os.strerror(errno.EFBIG) in reason else "make room"
         return CheckpointError(explain(
@@ -352,84 +341,6 @@ def check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, An
                 f"the checkpoint of step {step} is of another model: leaf {name!r} differs",
                 given=f"saved {saved_as}, asked for {asked_as}",
                 do="use the model and optimizer settings of the run that saved it, or start a new run"))
-
-
-def _on_every_process(read: Callable[[], T]) -> T:
-    """What `read` returns; _DamagedError on every process if it fails on one, so that all fall back together.
-
-    Raises _UnreachableError, on every process too, if one cannot get at the files.
-    """
-    code, reason = _GOOD, ""
-    outcome: Any = None
-    try:
-        outcome = read()
-    except (jax.errors.JaxRuntimeError, MemoryError):  # the machine's trouble, not the checkpoint's
-        raise
-    except _DamagedError as error:
-        code, reason = _DAMAGED, str(error)
-    except Exception as error:
-        code, reason = _UNREACHABLE if _is_unreachable(error) else _DAMAGED, _reason(error)
-    if jax.process_count() > 1:
-        worst = int(multihost_utils.process_allgather(np.array(code)).max())
-        if worst > code:
-            code, reason = worst, "another process cannot read it"
-    if code == _UNREACHABLE:
-        raise _UnreachableError(reason)
-    if code == _DAMAGED:
-        raise _DamagedError(reason)
-    return outcome
-
-
-def _raise_if_of_others(error: Exception) -> None:
-    """Raise what is at the root of an error if that says that another process or the network has failed, and nothing of the disk."""
-    root = _root(error)
-    if jax.process_count() > 1 and isinstance(root, jax.errors.JaxRuntimeError):
-        raise root
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    """Whether an error of reading says nothing about what is on the disk."""
-    root = _root(error)
-    if isinstance(root, OSError):
-        return not isinstance(root, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    return any(word in str(root) for word in _UNREACHABLE_IN_TENSORSTORE)
-
-
-class _FinishingLoop(asyncio.SelectorEventLoop):
-    """Ends what is under way before it closes."""
-
-    def close(self) -> None:
-        async def finish() -> None:
-            while others := asyncio.all_tasks() - {asyncio.current_task()}:  # which may start more
-                await asyncio.gather(*others, return_exceptions=True)
-        if not self.is_closed():
-            self.run_until_complete(finish())
-        super().close()
-
-
-@contextlib.contextmanager
-def _event_loops_that_finish() -> Iterator[None]:
-    """After one failed read or write Orbax closes its event loop while others are under way. Each of those would
-    print a traceback for not finding the loop again: pages of them around the one warning that matters.
-    """
-    plain, asyncio.new_event_loop = asyncio.new_event_loop, _FinishingLoop
-    try:
-        yield
-    finally:
-        asyncio.new_event_loop = plain
-
-
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _reason(error: BaseException) -> str:
-    """The error at the root in one line: TensorStore adds pages of its specification, and long paths."""
-    error = _root(error)
-    text = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
-    return f"{type(error).__name__}: " + (text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}")
 
 
 def _crc32(content: Any) -> int:

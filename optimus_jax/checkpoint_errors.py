@@ -1,0 +1,108 @@
+"""What an error means that comes up while Orbax and TensorStore read or write a checkpoint: whose trouble it is, in one line.
+
+A damaged checkpoint is passed over for an older one; one that cannot be reached may be good; and what another process or the
+network did says nothing about either.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+T = TypeVar("T")
+
+
+class DamagedError(Exception):
+    """A checkpoint lacks something, or holds something else than was saved."""
+
+
+class UnreachableError(Exception):
+    """The machine, not the checkpoint, is why it cannot be read."""
+
+
+_GOOD, _DAMAGED, _UNREACHABLE = range(3)
+"""How reading went on one process; the largest counts."""
+_UNREACHABLE_IN_TENSORSTORE = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "Input/output error")
+"""TensorStore raises ValueError for everything; these of its words are the machine's trouble."""
+
+
+def on_every_process(read: Callable[[], T]) -> T:
+    """What `read` returns; DamagedError on every process if it fails on one, so that all fall back together.
+
+    Raises UnreachableError, on every process too, if one cannot get at the files.
+    """
+    code, reason = _GOOD, ""
+    outcome: Any = None
+    try:
+        outcome = read()
+    except (jax.errors.JaxRuntimeError, MemoryError):  # the machine's trouble, not the checkpoint's
+        raise
+    except DamagedError as error:
+        code, reason = _DAMAGED, str(error)
+    except Exception as error:
+        code, reason = _UNREACHABLE if _is_unreachable(error) else _DAMAGED, in_one_line(error)
+    if jax.process_count() > 1:
+        worst = int(multihost_utils.process_allgather(np.array(code)).max())
+        if worst > code:
+            code, reason = worst, "another process cannot read it"
+    if code == _UNREACHABLE:
+        raise UnreachableError(reason)
+    if code == _DAMAGED:
+        raise DamagedError(reason)
+    return outcome
+
+
+def raise_if_of_others(error: Exception) -> None:
+    """Raise what is at the root of an error if that says that another process or the network has failed, and nothing of the disk."""
+    root = _root(error)
+    if jax.process_count() > 1 and isinstance(root, jax.errors.JaxRuntimeError):
+        raise root
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether an error of reading says nothing about what is on the disk."""
+    root = _root(error)
+    if isinstance(root, OSError):
+        return not isinstance(root, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return any(word in str(root) for word in _UNREACHABLE_IN_TENSORSTORE)
+
+
+class _FinishingLoop(asyncio.SelectorEventLoop):
+    """Ends what is under way before it closes."""
+
+    def close(self) -> None:
+        async def finish() -> None:
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:  # which may start more
+                await asyncio.gather(*others, return_exceptions=True)
+        if not self.is_closed():
+            self.run_until_complete(finish())
+        super().close()
+
+
+@contextlib.contextmanager
+def event_loops_that_finish() -> Iterator[None]:
+    """After one failed read or write Orbax closes its event loop while others are under way. Each of those would
+    print a traceback for not finding the loop again: pages of them around the one warning that matters.
+    """
+    plain, asyncio.new_event_loop = asyncio.new_event_loop, _FinishingLoop
+    try:
+        yield
+    finally:
+        asyncio.new_event_loop = plain
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def in_one_line(error: BaseException) -> str:
+    """The error at the root in one line: TensorStore adds pages of its specification, and long paths."""
+    error = _root(error)
+    text = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
+    return f"{type(error).__name__}: " + (text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}")
