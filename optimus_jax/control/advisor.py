@@ -10,26 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control import policy
 from optimus_jax.control.deciding.agenda import Agenda, Question
 from optimus_jax.control.deciding.allowance import Allowance
-from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_allowed, is_legal
+from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions, claims
+from optimus_jax.control.deciding.course import Course
 from optimus_jax.control.deciding.experience import Experience, Known, Level
 from optimus_jax.control.deciding.left_out import LeftOut
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import Offer, Options, Standing, View
 from optimus_jax.control.deciding.phases import Phase, Phases
-from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
+from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
+from optimus_jax.control.deciding.scales import Scales
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.track import Track
 from optimus_jax.control.deciding.watch import Watch
-from optimus_jax.control.policy import Candidate, Decision, Regime, Situation
+from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation
 from optimus_jax.plan import Plan
@@ -77,7 +77,7 @@ class Advisor:
                  searcher: Searcher | None = None, memory: Path | None = None, costs: SwitchCosts | None = None,
                  process_of: Sequence[int] | None = None, keeps_devices: bool = False, tried_s: Mapping[Plan, float] = MappingProxyType({}),
                  is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None):
-        self._prices, self._cluster, self._settings, self._num_steps = Prices(pricing), pricing.cluster, settings, num_steps
+        self._prices, self._cluster, self._settings, self._course = Prices(pricing), pricing.cluster, settings, Course(num_steps)
         self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher), keeps_devices=keeps_devices, allow=settings.allow), memory
         self._is_compiled = is_compiled or (lambda plan, batch, without: self._track.is_compiled(plan))
         self._process_of = process_of or [device // pricing.cluster.devices_per_host for device in range(pricing.cluster.num_devices)]
@@ -89,10 +89,12 @@ class Advisor:
         self._prices.log_time(plan, self._batch, Conditions())
         self._track = Track(plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables)
         self._experience, self._allowance = Experience(self._predictor, self._prices), Allowance(settings)
+        self._scales = Scales(
+            course=self._course, track=self._track, phases=self._phases, prices=self._prices, predictor=self._predictor, watch=self._watch, costs=self._costs,
+            allowance=self._allowance, quarantine=self._quarantine, settings=settings, is_compiled=self._is_compiled)
         self._tried = tuple(tried_s)
         for each, time_s in tried_s.items():
             self._experience.learn(Known(plan=each, batch=self._batch, conditions=Conditions(), regime=0), (math.log(time_s), TRIED, 1), 0)
-        self._step, self._time_s, self._began_s = 0, 0.0, None
         self._lost: frozenset[int] = frozenset()
         self._looked, self._on_trial = False, False
         self._pending: Decision | None = None
@@ -101,8 +103,6 @@ class Advisor:
         """When it was decided."""
         self._had_compiled = False
         """Whether it was compiled then."""
-        self._earlier_steps: int | None = None
-        """Steps that the run had done before this advisor saw any."""
         self._answering: Question | None = None
         """The question that this was the answer to."""
         self._agenda = Agenda()
@@ -135,13 +135,11 @@ class Advisor:
 
     def decide(self, observation: Observation) -> Decision | None:
         """What to do at this step boundary; None: nothing was up for decision. Call it at every boundary."""
-        if self._began_s is None:
-            self._began_s, self._earlier_steps = observation.time_s - sum(observation.step_times_s), observation.step - len(observation.step_times_s)
+        course = self._course.observe(observation)
+        if course != "goes on":
             self._allowance.rewind(observation.step)
-        if observation.step < self._step:  # a restart: the run goes on from a checkpoint
-            self._allowance.rewind(observation.step)
+        if course == "goes back":
             self._agenda.postpone(self._allowance.cool_until())
-        self._step, self._time_s = observation.step, observation.time_s
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
         if (asked := self._asked(observation, is_new_batch, news)) is not None:
@@ -158,18 +156,18 @@ class Advisor:
         self._learn_level()
         rung, compiled = self._track.rung(plan, without), self._had_compiled if decided is not None else self._is_compiled(plan, self._batch, without)
         if decided is not None and decided.at_step is None and self._costs.prepare_s(rung, compiled=compiled):
-            self._costs.prepared(self._time_s - self._decided_s)
+            self._costs.prepared(self._course.time_s - self._decided_s)
         # A link that is slow now has made the move slow; the way back, when it is whole again, will not be.
         self._costs.learn(rung, old.plan, plan, self._watch.conditions.applied(self._prices.of(self._batch)), compiled=compiled,
                           delay_s=sum(costs_s.values()), counts=by_choice and not self._track.is_repair(without, self._straggling))
         if is_return:
-            self._quarantine.add(old.plan, self._step)
+            self._quarantine.add(old.plan, self._course.step)
         left_in, is_home = self._now, self._track.has_left(plan)
-        left_out = older.left_out.still_slow(self._time_s) if is_return and older.left_out else self._left_out_by(without)
+        left_out = older.left_out.still_slow(self._course.time_s) if is_return and older.left_out else self._left_out_by(without)
         self._track.moved(Standing(plan=plan, without=without, left_out=left_out), left_in, fled=decided is None or decided.mandatory)
         self._restart()
         self._on_trial, self._agenda.forced = by_choice and not is_return, None
-        self._allowance.switched(self._time_s, by_choice=by_choice, is_return=is_home)
+        self._allowance.switched(self._course.time_s, by_choice=by_choice, is_return=is_home)
         self._cool(by_choice=by_choice)
 
     def failed(self, plan: Plan, why: str, *, at_step: int | None = None, is_back: bool = False) -> None:
@@ -179,9 +177,9 @@ class Advisor:
           at_step: when; None: now.
           is_back: it was made, and the run is again under the plan from before.
         """
-        self._quarantine.add(plan, self._step if at_step is None else at_step, why)
+        self._quarantine.add(plan, self._course.step if at_step is None else at_step, why)
         if is_back:
-            self._track.taken_back(self._time_s)
+            self._track.taken_back(self._course.time_s)
             self._restart()
         self._on_trial = False
         self._cool()
@@ -267,14 +265,14 @@ class Advisor:
 
     def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:
         known = Known(plan=self._track.now.plan, batch=self._batch, conditions=self._located(conditions), regime=regime)
-        self._experience.learn(known, level, self._step)
+        self._experience.learn(known, level, self._course.step)
 
     def _left_out_by(self, without: frozenset[int]) -> LeftOut | None:
         """The slow process that a run without these devices does without."""
         slow, left_out, watch = self._straggling, self._track.now.left_out, self._watch
         if slow and slow <= without:
-            found = LeftOut(devices=slow, skew=watch.conditions.skew, regime=watch.regime_at(self._time_s), at_s=self._time_s)
-            watch.leave_out(self._time_s)
+            found = LeftOut(devices=slow, skew=watch.conditions.skew, regime=watch.regime_at(self._course.time_s), at_s=self._course.time_s)
+            watch.leave_out(self._course.time_s)
             return found
         return left_out if left_out is not None and left_out.devices <= without else None
 
@@ -285,14 +283,14 @@ class Advisor:
 
     def _cool(self, *, by_choice: bool = True) -> None:
         self._pending = None
-        self._allowance.cool(self._step, by_choice=by_choice)
+        self._allowance.cool(self._course.step, by_choice=by_choice)
         self._agenda.clear(self._allowance.cool_until())
         self._look_at_left_out()
 
     def _look_at_left_out(self) -> None:
         """Once it is likely enough that a slow process has recovered."""
         if (left_out := self._track.now.left_out) is not None:
-            due_s = left_out.due_s(self._time_s, min(1 - SPARE, self._settings.min_probability + SPARE))
+            due_s = left_out.due_s(self._course.time_s, min(1 - SPARE, self._settings.min_probability + SPARE))
             self._agenda.look_again(time_s=math.inf if due_s is None else due_s)
 
     # What is up for decision.
@@ -323,7 +321,7 @@ class Advisor:
         if self._pending is not None:
             due_step = self._pending.at_step if self._pending.at_step is not None else self._pending.step
             given_up = due_step + ABANDONED * max(self._settings.cooldown_steps, self._settings.window_steps)
-            self._pending = None if self._step > given_up else self._pending
+            self._pending = None if self._course.step > given_up else self._pending
             return None
         count = self._watch.detector.count
         if self._on_trial and count >= self._settings.canary_steps:
@@ -332,7 +330,7 @@ class Advisor:
         if not self._looked and count >= LEAST:
             self._looked = True
             return self._may("step times are known")
-        if self._agenda.is_review_due(self._step, self._time_s):
+        if self._agenda.is_review_due(self._course.step, self._course.time_s):
             return self._agenda.forced or self._may("it is time to look again")
         return None
 
@@ -345,7 +343,7 @@ class Advisor:
     def _about_phase(self) -> Question | None:
         """About a phase that is near enough to prepare for."""
         level, plan = self._watch.detector.level, self._track.now.plan
-        phase = self._phases.near(self._step, max(self._settings.cooldown_steps, LEAD_S / math.exp(level) if level is not None else 0.0))
+        phase = self._phases.near(self._course.step, max(self._settings.cooldown_steps, LEAD_S / math.exp(level) if level is not None else 0.0))
         if phase is None:
             return None
         batch = (phase.global_batch, phase.seq_len)
@@ -359,15 +357,18 @@ class Advisor:
         """Weigh it; None: it says nothing new, or a search is still at work, and the question stays."""
         blocked = "" if question.mandatory else self._blocked(question)
         self._learn_level()
-        offers = [] if blocked else self._offers(question)
+        view = View(
+            batch=question.batch, time_s=self._course.time_s, conditions=self._located(self._watch.conditions), normal=self._watch.normal, lost=self._lost,
+            slow=self._straggling, left_out=self._track.now.left_out, memory=self._memory_watch)
+        offers = [] if blocked else self._offers(question, view)
         while offers == [] and question.mandatory and self._memory_watch.settle_for_less():
-            offers = self._offers(question)
+            offers = self._offers(question, view)
         if offers is None:
             return None
         if question.mandatory:
             self._agenda.forced = question
         self._answering = question
-        decision = self._noted(self._weighed(question, offers, blocked, observation))
+        decision = self._noted(self._scales.weigh(question, offers, view, observation.readings, now=self._now, blocked=blocked))
         self._agenda.answer(is_switch=self._pending is not None)
         return decision
 
@@ -377,55 +378,16 @@ class Advisor:
             return allowance.too_many()
         plan, watch = self._track.now.plan, self._watch
         slowed = math.exp(self._prices.log_time(plan, self._batch, watch.conditions) - self._prices.log_time(plan, self._batch, watch.normal))
-        too_soon = allowance.too_soon(question.at_step or self._step, slowed)
+        too_soon = allowance.too_soon(question.at_step or self._course.step, slowed)
         if too_soon:
             self._agenda.postpone(allowance.cool_until(slowed))
         return too_soon
 
-    def _offers(self, question: Question) -> list[Offer] | None:
+    def _offers(self, question: Question, view: View) -> list[Offer] | None:
         """What could be switched to; None: a search is still at work."""
-        watch = self._watch
-        view = View(batch=question.batch, time_s=self._time_s, conditions=self._located(watch.conditions), normal=watch.normal, lost=self._lost, slow=self._straggling,
-                    left_out=self._track.now.left_out, memory=self._memory_watch)
         if question.only is not None:
             return self._options.back(view, question.only)
         return self._options.all(view, self._track.now, [*self._track.plans, *self._tried], self._predictor.calibration(), mandatory=question.mandatory)
-
-    def _weighed(self, question: Question, offers: Sequence[Offer], blocked: str, observation: Observation) -> Decision:
-        watch, plan, priced = self._watch, self._track.now.plan, self._memory_watch.applied(self._prices.of(question.batch))
-        asked = [query(plan, self._located(watch.conditions).felt_by(plan).applied(priced), setting(question.batch, watch.conditions), watch.regime)]
-        asked += [query(offer.plan, offer.place.pricing, offer.place.setting, watch.regime) for offer in offers]
-        if watch.is_disturbed:
-            normal = setting(question.batch, watch.normal)
-            asked += [query(plan, watch.normal.applied(priced), normal)] + [query(offer.plan, offer.place.normal, normal) for offer in offers]
-        forecast, after = self._predictor.foretell(asked), len(offers) + 1
-        # What has to be left is left, if not to a mesh on the user's list then to another one.
-        allow = self._settings.allow if not question.mandatory or any(is_allowed(offer.plan, self._settings.allow) for offer in offers) else ()
-        candidates = [
-            self._candidate(offer, question, allow, *forecast.ratio(index, 0), forecast.ratio(after + index, after)[0] if watch.is_disturbed else None)
-            for index, offer in enumerate(offers, start=1)]
-        step_time_s, usual_s = forecast.step_time_s(0), forecast.step_time_s(after if watch.is_disturbed else 0)
-        steps_left = self._phases.steps_left(self._step if question.at_step is None else question.at_step)
-        # Whether to go back does not depend on how long conditions last: the same ones hold for both plans.
-        regime = watch.regime_at(self._time_s) if question.only is None else Regime(elapsed_s=0.0, durations=None)
-        situation = Situation(
-            step=self._step, trigger=question.trigger, step_time_s=step_time_s, horizon_s=steps_left * step_time_s, regime=regime, blocked=blocked,
-            caution=1.0 if question.only is not None else self._allowance.caution(self._time_s), budget_s=self._budget_s(step_time_s, usual_s), mandatory=question.mandatory, at_step=question.at_step,
-            inputs=self._inputs(question, observation, forecast.interval_s(0), steps_left))
-        return policy.decide(situation, candidates, self._settings)
-
-    def _candidate(self, offer: Offer, question: Question, allow: Sequence[str], log_ratio: float, deviation: float, log_ratio_after: float | None) -> Candidate:
-        plan, place = offer.plan, offer.place
-        rung, compiled = self._track.rung(plan, place.without), self._is_compiled(plan, question.batch, place.without)
-        is_listed = is_allowed(plan, allow)
-        return Candidate(
-            plan=plan, rung=rung, log_ratio=log_ratio, deviation=deviation, log_ratio_after=log_ratio_after, without=place.without, likely=place.likely,
-            barred=self._quarantine.why(plan, self._step) if is_listed else "not on the list of meshes that may be switched to",
-            cost_s=self._costs.expected_s(rung, self._track.now.plan, plan, place.pricing, compiled=compiled),
-            prepare_s=self._costs.prepare_s(rung, compiled=compiled),
-            return_s=self._costs.expected_s(rung, plan, self._track.now.plan, place.normal, compiled=True),
-            is_free=self._track.is_repair(place.without, self._straggling) or self._goes_home(plan),
-            was_left=question.only is None and self._track.left_in(plan) == self._now)
 
     def _noted(self, decision: Decision) -> Decision | None:
         """Remember what was decided; None: it says nothing new."""
@@ -433,41 +395,14 @@ class Advisor:
             is_old = self._pending is not None and (self._pending.plan, self._pending.at_step) == (decision.plan, decision.at_step)
             if not is_old:
                 assert decision.plan is not None
-                self._pending, self._decided_s = decision, self._time_s
+                self._pending, self._decided_s = decision, self._course.time_s
                 self._had_compiled = self._is_compiled(decision.plan, self._batch if self._answering is None else self._answering.batch, decision.without)
             return None if is_old else decision
         self._pending = None
         self._look_at_left_out()
         # A plan that has failed may be the one to go to.
-        self._agenda.look_again(step=self._quarantine.first_end(self._step))
+        self._agenda.look_again(step=self._quarantine.first_end(self._course.step))
         if decision.wait_s is not None:
-            least_s = max(LEAST * (decision.step_time_s or 0.0), LOOK_AGAIN * self._watch.regime_at(self._time_s).elapsed_s)
-            self._agenda.look_again(time_s=self._time_s + max(decision.wait_s, least_s))
+            least_s = max(LEAST * (decision.step_time_s or 0.0), LOOK_AGAIN * self._watch.regime_at(self._course.time_s).elapsed_s)
+            self._agenda.look_again(time_s=self._course.time_s + max(decision.wait_s, least_s))
         return None if decision.trigger == TRIAL else decision
-
-    # What answers rest on.
-
-    def _goes_home(self, plan: Plan) -> bool:
-        """Whether a disturbance is over that `plan` was left for: the way back was reserved when it was left."""
-        return not self._watch.is_disturbed and self._track.has_left(plan)
-
-    def _budget_s(self, step_time_s: float, usual_s: float) -> float:
-        """What switches may still take, of the time that the whole run is expected to take if it stays where it is.
-
-        Steps take `step_time_s` as long as present conditions last, and `usual_s` from then on.
-        """
-        steps_left = max(0, self._num_steps - self._step)
-        disturbed_s = self._watch.regime_at(self._time_s).expected_s(steps_left * step_time_s)
-        earlier_s = (self._earlier_steps or 0) * usual_s + self._time_s - (self._began_s or 0.0)
-        whole_s = earlier_s + disturbed_s + max(0.0, steps_left - disturbed_s / step_time_s) * usual_s
-        return self._allowance.budget_s(whole_s, self._costs.spent_s)
-
-    def _inputs(self, question: Question, observation: Observation, interval_s: tuple[float, float], steps_left: int) -> dict[str, Any]:
-        watch = self._watch
-        readings = {name: reading.value for name, reading in sorted(observation.readings.items())
-                    if reading.quality in ("good", "few") and reading.value is not None and math.isfinite(reading.value)}
-        return {
-            "plan": self._track.now.plan.digest, "global_batch": question.batch[0], "seq_len": question.batch[1], "step_time_low_s": interval_s[0],
-            "step_time_high_s": interval_s[1], "conditions": watch.conditions.as_json(), "unexplained": watch.regime != 0,
-            "distrusted": sorted(watch.distrusted), "held_s": watch.regime_at(self._time_s).elapsed_s, "steps_left": steps_left,
-            "spent_s": self._costs.spent_s, "memory_taken": self._memory_watch.taken, "lost_devices": sorted(self._lost), **readings}
