@@ -24,7 +24,7 @@ from typing import Any, Literal
 import jax
 from kill_processes import Task
 
-import optimus_jax.control.controller as controller_module
+import optimus_jax.control.chair as chair_module
 import optimus_jax.control.switch as switch_module
 from optimus_jax import api
 from optimus_jax.checkpoint import Checkpoints
@@ -270,7 +270,7 @@ def fulfil(advisor: Scripted) -> None:
         return Verdict(keep=advisor.fate != "taken back", why="the script says so", step_time_s=None, before_s=1.0, foretold_s=1.0)
 
     switch_module._check_loss = check
-    controller_module.judge = judge
+    chair_module.judge = judge
 
 
 def known_devices(_: object) -> Here:

@@ -7,25 +7,23 @@ What is known of a plan's first steps decides whether it is kept.
 
 import statistics
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import jax
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import LEAD_S, PUZZLED_STEPS, Advisor
-from optimus_jax.control.canary import Verdict, is_clearly_slower, judge
+from optimus_jax.control.advisor import LEAD_S, Advisor
+from optimus_jax.control.chair import Chair, Mode
 from optimus_jax.control.council import Council, Order
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
 from optimus_jax.control.phase_changes import PhaseChanges
-from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
-from optimus_jax.control.switch import Preparation, Switched, Switcher
+from optimus_jax.control.switch import Switched, Switcher
+from optimus_jax.control.underway import Trial, Upcoming
 from optimus_jax.data.sampler import Batch
 from optimus_jax.errors import OptimusError
 from optimus_jax.mesh.hosts import devices_by_host
@@ -34,51 +32,6 @@ from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step_record import StepRecord
-
-Mode = Literal["advise", "auto"]
-NEWEST_STEPS = 3
-"""With which a plan's first steps are compared where others may be of other conditions: as few as have a median that one outlier does not move."""
-STEADY = 1.5
-"""Steps that take no more than so many times what they took when a plan was chosen, nor less by as much, are taken for the same: compiling beside them explains that."""
-
-
-@dataclass(kw_only=True)
-class _Upcoming:
-    """A plan on its way to be entered; the same in every process."""
-
-    order: Order
-    preparation: Preparation
-    looks_since: int | None = None
-    """The step after which it was ready and the first process began to look whether the reasons for it still hold."""
-    may_go: bool = False
-    """Whether it has found that they do."""
-    usual_s: float | None = None
-    """Median time of a step before it was being compiled; None: unknown."""
-    tax_s: float = 0.0
-    """By how much steps beside the compilation have been longer, in all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trial:
-    """The first steps under a new plan."""
-
-    source: Plan
-    plan: Plan
-    costs_s: dict[str, float]
-    """Of the switch: how long the run stood still."""
-    tax_s: float
-    """What preparing it took from steps."""
-    before_s: tuple[float, ...]
-    """Times of the last steps under the plan from before; empty: it is not to be compared with."""
-    foretold_s: float
-    """Predicted time of a step."""
-    records: list[StepRecord] = field(default_factory=list)
-    """Of its steps."""
-
-    @property
-    def spent_s(self) -> dict[str, float]:
-        """All that the switch has cost, for the journal: a resumed run has no more to spend than this one."""
-        return self.costs_s | {"compile_tax_s": self.tax_s, "first_steps_s": _excess_s([record.step_time_s for record in self.records])}
 
 
 class Controller:
@@ -100,21 +53,14 @@ class Controller:
 
     def __init__(self, *, mode: Mode, settings: ControlConfig, num_steps: int, advisor: Advisor, signals: Signals, probes: Probes, switcher: Switcher,
                  changes: PhaseChanges | None, reported: Callable[[], frozenset[int]], run: RunDirectory, display: Display) -> None:
-        self._mode, self._settings, self._num_steps = mode, settings, num_steps
-        self._advisor, self._signals, self._probes, self._switcher = advisor, signals, probes, switcher
+        self._settings = settings
+        self._signals, self._probes, self._switcher = signals, probes, switcher
         self._changes, self._reported, self._run, self._display = changes, reported, run, display
         self._council = Council()
-        self._decision: Decision | None = None
-        """The switch that is being prepared, in the process that decided it."""
-        self._decided_among_s: tuple[float, ...] = ()
-        """The newest step times when it was decided."""
-        self._upcoming: _Upcoming | None = None
-        self._trial: _Trial | None = None
-        self._verdict: Verdict | None = None
-        """Of a trial, while other processes have not heard it."""
-        self._is_taken_back = self._is_broken = False
-        self._probed_of_s: float | None = None
-        """When those steps changed for whose sake a probe was asked for last."""
+        self._chair = Chair(mode=mode, settings=settings, num_steps=num_steps, advisor=advisor, council=self._council, remarks=signals.remarks, run=run, display=display)
+        self._upcoming: Upcoming | None = None
+        self._trial: Trial | None = None
+        self._is_taken_back = False
         self._last_times_s: deque[float] = deque(maxlen=settings.window_steps)
 
     # What the trainer says.
@@ -148,7 +94,7 @@ class Controller:
         """Whether the run is to go on under another plan after `step`."""
         self._look_ahead(step)
         if jax.process_index() == 0:
-            self._think(step)
+            self._chair.think(step, self._observed(step), trial=self._trial, upcoming=self._upcoming, last_times_s=tuple(self._last_times_s))
         else:
             self._signals.observe(step)
         if not self._council.is_held(step):
@@ -175,14 +121,12 @@ class Controller:
         What was being prepared is for the batches before, with which first steps cannot be compared any more either.
         """
         self._drop()
-        self._decision = self._trial = self._verdict = None
-        self._is_taken_back = False
+        self._trial, self._is_taken_back = None, False
         self._last_times_s.clear()
         self._council.forget()
-        if self._advises:
-            if switched.executable.plan != source:
-                self._advisor.switched(switched.executable.plan, switched.costs_s)
-            self._advisor.dropped()
+        if switched.executable.plan != source:
+            self._chair.switched(switched.executable.plan, switched.costs_s)
+        self._chair.entered_phase()
         self._measure_anew(switched.executable)
 
     def _measure_anew(self, executable: Executable) -> float:
@@ -200,8 +144,7 @@ class Controller:
         if self._upcoming is not None and not self._upcoming.preparation.is_done:
             self._display.message(f"waiting for the compilation of {self._upcoming.preparation.plan.axes} to end")
         self._switcher.close()
-        if self._advises:
-            self._advisor.save()
+        self._chair.close()
         self._signals.close()
 
     def _look_ahead(self, step: int) -> None:
@@ -211,101 +154,15 @@ class Controller:
             lead_steps = LEAD_S / max(statistics.median(times_s), 1e-9) if times_s else 0.0
             self._changes.prepare(step, within_steps=max(self._settings.cooldown_steps, lead_steps))
 
-    @property
-    def _advises(self) -> bool:
-        """Whether this process has an advisor that can be told things."""
-        return jax.process_index() == 0 and not self._is_broken
+    def _observed(self, step: int) -> Observation:
+        """What the first process has seen."""
+        observation = self._signals.observe(step, self._reported())
+        return replace(observation, step_times_s=()) if self._is_crowded else observation
 
     @property
     def _is_crowded(self) -> bool:
         """Whether a plan is being compiled on the cores that are the devices: what is timed meanwhile says nothing of links or plans."""
         return self._upcoming is not None and self._upcoming.looks_since is None and self._trial is None and jax.default_backend() == "cpu"
-
-    # What the first process thinks.
-
-    def _think(self, step: int) -> None:
-        """Observe, judge the first steps under a new plan, decide; orders are given to the council."""
-        observation = self._signals.observe(step, self._reported())
-        if self._is_crowded:
-            observation = replace(observation, step_times_s=())
-        trial = self._trial
-        times_s = [record.step_time_s for record in trial.records] if trial is not None else []
-        is_over = len(times_s) > self._settings.canary_steps
-        if trial is not None and self._verdict is None and (is_over or is_clearly_slower(times_s, trial.before_s)):
-            verdict = judge(
-                times_s, losses=[record.loss for record in trial.records], before_s=trial.before_s,
-                foretold_s=trial.foretold_s, steps_left=self._num_steps - step, back_s=sum(trial.costs_s.values()))
-            if is_over or not verdict.keep:
-                self._verdict = verdict
-                self._advisor.charge(_excess_s(times_s))
-                self._council.give(Order(kind="keep" if verdict.keep else "take back", why=verdict.why))
-        if self._is_broken or (self._verdict is not None and not self._verdict.keep):
-            return  # what is decided now would be of a plan that the run is about to leave
-        if self._advisor.wants_probe:
-            is_news = self._advisor.changed_s != self._probed_of_s
-            self._council.give(Order(kind="probe", anew=is_news, worth_s=self._advisor.probe_worth_s if is_news else 0.0))
-            self._probed_of_s = self._advisor.changed_s
-        decision = self._decided(observation)
-        if decision is not None:
-            self._announce(decision)
-            if self._mode == "auto":
-                self._act_on(decision)
-        if self._upcoming is not None:
-            self._consider_going(self._upcoming, step)
-
-    def _decided(self, observation: Observation) -> Decision | None:
-        """What the advisor says. A mistake in it costs the run its controller, and not its steps."""
-        try:
-            return self._advisor.decide(observation)
-        except Exception as error:
-            self._is_broken, self._decision = True, None
-            why = f"the controller has failed and decides nothing more ({type(error).__name__}: {error}); this is a defect of optimus_jax"
-            self._run.log_event("decision", observation.step, action="stay", plan=None, layout=None, why=why, traceback=traceback.format_exc())
-            self._display.message(why)
-            self._council.give(Order(kind="withdraw", why=why))
-            return None
-
-    def _consider_going(self, upcoming: _Upcoming, step: int) -> None:
-        """Whether what was decided some time ago is still to be done, now that it is ready.
-
-        On cores that are the devices the advisor was not shown steps while it was compiled. If they are others than they were, why has to be known first.
-        """
-        decision, plan = self._decision, upcoming.order.plan
-        if decision is None or decision.plan != plan or upcoming.may_go or self._trial is not None or not upcoming.preparation.is_done:
-            return
-        self._council.take_back("go")  # steps may have changed since it was given
-        if decision.mandatory or self._is_steady():
-            self._council.give(Order(kind="go", plan=plan))
-        elif upcoming.looks_since is None:
-            self._council.give(Order(kind="look", plan=plan))
-        elif self._is_as_it_was(step - upcoming.looks_since):
-            self._council.give(Order(kind="go", plan=plan))
-
-    def _is_steady(self) -> bool:
-        """Whether each of the last steps, beside the compilation, was about as long as those before it."""
-        newest_s = tuple(self._last_times_s)[-NEWEST_STEPS:]
-        if len(newest_s) < NEWEST_STEPS or not self._decided_among_s or self._advisor.is_puzzled:
-            return False
-        before_s = statistics.median(self._decided_among_s)
-        return before_s / STEADY <= min(newest_s) and max(newest_s) <= STEADY * before_s
-
-    def _is_as_it_was(self, looked_steps: int) -> bool:
-        unseen_steps = NEWEST_STEPS if jax.default_backend() == "cpu" else 0
-        return looked_steps >= PUZZLED_STEPS or (looked_steps >= unseen_steps and not self._advisor.is_puzzled)
-
-    def _announce(self, decision: Decision) -> None:
-        record = decision.as_json()
-        record["inputs"] |= self._signals.remarks()
-        self._run.log_event("decision", decision.step, layout=decision.plan.describe() if decision.plan else None, **record)
-        self._display.decision(f"{decision.action}: {decision.why}")
-
-    def _act_on(self, decision: Decision) -> None:
-        if decision.plan is not None:
-            self._decision, self._decided_among_s = decision, tuple(self._last_times_s)[-NEWEST_STEPS:]
-            self._council.give(Order(kind="prepare", plan=decision.plan, without=decision.without, at_step=decision.at_step, why=decision.why))
-        elif self._decision is not None:
-            self._decision = None
-            self._council.give(Order(kind="withdraw", why=decision.why))
 
     # What all processes do.
 
@@ -317,7 +174,7 @@ class Controller:
             avoid = frozenset(device for device in everything if device.id in order.without)
             config = None if self._changes is None else self._changes.config_after(max(step, order.at_step or 0))
             self._drop()
-            self._upcoming = _Upcoming(order=order, preparation=self._switcher.prepare(
+            self._upcoming = Upcoming(order=order, preparation=self._switcher.prepare(
                 order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid, also=lambda target: self._probes.prepare(target.program.mesh)),
                 usual_s=statistics.median(self._last_times_s) if self._last_times_s else None)
             if self._upcoming.preparation.is_done:  # no step was done meanwhile
@@ -331,7 +188,8 @@ class Controller:
         elif order.kind == "keep" and self._trial is not None:
             self._switcher.keep(step=step, why=order.why, costs_s=self._trial.spent_s)
             self._display.decision(f"kept: {order.why}")
-            self._trial = self._verdict = None
+            self._trial = None
+            self._chair.judged(is_kept=True)
         elif order.kind == "take back" and self._trial is not None:
             self._is_taken_back = True
             self._drop()
@@ -340,8 +198,7 @@ class Controller:
         """Nobody waits for what is being prepared any more."""
         if self._upcoming is not None:
             self._upcoming.preparation.withdraw()
-            if self._advises:
-                self._advisor.charge(max(0.0, self._upcoming.tax_s))
+            self._chair.charge(max(0.0, self._upcoming.tax_s))
         self._upcoming = None
 
     def _is_ready(self, step: int) -> bool:
@@ -364,7 +221,7 @@ class Controller:
         assert self._upcoming is not None
         prepared, order, source = self._upcoming.preparation.result(), self._upcoming.order, self._switcher.running.plan
         begins_phase = not prepared.has_same_batches
-        target, decision = prepared.target.plan, self._decision
+        target, decision = prepared.target.plan, self._chair.decision
         if begins_phase:
             switched = self._switcher.enter(state, prepared, step=step, why=order.why)
         else:
@@ -384,36 +241,29 @@ class Controller:
         if begins_phase and self._changes is not None:
             self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
         elif not begins_phase:
-            # What the run had to leave is no measure: fewer devices may be slower.
-            # While it was prepared on cores that are the devices, nobody looked whether steps were still alike.
-            newest = NEWEST_STEPS if jax.default_backend() == "cpu" else 2 * self._settings.canary_steps
-            alike = max(1, min(self._advisor.steps_alike, newest))
-            before_s = () if decision is not None and decision.mandatory else tuple(self._last_times_s)[-alike:]
-            self._trial = _Trial(source=source, plan=target, costs_s=costs_s, tax_s=tax_s, before_s=before_s, foretold_s=_foretold_s(decision))
-        if self._advises:
-            self._advisor.switched(target, costs_s | {"compile_tax_s": tax_s})
-        self._upcoming = self._decision = None
+            self._trial = Trial(source=source, plan=target, costs_s=costs_s, tax_s=tax_s,
+                                before_s=self._chair.comparable(tuple(self._last_times_s)), foretold_s=self._chair.foretold_s)
+        self._chair.switched(target, costs_s | {"compile_tax_s": tax_s})
+        self._upcoming = None
         self._last_times_s.clear()
         return switched
 
     def _take_back(self, state: TrainState, step: int) -> Switched:
         trial = self._trial
         assert trial is not None
-        why = self._verdict.why if self._verdict is not None else "the first process said so"
+        why = self._chair.verdict.why if self._chair.verdict is not None else "the first process said so"
         switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.spent_s)
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
-        if self._advises:
-            self._advisor.charge(sum(costs_s.values()))
+        self._chair.charge(sum(costs_s.values()))
         if switched.is_done:
             self._log_rollback(step, trial.plan, trial.source, why, costs_s)
             self._display.message(f"after step {step} the run goes back to {trial.source.describe()}: {why}")
-            if self._advises:
-                self._advisor.failed(trial.plan, why, is_back=True)
+            self._chair.failed(trial.plan, why, is_back=True)
         else:
             self._run.log_event("decision", step, action="stay", plan=trial.plan.digest, layout=trial.plan.describe(),
                                 why=f"it cannot be taken back: {switched.why_not}")
-        self._trial = self._verdict = self._decision = None
-        self._is_taken_back = False
+        self._chair.judged(is_kept=False)
+        self._trial, self._is_taken_back = None, False
         self._last_times_s.clear()
         return switched
 
@@ -425,24 +275,11 @@ class Controller:
         """A plan that the run cannot have, after a move that took so long."""
         self._run.log_event("decision", step, action="stay", plan=plan.digest, layout=plan.describe(), why=why)
         self._display.decision(f"stay: {plan.axes}: {why}")
-        if self._advises:
-            self._advisor.failed(plan, why)
-            self._advisor.charge(sum((costs_s or {}).values()))
+        self._chair.failed(plan, why)
+        self._chair.charge(sum((costs_s or {}).values()))
         self._drop()
-        self._decision = None
-
-
-def _excess_s(step_times_s: Sequence[float]) -> float:
-    """By how much the first of these steps was longer than the others."""
-    return max(0.0, step_times_s[0] - statistics.median(step_times_s[1:])) if len(step_times_s) > 1 else 0.0
 
 
 def _phases(costs_s: dict[str, float]) -> dict[str, float]:
     """By name alone: `move_s` is the time of phase `move`."""
     return {name.removesuffix("_s"): time_s for name, time_s in costs_s.items()}
-
-
-def _foretold_s(decision: Decision | None) -> float:
-    """Predicted step time of the plan decided on; NaN in a process that did not decide."""
-    chosen = [each.step_time_s for each in decision.alternatives if each.verdict == CHOSEN] if decision is not None else []
-    return chosen[0] if chosen else float("nan")

@@ -13,7 +13,7 @@ from optimus_jax import api
 from optimus_jax.config import Config
 from optimus_jax.control import assembly
 from optimus_jax.control.advisor import PUZZLED_STEPS
-from optimus_jax.control.controller import NEWEST_STEPS
+from optimus_jax.control.chair import NEWEST_STEPS
 from optimus_jax.control.council import Council
 from optimus_jax.control.journal import switches
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
@@ -199,7 +199,7 @@ def test_there_and_back_and_on(scripted, patient):
 def test_a_plan_that_is_slower_is_taken_back(scripted, monkeypatch):
     plan = other_plan()
     monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step is slow enough
-    monkeypatch.setattr("optimus_jax.control.controller.sum", lambda _: -1e9, raising=False)  # and going back is free
+    monkeypatch.setattr("optimus_jax.control.chair.sum", lambda _: -1e9, raising=False)  # and going back is free
     result = scripted({3: switch_at(3, plan)})
     assert result.plan.axes == AxisSizes.parse(START)
     assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)
@@ -258,7 +258,7 @@ def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    monkeypatch.setattr("optimus_jax.control.controller.STEADY", 1e-9)  # steps are never like those before
+    monkeypatch.setattr("optimus_jax.control.chair.STEADY", 1e-9)  # steps are never like those before
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
@@ -274,7 +274,7 @@ def test_a_switch_is_made_at_once_if_steps_beside_the_compilation_were_as_before
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    monkeypatch.setattr("optimus_jax.control.controller.STEADY", math.inf)
+    monkeypatch.setattr("optimus_jax.control.chair.STEADY", math.inf)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 

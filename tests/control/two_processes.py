@@ -21,7 +21,7 @@ from small_runs import TINY, AtOnce, Scripted, switch_at  # noqa: E402
 
 import optimus_jax  # noqa: E402
 from optimus_jax import api  # noqa: E402
-from optimus_jax.control import assembly, controller  # noqa: E402
+from optimus_jax.control import assembly, chair  # noqa: E402
 from optimus_jax.control.canary import judge  # noqa: E402
 from optimus_jax.mesh.axes import AxisSizes  # noqa: E402
 from optimus_jax.planning.assemble import plan_for  # noqa: E402
@@ -56,8 +56,8 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr(api, "known_devices", known_devices)
     patch.setattr(assembly, "Advisor", Script)
     patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
-    patch.setattr(controller, "STEADY", 1e9)  # steps of this size are noise
-    patch.setattr(controller, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"]))
+    patch.setattr(chair, "STEADY", 1e9)  # steps of this size are noise
+    patch.setattr(chair, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"]))
     result = optimus_jax.train(
         "gpt2-nano", run_dir=run_dir, data=text, mesh=told["mesh"], steps=told["steps"], control="auto",
         **TINY | settings | {"coordinator": address, "num_processes": 2, "process_id": int(number)})
