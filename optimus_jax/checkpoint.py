@@ -340,7 +340,7 @@ def check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, An
             raise CheckpointError(explain(
                 f"the checkpoint of step {step} is of another model: leaf {name!r} differs",
                 given=f"saved {saved_as}, asked for {asked_as}",
-                do="use the model and optimizer settings of the run that saved it, or start a new run"))
+                do="use the model, optimizer and precision.moments of the run that saved it, or start a new run"))
 
 
 def _crc32(content: Any) -> int:

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from optimus_jax.config import AttentionKernel, ModelConfig, Offload, Precision, RematPolicy
+from optimus_jax.config import AttentionKernel, ModelConfig, MomentPrecision, Offload, Precision, RematPolicy
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, AxisSizes
 from optimus_jax.mesh.rules import (
@@ -83,11 +83,18 @@ class Plan:
     """Tokens of one device whose logits exist at the same time."""
     offload: Offload = "none"
     """What lies in the host's memory."""
+    moments: MomentPrecision = "f32"
+    """Format in which the optimizer's moments are kept."""
 
     @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return self.axes.num_devices
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of a number in a moment."""
+        return 4 if self.moments == "f32" else 2
 
     @property
     def offloads_moments(self) -> bool:
@@ -211,6 +218,8 @@ class Plan:
         """One line for people."""
         parts = [f"mesh {self.axes}", f"zero {self.zero}", f"microbatches {self.microbatches}", f"remat {self.remat}",
                  self.precision, f"attention {self.attention}"]
+        if self.moments != "f32":
+            parts.append(f"moments {self.moments}")
         if self.offload != "none":
             parts.append(f"offload {self.offload}")
         if self.pipeline is not None:

@@ -65,7 +65,7 @@ class RankedPlan:
             "repeats": 1 if pipeline is None else pipeline.repeats, "microbatches": self.plan.microbatches, "remat": self.plan.remat,
             "offload": self.plan.offload,
             "stage_residuals": None if pipeline is None else "keep" if pipeline.keep_residuals else "recompute",
-            "zero": self.plan.zero, "rules": {name: list(axes) for name, axes in self.plan.rules}, "precision": self.plan.precision,
+            "zero": self.plan.zero, "rules": {name: list(axes) for name, axes in self.plan.rules}, "precision": self.plan.precision, "moments": self.plan.moments,
             "step_time_s": prediction.step_time_s, "step_time_interval_s": [prediction.low_s, prediction.high_s],
             "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "memory_bytes": self.memory_bytes,
             "memory": dataclasses.asdict(self.memory), "bubble": prediction.bubble, "communication": prediction.communication,

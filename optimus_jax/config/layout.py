@@ -8,6 +8,7 @@ from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
 
 Precision = Literal["f32", "bf16", "f16"]
+MomentPrecision = Literal["f32", "bf16"]
 RematPolicy = Literal["none", "selective", "dots", "full"]
 REMAT_POLICIES: tuple[RematPolicy, ...] = typing.get_args(RematPolicy)
 """From the least recomputing to the most."""
@@ -60,10 +61,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number formats. Master weights, moments and gradient sums are always float32."""
+    """Number formats. Master weights and gradient sums are always float32."""
 
     compute: Precision = "f32"
     """Format of activations and of weights in matmuls."""
+    moments: MomentPrecision = "f32"
+    """Format in which AdamW's moments are kept between steps; bf16 halves them, and needs betas below 0.996."""
     loss_scale: float = 2.0**16
     """f16 only: first factor on the loss."""
     loss_scale_growth_steps: int = 2000

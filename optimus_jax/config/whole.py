@@ -16,6 +16,8 @@ from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultCo
 from optimus_jax.config.training import CheckpointConfig, LogConfig, OptimizerConfig
 from optimus_jax.errors import ConfigError, explain
 
+LEAST_SHARE_IN_BF16 = 2.0**-8
+"""Half of the widest gap between numbers of 8 significant bits: a moment that is to change by a smaller share of itself may round to what it was."""
 DERIVED = "derived"
 """Where config.json says what was derived."""
 
@@ -54,6 +56,11 @@ class Config:
         if self.eval_every < 0 or self.checkpoint.every < 0:
             raise ConfigError(explain("eval_every and checkpoint.every cannot be negative",
                                       given=f"{self.eval_every}, {self.checkpoint.every}", do="choose 0 or more"))
+        for name in ("beta1", "beta2"):
+            beta = getattr(self.optimizer, name)
+            if self.precision.moments == "bf16" and 1 - beta < LEAST_SHARE_IN_BF16:
+                raise ConfigError(explain("a moment that is kept in bf16 and forgets so slowly would round to what it was, and never fall again",
+                                          given=f"optimizer.{name}={beta}, precision.moments=bf16", do=f"use {name} of {1 - LEAST_SHARE_IN_BF16:.3f} or less, or precision.moments=f32"))
         for phase in (None, *self.data.phases):
             seq_len = self.seq_len if phase is None else phase.seq_len or 0
             if seq_len > self.model.max_length:

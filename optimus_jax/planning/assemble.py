@@ -64,7 +64,7 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         axes=axes, rules=rules, zero=zero, pipeline=pipeline,
         microbatches=fixed_microbatches(config, pipeline)
         or _microbatches(config.data.global_batch, axes, interleaved=pipeline is not None and pipeline.repeats > 1),
-        remat=first_remat(config), precision=config.precision.compute,
+        remat=first_remat(config), precision=config.precision.compute, moments=config.precision.moments,
         attention=_kernel(config, topology), loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
 
 

@@ -21,7 +21,7 @@ from optimus_jax.planning.assemble import DEFAULT_ZERO, can_offload, check_words
 from optimus_jax.planning.explain import gib, why_best
 from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.neighbours import with_neighbours
-from optimus_jax.planning.search import Candidate, Pricing, fits, on_the_host, search
+from optimus_jax.planning.search import USABLE_SHARE, Candidate, Pricing, fits, on_the_host, search
 
 RANKED = 10
 """Candidates that a start looks at."""
@@ -146,11 +146,13 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
     devices = topology.num_devices
     split = dataclasses.replace(plan, axes=AxisSizes(fsdp=devices), zero=DEFAULT_ZERO if devices > 1 else 0, pipeline=None, remat="full",
                                 offload="all" if config.parallel.offload == "auto" and can_offload(topology.platform) else plan.offload)
-    least = min((_estimate(config, dataclasses.replace(split, microbatches=number)) for number in (1, max(1, config.data.global_batch // devices))),
-                key=lambda estimate: estimate.total)
+    numbers = (1, max(1, config.data.global_batch // devices))
+    least, halved = (min((_estimate(config, dataclasses.replace(split, microbatches=number, moments=moments)) for number in numbers), key=lambda estimate: estimate.total)
+                     for moments in (plan.moments, "bf16"))
     return explain(
-        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed, {gib(topology.bytes_per_device or 0)} are there" + on_the_host(memory, topology),
+        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed, {gib(topology.bytes_per_device or 0)} are there, of which {USABLE_SHARE:.0%} are counted on" + on_the_host(memory, topology),
         given=f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer {gib(memory.moments)}, "
               f"gradients {gib(memory.gradients)}, activations {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)",
         do="split more over fsdp, or use more microbatches" if fits(least, topology) else
+           f"keep moments in bf16 (--set precision.moments=bf16): all split and computed again, about {gib(halved.total)} per device are then needed" if fits(halved, topology) else
            f"use more devices or a smaller model: all split and computed again, about {gib(least.total)} per device are needed" + on_the_host(least, topology))

@@ -192,7 +192,8 @@ class _Step:
         return sum([time_s for (where, _), time_s in self.exposed.items() if where == part])
 
     def _optimizer(self) -> float:
-        return self._updated_params() * self.style.optimizer_bytes / self.rates.memory_bytes_per_s
+        smaller = 2 * 2 * (F32_BYTES - self.plan.moment_bytes)  # both moments, read and written
+        return self._updated_params() * (self.style.optimizer_bytes - smaller) / self.rates.memory_bytes_per_s
 
     def _updated_params(self) -> float:
         plan = self.plan
@@ -210,7 +211,7 @@ class _Step:
                                     given=f"offload={plan.offload} on {self.cluster}", do=f"give its speed, such as --link {TO_HOST}=50GB/s, or use offload=none"))
         rate, time_s = self.rates.host_share * speed, 0.0
         if plan.offloads_moments:
-            time_s += 2 * F32_BYTES * self._updated_params() / rate
+            time_s += 2 * self.plan.moment_bytes * self._updated_params() / rate
         if plan.offloads_activations:
             copy_s = self.shape.stream_bytes / rate
             time_s += self._visits * (max(0.0, copy_s - self.layer.forward) + max(0.0, copy_s - self.layer.backward))

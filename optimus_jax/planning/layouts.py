@@ -64,7 +64,7 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
     for axes in [AxisSizes.parse(parallel.mesh)] if parallel.mesh != "auto" else axis_sizes(topology.num_devices):
         for rules in _rules(config, axes):
             common = Plan(
-                axes=axes, rules=rules, zero=0, microbatches=1, pipeline=None, precision=config.precision.compute, attention=kernel,
+                axes=axes, rules=rules, zero=0, microbatches=1, pipeline=None, precision=config.precision.compute, moments=config.precision.moments, attention=kernel,
                 remat=first_remat(config),
                 loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
             yield from _like(common, config)

@@ -74,7 +74,7 @@ def estimate_memory(model: ModelConfig, plan: Plan, *, seq_len: int, global_batc
     parts = _Parts(model, plan, seq_len, global_batch)
     places = parts.without_stages() if plan.pipeline is None else parts.through_stages()
     gradients, activations, logits = max([*places, *parts.update()], key=sum)
-    moments = 2 * parts.parameters(split=plan.zero >= 1)
+    moments = 2 * parts.parameters(split=plan.zero >= 1) * plan.moment_bytes // F32
     return MemoryEstimate(params=parts.parameters(split=plan.zero >= 3), moments=0 if plan.offloads_moments else moments,
                           gradients=int(gradients), activations=int(activations), logits=int(logits),
                           host=int(parts.kept_on_host) + (moments if plan.offloads_moments else 0))
@@ -179,7 +179,7 @@ class _Parts:
         split = self.plan.zero >= 1
         matrices = self.visited * self.repeats * (self.sizes.largest_split if split else self.sizes.largest_whole)
         table = min(self.sizes.table_whole, self.sizes.outer_split) if split else self.sizes.table_whole
-        return LEAVES_FETCHED * 2 * F32 * max(matrices, table)
+        return LEAVES_FETCHED * 2 * self.plan.moment_bytes * max(matrices, table)
 
 
 @dataclass(frozen=True)

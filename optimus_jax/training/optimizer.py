@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from optimus_jax.config import Config, OptimizerConfig
+from optimus_jax.config import Config, MomentPrecision, OptimizerConfig
 from optimus_jax.mesh.axes import EMBED
 from optimus_jax.mesh.sharding import map_names
 
@@ -46,16 +46,17 @@ def learning_rate(config: Config, num_params: int) -> Callable[[Array], Array]:
     return lambda step: jnp.asarray(schedule(step.astype(jnp.float32)), jnp.float32)
 
 
-def adamw(config: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, names: Any, *, moments: MomentPrecision = "f32") -> optax.GradientTransformation:
     """AdamW without its learning rate: the caller scales the result by the step's.
 
     Args:
       names: logical axes of every parameter. Matrices, which have an `embed` dimension, decay; norms
         and biases do not.
+      moments: format in which they are kept; computed in float32 all the same.
     """
     decays = map_names(lambda leaf: EMBED in leaf, names)
     chain = optax.chain(
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        _kept_in(moments, optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)),
         optax.add_decayed_weights(config.weight_decay, mask=decays))
 
     def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
@@ -63,3 +64,18 @@ def adamw(config: OptimizerConfig, names: Any) -> optax.GradientTransformation:
             return chain.update(updates, state, params)
 
     return optax.GradientTransformation(chain.init, update)
+
+
+def _kept_in(moments: MomentPrecision, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Adam whose moments are rounded to a format after each step, the second one too (optax rounds the first alone, by `mu_dtype`)."""
+    if moments == "f32":
+        return adam
+
+    def cast(state: Any, dtype: Any) -> Any:
+        return state._replace(**{name: jax.tree.map(lambda moment: moment.astype(dtype), getattr(state, name)) for name in ("mu", "nu")})
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new = adam.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(new, jnp.bfloat16)
+
+    return optax.GradientTransformation(lambda params: cast(adam.init(params), jnp.bfloat16), update)

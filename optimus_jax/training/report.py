@@ -53,7 +53,7 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         *_phase_rows(plan, ahead, config.steps),
         *_pipeline_rows(plan),
         ["attention kernel", plan.attention],
-        ["precision", f"{plan.precision} compute, f32 master weights, moments and gradient sums"],
+        ["precision", f"{plan.precision} compute, {plan.moments} moments, f32 master weights and gradient sums"],
         ["remat", plan.remat],
         *([["in the host's memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
         ["learning rate", f"{peak:g} peak, {config.optimizer.schedule}, {warmup} warm-up steps of {config.steps}"],

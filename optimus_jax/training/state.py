@@ -50,7 +50,7 @@ class TrainState:
     params: Params
     """float32."""
     opt_state: optax.OptState
-    """Moments, float32, and their count. Moments may lie in the host's memory."""
+    """Moments, float32 or bfloat16 (precision.moments), and their count. Moments may lie in the host's memory."""
     loss_scale: LossScale
 
 

@@ -58,7 +58,7 @@ class Program:
 
 def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -> Program:
     """Jit everything that a run of `config` under `plan` needs; nothing is compiled yet."""
-    optimizer = adamw(config.optimizer, shapes.names)
+    optimizer = adamw(config.optimizer, shapes.names, moments=plan.moments)
     specs = state_specs(shapes, optimizer, plan)
     rows, scalar = batch_spec(plan, config.model), PartitionSpec()
     shardings = state_shardings(shapes, optimizer, plan, mesh)
@@ -86,7 +86,7 @@ class _Step:
         self.layouts = layouts_of(shapes.names, plan, config.model)
         comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
         self.objective = Objective(config=config, shapes=shapes, plan=plan, comm=comm)
-        self.of_leaf = [adamw(config.optimizer, names) for names in jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))]
+        self.of_leaf = [adamw(config.optimizer, names, moments=plan.moments) for names in jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))]
         self.learning_rate = learning_rate(config, shapes.num_params)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

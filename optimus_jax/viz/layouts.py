@@ -88,12 +88,12 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 def placed_model(model: ModelConfig, plan: Plan, mesh: Mesh, kept: Kept = "parameters") -> list[PlacedTensor]:
-    """Every parameter of a model, or of a moment of the optimizer, all float32; largest first."""
+    """Every parameter of a model, or of a moment of the optimizer; largest first."""
     shapes = planned_shapes(model, plan)
     layouts: list[LeafLayout] = jax.tree.leaves(layouts_of(shapes.names, plan, model))
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
     tensors = [
-        PlacedTensor(name=jax.tree_util.keystr(path, simple=True, separator="/"), shape=leaf.shape, dims=layout.names, itemsize=4,
+        PlacedTensor(name=jax.tree_util.keystr(path, simple=True, separator="/"), shape=leaf.shape, dims=layout.names, itemsize=4 if kept == "parameters" else plan.moment_bytes,
                      layers=shapes.slots, mesh=mesh, spec=layout.param_spec if kept == "parameters" else layout.moment_spec)
         for (path, leaf), layout in zip(leaves, layouts, strict=True)]
     return sorted(tensors, key=lambda tensor: -math.prod(tensor.shape))
