@@ -34,6 +34,11 @@ def discover() -> Topology:
         process_of=tuple(device.process_index for device in devices), host_of=tuple(hosts[device.process_index] for device in devices))
 
 
+def gpu_memory_share() -> float:
+    """Of a GPU, what JAX may use."""
+    return float(os.environ.get(_FRACTION) or os.environ.get(_OLDER_FRACTION) or GPU_MEMORY_SHARE)
+
+
 def build_mesh(plan: Plan, devices: list | None = None) -> Mesh:
     """The mesh of `plan` over all devices, those of a host together, or over those given, in their order: neighbours along the last axis,
     tensor, are neighbours in that order, and the first, pipe, is what crosses hosts before any other does.

@@ -4,16 +4,20 @@ What is not here is left as XLA has it. What the user says in XLA_FLAGS is never
 win over the environment's, so those that it names are left out.
 """
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
+from optimus_jax.mesh.accelerators import accelerator_of_kind
+from optimus_jax.mesh.build import gpu_memory_share
 from optimus_jax.plan import Plan
 
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
-_GPU = ("gpu", "cuda")
+GPU = ("gpu", "cuda")
+"""JAX's names of the platform."""
 _BLACKWELL = ("B100", "B200", "GB200", "B300", "GB300")
 
 
@@ -53,18 +57,42 @@ ON_BLACKWELL = CompilerOption(
     name="xla_gpu_enable_command_buffer", value="FUSION,CUSTOM_CALL", source=_NVIDIA,
     why="CUDA graphs of these kinds of kernels alone were the quickest to launch in NVIDIA's tests on B200")
 
+XLA_COUNTS_ON = 0.8
+"""Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and computes things again until the rest holds what is alive."""
+FRAGMENTED = 0.02
+"""Of what JAX may use, lost between arrays."""
 
-def options_for(platform: str, device_kind: str, plan: Plan | None = None) -> tuple[CompilerOption, ...]:
-    """The options that a plan's programs are compiled with, or those that belong to no plan; but for what XLA_FLAGS names."""
+
+def memory_limit(device_kind: str, state_bytes: int) -> CompilerOption | None:
+    """What makes XLA count on all the memory that there is beside a state of so many bytes on each device; None: it is not known how much there is."""
+    accelerator = accelerator_of_kind(device_kind)
+    if accelerator is None or accelerator.memory_bytes is None:
+        return None
+    counted_on, there = (share * accelerator.memory_bytes - state_bytes for share in (XLA_COUNTS_ON, (1 - FRAGMENTED) * gpu_memory_share()))
+    if min(counted_on, there) <= 0:
+        return None
+    return CompilerOption(
+        name="xla_gpu_memory_limit_slop_factor", value=str(math.floor(100 * there / counted_on)), source="docs/gpus.md",
+        why=f"XLA counts on {XLA_COUNTS_ON:.0%} of a GPU, and computes again what does not fit there; in percent of what that leaves beside the state, this is what there is")
+
+
+def options_for(platform: str, device_kind: str, plan: Plan | None = None, state_bytes: int | None = None) -> tuple[CompilerOption, ...]:
+    """The options that a plan's programs are compiled with, or those that belong to no plan; but for what XLA_FLAGS names.
+
+    Args:
+      state_bytes: that stay on each device from step to step; None: not known.
+    """
     said = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    return tuple(option for option in _wanted(platform, device_kind, plan) if option.name not in said)
+    return tuple(option for option in _wanted(platform, device_kind, plan, state_bytes) if option.name not in said)
 
 
-def _wanted(platform: str, device_kind: str, plan: Plan | None) -> Iterator[CompilerOption]:
+def _wanted(platform: str, device_kind: str, plan: Plan | None, state_bytes: int | None) -> Iterator[CompilerOption]:
     if platform == "cpu":
         yield from ON_CPU
-    if platform not in _GPU or plan is None:
+    if platform not in GPU or plan is None:
         return
+    if state_bytes is not None and (limit := memory_limit(device_kind, state_bytes)) is not None:
+        yield limit
     if plan.num_devices > 1 or plan.offload != "none":
         yield HIDING
     if plan.axes.fsdp > 1 and plan.zero == 3:
@@ -73,7 +101,12 @@ def _wanted(platform: str, device_kind: str, plan: Plan | None) -> Iterator[Comp
         yield ON_BLACKWELL
 
 
-def compiler_options(mesh: Mesh, plan: Plan | None = None) -> dict[str, bool | str]:
-    """What JAX's compiler is given for programs on a mesh."""
+def as_given(options: Iterable[CompilerOption]) -> dict[str, bool | str]:
+    """As JAX's compiler is given them."""
+    return {option.name: option.value for option in options}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
+    """What JAX's compiler is given for programs on a mesh that belong to no plan."""
     device = mesh.devices.flat[0]
-    return {option.name: option.value for option in options_for(device.platform, device.device_kind, plan)}
+    return as_given(options_for(device.platform, device.device_kind))

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 
 from optimus_jax.config import Config
 from optimus_jax.data.dataset import Data
-from optimus_jax.mesh.compiler import options_for
 from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.restack import is_stacked
 from optimus_jax.mesh.sharding import layouts_of
@@ -60,10 +59,9 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         ["step, compiled", f"{step_bytes / 2**20:,.0f} MiB per device, {compile_s:.1f} s to compile"],
         ["plan", plan.digest],
     ])
-    device = program.mesh.devices.flat[0]
-    if options := options_for(device.platform, device.device_kind, plan):
+    if program.options:
         display.table("XLA's options (others: as XLA has them; XLA_FLAGS goes before these)",
-                      [[option.text, f"{option.why} ({option.source})"] for option in options])
+                      [[option.text, f"{option.why} ({option.source})"] for option in program.options])
     display.table("largest tensors: shape, parameter / gradient while summed / moments on one device", _tensor_rows(program))
 
 

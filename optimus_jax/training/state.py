@@ -6,6 +6,7 @@ can read what any other has saved.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from optimus_jax.config import ModelConfig, PrecisionConfig
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.mesh.axes import LAYERS
-from optimus_jax.mesh.memory_kinds import HOST_MEMORY
+from optimus_jax.mesh.memory_kinds import HOST_MEMORY, lies_on_host
 from optimus_jax.mesh.restack import is_stacked, restack, with_empty_slots_zero
 from optimus_jax.mesh.sharding import layouts_of, named
 from optimus_jax.mesh.slots import canonical_slots
@@ -101,6 +102,11 @@ def abstract_state(shapes: ModelShapes, optimizer: optax.GradientTransformation,
     leaves = jax.eval_shape(lambda: initial_state(shapes, optimizer, precision, jnp.int32(0)))
     shardings = state_shardings(shapes, optimizer, plan, mesh)
     return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), leaves, shardings)
+
+
+def bytes_on_device(abstract: TrainState) -> int:
+    """Of a state, what lies in each device's own memory."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract) if not lies_on_host(leaf.sharding))
 
 
 def abstract_stored_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig,

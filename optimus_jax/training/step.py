@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimus_jax.config import Config
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.compiler import compiler_options
+from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given, options_for
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
 from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -30,7 +30,15 @@ from optimus_jax.training.gradients import loss_alone, loss_and_gradients
 from optimus_jax.training.objective import Batch, Objective
 from optimus_jax.training.offload import update_through_host
 from optimus_jax.training.optimizer import adamw, learning_rate
-from optimus_jax.training.state import LossScale, TrainState, initial_state, state_shardings, state_specs
+from optimus_jax.training.state import (
+    LossScale,
+    TrainState,
+    abstract_state,
+    bytes_on_device,
+    initial_state,
+    state_shardings,
+    state_specs,
+)
 
 Metrics = dict[str, Array]
 
@@ -46,6 +54,8 @@ class Program:
     plan: Plan
     mesh: Mesh
     optimizer: optax.GradientTransformation
+    options: tuple[CompilerOption, ...]
+    """That steps and evaluations are compiled with."""
     state_shardings: TrainState
     batch_sharding: NamedSharding
     init: Callable[[Array], TrainState]
@@ -63,18 +73,20 @@ def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -
     rows, scalar = batch_spec(plan, config.model), PartitionSpec()
     shardings = state_shardings(shapes, optimizer, plan, mesh)
     step = _Step(config, shapes, plan, optimizer)
-    options = compiler_options(mesh, plan)
+    device = mesh.devices.flat[0]
+    resident = bytes_on_device(abstract_state(shapes, optimizer, config.precision, plan, mesh)) if device.platform in GPU else None
+    options = options_for(device.platform, device.device_kind, plan, resident)
     metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"), scalar)
     return Program(
-        config=config, shapes=shapes, plan=plan, mesh=mesh, optimizer=optimizer,
+        config=config, shapes=shapes, plan=plan, mesh=mesh, optimizer=optimizer, options=options,
         state_shardings=shardings, batch_sharding=NamedSharding(mesh, rows),
         init=jax.jit(lambda seed: initial_state(shapes, optimizer, config.precision, seed), out_shardings=shardings),
         train_step=jax.jit(
             jax.shard_map(step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, metrics)), donate_argnums=0,
-            out_shardings=(shardings, NamedSharding(mesh, scalar)) if plan.offload != "none" else None, compiler_options=options),
+            out_shardings=(shardings, NamedSharding(mesh, scalar)) if plan.offload != "none" else None, compiler_options=as_given(options)),
         eval_step=jax.jit(
             jax.shard_map(step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=(scalar, scalar)),
-            compiler_options=options))
+            compiler_options=as_given(options)))
 
 
 class _Step:

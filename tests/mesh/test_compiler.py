@@ -4,7 +4,7 @@ import jax
 import pytest
 from plans import GPT, build, case
 
-from optimus_jax.mesh.compiler import GATHERING_AHEAD, HIDING, ON_BLACKWELL, ON_CPU, compiler_options, options_for
+from optimus_jax.mesh.compiler import GATHERING_AHEAD, HIDING, ON_BLACKWELL, ON_CPU, memory_limit, options_for
 
 GPU, B200 = ("gpu", "NVIDIA H200"), ("gpu", "NVIDIA B200")
 
@@ -45,5 +45,24 @@ def test_what_the_user_says_is_left_to_the_user(monkeypatch):
 
 def test_programs_are_compiled_with_them():
     program = build(GPT, case("fsdp=8")).program
-    assert compiler_options(program.mesh, program.plan) == {option.name: option.value for option in ON_CPU}
+    assert program.options == ON_CPU
     assert all(option.why and option.source and option.text.startswith(option.name) for option in (*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL))
+
+
+def test_xla_is_told_of_the_memory_that_there_is(monkeypatch):
+    """80% of an H200 less the state, times the factor, is what the run may have beside the state."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    limit = memory_limit("NVIDIA H200", 64 * 10**9)
+    assert limit is not None
+    counted_on, there = 0.8 * 141e9 - 64e9, 0.98 * 0.95 * 141e9 - 64e9
+    assert there - 0.01 * counted_on < counted_on * int(limit.value) / 100 <= there
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert memory_limit("NVIDIA H200", 10**9).text == "xla_gpu_memory_limit_slop_factor=60"
+    assert memory_limit("NVIDIA H200", 70 * 10**9) is None, "there is no room beside the state"
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    assert memory_limit("NVIDIA H200", 113 * 10**9) is None, "XLA would count on less than nothing"
+    assert memory_limit("a card of the future", 10**9) is None
+    assert list(options_for(*GPU, plan("data=1"), 64 * 10**9)) == [limit]
+    assert jax.jit(lambda x: x + 1, compiler_options={limit.name: limit.value})(1.0) == 2.0
+    monkeypatch.setenv("XLA_FLAGS", f"--{limit.name}=95")
+    assert not options_for(*GPU, plan("data=1"), 64 * 10**9)
