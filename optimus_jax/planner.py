@@ -123,9 +123,10 @@ def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Itera
     check_family(config.model)
     check_words(config, where.topology())
     rates = rates or Rates.of(where.accelerator)
-    ranking = search(Pricing(config, where, rates, calibration or Calibration()), top=top)
+    pricing = Pricing(config, where, rates, calibration or Calibration())
+    ranking = search(pricing, top=top)
     if not ranking.best:
-        raise PlanError(_nothing_found(config, where, ranking))
+        raise PlanError(_nothing_found(pricing, ranking))
     return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking), rejections=ranking.rejections, num_priced=ranking.num_priced)
 
 
@@ -140,8 +141,9 @@ def ranked(ranking: Ranking) -> list[RankedPlan]:
         for rank, candidate in enumerate(ranking.best, start=1)]
 
 
-def _nothing_found(config: Config, cluster: Cluster, ranking: Ranking) -> str:
+def _nothing_found(pricing: Pricing, ranking: Ranking) -> str:
     """The commonest reasons, and what would help."""
+    config, cluster = pricing.config, pricing.cluster
     capacity = cluster.accelerator.memory_bytes
     too_large = [rejection for rejection in ranking.rejections if rejection.needs_bytes is not None]
     if too_large:
@@ -149,9 +151,19 @@ def _nothing_found(config: Config, cluster: Cluster, ranking: Ranking) -> str:
         return explain(
             f"no layout of {config.model.name} fits {cluster.accelerator.name} devices",
             given=f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device; the least, {least.layouts}, {least.reason}",
-            do="give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer fixed settings")
+            do=_in_smaller_moments(pricing) + "give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer fixed settings")
     reasons = dict.fromkeys(rejection.reason for rejection in ranking.rejections)
     unknown = [name for name, link in (("inside", cluster.inside), ("between", cluster.between)) if link is not None and link.bytes_per_s is None]
     return explain(f"no layout of {config.model.name} is legal on {cluster.num_devices} devices", given="; ".join(list(reasons)[:3]),
                    do="change the --global-batch, the number of devices, or the settings that were fixed"
                    + "".join(f"; say how fast a link is: --link {name}=25GB/s" for name in unknown))
+
+
+def _in_smaller_moments(pricing: Pricing) -> str:
+    """That something fits with moments in bf16, to be followed by what else helps; empty: nothing does."""
+    try:
+        config = pricing.config.with_values({"precision.moments": "bf16"})
+    except ConfigError:  # betas that bf16 cannot follow
+        return ""
+    fits = config != pricing.config and search(dataclasses.replace(pricing, config=config), top=1).best
+    return f"keep moments in bf16 (--set precision.moments=bf16), with which mesh {fits[0].plan.axes} fits; or " if fits else ""

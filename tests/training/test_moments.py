@@ -189,3 +189,7 @@ def test_where_nothing_else_helps_they_are_advised():
     with pytest.raises(PlanError, match=r"--set precision\.moments=bf16"):
         choose_plan(config, topology)
     choose_plan(config.with_values({"precision.moments": "bf16"}), topology)
+    with pytest.raises(PlanError, match=r"--set precision\.moments=bf16\), with which mesh data=1 fits"):
+        optimus_jax.find_plans("llama3-8b", "h200:1", global_batch=1, seq_len=4096, remat="full", **{"parallel.offload": "none"})
+    with pytest.raises(PlanError, match="do:    give more devices"):
+        optimus_jax.find_plans("llama2-13b", "h200:1", global_batch=1, seq_len=4096, **{"parallel.offload": "none"})
