@@ -95,7 +95,8 @@ def _wanted(platform: str, device_kind: str, plan: Plan | None, state_bytes: int
         yield limit
     if plan.num_devices > 1 or plan.offload != "none":
         yield HIDING
-    if plan.axes.fsdp > 1 and plan.zero == 3:
+    # In a loop around the layers, over microbatches or ticks, XLA would gather those of the next round ahead: all layers' weights at once (decision 11).
+    if plan.axes.fsdp > 1 and plan.zero == 3 and plan.microbatches == 1 and plan.pipeline is None:
         yield GATHERING_AHEAD
     if any(name in device_kind for name in _BLACKWELL):
         yield ON_BLACKWELL

@@ -29,6 +29,8 @@ def test_a_name_that_xla_does_not_know_is_refused_by_it():
     (GPU, "data=8", {}, [HIDING]),
     (GPU, "fsdp=8", {"zero": 3}, [HIDING, GATHERING_AHEAD]),
     (GPU, "fsdp=8", {"zero": 1}, [HIDING]),
+    (GPU, "fsdp=8", {"zero": 3, "microbatches": 2}, [HIDING]),
+    (GPU, "pipe=2,fsdp=4", {"zero": 3, "microbatches": 1, "schedule": "gpipe"}, [HIDING]),
     (B200, "data=1", {}, [ON_BLACKWELL]),
     (("cpu", "cpu"), "fsdp=8", {}, list(ON_CPU)),
     (("tpu", "TPU v5"), "fsdp=8", {}, []),
