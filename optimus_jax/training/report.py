@@ -109,7 +109,7 @@ def _tensor_rows(program: Program) -> list[list[str]]:
         # Stages sum the gradient of what they share whole, and scatter the sum (training/gradients.py).
         split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(_path(path)))
         gradient = NamedSharding(program.mesh, layout.spec(split=split))
-        rows.append([_path(path), "x".join(map(str, leaf.shape)), str(param.spec), _bytes(leaf, param), _bytes(leaf, gradient), _bytes(leaf, moment)])
+        rows.append([_path(path), "x".join(map(str, leaf.shape)), str(param.spec), _bytes(leaf, param), _bytes(leaf, gradient), _bytes(leaf, moment, plan.moment_bytes)])
     order = sorted(range(len(rows)), key=lambda i: -leaves[i][1].size)
     return [["tensor", "shape", "spec", "parameter", "gradient", "each moment"], *(rows[i] for i in order[:LARGEST])]
 
@@ -118,6 +118,6 @@ def _path(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _bytes(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> str:
-    size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def _bytes(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, itemsize: int = 4) -> str:
+    size = math.prod(sharding.shard_shape(leaf.shape)) * itemsize
     return f"{size / 2**20:,.2f} MiB"

@@ -112,7 +112,7 @@ def test_in_the_hosts_memory_they_are_the_same_bits(offload):
     assert losses == others
 
 
-def test_a_run_goes_on_with_them_on_another_mesh_and_not_without(tmp_path):
+def test_a_run_goes_on_with_them_on_another_mesh_and_not_without(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} bottles of beer on the wall.\n" for number in range(300)))
     asked = TINY | {"steps": 6, "data": str(text), "precision.moments": "bf16", "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "checkpoint.snapshot_every": 2}
@@ -121,7 +121,12 @@ def test_a_run_goes_on_with_them_on_another_mesh_and_not_without(tmp_path):
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=6)
     assert [record.loss for record in resumed.history] == [record.loss for record in whole.history]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(whole.state))
-    moved = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=7, mesh="tensor=2,data=4")
+    capsys.readouterr()
+    moved = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=7, mesh="tensor=2,data=4", progress="plain")
+    said = capsys.readouterr().out
+    assert "f32 compute, bf16 moments" in said
+    table, = (line.split()[-6:] for line in said.splitlines() if line.strip().startswith("embedding/table"))
+    assert [float(size) for size in table[::2]] == [0.01, 0.01, 0.0], "of 132 rows of 16, half on each device: 4 bytes, 4 bytes, 2 bytes"
     assert moved.plan.moments == "bf16"
     assert moved.plan.axes != resumed.plan.axes
     assert {leaf.dtype.name for leaf in moments_of(moved.state).values()} == {"bfloat16"}
