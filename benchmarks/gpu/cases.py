@@ -46,25 +46,25 @@ def _case(who: Who, model: str, seq_len: int, batch: int, **more) -> Case:
 
 CASES = (
     Case(who="matmul", batch=8192),
-    _case("ours", "gpt2-xl", 1024, 16, remat="selective"),
+    _case("ours", "gpt2-xl", 1024, 16),
     _case("compile", "gpt2-xl", 1024, 16),
     _case("ours", "gpt2", 1024, 32),
     _case("compile", "gpt2", 1024, 32),
     _case("ours", "llama3.2-1b", 4096, 4),
     _case("compile", "llama3.2-1b", 4096, 4),
-    _case("ours", "llama3-8b", 4096, 2, remat="selective", settings=("precision.moments=bf16",)),
-    _case("ours", "gpt2-xl", 1024, 16),
-    _case("ours", "gpt2-xl", 1024, 32, remat="selective"),
+    _case("ours", "llama3-8b", 4096, 2, settings=("precision.moments=bf16",)),
+    _case("ours", "gpt2-xl", 1024, 16, packed=True),
+    _case("ours", "gpt2-xl", 1024, 32),
+    _case("ours", "gpt2-xl", 1024, 16, remat="selective"),
     _case("eager", "gpt2-xl", 1024, 8),
     _case("eager", "gpt2", 1024, 32),
     _case("ours", "llama3.2-1b", 8192, 2),
     _case("eager", "llama3.2-1b", 4096, 4),
     _case("ours", "gpt2", 1024, 64),
-    _case("ours", "llama3.2-1b", 4096, 8, remat="selective"),
-    _case("ours", "gpt2-xl", 1024, 16, remat="selective", packed=True),
-    _case("ours", "gpt2-xl", 1024, 64, microbatches=4, remat="selective"),
+    _case("ours", "llama3.2-1b", 4096, 8),
+    _case("ours", "gpt2-xl", 1024, 64, microbatches=4),
     _case("ours", "gpt2-xl", 1024, 32, remat="full"),
-    _case("ours", "llama3-8b", 8192, 1, remat="selective", settings=("precision.moments=bf16",)),
+    _case("ours", "llama3-8b", 8192, 1, settings=("precision.moments=bf16",)),
     _case("ours", "llama3-8b", 4096, 1, remat="full"),
     _case("ours", "llama3-8b", 4096, 1, remat="full", settings=("parallel.offload=optimizer",)),
     _case("ours", "llama3-8b", 4096, 2, remat="full", settings=("parallel.offload=all",)),
@@ -72,7 +72,7 @@ CASES = (
 """The most telling first: what time does not suffice for is left out, and said. llama3-8b is ours alone: float32 weights, gradients and moments, 16 bytes for each
 of 8.03 billion parameters, leave a card of 141 GB no room for PyTorch's activations."""
 EXPERIMENTS = tuple(
-    _case("ours", "gpt2-xl", 1024, 16, remat="selective", xla_flags=flags)
+    _case("ours", "gpt2-xl", 1024, 16, xla_flags=flags)
     for flags in ("", "--xla_gpu_enable_triton_gemm=false", "--xla_gpu_enable_cublaslt=true", "--xla_gpu_enable_dynamic_slice_fusion=true",
                   "--xla_gpu_enable_latency_hiding_scheduler=true", "--xla_gpu_autotune_level=0"))
 """What an option of XLA's is worth on one card, each beside none: what helps here goes into optimus_jax/mesh/compiler.py."""

@@ -1,6 +1,7 @@
 """One case of ours, or the ceiling: python ours.py CASE, which prints a line of JSON. Started by run.py."""
 
 import json
+import math
 import re
 import statistics
 import time
@@ -39,9 +40,10 @@ def config_of(case: Case, compute: str) -> Config:
 
 def train(case: Case) -> dict:
     """Steps of one plan on one device."""
-    config = config_of(case, "bf16" if jax.default_backend() == "gpu" else "f32")
+    topology = discover()  # before anything else asks for a device: it says what of the card and its host may be used
+    config = config_of(case, "bf16" if topology.platform == "gpu" else "f32")
     model = config.model
-    plan = plan_for(config, AxisSizes.parse("data=1"), discover())
+    plan = plan_for(config, AxisSizes.parse("data=1"), topology)
     executable = compile_plan(config, plan, devices=jax.devices()[:1], rest=False)  # before the state is there, so that trying kernels takes no memory from it
     program, compiled = executable.program, executable.program.train_step
     state, batch = program.init(jnp.int32(0)), put_batch(batch_of(config), program.batch_sharding, case.batch)
@@ -54,6 +56,8 @@ def train(case: Case) -> dict:
         return metrics["loss"]
 
     times_s, loss = timed(step)
+    if not math.isfinite(float(loss)):
+        raise SystemExit(f"Error: the loss is {float(loss)}: steps that change nothing are no training steps")
     text = compiled.as_text() or ""
     calls = {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()}
     step_s, tokens = statistics.median(times_s), case.batch * case.seq_len

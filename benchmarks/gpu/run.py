@@ -99,15 +99,24 @@ def machine() -> str:
         return f"no NVIDIA GPU, {platform.machine()}"
 
 
+def commit() -> str:
+    """Of the project, with a + if something was changed since; empty: this is no clone of it."""
+    try:
+        asked = ["git", "-C", str(HERE), "describe", "--always", "--exclude=*", "--dirty=+"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def rows_of(out: Path) -> list[dict]:
     """What has been measured so far."""
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def fill(out: Path, cases: Sequence[Case], limit_s: float, only: str, about: dict[str, str]) -> None:
-    """Measure the cases that contain `only` and have no figures in `out` yet, while there is time; each row tells `about` it."""
+    """Measure the cases that contain `only` and have no figures of this commit in `out` yet, while there is time; each row tells `about` it."""
     print(about["machine"], flush=True)
-    done, until = {(row["who"], row["name"]) for row in rows_of(out) if "failed" not in row}, time.perf_counter() + limit_s
+    done, until = {(row["who"], row["name"]) for row in rows_of(out) if "failed" not in row and row["commit"] == about["commit"]}, time.perf_counter() + limit_s
     for case in cases:
         if only not in f"{case.who} {case}" or (case.who, str(case)) in done:
             continue
@@ -126,7 +135,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="JSON Lines, added to (default: gpu.jsonl)")
     parser.add_argument("--limit-s", type=float, default=460.0, help="for all cases together (default: 460)")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this, as in 'ours gpt2-xl 16 x 1024' (who: ours, eager, compile, matmul)")
-    parser.add_argument("--commit", default="", help="of this project, for the rows")
+    parser.add_argument("--commit", default=commit(), help="of this project, for the rows; those of another one are measured again (default: what git says)")
     parser.add_argument("--table", action="store_true", help="only print what is in the file")
     parser.add_argument("--experiments", action="store_true", help="one case under several of XLA's options")
     parser.add_argument("--smoke", action="store_true", help="small cases for a machine without a GPU")

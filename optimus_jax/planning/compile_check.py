@@ -56,7 +56,7 @@ def check(config: Config, plan: Plan, cluster: Cluster, *, headroom_share: float
                "num_hosts": cluster.num_hosts, "devices_per_host": cluster.devices_per_host}
     answer, said = _in_subprocess(request, plan, timeout_s)
     answer |= {"rematerialised": [dataclasses.asdict(each) for each in rematerialised(said, config, plan)],
-               "plan": plan.digest, "target": cluster.accelerator.name, "attention": plan.attention, "num_devices": cluster.num_devices,
+               "plan": plan.digest, "target": cluster.accelerator.name, "num_devices": cluster.num_devices,
                "capacity_bytes": cluster.accelerator.memory_bytes, "headroom_share": headroom_share}
     return CompileReport.from_json(json.dumps(answer))
 

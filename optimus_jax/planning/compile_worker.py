@@ -69,7 +69,7 @@ def _read(text: str, plan: Plan) -> dict:
     sizes = {axis: plan.axes[axis] for axis in MESH_AXES}
     traffic = [{**{field: getattr(each, field) for field in ("kind", "payload_bytes", "wire_bytes", "times", "work_under", "source")},
                 "axes": each.axes(sizes)} for each in compiled.collectives()]
-    return {"dot_flops": compiled.dot_flops(), "traffic": traffic, "unknown_loops": compiled.unknown_loops}
+    return {"dot_flops": compiled.dot_flops(), "attention": "cudnn" if "__cudnn$fmha" in text else "xla", "traffic": traffic, "unknown_loops": compiled.unknown_loops}
 
 
 if __name__ == "__main__":
