@@ -110,6 +110,17 @@ def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Itera
     if top < 1:
         raise ConfigError(explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan"))
     where = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
+    config = config_for(model, where, overrides)
+    rates = rates or Rates.of(where.accelerator)
+    pricing = Pricing(config, where, rates, calibration or Calibration())
+    ranking = search(pricing, top=top)
+    if not ranking.best:
+        raise PlanError(_nothing_found(pricing, ranking))
+    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking), rejections=ranking.rejections, num_priced=ranking.num_priced)
+
+
+def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
+    """Of the runs that plans are looked for: what is left open is as usual on such devices. Raises OptimusError for what cannot be there, whatever the plan."""
     defaults: dict[str, Any] = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     if where.accelerator.platform == "gpu":
         defaults |= {"precision": "bf16" if where.accelerator.has_bf16 else "f16"}
@@ -118,16 +129,9 @@ def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Itera
     config = make_config(model, defaults | overrides)
     if config.precision.compute == "bf16" and not where.accelerator.has_bf16:
         raise PlanError(explain(f"a {where.accelerator.name} has no bf16", given="precision bf16", do="use --precision f16 or f32"))
-    if not where.accelerator.has_bf16 and config.parallel.attention == "auto":
-        config = config.with_values({"parallel.attention": "xla"})  # what has no bf16 is older than cuDNN's fused attention
     check_family(config.model)
     check_words(config, where.topology())
-    rates = rates or Rates.of(where.accelerator)
-    pricing = Pricing(config, where, rates, calibration or Calibration())
-    ranking = search(pricing, top=top)
-    if not ranking.best:
-        raise PlanError(_nothing_found(pricing, ranking))
-    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking), rejections=ranking.rejections, num_priced=ranking.num_priced)
+    return config
 
 
 _DOTTED = {"global_batch": ("data.global_batch",), "precision": ("precision.compute",)}

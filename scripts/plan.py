@@ -27,7 +27,7 @@ WIDE = 160
 """Columns of a table that goes into a file."""
 HERE = "here"
 SAID_BY_FLAGS = ("parallel.mesh", "parallel.microbatches", "parallel.remat", "parallel.zero", "parallel.schedule", "parallel.repeats",
-                 "parallel.stage_residuals", "parallel.send_slack", "precision.compute", "data.seq_len", "data.global_batch")
+                 "parallel.stage_residuals", "parallel.send_slack", "parallel.offload", "precision.compute", "data.seq_len", "data.global_batch")
 """Settings that a plan's own flags give."""
 
 
@@ -96,13 +96,17 @@ def measured_here(given: dict) -> "Here":
     """The cluster that is here and how fast it is."""
     from optimus_jax.mesh.build import discover
     from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.planner import config_for
+    from optimus_jax.planning.cluster import Cluster
     from optimus_jax.planning.here import measure_devices
 
     if given["cpu_devices"] is not None:
         if given["cpu_devices"] < 1:
             raise ConfigError(explain("there is at least one device", given=f"--cpu-devices {given['cpu_devices']}", do="give 1 or more"))
         use_cpu_devices(given["cpu_devices"])
-    return measure_devices(discover(), refresh=given["profile"], progress=show_progress if sys.stderr.isatty() else None)
+    topology = discover()
+    config_for(given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given))  # what is wrong is said before minutes of measuring
+    return measure_devices(topology, refresh=given["profile"], progress=show_progress if sys.stderr.isatty() else None)
 
 
 def show_progress(text: str, share: float) -> None:
@@ -148,8 +152,9 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     if found.cluster.num_hosts > 1:
         console.print(f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False)
     device = f" --precision {config.precision.compute} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
-    others = "".join(f" --set {entry}" for entry in given["set"] if entry.partition("=")[0] not in SAID_BY_FLAGS)
-    console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {flags(best.plan)}{others}", highlight=False, soft_wrap=True)
+    said = flags(best.plan)
+    others = "".join(f" --set {entry}" for entry in given["set"] if entry.partition("=")[0] not in SAID_BY_FLAGS and f"--set {entry}" not in said)
+    console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}", highlight=False, soft_wrap=True)
 
 
 def cells(ranked: "RankedPlan") -> list[str]:

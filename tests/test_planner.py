@@ -122,6 +122,21 @@ def test_mistakes_end_with_one_message(flags, text):
     assert "Traceback" not in ended.stderr
 
 
+def test_what_is_impossible_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ended = plan("--model", "gpt2-nano", "--cpu-devices", "2", "--set", "parallel.offload=optimizer")
+    assert ended.returncode == 2
+    assert "no host's memory beside that of the devices" in ended.stderr
+    assert not list(tmp_path.rglob("*")), "a profile takes a minute or two"
+
+
+@pytest.mark.parametrize("settings", ["parallel.offload=optimizer", "parallel.rules=mlp=none"])
+def test_the_command_to_train_with_says_a_setting_once(settings):
+    shown = plan("--model", "gpt2", "--cluster", "h100:2", "--mesh", "tensor=2", "--top", "1", "--set", settings)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.partition("train with:")[2].count(settings) == 1
+
+
 def profiled(topology, tmp_path) -> Here:
     """Devices as if they had been measured."""
     cluster = Cluster.parse("h100:8")

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from optimus_jax.errors import ConfigError, explain, nearest
 
+AMPERE = (8, 0)
+"""The first compute capability with bf16, and with cuDNN's fused attention."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
@@ -31,10 +34,15 @@ class Accelerator:
     """Bandwidth of that memory, reads and writes together."""
     num_cores: int | None
     """Streaming multiprocessors."""
-    has_bf16: bool = True
-    """Whether its matmuls take bf16 (NVIDIA: compute capability 8.0 on, which cuDNN's fused attention needs too)."""
+    compute_capability: tuple[int, int] | None = None
+    """NVIDIA's number of what a device can do (developer.nvidia.com/cuda-gpus); None: not one of theirs, or not known."""
     sources: tuple[str, ...]
     """Where the figures are published."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether its matmuls take bf16."""
+        return self.compute_capability is None or self.compute_capability >= AMPERE
 
     @classmethod
     def unlisted(cls, device_kind: str, platform: str) -> "Accelerator":
@@ -65,11 +73,10 @@ def accelerator_of_kind(device_kind: str) -> Accelerator | None:
 
 
 def _nvidia(name: str, device_kind: str, *, tflops_16: float, tflops_32: float, memory_gb: int, memory_gb_per_s: float,
-            num_sms: int, sources: tuple[str, ...], has_bf16: bool = True) -> Accelerator:
+            num_sms: int, capability: tuple[int, int], sources: tuple[str, ...]) -> Accelerator:
     return Accelerator(
         name=name, device_kind=device_kind, platform="gpu", dense_peak_flops=tflops_16 * 1e12, f32_peak_flops=tflops_32 * 1e12,
-        memory_bytes=memory_gb * 10**9, memory_bytes_per_s=memory_gb_per_s * 1e9, num_cores=num_sms, sources=sources,
-        has_bf16=has_bf16)
+        memory_bytes=memory_gb * 10**9, memory_bytes_per_s=memory_gb_per_s * 1e9, num_cores=num_sms, compute_capability=capability, sources=sources)
 
 
 _AMPERE = "NVIDIA A100 Tensor Core GPU Architecture white paper: https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
@@ -94,19 +101,19 @@ _V100 = (
 
 ACCELERATORS = (
     Accelerator.unlisted("cpu", "cpu"),
-    _nvidia("a100", "NVIDIA A100-SXM4-80GB", tflops_16=312, tflops_32=156, memory_gb=80, memory_gb_per_s=2039, num_sms=108, sources=_A100),
-    _nvidia("a100-40gb", "NVIDIA A100-SXM4-40GB", tflops_16=312, tflops_32=156, memory_gb=40, memory_gb_per_s=1555, num_sms=108, sources=_A100),
-    _nvidia("a100-pcie", "NVIDIA A100 80GB PCIe", tflops_16=312, tflops_32=156, memory_gb=80, memory_gb_per_s=1935, num_sms=108, sources=_A100),
-    _nvidia("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", tflops_16=312, tflops_32=156, memory_gb=40, memory_gb_per_s=1555, num_sms=108, sources=_A100),
-    _nvidia("h100", "NVIDIA H100 80GB HBM3", tflops_16=989, tflops_32=494, memory_gb=80, memory_gb_per_s=3350, num_sms=132, sources=_H100),
-    _nvidia("h100-pcie", "NVIDIA H100 PCIe", tflops_16=756, tflops_32=378, memory_gb=80, memory_gb_per_s=2000, num_sms=114, sources=_H100),
-    _nvidia("h200", "NVIDIA H200", tflops_16=989, tflops_32=494, memory_gb=141, memory_gb_per_s=4800, num_sms=132, sources=_H200),
-    _nvidia("b200", "NVIDIA B200", tflops_16=2250, tflops_32=1125, memory_gb=180, memory_gb_per_s=8000, num_sms=148, sources=_B200),
-    _nvidia("l40s", "NVIDIA L40S", tflops_16=362.05, tflops_32=183, memory_gb=48, memory_gb_per_s=864, num_sms=142, sources=_L40S),
-    _nvidia("l4", "NVIDIA L4", tflops_16=121, tflops_32=60, memory_gb=24, memory_gb_per_s=300, num_sms=58, sources=_L4),
-    _nvidia("rtx4090", "NVIDIA GeForce RTX 4090", tflops_16=165.2, tflops_32=82.6, memory_gb=24, memory_gb_per_s=1008, num_sms=128, sources=(_ADA,)),
-    _nvidia("rtx3090", "NVIDIA GeForce RTX 3090", tflops_16=71, tflops_32=35.6, memory_gb=24, memory_gb_per_s=936, num_sms=82, sources=_GA102),
-    _nvidia("v100", "Tesla V100-SXM2-32GB", tflops_16=125, tflops_32=15.7, memory_gb=32, memory_gb_per_s=900, num_sms=80, sources=_V100, has_bf16=False),
-    _nvidia("v100-16gb", "Tesla V100-SXM2-16GB", tflops_16=125, tflops_32=15.7, memory_gb=16, memory_gb_per_s=900, num_sms=80, sources=_V100, has_bf16=False),
+    _nvidia("a100", "NVIDIA A100-SXM4-80GB", tflops_16=312, tflops_32=156, memory_gb=80, memory_gb_per_s=2039, num_sms=108, capability=(8, 0), sources=_A100),
+    _nvidia("a100-40gb", "NVIDIA A100-SXM4-40GB", tflops_16=312, tflops_32=156, memory_gb=40, memory_gb_per_s=1555, num_sms=108, capability=(8, 0), sources=_A100),
+    _nvidia("a100-pcie", "NVIDIA A100 80GB PCIe", tflops_16=312, tflops_32=156, memory_gb=80, memory_gb_per_s=1935, num_sms=108, capability=(8, 0), sources=_A100),
+    _nvidia("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", tflops_16=312, tflops_32=156, memory_gb=40, memory_gb_per_s=1555, num_sms=108, capability=(8, 0), sources=_A100),
+    _nvidia("h100", "NVIDIA H100 80GB HBM3", tflops_16=989, tflops_32=494, memory_gb=80, memory_gb_per_s=3350, num_sms=132, capability=(9, 0), sources=_H100),
+    _nvidia("h100-pcie", "NVIDIA H100 PCIe", tflops_16=756, tflops_32=378, memory_gb=80, memory_gb_per_s=2000, num_sms=114, capability=(9, 0), sources=_H100),
+    _nvidia("h200", "NVIDIA H200", tflops_16=989, tflops_32=494, memory_gb=141, memory_gb_per_s=4800, num_sms=132, capability=(9, 0), sources=_H200),
+    _nvidia("b200", "NVIDIA B200", tflops_16=2250, tflops_32=1125, memory_gb=180, memory_gb_per_s=8000, num_sms=148, capability=(10, 0), sources=_B200),
+    _nvidia("l40s", "NVIDIA L40S", tflops_16=362.05, tflops_32=183, memory_gb=48, memory_gb_per_s=864, num_sms=142, capability=(8, 9), sources=_L40S),
+    _nvidia("l4", "NVIDIA L4", tflops_16=121, tflops_32=60, memory_gb=24, memory_gb_per_s=300, num_sms=58, capability=(8, 9), sources=_L4),
+    _nvidia("rtx4090", "NVIDIA GeForce RTX 4090", tflops_16=165.2, tflops_32=82.6, memory_gb=24, memory_gb_per_s=1008, num_sms=128, capability=(8, 9), sources=(_ADA,)),
+    _nvidia("rtx3090", "NVIDIA GeForce RTX 3090", tflops_16=71, tflops_32=35.6, memory_gb=24, memory_gb_per_s=936, num_sms=82, capability=(8, 6), sources=_GA102),
+    _nvidia("v100", "Tesla V100-SXM2-32GB", tflops_16=125, tflops_32=15.7, memory_gb=32, memory_gb_per_s=900, num_sms=80, capability=(7, 0), sources=_V100),
+    _nvidia("v100-16gb", "Tesla V100-SXM2-16GB", tflops_16=125, tflops_32=15.7, memory_gb=16, memory_gb_per_s=900, num_sms=80, capability=(7, 0), sources=_V100),
 )
 """All that are listed."""

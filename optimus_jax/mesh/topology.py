@@ -26,6 +26,8 @@ class Topology:
     """`cpu`, `gpu` or `tpu`."""
     device_kind: str
     """The maker's name of the device."""
+    compute_capability: tuple[int, int] | None = None
+    """NVIDIA's number of what the device can do, such as (9, 0); None: not one of theirs, or not known."""
     bytes_per_device: int | None
     """Memory that a device may use; virtual CPU devices share the host's. None: unknown."""
     host_bytes_per_device: int | None = None

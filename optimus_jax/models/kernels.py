@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optimus_jax.config import AttentionKernel, ModelConfig, Precision
+from optimus_jax.config import AttentionKernel, Config
 from optimus_jax.errors import PlanError, explain
+from optimus_jax.mesh.accelerators import AMPERE
+from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.layers import keep_mask
 
 MASKED = -1e30
@@ -27,21 +29,36 @@ MAX_BLOCKS, MIN_BLOCK = 8, 64
 """More blocks skip more of the masked half; smaller ones make matmuls inefficient."""
 
 
-def choose_kernel(wanted: AttentionKernel, *, platform: str, precision: Precision, model: ModelConfig) -> AttentionKernel:
+def choose_kernel(config: Config, topology: Topology) -> AttentionKernel:
     """The kernel that will run. Raises PlanError if the one asked for cannot."""
-    obstacles = [
-        f"it runs on GPUs, and this platform is {platform}" if platform not in ("gpu", "cuda") else "",
-        f"it computes in bf16 or f16, and the precision is {precision}" if precision == "f32" else "",
-        f"it has no dropout on attention weights, and model.dropout is {model.dropout}" if model.dropout else "",
-        f"its heads are multiples of 8 up to 128 wide, and head_dim is {model.head_dim}"
-        if model.head_dim % 8 or model.head_dim > 128 else "",
-    ]
-    obstacle = next(filter(None, obstacles), None)
+    wanted, obstacle = config.parallel.attention, _cudnn_obstacle(config, topology)
     if wanted == "cudnn" and obstacle:
         raise PlanError(explain("the cuDNN attention kernel cannot run here", given=obstacle, do="use --set parallel.attention=xla"))
     if wanted == "auto":
         return "xla" if obstacle else "cudnn"
     return wanted
+
+
+def _cudnn_obstacle(config: Config, topology: Topology) -> str | None:
+    """What keeps JAX's cuDNN kernel from running, in training; None: nothing."""
+    capability, model = topology.compute_capability, config.model
+    if topology.platform not in ("gpu", "cuda"):
+        return f"it runs on GPUs, and this platform is {topology.platform}"
+    if capability is None or capability < AMPERE:
+        return f"it needs compute capability {_dotted(AMPERE)} or higher, and that of {topology.device_kind} is {_dotted(capability) if capability else 'not known'}"
+    if config.precision.compute == "f32":
+        return "it computes in bf16 or f16, and the precision is f32"
+    if model.dropout:
+        return f"it has no dropout on attention weights, and model.dropout is {model.dropout}"
+    if model.head_dim % 8 or model.head_dim > 128:
+        return f"its heads are multiples of 8 up to 128 wide, and head_dim is {model.head_dim}"
+    if config.data.respect_documents and config.seq_len % 2:
+        return f"with documents it computes even numbers of tokens, and data.seq_len is {config.seq_len}"
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 @dataclass(frozen=True)

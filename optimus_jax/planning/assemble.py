@@ -7,7 +7,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from optimus_jax.config import REMAT_POLICIES, AttentionKernel, Config, Offload, RematPolicy
+from optimus_jax.config import REMAT_POLICIES, Config, Offload, RematPolicy
 from optimus_jax.errors import PlanError, explain, nearest
 from optimus_jax.mesh.axes import VOCAB, AxisSizes
 from optimus_jax.mesh.rules import Rules, make_rules
@@ -43,7 +43,7 @@ def check_words(config: Config, topology: Topology) -> None:
     _check_schedule_name(config.parallel.schedule)
     if config.parallel.schedule.endswith(TABLE_SUFFIX):
         _read_table(config.parallel.schedule)
-    _kernel(config, topology)
+    choose_kernel(config, topology)
     if config.parallel.offload not in ("auto", "none") and not can_offload(topology.platform):
         raise PlanError(explain("there is no host's memory beside that of the devices", given=f"parallel.offload={config.parallel.offload} on {topology}",
                                 do="leave parallel.offload out, or train on GPUs"))
@@ -65,7 +65,7 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         microbatches=fixed_microbatches(config, pipeline)
         or _microbatches(config.data.global_batch, axes, interleaved=pipeline is not None and pipeline.repeats > 1),
         remat=first_remat(config), precision=config.precision.compute, moments=config.precision.moments,
-        attention=_kernel(config, topology), loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
+        attention=choose_kernel(config, topology), loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
 
 
 def first_offload(config: Config) -> Offload:
@@ -84,10 +84,6 @@ def fixed_microbatches(config: Config, pipeline: Pipelining | None) -> int | Non
     """What the user said, else what the user's own table is for; None: it is open."""
     own_table = None if pipeline is None or pipeline.table is None else Schedule.from_json(pipeline.table)
     return config.parallel.microbatches or (own_table and own_table.num_microbatches)
-
-
-def _kernel(config: Config, topology: Topology) -> AttentionKernel:
-    return choose_kernel(config.parallel.attention, platform=topology.platform, precision=config.precision.compute, model=config.model)
 
 
 def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: Topology) -> int:

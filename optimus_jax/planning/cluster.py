@@ -98,7 +98,8 @@ class Cluster:
                                       do="start the run on hosts with equal numbers of devices"))
         known = accelerator_of_kind(topology.device_kind) or Accelerator.unlisted(topology.device_kind, topology.platform)
         # What JAX may use is less than what the data sheet has.
-        accelerator = known if topology.bytes_per_device is None else replace(known, memory_bytes=topology.bytes_per_device)
+        accelerator = replace(known, memory_bytes=topology.bytes_per_device or known.memory_bytes,
+                              compute_capability=topology.compute_capability or known.compute_capability)
         host = host_of(known.name)
         return cls(num_hosts=num_hosts, devices_per_host=topology.num_devices // num_hosts, accelerator=accelerator,
                    inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host,
@@ -122,7 +123,8 @@ class Cluster:
     def topology(self) -> Topology:
         """What the trainer would find there: one process for each host."""
         return Topology(num_devices=self.num_devices, num_processes=self.num_hosts, num_hosts=self.num_hosts, platform=self.accelerator.platform,
-                        device_kind=self.accelerator.device_kind, bytes_per_device=self.bytes_per_device, host_bytes_per_device=self.host_bytes_per_device)
+                        device_kind=self.accelerator.device_kind, compute_capability=self.accelerator.compute_capability,
+                        bytes_per_device=self.bytes_per_device, host_bytes_per_device=self.host_bytes_per_device)
 
     def hosts_crossed(self, axes: AxisSizes, names: tuple[str, ...]) -> int:
         """Hosts over which a collective over the mesh axes `names` spreads: of all its groups, the widest.

@@ -58,7 +58,7 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
       PlanError: a setting is wrong whatever the layout, such as a kernel that cannot run.
     """
     parallel = config.parallel
-    kernel = choose_kernel(parallel.attention, platform=topology.platform, precision=config.precision.compute, model=config.model)
+    kernel = choose_kernel(config, topology)
     if parallel.mesh != "auto":
         check_devices(AxisSizes.parse(parallel.mesh), topology.num_devices)
     for axes in [AxisSizes.parse(parallel.mesh)] if parallel.mesh != "auto" else axis_sizes(topology.num_devices):

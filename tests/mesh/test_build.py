@@ -6,7 +6,7 @@ import pytest
 
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.build import GPU_MEMORY_SHARE, discover
+from optimus_jax.mesh.build import GPU_MEMORY_SHARE, discover, gpu_memory_share
 from optimus_jax.mesh.topology import HOST_MEMORY_SHARE
 from optimus_jax.plan import check_devices
 
@@ -28,6 +28,18 @@ def test_gpus_may_be_used_almost_whole_unless_the_user_says_otherwise(monkeypatc
     assert os.environ[FRACTION] == "0.5"
 
 
+def test_a_gpu_that_jax_has_already_keeps_the_limits_it_came_with(monkeypatch):
+    for name in (NEWER_FRACTION, FRACTION, HOST_LIMIT_GIB):
+        monkeypatch.setenv(name, "")  # so that what is set here is forgotten
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr("optimus_jax.mesh.build.backends_are_initialized", lambda: True)
+    with pytest.warns(UserWarning, match=f"75% of a GPU instead of 92%: set {NEWER_FRACTION}=0.92"):
+        discover()
+    assert (gpu_memory_share(), os.environ[HOST_LIMIT_GIB]) == (0.75, "64")
+    discover()  # a second run in this process: said once
+
+
 def test_the_older_of_two_names_is_left_alone_where_the_newer_is_used(monkeypatch):
     monkeypatch.delenv(FRACTION, raising=False)
     monkeypatch.setenv(NEWER_FRACTION, "0.5")
@@ -45,6 +57,17 @@ def test_most_of_the_host_is_there_for_its_gpus_unless_the_user_says_otherwise(m
     assert discover().host_bytes_per_device == 2**30 // 8
     monkeypatch.setenv(HOST_LIMIT_GIB, "1000000")
     assert discover().host_bytes_per_device == int(HOST_MEMORY_SHARE * host_bytes / 8)
+
+
+@pytest.mark.parametrize(("said", "capability"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("gfx942", None), (None, None)])
+def test_the_compute_capability_is_what_the_driver_says(said, capability, monkeypatch):
+    class Device:
+        process_index, platform, device_kind = 0, "gpu", "some GPU"
+
+    if said is not None:
+        monkeypatch.setattr(Device, "compute_capability", said, raising=False)
+    monkeypatch.setattr("optimus_jax.mesh.build.devices_by_host", lambda: [Device()])
+    assert discover().compute_capability == capability
 
 
 def test_a_mesh_uses_all_devices():

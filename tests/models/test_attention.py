@@ -1,6 +1,7 @@
 """Attention: who sees whom, its hand-written gradient against plain autodiff, and which kernel may run."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,15 @@ from helpers import F32_RELATIVE, MATMUL_RELATIVE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus_jax.config import ModelConfig
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.topology import Topology
 from optimus_jax.models import kernels
 from optimus_jax.models.kernels import Visibility, attend, choose_kernel
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.transformer import Pass
+from optimus_jax.planning.cluster import Cluster
 
 
 def arrays(length, num_keys=None, *, batch=2, heads=4, groups=2, head_dim=4, dtype=jnp.float32, seed=0):
@@ -159,24 +162,37 @@ def test_documents_do_not_leak(name):
     np.testing.assert_array_equal(logits(later, together)[:, :border], logits(tokens, together)[:, :border])
 
 
-FITTING = ModelConfig(head_dim=64)
+def chosen(wanted, *, device, settings):
+    config = Config(model=ModelConfig(head_dim=64)).with_values({"precision.compute": "bf16", **settings, "parallel.attention": wanted})
+    return choose_kernel(config, Cluster.parse(f"{device}:1").topology())
 
 
-@pytest.mark.parametrize(("platform", "precision", "model", "why"), [
-    ("cpu", "bf16", FITTING, "it runs on GPUs, and this platform is cpu"),
-    ("gpu", "f32", FITTING, "it computes in bf16 or f16, and the precision is f32"),
-    ("gpu", "bf16", ModelConfig(head_dim=64, dropout=0.1), "no dropout on attention weights, and model.dropout is 0.1"),
-    ("gpu", "bf16", ModelConfig(head_dim=20), "head_dim is 20"),
-    ("gpu", "bf16", ModelConfig(head_dim=256), "up to 128 wide, and head_dim is 256"),
+@pytest.mark.parametrize(("device", "settings", "why"), [
+    ("cpu", {}, "it runs on GPUs, and this platform is cpu"),
+    ("v100", {"precision.compute": "f16"}, r"compute capability 8\.0 or higher, and that of Tesla V100-SXM2-32GB is 7\.0"),
+    ("h100", {"precision.compute": "f32"}, "it computes in bf16 or f16, and the precision is f32"),
+    ("h100", {"model.dropout": 0.1}, "no dropout on attention weights, and model.dropout is 0.1"),
+    ("h100", {"model.head_dim": 20}, "head_dim is 20"),
+    ("h100", {"model.head_dim": 256}, "up to 128 wide, and head_dim is 256"),
+    ("h100", {"data.seq_len": 129}, "even numbers of tokens, and data.seq_len is 129"),
 ])
-def test_a_kernel_that_cannot_run_is_refused_and_never_chosen(platform, precision, model, why):
+def test_a_kernel_that_cannot_run_is_refused_and_never_chosen(device, settings, why):
     with pytest.raises(PlanError, match=f"cuDNN attention kernel cannot run here(.|\\n)*{why}(.|\\n)*parallel.attention=xla"):
-        choose_kernel("cudnn", platform=platform, precision=precision, model=model)
-    assert choose_kernel("auto", platform=platform, precision=precision, model=model) == "xla"
-    assert choose_kernel("xla", platform=platform, precision=precision, model=model) == "xla"
+        chosen("cudnn", device=device, settings=settings)
+    assert chosen("auto", device=device, settings=settings) == chosen("xla", device=device, settings=settings) == "xla"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "f16"])
-def test_the_fused_kernel_is_chosen_where_it_runs(precision):
-    assert choose_kernel("auto", platform="gpu", precision=precision, model=FITTING) == "cudnn"
-    assert choose_kernel("xla", platform="gpu", precision=precision, model=FITTING) == "xla"
+@pytest.mark.parametrize("settings", [{}, {"precision.compute": "f16"}, {"data.seq_len": 129, "data.respect_documents": False}])
+@pytest.mark.parametrize("device", ["a100", "h200", "b200", "rtx3090"])
+def test_the_fused_kernel_is_chosen_where_it_runs(device, settings):
+    assert chosen("auto", device=device, settings=settings) == "cudnn"
+    assert chosen("xla", device=device, settings=settings) == "xla"
+
+
+@pytest.mark.parametrize("device_kind", ["AMD Instinct MI300X", "NVIDIA H100 80GB HBM3"])
+def test_a_gpu_whose_capability_the_driver_does_not_say_does_without(device_kind):
+    """AMD's, for one: JAX calls its platform gpu too."""
+    config = Config(model=ModelConfig(head_dim=64)).with_values({"precision.compute": "bf16"})
+    there = Topology(num_devices=1, num_processes=1, platform="gpu", device_kind=device_kind, bytes_per_device=None)
+    assert choose_kernel(config, there) == "xla"
+    assert choose_kernel(config, replace(there, compute_capability=(9, 0))) == "cudnn"

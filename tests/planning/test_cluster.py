@@ -137,10 +137,11 @@ def test_devices_that_are_there_have_the_memory_that_jax_may_use():
 
 
 def test_an_unlisted_device_is_known_by_its_name_only():
-    there = Topology(num_devices=4, num_processes=1, platform="gpu", device_kind="A New One", bytes_per_device=None)
+    there = Topology(num_devices=4, num_processes=1, platform="gpu", device_kind="A New One", bytes_per_device=None, compute_capability=(11, 0))
     cluster = Cluster.of(there)
     assert cluster.accelerator.dense_peak_flops is cluster.accelerator.memory_bytes is cluster.inside.bytes_per_s is cluster.between is None
     assert cluster.accelerator.name == "A New One"
+    assert cluster.topology().compute_capability == (11, 0), "but for what it can do"
 
 
 def test_hosts_with_different_numbers_of_devices_are_refused():
