@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/kernels.py               a table; exit code 1 if cuDNN's is further from float32 than XLA's in bf16, beyond rounding
 
-Queries, keys and values are random, documents are packed with lengths between 16 tokens and the whole row. Forward and backward are
+Queries, keys and values are random; rows hold documents of 16 tokens on average, of more from row to row, and one. Forward and backward are
 computed together, as in training. The measure of an error is the largest difference from the same attention in float32, over the largest value.
 """
 
@@ -31,9 +31,14 @@ def inputs(shape: tuple[int, ...], *, packed: bool) -> tuple:
     batch, length, heads, groups, head_dim = shape
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, d_out = (jax.random.normal(key, (batch, length, count, head_dim)) for key, count in zip(keys, (heads, groups, groups, heads), strict=True))
-    random = np.random.default_rng(0)
-    starts = random.random((batch, length)) < np.array([16 / length * 4 ** (row % 4) for row in range(batch)])[:, None]
-    return q, k, v, d_out, jnp.asarray(np.cumsum(starts, axis=1), jnp.int32) if packed else None
+    return q, k, v, d_out, jnp.asarray(documents(batch, length)) if packed else None
+
+
+def documents(batch: int, length: int) -> np.ndarray:
+    """int32 [batch, length]: of each token, its document's number within the row."""
+    begins = np.random.default_rng(0).random((batch, length)) < 1 / np.geomspace(16, length, batch)[:, None]
+    begins[-1] = False
+    return np.cumsum(begins, axis=1, dtype=np.int32)
 
 
 @partial(jax.jit, static_argnames=("kernel", "dtype"))

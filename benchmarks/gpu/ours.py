@@ -1,7 +1,6 @@
 """One case of ours, or the ceiling: python ours.py CASE, which prints a line of JSON. Started by run.py."""
 
 import json
-import math
 import re
 import statistics
 import time
@@ -11,7 +10,7 @@ from importlib.metadata import version
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import STEPS, WARMUP, Case, read_case
+from cases import STEPS, WARMUP, Case, check_losses, read_case
 
 from optimus_jax.config import Config, DataConfig
 from optimus_jax.control.executables import compile_plan
@@ -55,14 +54,13 @@ def train(case: Case) -> dict:
         state, metrics = compiled(state, batch)
         return metrics["loss"]
 
-    times_s, loss = timed(step)
-    if not math.isfinite(float(loss)):
-        raise SystemExit(f"Error: the loss is {float(loss)}: steps that change nothing are no training steps")
+    times_s, first, last = timed(step)
+    check_losses(float(first), float(last), model.vocab_size)
     text = compiled.as_text() or ""
     calls = {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()}
     step_s, tokens = statistics.median(times_s), case.batch * case.seq_len
     return {
-        "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": tokens / step_s, "loss": float(loss),
+        "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": tokens / step_s, "first_loss": float(first), "loss": float(last),
         "tflops": step_flops(model, num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": executable.compile_s,
         "peak_bytes": peak_bytes(), "peak_before_steps_bytes": before_bytes,
         "predicted_bytes": estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total, "compiled_bytes": executable.step_bytes,
@@ -95,21 +93,22 @@ def matmul(size: int) -> dict:
     """What products of matrices reach here, on random numbers: zeros draw less power and are faster."""
     a, b = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in range(2))
     multiply = jax.jit(jnp.matmul)
-    times_s, _ = timed(lambda: multiply(a, b), steps=PRODUCTS)
+    times_s, *_ = timed(lambda: multiply(a, b), steps=PRODUCTS)
     step_s = statistics.median(times_s)
     return {"step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tflops": 2 * size**3 / step_s / 1e12, **where()}
 
 
-def timed(step: Callable[[], jax.Array], steps: int = STEPS) -> tuple[list[float], jax.Array]:
-    """Seconds of each step, while the next is already asked for, as in training."""
-    ends, before = [], step()
+def timed(step: Callable[[], jax.Array], steps: int = STEPS) -> tuple[list[float], jax.Array, jax.Array]:
+    """Seconds of each step, while the next is already asked for, as in training; what the first gave, and the last."""
+    first = before = step()
+    ends = []
     for _ in range(WARMUP + steps):
         after = step()
         before.block_until_ready()
         ends.append(time.perf_counter())
         before = after
     before.block_until_ready()
-    return [late - early for early, late in zip(ends[WARMUP - 1:-1], ends[WARMUP:], strict=True)], before
+    return [late - early for early, late in zip(ends[WARMUP - 1:-1], ends[WARMUP:], strict=True)], first, before
 
 
 if __name__ == "__main__":

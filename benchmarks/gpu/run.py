@@ -90,6 +90,12 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def provenance(rows: list[dict]) -> str:
+    """On what, when, of which commits and versions, with which commands the rows were measured."""
+    lines = ["", *dict.fromkeys(f"{row['date']}, commit {row['commit'] or 'unknown'}, {row['machine']}: `{row['command']}`" for row in rows)]
+    return "\n".join([*lines, *dict.fromkeys(f"{NAMES[row['who']]}: {row['version']}" for row in rows if "version" in row)])
+
+
 def machine() -> str:
     """The card, its driver and clocks, as nvidia-smi has them."""
     try:
@@ -143,7 +149,9 @@ def main() -> int:
     if not args.table:
         fill(args.out, SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES, args.limit_s, args.only, {
             "machine": machine(), "command": " ".join(["benchmarks/gpu/run.py", *sys.argv[1:]]), "commit": args.commit})
-    print(table(rows_of(args.out)))
+    rows = rows_of(args.out)
+    print(table(rows))
+    print(provenance(rows))
     return 0
 
 

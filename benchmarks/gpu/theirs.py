@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
-from cases import STEPS, WARMUP, Case, read_case
+from cases import STEPS, WARMUP, Case, check_losses, read_case
 from torch.profiler import ProfilerActivity, profile  # pyright: ignore[reportMissingImports]
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # pyright: ignore[reportMissingImports]
@@ -72,12 +72,13 @@ def train(case: Case) -> dict:
         return loss
 
     started = time.perf_counter()
-    step().item()
+    first = step().item()
     compile_s = time.perf_counter() - started
     times_s, loss = timed(step, on_gpu)
+    check_losses(first, loss, model_preset(case.model).vocab_size)
     step_s, count = statistics.median(times_s), case.batch * case.seq_len
     return {
-        "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": count / step_s, "loss": loss,
+        "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": count / step_s, "first_loss": first, "loss": loss,
         "tflops": step_flops(model_preset(case.model), num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": compile_s,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, "attention": attention_of(step) if on_gpu else "sdpa",
         "version": f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, transformers {transformers.__version__}",
