@@ -90,10 +90,10 @@ def _check_same_data(before: dict[str, Any] | None, data: Data, config: Config, 
 
 def _in_precision(config: Config, before: Precision, state: TrainState, program: Program, display: Display) -> TrainState:
     """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""
-    now = config.precision.compute
+    now = program.plan.precision
     if now == before or "f16" not in (now, before):
         return state
     display.message(f"precision was {before} and is {now}: the loss scale begins anew"
                     + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1"))
-    fresh = jax.jit(lambda: initial_loss_scale(config.precision), out_shardings=program.state_shardings.loss_scale)
+    fresh = jax.jit(lambda: initial_loss_scale(config.precision, program.plan), out_shardings=program.state_shardings.loss_scale)
     return replace(state, loss_scale=fresh())

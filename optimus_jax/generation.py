@@ -10,6 +10,7 @@ C candidates for the next token.
 """
 
 import functools
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -171,7 +172,8 @@ def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Calla
     if (latest := checkpoints.latest()) is not None:
         check_stored_model(latest.metadata, config.model)
     restored = checkpoints.restore({"params": params}, step, paddable=may_be_padded, partial=True)
-    params = jax.tree.map(lambda leaf: leaf.astype(COMPUTE_DTYPES[config.precision.compute]), restored.state["params"])
+    dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"])
     return TextModel(config=config.model, params=params, tokenizer=tokenizer, step=restored.step)
 
 

@@ -121,20 +121,14 @@ def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Itera
 
 def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
     """Of the runs that plans are looked for: what is left open is as usual on such devices. Raises OptimusError for what cannot be there, whatever the plan."""
-    defaults: dict[str, Any] = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
-    if where.accelerator.platform == "gpu":
-        defaults |= {"precision": "bf16" if where.accelerator.has_bf16 else "f16"}
-    given = set(overrides)
-    defaults = {name: value for name, value in defaults.items() if not given & {name, *_DOTTED[name]}}
-    config = make_config(model, defaults | overrides)
-    if config.precision.compute == "bf16" and not where.accelerator.has_bf16:
-        raise PlanError(explain(f"a {where.accelerator.name} has no bf16", given="precision bf16", do="use --precision f16 or f32"))
+    defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
+    config = make_config(model, ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides)
     check_family(config.model)
     check_words(config, where.topology())
     return config
 
 
-_DOTTED = {"global_batch": ("data.global_batch",), "precision": ("precision.compute",)}
+_GLOBAL_BATCH = {"global_batch", "data.global_batch"}
 
 
 def ranked(ranking: Ranking) -> list[RankedPlan]:

@@ -136,7 +136,7 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     if not console.is_terminal:
         console.width = WIDE
     config, best = found.config, found.plans[0]
-    console.print(f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens, {config.precision.compute}, on {found.cluster}", highlight=False)
+    console.print(f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens, {best.plan.precision}, on {found.cluster}", highlight=False)
     console.print(f"{found.num_priced} legal layouts priced; predicted, not measured; rates: {found.rates.source}", highlight=False)
     table = Table(show_lines=False, pad_edge=False)
     for name in ("", "mesh", "schedule", "m", "remat", "zero", "step", "90% within", "tokens/s", "MFU", "GiB", "bubble", "comm.", "why"):
@@ -151,7 +151,7 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     console.print(table)
     if found.cluster.num_hosts > 1:
         console.print(f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False)
-    device = f" --precision {config.precision.compute} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
+    device = f" --precision {best.plan.precision} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
     said = flags(best.plan)
     others = "".join(f" --set {entry}" for entry in given["set"] if entry.partition("=")[0] not in SAID_BY_FLAGS and f"--set {entry}" not in said)
     console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}", highlight=False, soft_wrap=True)

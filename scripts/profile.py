@@ -52,8 +52,9 @@ def main() -> int:
                 raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
             asked[name] = value
         config = make_config(given["model"], asked | ({"data": given["data"]} if given["data"] else {}))
+        precision = "f32" if config.precision.compute == "auto" else config.precision.compute
         kernel = "xla" if config.parallel.attention == "auto" else config.parallel.attention
-        model = profile_model(config.model, seq_len=config.seq_len, precision=config.precision.compute, kernel=kernel)
+        model = profile_model(config.model, seq_len=config.seq_len, precision=precision, kernel=kernel)
         data = None
         if given["data"]:
             stream = load_data(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size, model_name=config.model.name).train

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--link", action="append", default=[], metavar="NAME=SPEED", help="another speed: inside=300GB/s or between=400Gb/s,5us")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the scenario's, or the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help="examples per step, all devices (default: the scenario's, or 8 for each)")
-    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16)")
+    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16, f16 on GPUs without it, f32 on a CPU)")
     flags.add_argument("--cpu-devices", metavar="N", type=int, help="with --cluster here: virtual devices of a CPU (default: the replayed run's)")
     flags.add_argument("--seeds", type=int, default=10, metavar="N", help="truths to draw (default: 10)")
     flags.add_argument("--policy", metavar="NAME", action="append", help="only these ways to steer; may be given several times (default: all)")
@@ -87,7 +87,7 @@ def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -
     from optimus_jax.request import make_config
 
     cluster, rates, calibration = hardware(given)
-    overrides = {} if recording else {"precision": "bf16" if cluster.accelerator.platform == "gpu" else "f32", "global_batch": 8 * cluster.num_devices}
+    overrides = {} if recording else {"global_batch": 8 * cluster.num_devices}
     overrides |= {name: value for name, value in given.items() if name in SHORT_NAMES and name != "cpu_devices"}
     for entry in given["set"]:
         name, equals, value = entry.partition("=")

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--microbatches", metavar="N", help="parts of a step, gradients added (default: 1; with pipe=N about 4 N)")
     flags.add_argument("--schedule", metavar="NAME", help=f"of pipe stages: gpipe, 1f1b, interleaved or FILE.json (default: {default.parallel.schedule}, which is 1f1b)")
     flags.add_argument("--remat", metavar="NAME", help=f"none, selective, dots, full (default: {default.parallel.remat})")
-    flags.add_argument("--precision", metavar="NAME", help=f"f32, bf16, f16 (default: {default.precision.compute})")
+    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16, f16 on GPUs without it, f32 on a CPU)")
     flags.add_argument("--control", metavar="NAME", help=f"off, advise, auto (default: {default.control})")
     flags.add_argument("--seed", metavar="N", help=f"weights, data order, dropout (default: {default.seed})")
     flags.add_argument("--eval-every", metavar="N", help=f"steps between held-out losses (default: {default.eval_every})")

@@ -227,6 +227,13 @@ def trained(tmp_path_factory):
                  **{"model.num_layers": 1, "model.embed_dim": 64, "model.mlp_dim": 128, "data.eval_fraction": 0.0})
 
 
+def test_a_run_is_sampled_from_in_the_format_that_it_was_trained_in(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 100)
+    run = train("gpt2-nano", data=str(tmp_path / "text.txt"), cpu_devices=8, steps=1, seq_len=16, precision="bf16", eval_every=0, progress="none",
+                run_dir=tmp_path / "run", **{"model.num_layers": 1, "model.embed_dim": 64, "model.mlp_dim": 128})
+    assert {leaf.dtype for leaf in jax.tree.leaves(load_text_model(run.run_dir).params)} == {jnp.dtype("bfloat16")}
+
+
 @pytest.fixture
 def copied(trained, tmp_path):
     """The run's directory, to be damaged."""
@@ -235,6 +242,7 @@ def copied(trained, tmp_path):
 
 def test_a_sharded_run_is_loaded_onto_one_device(trained):
     model = load_text_model(trained.run_dir)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("float32")}
     assert model.step == 3
     assert trained.state.params["embedding"]["table"].shape[0] == 264
     for leaf, saved in zip(jax.tree.leaves(model.params), jax.tree.leaves(trained.state.params), strict=True):

@@ -30,7 +30,7 @@ GIB = 2**30
 
 def compiled(case: Case, cluster: Cluster) -> dict:
     """A row: figures, or why there are none beside the planner's."""
-    config = config_of(case, "bf16")
+    config = config_of(case)
     plan = plan_for(config, AxisSizes(), cluster.topology())
     plan.validate(config.model, global_batch=case.batch)
     row = {"name": str(case), "layout": plan.describe(), "target": cluster.accelerator.name, "capacity_bytes": cluster.accelerator.memory_bytes,

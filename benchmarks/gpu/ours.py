@@ -30,17 +30,17 @@ DOCUMENT_BEGINS = 1 / 300
 """Probability at each token."""
 
 
-def config_of(case: Case, compute: str) -> Config:
+def config_of(case: Case) -> Config:
     """A case as a run's config, on one device."""
     return Config(model=model_preset(case.model), data=DataConfig(global_batch=case.batch, seq_len=case.seq_len, respect_documents=case.packed)).with_values({
-        "parallel.mesh": "data=1", "parallel.remat": case.remat, "parallel.microbatches": case.microbatches, "precision.compute": compute,
+        "parallel.mesh": "data=1", "parallel.remat": case.remat, "parallel.microbatches": case.microbatches,
         **dict(entry.split("=", 1) for entry in case.settings)})
 
 
 def train(case: Case) -> dict:
     """Steps of one plan on one device."""
     topology = discover()  # before anything else asks for a device: it says what of the card and its host may be used
-    config = config_of(case, "bf16" if topology.platform == "gpu" else "f32")
+    config = config_of(case)
     model = config.model
     plan = plan_for(config, AxisSizes.parse("data=1"), topology)
     executable = compile_plan(config, plan, devices=jax.devices()[:1], rest=False)  # before the state is there, so that trying kernels takes no memory from it

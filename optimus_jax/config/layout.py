@@ -8,6 +8,7 @@ from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
 
 Precision = Literal["f32", "bf16", "f16"]
+PrecisionChoice = Literal["auto", "f32", "bf16", "f16"]
 MomentPrecision = Literal["f32", "bf16"]
 RematPolicy = Literal["none", "selective", "dots", "full"]
 REMAT_POLICIES: tuple[RematPolicy, ...] = typing.get_args(RematPolicy)
@@ -63,8 +64,8 @@ class ParallelConfig:
 class PrecisionConfig:
     """Number formats. Master weights and gradient sums are always float32."""
 
-    compute: Precision = "f32"
-    """Format of activations and of weights in matmuls."""
+    compute: PrecisionChoice = "auto"
+    """Format of activations and of weights in matmuls; auto: f32 on a CPU, bf16 elsewhere, f16 on GPUs without it."""
     moments: MomentPrecision = "f32"
     """Format in which AdamW's moments are kept between steps; bf16 halves them, and needs betas below 0.996."""
     loss_scale: float = 2.0**16

@@ -39,11 +39,6 @@ class Accelerator:
     sources: tuple[str, ...]
     """Where the figures are published."""
 
-    @property
-    def has_bf16(self) -> bool:
-        """Whether its matmuls take bf16."""
-        return self.compute_capability is None or self.compute_capability >= AMPERE
-
     @classmethod
     def unlisted(cls, device_kind: str, platform: str) -> "Accelerator":
         """A device of which nothing is known but what the driver calls it."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optimus_jax.config import AttentionKernel, Config
+from optimus_jax.config import AttentionKernel, Config, Precision
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.accelerators import AMPERE
 from optimus_jax.mesh.topology import Topology
@@ -29,9 +29,9 @@ MAX_BLOCKS, MIN_BLOCK = 8, 64
 """More blocks skip more of the masked half; smaller ones make matmuls inefficient."""
 
 
-def choose_kernel(config: Config, topology: Topology) -> AttentionKernel:
+def choose_kernel(config: Config, topology: Topology, precision: Precision) -> AttentionKernel:
     """The kernel that will run. Raises PlanError if the one asked for cannot."""
-    wanted, obstacle = config.parallel.attention, _cudnn_obstacle(config, topology)
+    wanted, obstacle = config.parallel.attention, _cudnn_obstacle(config, topology, precision)
     if wanted == "cudnn" and obstacle:
         raise PlanError(explain("the cuDNN attention kernel cannot run here", given=obstacle, do="use --set parallel.attention=xla"))
     if wanted == "auto":
@@ -39,14 +39,14 @@ def choose_kernel(config: Config, topology: Topology) -> AttentionKernel:
     return wanted
 
 
-def _cudnn_obstacle(config: Config, topology: Topology) -> str | None:
+def _cudnn_obstacle(config: Config, topology: Topology, precision: Precision) -> str | None:
     """What keeps JAX's cuDNN kernel from running, in training; None: nothing."""
     capability, model = topology.compute_capability, config.model
     if topology.platform not in ("gpu", "cuda"):
         return f"it runs on GPUs, and this platform is {topology.platform}"
     if capability is None or capability < AMPERE:
         return f"it needs compute capability {_dotted(AMPERE)} or higher, and that of {topology.device_kind} is {_dotted(capability) if capability else 'not known'}"
-    if config.precision.compute == "f32":
+    if precision == "f32":
         return "it computes in bf16 or f16, and the precision is f32"
     if model.dropout:
         return f"it has no dropout on attention weights, and model.dropout is {model.dropout}"

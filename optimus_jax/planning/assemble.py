@@ -7,8 +7,9 @@ import dataclasses
 import math
 from pathlib import Path
 
-from optimus_jax.config import REMAT_POLICIES, Config, Offload, RematPolicy
+from optimus_jax.config import REMAT_POLICIES, Config, Offload, Precision, RematPolicy
 from optimus_jax.errors import PlanError, explain, nearest
+from optimus_jax.mesh.accelerators import AMPERE
 from optimus_jax.mesh.axes import VOCAB, AxisSizes
 from optimus_jax.mesh.rules import Rules, make_rules
 from optimus_jax.mesh.topology import Topology
@@ -43,7 +44,7 @@ def check_words(config: Config, topology: Topology) -> None:
     _check_schedule_name(config.parallel.schedule)
     if config.parallel.schedule.endswith(TABLE_SUFFIX):
         _read_table(config.parallel.schedule)
-    choose_kernel(config, topology)
+    choose_kernel(config, topology, compute_precision(config, topology))
     if config.parallel.offload not in ("auto", "none") and not can_offload(topology.platform):
         raise PlanError(explain("there is no host's memory beside that of the devices", given=f"parallel.offload={config.parallel.offload} on {topology}",
                                 do="leave parallel.offload out, or train on GPUs"))
@@ -57,6 +58,7 @@ def can_offload(platform: str) -> bool:
 def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
     """The Plan with these axis sizes and everything else as the config says."""
     parallel, model = config.parallel, config.model
+    precision = compute_precision(config, topology)
     zero = parallel.zero if parallel.zero is not None else DEFAULT_ZERO if axes.fsdp > 1 else 0
     pipeline = pipelining(config, axes)
     rules = make_rules(model, parallel.rules)
@@ -64,8 +66,19 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         axes=axes, rules=rules, zero=zero, pipeline=pipeline,
         microbatches=fixed_microbatches(config, pipeline)
         or _microbatches(config.data.global_batch, axes, interleaved=pipeline is not None and pipeline.repeats > 1),
-        remat=first_remat(config), precision=config.precision.compute, moments=config.precision.moments,
-        attention=choose_kernel(config, topology), loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
+        remat=first_remat(config), precision=precision, moments=config.precision.moments,
+        attention=choose_kernel(config, topology, precision), loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
+
+
+def compute_precision(config: Config, topology: Topology) -> Precision:
+    """The number format of activations and matmuls. Raises PlanError if the devices do not have the one asked for."""
+    wanted, capability = config.precision.compute, topology.compute_capability
+    has_bf16 = capability is None or capability >= AMPERE
+    if wanted == "bf16" and not has_bf16:
+        raise PlanError(explain(f"a {topology.device_kind} has no bf16", given="precision bf16", do="use --precision f16 or f32"))
+    if wanted == "auto":
+        return "f32" if topology.platform == "cpu" else "bf16" if has_bf16 else "f16"
+    return wanted
 
 
 def first_offload(config: Config) -> Offload:

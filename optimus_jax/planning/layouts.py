@@ -24,7 +24,14 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan, check_devices
-from optimus_jax.planning.assemble import first_offload, first_remat, fixed_microbatches, loss_chunk_tokens, pipelining
+from optimus_jax.planning.assemble import (
+    compute_precision,
+    first_offload,
+    first_remat,
+    fixed_microbatches,
+    loss_chunk_tokens,
+    pipelining,
+)
 
 REPEATING = "interleaved"
 """The schedule with repeats."""
@@ -58,13 +65,14 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
       PlanError: a setting is wrong whatever the layout, such as a kernel that cannot run.
     """
     parallel = config.parallel
-    kernel = choose_kernel(config, topology)
+    precision = compute_precision(config, topology)
+    kernel = choose_kernel(config, topology, precision)
     if parallel.mesh != "auto":
         check_devices(AxisSizes.parse(parallel.mesh), topology.num_devices)
     for axes in [AxisSizes.parse(parallel.mesh)] if parallel.mesh != "auto" else axis_sizes(topology.num_devices):
         for rules in _rules(config, axes):
             common = Plan(
-                axes=axes, rules=rules, zero=0, microbatches=1, pipeline=None, precision=config.precision.compute, moments=config.precision.moments, attention=kernel,
+                axes=axes, rules=rules, zero=0, microbatches=1, pipeline=None, precision=precision, moments=config.precision.moments, attention=kernel,
                 remat=first_remat(config),
                 loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
             yield from _like(common, config)

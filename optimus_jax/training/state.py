@@ -55,7 +55,7 @@ class TrainState:
     loss_scale: LossScale
 
 
-def initial_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig, seed: Array) -> TrainState:
+def initial_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig, plan: Plan, seed: Array) -> TrainState:
     """The state before step 1; a function to be jitted with `state_shardings` so that it is born sharded.
 
     Empty slots are zero, and stay so: their gradient is.
@@ -63,13 +63,13 @@ def initial_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, 
     params = shapes.initial(seed)
     params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], shapes.slots)}
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params),
-                      loss_scale=initial_loss_scale(precision))
+                      loss_scale=initial_loss_scale(precision, plan))
 
 
-def initial_loss_scale(precision: PrecisionConfig) -> LossScale:
-    """The loss scale of a run that begins in `precision`, or changes to it."""
+def initial_loss_scale(precision: PrecisionConfig, plan: Plan) -> LossScale:
+    """The loss scale of a run that begins with the format of `plan`, or changes to it."""
     zero = jnp.zeros((), jnp.int32)
-    return LossScale(scale=jnp.float32(precision.loss_scale if precision.compute == "f16" else 1.0), clean_steps=zero, overflows=zero)
+    return LossScale(scale=jnp.float32(precision.loss_scale if plan.precision == "f16" else 1.0), clean_steps=zero, overflows=zero)
 
 
 def state_specs(shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan) -> TrainState:
@@ -99,7 +99,7 @@ def state_shardings(shapes: ModelShapes, optimizer: optax.GradientTransformation
 def abstract_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig,
                    plan: Plan, mesh: Mesh) -> TrainState:
     """Shape, dtype and sharding of every leaf: what a checkpoint is restored onto."""
-    leaves = jax.eval_shape(lambda: initial_state(shapes, optimizer, precision, jnp.int32(0)))
+    leaves = jax.eval_shape(lambda: initial_state(shapes, optimizer, precision, plan, jnp.int32(0)))
     shardings = state_shardings(shapes, optimizer, plan, mesh)
     return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), leaves, shardings)
 

@@ -80,7 +80,7 @@ def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -
     return Program(
         config=config, shapes=shapes, plan=plan, mesh=mesh, optimizer=optimizer, options=options,
         state_shardings=shardings, batch_sharding=NamedSharding(mesh, rows),
-        init=jax.jit(lambda seed: initial_state(shapes, optimizer, config.precision, seed), out_shardings=shardings),
+        init=jax.jit(lambda seed: initial_state(shapes, optimizer, config.precision, plan, seed), out_shardings=shardings),
         train_step=jax.jit(
             jax.shard_map(step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, metrics)), donate_argnums=0,
             out_shardings=(shardings, NamedSharding(mesh, scalar)) if plan.offload != "none" else None, compiler_options=as_given(options)),

@@ -20,6 +20,7 @@ from optimus_jax.models import kernels
 from optimus_jax.models.kernels import Visibility, attend, choose_kernel
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.transformer import Pass
+from optimus_jax.planning.assemble import compute_precision
 from optimus_jax.planning.cluster import Cluster
 
 
@@ -164,7 +165,8 @@ def test_documents_do_not_leak(name):
 
 def chosen(wanted, *, device, settings):
     config = Config(model=ModelConfig(head_dim=64)).with_values({"precision.compute": "bf16", **settings, "parallel.attention": wanted})
-    return choose_kernel(config, Cluster.parse(f"{device}:1").topology())
+    topology = Cluster.parse(f"{device}:1").topology()
+    return choose_kernel(config, topology, compute_precision(config, topology))
 
 
 @pytest.mark.parametrize(("device", "settings", "why"), [
@@ -192,7 +194,7 @@ def test_the_fused_kernel_is_chosen_where_it_runs(device, settings):
 @pytest.mark.parametrize("device_kind", ["AMD Instinct MI300X", "NVIDIA H100 80GB HBM3"])
 def test_a_gpu_whose_capability_the_driver_does_not_say_does_without(device_kind):
     """AMD's, for one: JAX calls its platform gpu too."""
-    config = Config(model=ModelConfig(head_dim=64)).with_values({"precision.compute": "bf16"})
+    config = Config(model=ModelConfig(head_dim=64))
     there = Topology(num_devices=1, num_processes=1, platform="gpu", device_kind=device_kind, bytes_per_device=None)
-    assert choose_kernel(config, there) == "xla"
-    assert choose_kernel(config, replace(there, compute_capability=(9, 0))) == "cudnn"
+    assert choose_kernel(config, there, "bf16") == "xla"
+    assert choose_kernel(config, replace(there, compute_capability=(9, 0)), "bf16") == "cudnn"

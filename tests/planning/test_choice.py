@@ -22,7 +22,7 @@ EIGHT = Topology(num_devices=8, num_processes=1, platform="gpu", device_kind="NV
 
 
 def config(model, **settings):
-    return Config(model=model_preset(model), data=DataConfig(global_batch=16, seq_len=256)).with_values(settings)
+    return Config(model=model_preset(model), data=DataConfig(global_batch=16, seq_len=256)).with_values({"precision.compute": "f32", **settings})
 
 
 @pytest.mark.parametrize(("model", "settings", "gib", "axes", "zero", "why"), [

@@ -1,0 +1,47 @@
+"""What is filled in where the user left something open, by what the devices can do."""
+
+from dataclasses import replace
+
+import pytest
+
+from optimus_jax.config import Config, ModelConfig, PrecisionConfig
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.planning.assemble import compute_precision, plan_for
+from optimus_jax.planning.choice import choose_plan
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.layouts import layouts
+from optimus_jax.training.state import initial_loss_scale
+
+CONFIG = Config(model=ModelConfig(head_dim=64))
+MI300X = Topology(num_devices=1, num_processes=1, platform="gpu", device_kind="AMD Instinct MI300X", bytes_per_device=None)
+
+
+def there(device):
+    return Cluster.parse(f"{device}:1").topology()
+
+
+def said(precision):
+    return CONFIG.with_values({"precision.compute": precision})
+
+
+@pytest.mark.parametrize(("topology", "precision"), [
+    (there("cpu"), "f32"), (there("a100"), "bf16"), (there("h200"), "bf16"), (there("l4"), "bf16"), (there("v100"), "f16"), (MI300X, "bf16"),
+    (replace(MI300X, compute_capability=(7, 5)), "f16")])
+def test_the_format_is_what_the_device_is_built_for_unless_one_is_given(topology, precision):
+    assert choose_plan(CONFIG, topology).plan.precision == plan_for(CONFIG, AxisSizes(), topology).precision == precision
+    assert {layout.precision for layout in layouts(CONFIG, topology)} == {precision}
+    assert compute_precision(said("f32"), topology) == "f32"
+    assert compute_precision(said("f16"), topology) == "f16"
+
+
+def test_a_format_that_the_device_has_not_is_refused():
+    with pytest.raises(PlanError, match=r"no bf16[\s\S]*use --precision f16 or f32"):
+        choose_plan(said("bf16"), there("v100"))
+    assert choose_plan(said("bf16"), there("h100")).plan.precision == "bf16"
+
+
+@pytest.mark.parametrize(("device", "scale"), [("v100", 2.0**16), ("h100", 1), ("cpu", 1)])
+def test_only_f16_begins_with_a_loss_scale(device, scale):
+    assert initial_loss_scale(PrecisionConfig(), plan_for(CONFIG, AxisSizes(), there(device))).scale == scale
