@@ -136,7 +136,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
         run = _known_to_all(run, run_dir)
-        check_alike({"the config": _shared(config).to_json(), "the data": json.dumps(inputs.data.identity), "the plan": choice.plan.to_json()})
+        check_alike(_settings(config) | {"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
         progress.begin("start")
         if watchdog is not None:
             watchdog.close()
@@ -171,9 +171,11 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             run.close()
 
 
-def _shared(config: Config) -> Config:
-    """What the config has in common in all processes."""
-    return replace(config, distributed=DistributedConfig())
+def _settings(config: Config) -> dict[str, str]:
+    """What the config has in common in all processes, each setting by its name: an error has to say which one differs."""
+    sections = json.loads(replace(config, distributed=DistributedConfig()).to_json())
+    return {f"{section}.{name}" if name else section: json.dumps(value)
+            for section, values in sections.items() for name, value in (values.items() if isinstance(values, dict) else [("", values)])}
 
 
 def _newest(config: Config, run_dir: str | Path) -> Saved | None:

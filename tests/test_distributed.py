@@ -86,8 +86,8 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     coordinator = f"127.0.0.1:{free_port()}"
     processes = [start(tmp_path / "run", text, "--cpu-devices", "1", "--mesh", "data=2", "--lr", lr, "--coordinator", coordinator, "--num-processes", "2",
                        "--process-id", str(number)) for number, lr in enumerate(("1e-3", "2e-3"))]
-    for process in processes:
+    for process, rate in zip(processes, ("0.001", "0.002"), strict=True):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 2, errors
-        assert "the processes of this run do not agree on the config" in errors
-        assert "process 1 differs from process 0" in errors
+        assert "the processes of this run do not agree on optimizer.lr\n" in errors
+        assert f"process 1 differs from process 0; here it is {rate}\n" in errors
