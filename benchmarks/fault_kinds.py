@@ -17,6 +17,8 @@ from fault_job import CHECKPOINT_EVERY, NAMESPACES, SNAPSHOT_EVERY, STEPS, Job, 
 
 SNAPSHOT, CHECKPOINT, ONE_BEFORE = SNAPSHOT_EVERY + 2, CHECKPOINT_EVERY + 2, 2 * CHECKPOINT_EVERY + 2
 """Steps lost at most: those since the newest whole one, and those that go on while it is written."""
+INDEX_BYTES = 4096
+"""Of a process's own index in a checkpoint, at most."""
 RESTARTED = frozenset({75, -signal.SIGABRT, -signal.SIGSEGV})
 """Exit codes of which docs/faults.md says that they mean `start it again`: ours, and that of JAX when process 0 is gone."""
 
@@ -71,8 +73,9 @@ def corrupted(job: Job, draw: random.Random) -> dict[str, Any]:
     job.clock.wait(lambda: (job.step >= at and len(list((job.run_dir / "checkpoints").glob("[0-9]*0"))) >= 2) or job.all_ended())
     job.kill()
     whole = sorted((path for path in (job.run_dir / "checkpoints").iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-    # Those that Orbax reads: not each process's own part, which was merged, nor marks.
-    files = sorted([*(whole[-1] / "state" / "d").iterdir(), whole[-1] / "state" / "manifest.ocdbt", whole[-1] / "manifest" / "metadata"])
+    # Those that Orbax reads: the index, and of each process's part what is large enough for arrays (its own index was merged); no marks.
+    arrays = [path for path in (whole[-1] / "state").glob("ocdbt.process_*/d/*") if path.stat().st_size > INDEX_BYTES]
+    files = sorted([*arrays, *(whole[-1] / "state" / "d").iterdir(), whole[-1] / "state" / "manifest.ocdbt", whole[-1] / "manifest" / "metadata"])
     chosen = draw.choice(files)
     how = draw.choice(["half of a file", "a file removed", "a bit turned"])
     content = bytearray(chosen.read_bytes())

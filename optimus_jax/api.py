@@ -16,7 +16,7 @@ from optimus_jax import __version__
 from optimus_jax.checkpoint import Checkpoints, Saved
 from optimus_jax.config import Config, DistributedConfig
 from optimus_jax.control.deciding.candidates import check_allowed
-from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
+from optimus_jax.errors import ConfigError, FaultError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import discover
@@ -37,7 +37,7 @@ from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step_record import StepRecord
-from optimus_jax.training.stopping import EXIT_RESTART, Terminated
+from optimus_jax.training.stopping import EXIT_RESTART, Terminated, keep_reason
 from optimus_jax.training.tensorboard import check_installed
 from optimus_jax.training.trainer import Reason
 from optimus_jax.training.watchdog import Watchdog
@@ -107,27 +107,29 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
     try:
         has_left_cache = leave_compilation_cache()
         topology = discover()
-        check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {__version__}, jax {jax.__version__}"})
+        check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {__version__}, jax {jax.__version__}",
+                     **_settings(config)})
         asked_mesh = config.parallel.mesh
-        if resume and run_dir is not None:
-            if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
-                config = on_what_is_there(config, topology)
-            if is_repeated and is_same_layout(config, run_dir):
-                overrides = {}  # nothing is asked for that the run was not asked for before
+        with together():
+            if resume and run_dir is not None:
+                if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
+                    config = on_what_is_there(config, topology)
+                if is_repeated and is_same_layout(config, run_dir):
+                    overrides = {}  # nothing is asked for that the run was not asked for before
         here = _here(config, topology)
         saved = _newest(config, run_dir) if resume and run_dir is not None else None
         devices = Devices(topology=topology, here=here, launch=launch)
-        now = in_phase(config, phase_after(config, saved.step if saved else 0))
-        choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
-        choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
-        if config.parallel.mesh != asked_mesh:
-            choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
-        check_allowed(config.controller.allow, topology.num_devices)
-        plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
-        display = make_display(config.log, config.steps, show=is_writer())
-        if has_left_cache:
-            display.message("JAX's compilation cache is not used: programs for several CPU devices that come out of it get stuck")
         with together():
+            now = in_phase(config, phase_after(config, saved.step if saved else 0))
+            choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
+            choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
+            if config.parallel.mesh != asked_mesh:
+                choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
+            check_allowed(config.controller.allow, topology.num_devices)
+            plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
+            display = make_display(config.log, config.steps, show=is_writer())
+            if has_left_cache:
+                display.message("JAX's compilation cache is not used: programs for several CPU devices that come out of it get stuck")
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
@@ -136,7 +138,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
         run = _known_to_all(run, run_dir)
-        check_alike(_settings(config) | {"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
+        check_alike({"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
         progress.begin("start")
         if watchdog is not None:
             watchdog.close()
@@ -151,6 +153,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=plan,
                          history=run.metrics(), run_dir=run.path)
     except BaseException as error:
+        keep_reason(error)
         # What several processes do together fails in one of them when another or the network has failed.
         is_fault = not launch.is_alone and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
         fault = FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}") if is_fault else None
@@ -158,8 +161,6 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             if fault is not None:
                 watchdog.tell(str(fault))
             watchdog.close(fault or error)
-        if isinstance(error, OptimusError) and progress.at.doing != "connect":
-            error.is_alone = not launch.is_alone
         # Who is told to end while it starts, or has to, may be started again with --resume; that takes a config.
         if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()

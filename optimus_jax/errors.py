@@ -12,8 +12,8 @@ from collections.abc import Iterable
 class OptimusError(Exception):
     """Something that the user can mend."""
 
-    is_alone = False
-    """Whether one of several processes has it in the middle of a run: an orderly end would wait for the others, who may never come."""
+    is_everyones = False
+    """Whether all processes of a run have it together. Otherwise an orderly end of this one would wait for the others, who may never come."""
 
 
 class ConfigError(OptimusError):

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,17 @@ class Held:
     metadata: dict[str, Any]
     leaves: dict[str, tuple[tuple[int, ...], str]]
     """Shape and dtype of each leaf of the whole state, by path."""
-    pieces: dict[Key, Piece]
+    pieces: dict[Key, tuple[Piece, ...]]
+    """Each as often as processes of this host have written it."""
+
+    def whole_pieces(self) -> dict[Key, Piece]:
+        """Of each the first copy that is what was written; reads those."""
+        found = {key: next((piece for piece in copies if piece.read() is not None), None) for key, copies in self.pieces.items()}
+        return {key: piece for key, piece in found.items() if piece is not None}
+
+    def checksums_of(self, key: Key) -> list[int]:
+        """One, unless the processes that have written it did not have the same."""
+        return sorted({piece.crc32 for piece in self.pieces[key]})
 
 
 def write(root: Path, step: int, process: int, metadata: Mapping[str, Any], leaves: Mapping[str, tuple[tuple[int, ...], str]],
@@ -95,7 +106,7 @@ def steps(root: Path) -> list[int]:
 
 def read(root: Path, step: int) -> Held | None:
     """What all processes that were on this host have written of a step; None: nothing complete."""
-    metadata, leaves, pieces = None, {}, {}
+    metadata, leaves, pieces = None, {}, defaultdict[Key, tuple[Piece, ...]](tuple)
     for path in sorted((root / str(step)).glob("*.json")):
         if (value := _manifest(path)) is None or value["step"] != step:
             continue
@@ -103,7 +114,7 @@ def read(root: Path, step: int) -> Held | None:
         leaves = {name: (tuple(shape), dtype) for name, (shape, dtype) in value["leaves"].items()}
         for name, bounds, offset, num_bytes, crc32 in value["pieces"]:
             key = name, tuple((start, stop) for start, stop in bounds)
-            pieces.setdefault(key, Piece(file=path.with_suffix(".bin"), offset=offset, num_bytes=num_bytes, crc32=crc32))
+            pieces[key] += (Piece(file=path.with_suffix(".bin"), offset=offset, num_bytes=num_bytes, crc32=crc32),)
     return None if metadata is None else Held(step=step, metadata=metadata, leaves=leaves, pieces=pieces)
 
 

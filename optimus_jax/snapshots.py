@@ -191,12 +191,12 @@ class _Assembly:
 
     def __init__(self, step: int, held: Held | None) -> None:
         self._step = step
-        self._here = {key: piece for key, piece in held.pieces.items() if piece.read() is not None} if held else {}
+        self._here = held.whole_pieces() if held else {}
         self._content: dict[Key, bytes] = {}
         """What this process needs, when it has been fetched."""
         told = _exchanged({
             "metadata": held and held.metadata[_SAID], "leaves": held and held.leaves,
-            "pieces": [[*key, piece.crc32] for key, piece in self._here.items()]})
+            "pieces": [[*key, crc32] for key in self._here for crc32 in held.checksums_of(key)] if held else []})
         self._metadata = next((each["metadata"] for each in told if each["metadata"] is not None), {})
         self._leaves = {path: (tuple(shape), dtype) for each in told if each["leaves"] for path, (shape, dtype) in each["leaves"].items()}
         self._owner: dict[Key, int] = {}

@@ -24,6 +24,8 @@ if __name__ == "__main__":
     exit_when_asked()
 
 import argparse
+import signal
+import traceback
 from typing import Literal, NoReturn
 
 from optimus_jax.config import Config
@@ -84,7 +86,7 @@ def settings(given: dict) -> dict:
 
 
 def main() -> int:
-    """Exit code: 0 done or stopped by Ctrl-C and saved, 2 the user's error, 75 stopped by SIGTERM or ended for a fault and worth restarting,
+    """Exit code: 0 done or stopped by Ctrl-C and saved, 1 an error that nobody has foreseen, 2 the user's error, 75 stopped by SIGTERM or ended for a fault and worth restarting,
     130 ended by Ctrl-C before the first step or, asked twice, without saving."""
     sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
     flags = parser()
@@ -105,18 +107,33 @@ def main() -> int:
         return train(given.get("model"), config=given.get("config"), run_dir=given.get("run_dir"), resume=RESUME[given.get("resume")],
                      **overrides).exit_code
     except OptimusError as error:
-        if error.is_alone:
+        if is_one_of_several() and not error.is_everyones:
             return end_now(f"error: {told(error)}", EXIT_MISTAKE)
         print(f"error: {told(error)}", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an orderly end may wait for a slow disk
         return EXIT_MISTAKE
     except FaultError as error:
         return end_now(f"fault: {told(error)}", EXIT_RESTART)
+    except Exception as error:
+        if not is_one_of_several():
+            raise
+        return end_now("".join(traceback.format_exception(error)), EXIT_BROKEN)
     except StoppedAtOnce:
         return end_now("stopped without saving; checkpoints from before are whole", EXIT_INTERRUPT)
     except KeyboardInterrupt:
         return end_now(NOT_BEGUN, EXIT_INTERRUPT)
     except Terminated:
         return end_now(NOT_BEGUN, EXIT_RESTART)
+
+
+EXIT_BROKEN = 1
+"""Exit code of Python for an error that nobody has foreseen."""
+
+
+def is_one_of_several() -> bool:
+    """Whether JAX connects this process to others: an orderly end of Python would wait for them."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def told(error: Exception) -> str:

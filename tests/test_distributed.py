@@ -21,8 +21,8 @@ def text(tmp_path_factory):
     return str(path)
 
 
-def start(run_dir, text, *flags):
-    return subprocess.Popen([sys.executable, TRAIN, *SMALL, "--data", text, "--run-dir", run_dir, *flags],
+def start(run_dir, text, *flags, cwd=None):
+    return subprocess.Popen([sys.executable, TRAIN, *SMALL, "--data", text, "--run-dir", run_dir, *flags], cwd=cwd,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -69,10 +69,10 @@ def test_two_launched_processes_give_the_losses_of_one_which_goes_on(tmp_path, t
 
 
 def test_an_error_of_one_process_ends_both(tmp_path, text):
+    """As on a host that does not see the data."""
     run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
-    alone = [["--data", "no-such-file.txt"], []]
-    processes = [start(run_dir, text, "--mesh", "fsdp=4", "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",
-                       "--process-id", str(number), *flags) for number, flags in enumerate(alone)]
+    processes = [start(run_dir, Path(text).name, "--mesh", "fsdp=4", "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",
+                       "--process-id", str(number), cwd=place) for number, place in enumerate((tmp_path, Path(text).parent))]
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert "no such data file" in errors[0]
@@ -82,12 +82,26 @@ def test_an_error_of_one_process_ends_both(tmp_path, text):
     assert not run_dir.exists()
 
 
-def test_processes_that_were_told_different_things_do_not_train_together(tmp_path, text):
+@pytest.mark.parametrize(("flag", "values", "setting", "shown"), [
+    ("--lr", ("1e-3", "2e-3"), "optimizer.lr", ("0.001", "0.002")),
+    ("--mesh", ("data=2", "data=3"), "parallel.mesh", ('"data=2"', '"data=3"'))])  # the second cannot be, which only its process would find
+def test_processes_that_were_told_different_things_do_not_train_together(tmp_path, text, flag, values, setting, shown):
     coordinator = f"127.0.0.1:{free_port()}"
-    processes = [start(tmp_path / "run", text, "--cpu-devices", "1", "--mesh", "data=2", "--lr", lr, "--coordinator", coordinator, "--num-processes", "2",
-                       "--process-id", str(number)) for number, lr in enumerate(("1e-3", "2e-3"))]
-    for process, rate in zip(processes, ("0.001", "0.002"), strict=True):
-        _, errors = process.communicate(timeout=300)
+    processes = [start(tmp_path / "run", text, "--cpu-devices", "1", *([] if flag == "--mesh" else ["--mesh", "data=2"]), flag, value, "--coordinator", coordinator,
+                       "--num-processes", "2", "--process-id", str(number)) for number, value in enumerate(values)]
+    for process, here in zip(processes, shown, strict=True):
+        _, errors = process.communicate(timeout=120)
         assert process.returncode == 2, errors
-        assert "the processes of this run do not agree on optimizer.lr\n" in errors
-        assert f"process 1 differs from process 0; here it is {rate}\n" in errors
+        assert f"the processes of this run do not agree on {setting}\n" in errors
+        assert f"process 1 differs from process 0; here it is {here}\n" in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_that_cannot_be_is_an_error_of_all(tmp_path, text):
+    coordinator = f"127.0.0.1:{free_port()}"
+    processes = [start(tmp_path / "run", text, "--cpu-devices", "1", "--mesh", "data=3", "--coordinator", coordinator, "--num-processes", "2", "--process-id", str(number))
+                 for number in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 2, errors
+        assert "the mesh needs 3 devices; this run has 2" in errors

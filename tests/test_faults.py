@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
+TRAIN, LAUNCH = (Path(__file__).parents[1] / "scripts" / name for name in ("train.py", "launch.py"))
 TINY = ["--model", "gpt2-nano", "--set", "model.num_layers=1", "--cpu-devices", "1", "--global-batch", "4", "--seq-len", "32"]
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 
@@ -46,6 +46,33 @@ def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
     assert [process.returncode for process in processes] == [2, 2], said
     assert "saving the checkpoint of step 3 failed" in said[who]
     assert f"process {who} has failed: saving the checkpoint of step 3 failed" in said[1 - who]
+
+
+BROKEN = """
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+if os.environ.get("OPTIMUS_PROCESS_ID", "-1") == {who!r}:
+    def broken(self, item, clock):
+        raise {error}
+    Trainer._record = broken
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("who", "error", "code", "told"), [
+    (0, "RunDirectoryError('the log is full')", 2, "error: the log is full"), (0, "ValueError('a mistake of ours')", 1, "ValueError: a mistake of ours"),
+    (1, "ValueError('a mistake of ours')", 1, "[1] ValueError: a mistake of ours")])
+def test_the_reason_is_told_although_the_launcher_tells_all_to_end(tmp_path, who, error, code, told):
+    """And nobody waits for the others to end in order."""
+    script = tmp_path / "broken.py"
+    script.write_text("from optimus_jax.errors import RunDirectoryError\nfrom optimus_jax.training.trainer import Trainer\n" + BROKEN.format(who=str(who), error=error))
+    ended = subprocess.run([sys.executable, LAUNCH, "--processes", "2", "--", script, TRAIN, *TINY, "--mesh", "data=2", "--steps", "6", "--run-dir", tmp_path / "run"],
+                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert told in ended.stderr
+    assert f"in process {who} of 2" in ended.stderr
+    assert "before training had begun" not in ended.stderr
+    assert not any("DEADLINE_EXCEEDED" in line or "terminate called" in line for line in ended.stderr.splitlines())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])

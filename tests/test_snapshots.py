@@ -205,7 +205,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     one.take(5, state, METADATA)
     one.wait()
     held = files.read(one.root, 5)
-    both = [{"metadata": held.metadata, "leaves": held.leaves, "pieces": [[*key, piece.crc32] for key, piece in held.pieces.items()]},
+    both = [{"metadata": held.metadata, "leaves": held.leaves, "pieces": [[*key, piece.crc32] for key, (piece,) in held.pieces.items()]},
             {"metadata": None, "leaves": None, "pieces": []}]
     sent = []
 
@@ -219,7 +219,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
         assert not mine.any()
         key = sorted(held.pieces)[len(sent)]
         sent.append(key)
-        return np.frombuffer(held.pieces[key].read(), np.uint8)
+        return np.frombuffer(held.pieces[key][0].read(), np.uint8)
 
     monkeypatch.setattr(snapshots_module, "_exchanged", exchanged)
     monkeypatch.setattr(snapshots_module.multihost_utils, "broadcast_one_to_all", broadcast)
@@ -234,6 +234,29 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     assert empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0) is None
     assert "the hosts that are here do not have all of" in warned[-1]
     assert named_leaves(host_state()).keys() == held.leaves.keys()
+
+
+def test_a_damaged_piece_is_taken_from_another_process_of_the_host(snapshots, monkeypatch, warned):
+    """Copies that are both whole and not the same are not chosen from."""
+    take(snapshots, 5)
+    monkeypatch.setattr(snapshots_module.jax, "process_index", lambda: 1)
+    take(snapshots, 5)
+    own, other = (snapshots.root / "5" / f"{process}.bin" for process in range(2))
+    content = own.read_bytes()
+    assert content == other.read_bytes()
+    wanted = abstract(host_state(), mesh(4, 2))
+    for place in (0, len(content) - 1):
+        own.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+        found = snapshots.restore(wanted, 0)
+        assert found is not None, warned
+        assert_same_bits(found.state, host_state(5))
+    other.write_bytes(own.read_bytes())
+    assert snapshots.restore(wanted, 0) is None
+    own.write_bytes(content)
+    snapshots.take(5, placed(host_state(6), mesh(4, 2)), METADATA)
+    snapshots.wait()
+    assert snapshots.restore(wanted, 0) is None
+    assert "replicas of a piece differ" in warned[-1]
 
 
 def test_what_another_user_has_put_there_is_not_read(snapshots, monkeypatch):

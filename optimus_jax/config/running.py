@@ -63,7 +63,7 @@ class FaultConfig:
     start_s: float = 3600.0
     """Limit on what happens once: restoring, measuring devices, compiling."""
     silence_s: float = 30.0
-    """Without a sign of life from another process before it counts as lost; it may be dead, stopped or cut off."""
+    """Without a sign of life from another process before it counts as lost; it may be dead, stopped or cut off. At least LEAST_SILENCE_S."""
     stop_s: float = 20.0
     """After SIGTERM, for the step under way to end; without that the process ends and does not save."""
     grace_s: float = 90.0
@@ -76,6 +76,13 @@ class FaultConfig:
         if self.floor_s > self.ceiling_s:
             raise ConfigError(explain("a limit cannot lie below its floor and above its ceiling", given=f"faults.floor_s={self.floor_s}, faults.ceiling_s={self.ceiling_s}",
                                       do="choose floor_s <= ceiling_s"))
+        if self.silence_s < LEAST_SILENCE_S:
+            raise ConfigError(explain("a process that is well, on a host that is busy, would be taken for a lost one", given=f"faults.silence_s={self.silence_s:g}",
+                                      do=f"choose {LEAST_SILENCE_S:g} or more: signs of life come once a second"))
+
+
+LEAST_SILENCE_S = 5.0
+"""What the fault table was measured with (docs/faults.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,25 +112,32 @@ def named(launch: Launch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Around what each process does for itself: if one of them raises an OptimusError, so do all, and none waits for it.
+    """Around what each process does for itself: if one of them has an error, so have all, and none waits for it.
 
     Nothing inside may wait for another process.
 
     Raises:
       OptimusError: this process's own, or one that says which process has had one.
+      FaultError: another process has had an error that is no OptimusError.
     """
-    failure: OptimusError | None = None
+    failure: Exception | None = None
     try:
         yield
-    except OptimusError as error:
+    except Exception as error:
         failure = error
-    failed = of_all_processes(failure is not None)
-    if failure is None and any(failed):
-        raise OptimusError(explain(
-            "another process of this run cannot go on", given=f"process {failed.index(True)} of {len(failed)}",
-            do="see what it has printed"))
+    outcomes = of_all_processes(_WELL if failure is None else _MISTAKE if isinstance(failure, OptimusError) else _FAULT)
+    if failure is None and any(outcomes):
+        is_fault = _FAULT in outcomes
+        failure = (FaultError if is_fault else OptimusError)(explain(
+            "another process of this run cannot go on", given=f"process {outcomes.index(max(outcomes))} of {len(outcomes)}", do="see what it has printed"))
     if failure is not None:
+        if isinstance(failure, OptimusError):
+            failure.is_everyones = _FAULT not in outcomes
         raise failure
+
+
+_WELL, _MISTAKE, _FAULT = range(3)
+"""How it went in a process: nothing, an OptimusError, any other."""
 
 
 def of_first_process(text: str) -> str:
@@ -144,11 +151,11 @@ def of_first_process(text: str) -> str:
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(own, length)))).decode()
 
 
-def of_all_processes(fact: bool) -> list[bool]:
+def of_all_processes(number: int) -> list[int]:
     """What each process has, by its number; every process has to call it."""
     if jax.process_count() == 1:
-        return [fact]
-    return np.asarray(multihost_utils.process_allgather(np.array(fact))).tolist()
+        return [number]
+    return np.asarray(multihost_utils.process_allgather(np.array(number, np.int32))).tolist()
 
 
 def check_alike(facts: Mapping[str, str]) -> None:
@@ -166,9 +173,11 @@ def check_alike(facts: Mapping[str, str]) -> None:
         return
     fact = int(np.argmax(differing.any(axis=0)))
     name, value = list(facts.items())[fact]
-    raise ConfigError(explain(
+    error = ConfigError(explain(
         f"the processes of this run do not agree on {name}", given=f"process {int(np.argmax(differing[:, fact]))} differs from process 0; here it is {value[:200]}",
         do="start all from the same command, files and versions, and with a run directory and data that all of them see"))
+    error.is_everyones = True
+    raise error
 
 
 def is_writer() -> bool:

@@ -78,7 +78,7 @@ class RollCall:
             now = time.monotonic()
             if now >= self._deadline:
                 self._answer_all({_MISSING: missing})
-                raise _not_come(missing, self._launch)
+                raise _not_come(missing, self._launch, _unresolved(self._launch))
             if now >= tell_at:
                 self._say(_waiting(missing, self._launch))
                 tell_at = now + TOLD_AGAIN_S
@@ -263,6 +263,16 @@ def _not_come(missing: list[int], launch: Launch, more: str = "") -> FaultError:
         given=f"{_oneself(launch)}{more}",
         do="see whether each of them is running and what it has printed, and whether --coordinator can be reached from there; "
            "for a process that is meant to be alone: --set distributed.engine=none"))
+
+
+def _unresolved(launch: Launch) -> str:
+    """What is wrong with the coordinator's name, which process 0 does not need and the others do."""
+    host = address_of(launch)[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"; here nothing is known by the name of {host}: {error.strerror}"
+    return ""
 
 
 def _waiting(missing: list[int], launch: Launch) -> str:

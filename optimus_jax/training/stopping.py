@@ -11,7 +11,10 @@ then never runs although `signal.getsignal` still shows it. So whoever calls it 
 
     jax.config.update("jax_enable_preemption_service", False)
 
-Orbax takes that to mean "no preemption". A request is known only to the process that got the signal; processes that
+Orbax takes that to mean "no preemption". An error that ends the run is not to be lost to a signal: of several processes the others end too, whoever
+launched them sends SIGTERM then, and the one that knows the reason is still telling it. So once an error is on its way, signals mean nothing.
+
+A request is known only to the process that got the signal; processes that
 train together have to agree on the step that they stop after.
 """
 
@@ -33,6 +36,10 @@ TERMINATING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of who takes the machine away."""
 
 
+_has_failed = threading.Event()
+"""Whether an error is on its way that ends the program."""
+
+
 class Terminated(BaseException):
     """SIGTERM came before training had begun."""
 
@@ -52,13 +59,20 @@ def exit_when_asked() -> None:
 
 
 def raise_when_asked() -> None:
-    """From now on SIGINT raises KeyboardInterrupt, SIGTERM and SIGUSR1 raise Terminated, so that what was begun is put in order."""
-    def terminate(number: int, frame: FrameType | None) -> NoReturn:
-        raise Terminated
+    """From now on SIGINT raises KeyboardInterrupt, SIGTERM and SIGUSR1 raise Terminated, so that what was begun is put in order; until `keep_reason`."""
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        if not _has_failed.is_set():
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in TERMINATING:
-        signal.signal(number, terminate)
+    _has_failed.clear()
+    for number in (signal.SIGINT, *TERMINATING):
+        signal.signal(number, raise_it)
+
+
+def keep_reason(error: BaseException) -> None:
+    """Call it with whatever ends a program that has called `raise_when_asked`: from now on no signal takes the place of an Exception."""
+    if isinstance(error, Exception):
+        _has_failed.set()
 
 
 def _say(text: str) -> None:
@@ -91,6 +105,8 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
+        if error is not None:
+            keep_reason(error)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -152,17 +152,18 @@ class Watchdog:
         if self._signs is not None:
             exit_code = EXIT_MISTAKE if isinstance(failure, OptimusError) else EXIT_RESTART
             self._signs.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure), exit_code)
-            if failure is not None and self._process == 0:
-                self._linger(self._signs)
-            self._signs.close()
         if threading.current_thread() is threading.main_thread() and self._before == -1:
             signal.set_wakeup_fd(-1)
         self._told.setblocking(True)
         self._told.send(b"\0")
-        self._thread.join()
+        self._thread.join()  # before anything else is waited for: what another process has had is not to end this one, which has an error of its own to tell
         faulthandler.cancel_dump_traceback_later()
         self._heard.close()
         self._told.close()
+        if self._signs is not None:
+            if failure is not None and self._process == 0:
+                self._linger(self._signs)
+            self._signs.close()
 
     def trouble(self, now_s: float) -> str | None:
         """What is wrong, in one sentence; None: nothing."""

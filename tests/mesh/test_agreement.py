@@ -1,12 +1,14 @@
 """What processes of a run make sure of before they train together."""
 
+from contextlib import suppress
+
 import jax
 import numpy as np
 import pytest
 
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError
 from optimus_jax.mesh import distributed
-from optimus_jax.mesh.distributed import check_alike
+from optimus_jax.mesh.distributed import check_alike, together
 
 
 def test_processes_that_differ_are_told_in_what(monkeypatch):
@@ -17,7 +19,37 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", everyones)
-    with pytest.raises(ConfigError, match=r"do not agree on the plan\n.*process 2 differs from process 0; here it is data=8"):
+    with pytest.raises(ConfigError, match=r"do not agree on the plan\n.*process 2 differs from process 0; here it is data=8") as caught:
         check_alike({"the config": "{}", "the plan": "data=8"})
+    assert caught.value.is_everyones
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own] * 3))
     check_alike({"the config": "{}", "the plan": "data=8"})
+
+
+@pytest.mark.parametrize(("here", "there", "raised", "is_everyones"), [
+    (None, None, None, None), (DataError("no file"), None, DataError, True), (None, DataError("no file"), OptimusError, True), (ValueError("a mistake of ours"), None, ValueError, None),
+    (None, ValueError("a mistake of ours"), FaultError, None), (DataError("no file"), ValueError("a mistake of ours"), DataError, False)])
+def test_an_error_of_one_process_is_one_of_all(monkeypatch, here, there, raised, is_everyones):
+    """Who may end in order, and wait for the others to do so too, is who knows that all have an error which a user can mend."""
+    def outcome_of(error):
+        said = []
+        monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: said.append(own) or np.stack([own] * 2))
+        with suppress(Exception), together():
+            if error is not None:
+                raise error
+        return said[0]
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    other = outcome_of(there)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, other]))
+    caught = None
+    try:
+        with together():
+            if here is not None:
+                raise here
+    except Exception as error:
+        caught = error
+    assert type(caught) is (raised or type(None))
+    assert getattr(caught, "is_everyones", None) == is_everyones
+    if here is None and there is not None:
+        assert "given: process 1 of 2" in str(caught)

@@ -47,6 +47,12 @@ def test_all_come_and_the_port_is_free_for_the_service(first):
                 each.result(LONG_S)
 
 
+def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
+    with RollCall(replace(first, coordinator=f"no.such.host.invalid:{roll_call.address_of(first)[1]}"), soon(0.0)) as call, \
+            pytest.raises(FaultError, match=r"processes 1, 2 of 3 did not come in time\n.*nothing is known by the name of no\.such\.host\.invalid"):
+        call.gather()
+
+
 def test_others_may_come_first(first):
     said = []
     with ThreadPoolExecutor() as pool:

@@ -17,6 +17,7 @@ from optimus_jax.training.stopping import (
     StoppedAtOnce,
     StopRequest,
     Terminated,
+    keep_reason,
     raise_when_asked,
 )
 
@@ -84,6 +85,26 @@ def test_before_training_signals_are_exceptions():
     for number in TERMINATING:
         with pytest.raises(Terminated):
             send(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *TERMINATING])
+def test_no_signal_takes_the_place_of_an_error(number: int):
+    """Who has launched the processes of a run tells all to end when one has failed."""
+    def fail(error: BaseException) -> None:
+        try:
+            with StopRequest():
+                raise error
+        finally:
+            send(number)
+
+    raise_when_asked()
+    with pytest.raises(RuntimeError):
+        fail(RuntimeError())
+    send(number)
+    raise_when_asked()
+    keep_reason(Terminated())
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated):
+        fail(Terminated())
 
 
 @pytest.mark.parametrize("number", TERMINATING)

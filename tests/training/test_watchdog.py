@@ -10,6 +10,7 @@ import pytest
 from test_progress import Clock, record
 
 from optimus_jax.config import FaultConfig
+from optimus_jax.config.running import LEAST_SILENCE_S
 from optimus_jax.errors import ConfigError, FaultError
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.signs_of_life import Peer, SignsOfLife
@@ -46,6 +47,12 @@ def steps(progress, clock, times_s):
         progress.enter(step)
         clock.now += step_time_s
         progress.step(record(step, step_time_s))
+
+
+def test_busy_hosts_are_not_taken_for_lost_ones():
+    FaultConfig(silence_s=LEAST_SILENCE_S)
+    with pytest.raises(ConfigError, match=r"faults\.silence_s=1\n.*choose 5 or more"):
+        FaultConfig(silence_s=1.0)
 
 
 def test_limits_are_made_from_what_was_usual():
@@ -142,6 +149,18 @@ def test_others_hear_how_a_process_ends(clock, tmp_path, failure, exit_code):
     dog.close(failure)
     said = json.loads((tmp_path / "progress" / "1.json").read_text())
     assert (said["state"], said["exit_code"]) == ("failed", exit_code)
+
+
+def test_who_has_an_error_of_its_own_is_not_ended_for_another_s(tmp_path, monkeypatch):
+    """Process 0 stays for the others, and one that has failed too would be a reason to end it before it has said anything."""
+    now, codes, watching = Clock(), [], []
+    failed = Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")
+    signs = SimpleNamespace(peers=[failed], process=0, start=lambda: None, close=lambda: None, end=lambda *_: None)
+    dog = Watchdog(tmp_path, Progress(now), SETTINGS, signs=signs, clock=now, exit=codes.append)
+    monkeypatch.setattr(dog, "_linger", lambda _: watching.append(dog._thread.is_alive()))
+    dog.start()
+    dog.close(ConfigError("a typo"))
+    assert (watching, codes) == ([False], [])
 
 
 def test_a_process_that_was_stopped_finds_out(clock, tmp_path):
