@@ -110,12 +110,13 @@ def main() -> int:
         if is_one_of_several() and not error.is_everyones:
             return end_now(f"error: {told(error)}", EXIT_MISTAKE)
         print(f"error: {told(error)}", file=sys.stderr)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an orderly end may wait for a slow disk
+        end_in_order()
         return EXIT_MISTAKE
     except FaultError as error:
         return end_now(f"fault: {told(error)}", EXIT_RESTART)
     except Exception as error:
         if not is_one_of_several():
+            end_in_order()
             raise
         return end_now("".join(traceback.format_exception(error)), EXIT_BROKEN)
     except StoppedAtOnce:
@@ -139,6 +140,11 @@ def is_one_of_several() -> bool:
 def told(error: Exception) -> str:
     """With what was noted about it on its way."""
     return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def end_in_order() -> None:
+    """Python's own end may wait for saves under way: from now on Ctrl-C ends it, as it ends any program."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_now(text: str, code: int) -> NoReturn:
