@@ -10,6 +10,7 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 
 from optimus_jax.training.patient_stream import patient
 from optimus_jax.training.stopping import (
+    EXIT_BROKEN,
     EXIT_INTERRUPT,
     EXIT_MISTAKE,
     EXIT_RESTART,
@@ -125,10 +126,6 @@ def main() -> int:
         return end_now(NOT_BEGUN, EXIT_INTERRUPT)
     except Terminated:
         return end_now(NOT_BEGUN, EXIT_RESTART)
-
-
-EXIT_BROKEN = 1
-"""Exit code of Python for an error that nobody has foreseen."""
 
 
 def is_one_of_several() -> bool:

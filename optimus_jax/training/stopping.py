@@ -29,6 +29,8 @@ EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a run that was stopped and is worth starting again with --resume."""
 EXIT_MISTAKE = 2
 """Exit code of a program that was asked for what cannot be: starting it again would only repeat that."""
+EXIT_BROKEN = 1
+"""Exit code that Python gives a program with an error which nobody has foreseen."""
 EXIT_INTERRUPT = 130
 """Exit code of a program that Ctrl-C has ended at once, as a shell has it (128 + SIGINT)."""
 NOT_BEGUN = "stopped before training had begun"
