@@ -21,7 +21,15 @@ from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_the
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.cpu import leave_compilation_cache, use_cpu_devices
-from optimus_jax.mesh.distributed import check_alike, connect, is_writer, named, of_first_process, together
+from optimus_jax.mesh.distributed import (
+    check_alike,
+    connect,
+    has_lost_another,
+    is_writer,
+    named,
+    of_first_process,
+    together,
+)
 from optimus_jax.mesh.engines import Launch, find_launch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
@@ -154,8 +162,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
                          history=run.metrics(), run_dir=run.path)
     except BaseException as error:
         keep_reason(error)
-        # What several processes do together fails in one of them when another or the network has failed.
-        is_fault = not launch.is_alone and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+        is_fault = not launch.is_alone and has_lost_another(error)
         fault = FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}") if is_fault else None
         if watchdog is not None:  # first, for others hear of it by way of the run directory
             if fault is not None:

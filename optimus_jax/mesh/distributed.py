@@ -140,6 +140,18 @@ _WELL, _MISTAKE, _FAULT = range(3)
 """How it went in a process: nothing, an OptimusError, any other."""
 
 
+def has_lost_another(error: BaseException) -> bool:
+    """Whether an error is what a process of several has when another or the network has failed in what they do together; Orbax reports it as an error of its own."""
+    if isinstance(error, OptimusError):
+        return False
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(at):
+            return True
+        at = at.__cause__
+    return False
+
+
 def of_first_process(text: str) -> str:
     """What the first process has; every process has to call it."""
     if jax.process_count() == 1:

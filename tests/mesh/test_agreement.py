@@ -8,7 +8,7 @@ import pytest
 
 from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError
 from optimus_jax.mesh import distributed
-from optimus_jax.mesh.distributed import check_alike, together
+from optimus_jax.mesh.distributed import check_alike, has_lost_another, together
 
 
 def test_processes_that_differ_are_told_in_what(monkeypatch):
@@ -53,3 +53,16 @@ def test_an_error_of_one_process_is_one_of_all(monkeypatch, here, there, raised,
     assert getattr(caught, "is_everyones", None) == is_everyones
     if here is None and there is not None:
         assert "given: process 1 of 2" in str(caught)
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(("error", "expected"), [
+    (jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), True), (caused(TimeoutError("barrier"), jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")), True),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False), (TimeoutError("a file server"), False),
+    (caused(DataError("no file"), jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")), False)])
+def test_what_the_loss_of_another_process_looks_like(error, expected):
+    assert has_lost_another(error) is expected
