@@ -37,6 +37,18 @@ def test_each_case_is_measured_once_for_each_commit(tmp_path):
     assert [each["commit"] for each in measured("--commit", "two")[1]] == ["one", "two"]
 
 
+def test_pytorch_trains_models_of_the_same_sizes(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    ended = subprocess.run([sys.executable, FOLDER / "run.py", "--smoke", "--only", "eager", "--out", tmp_path / "rows.jsonl"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["name"], row["weights"]) for row in rows] == [("gpt2-nano 4 x 128", "f32"), ("llama-nano 4 x 128, all in bf16", "bf16")]
+    for row in rows:
+        assert "failed" not in row, row
+        assert row["loss"] < row["first_loss"]
+
+
 @pytest.mark.parametrize(("first", "last"), [(math.nan, math.nan), (5.5, math.nan), (0.0, -1.0), (9.0, 5.5), (5.5, 5.5)])
 def test_steps_that_do_not_train_are_a_failure(first, last, scripts):
     from cases import check_losses

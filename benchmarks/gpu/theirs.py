@@ -1,7 +1,7 @@
 """One case under PyTorch: python theirs.py CASE, which prints a line of JSON. Started by run.py.
 
-transformers' GPT-2 or Llama of the same sizes, float32 weights under bf16 autocast, SDPA, fused AdamW, gradients clipped as ours are: what
-somebody would write who wants it fast and plain. Two things they would have to know are done for them: SDPA is told that attention is causal and given no
+transformers' GPT-2 or Llama of the same sizes, float32 weights under bf16 autocast (or weights, gradients and moments all in bf16, where a case says so), SDPA, fused AdamW,
+gradients clipped as ours are: what somebody would write who wants it fast and plain. Two things they would have to know are done for them: SDPA is told that attention is causal and given no
 mask (under torch.compile transformers 5 makes one of [batch, 1, length, length], which flash attention cannot take), and the vocabulary is a multiple of 128, as ours is.
 """
 
@@ -51,6 +51,7 @@ def train(case: Case) -> dict:
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if case.weights == "bf16" else torch.float32)
     with torch.device(device):
         model = model_of(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
