@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import jax
+import jaxlib.version
 from jax.sharding import Mesh
 
 from optimus_jax.mesh.accelerators import accelerator_of_kind
@@ -32,6 +34,8 @@ class CompilerOption:
     """What it is for, in a few words."""
     source: str
     """Who found that it helps: a link, or a page of docs/."""
+    other_name: str = ""
+    """What other versions of XLA call it."""
 
     @property
     def text(self) -> str:
@@ -50,8 +54,11 @@ ON_CPU = (
 HIDING = CompilerOption(
     name="xla_gpu_enable_latency_hiding_scheduler", value=True, source=_NVIDIA,
     why="collectives between devices, and copies from and to the host, run beside compute")
+_RENAMED = jaxlib.version.__version_info__ >= (0, 11, 1)
+"""Whether XLA is of after https://github.com/openxla/xla/pull/45836: either name is an error to the other side."""
+_GATHERING = (("xla_gpu_enable_pipelined_all_gather", True), ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"))
 GATHERING_AHEAD = CompilerOption(
-    name="xla_gpu_enable_pipelined_all_gather", value=True, source=_NVIDIA,
+    name=_GATHERING[_RENAMED][0], value=_GATHERING[_RENAMED][1], other_name=_GATHERING[not _RENAMED][0], source=_NVIDIA,
     why="a layer's weights are gathered over fsdp while the layer before is computed")
 ON_BLACKWELL = CompilerOption(
     name="xla_gpu_enable_command_buffer", value="FUSION,CUSTOM_CALL", source=_NVIDIA,
@@ -61,37 +68,55 @@ XLA_COUNTS_ON = 0.8
 """Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and computes things again until the rest holds what is alive."""
 FRAGMENTED = 0.02
 """Of what JAX may use, lost between arrays."""
+_COARSE_BYTES = 2**28
 
 
-def memory_limit(device_kind: str, state_bytes: int) -> CompilerOption | None:
-    """What makes XLA count on all the memory that there is beside a state of so many bytes on each device; None: it is not known how much there is."""
-    accelerator = accelerator_of_kind(device_kind)
-    if accelerator is None or accelerator.memory_bytes is None:
+def usable_bytes(mesh: Mesh) -> int | None:
+    """What JAX may use of a GPU of the mesh that is here; None: none of them is, or it does not say."""
+    here = set(jax.local_devices())
+    stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
+    return (stats or {}).get("bytes_limit")
+
+
+def memory_limit(device_kind: str, state_bytes: int, usable_bytes: float | None = None) -> CompilerOption | None:
+    """What makes XLA count on all the memory that there is beside a state of so many bytes on each device; None: it is not known how much there is.
+
+    XLA takes its share of what the driver has, up to 7% more than the data sheet. Of a GPU that is here, `usable_bytes` tells of it, coarsely, so that
+    processes whose cards differ by a page compile alike. Of one that is not, the compiler is told the data sheet's.
+    """
+    share, accelerator = gpu_memory_share(), accelerator_of_kind(device_kind)
+    if usable_bytes:
+        usable_bytes -= usable_bytes % _COARSE_BYTES
+        card_bytes = (usable_bytes + _COARSE_BYTES) / share
+    elif accelerator and accelerator.memory_bytes:
+        card_bytes, usable_bytes = accelerator.memory_bytes, share * accelerator.memory_bytes
+    else:
         return None
-    counted_on, there = (share * accelerator.memory_bytes - state_bytes for share in (XLA_COUNTS_ON, (1 - FRAGMENTED) * gpu_memory_share()))
+    counted_on, there = XLA_COUNTS_ON * card_bytes - state_bytes, (1 - FRAGMENTED) * usable_bytes - state_bytes
     if min(counted_on, there) <= 0:
         return None
     return CompilerOption(
-        name="xla_gpu_memory_limit_slop_factor", value=str(math.floor(100 * there / counted_on)), source="docs/gpus.md",
+        name="xla_gpu_memory_limit_slop_factor", value=str(math.floor(100 * there / counted_on)), source="https://github.com/openxla/xla/pull/20494",
         why=f"XLA counts on {XLA_COUNTS_ON:.0%} of a GPU, and computes again what does not fit there; in percent of what that leaves beside the state, this is what there is")
 
 
-def options_for(platform: str, device_kind: str, plan: Plan | None = None, state_bytes: int | None = None) -> tuple[CompilerOption, ...]:
+def options_for(platform: str, device_kind: str, plan: Plan | None = None, state_bytes: int | None = None, usable_bytes: int | None = None) -> tuple[CompilerOption, ...]:
     """The options that a plan's programs are compiled with, or those that belong to no plan; but for what XLA_FLAGS names.
 
     Args:
       state_bytes: that stay on each device from step to step; None: not known.
+      usable_bytes: of a device, by JAX; None: it is not here.
     """
     said = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    return tuple(option for option in _wanted(platform, device_kind, plan, state_bytes) if option.name not in said)
+    return tuple(option for option in _wanted(platform, device_kind, plan, state_bytes, usable_bytes) if said.isdisjoint((option.name, option.other_name)))
 
 
-def _wanted(platform: str, device_kind: str, plan: Plan | None, state_bytes: int | None) -> Iterator[CompilerOption]:
+def _wanted(platform: str, device_kind: str, plan: Plan | None, state_bytes: int | None, usable_bytes: int | None) -> Iterator[CompilerOption]:
     if platform == "cpu":
         yield from ON_CPU
     if platform not in GPU or plan is None:
         return
-    if state_bytes is not None and (limit := memory_limit(device_kind, state_bytes)) is not None:
+    if state_bytes is not None and (limit := memory_limit(device_kind, state_bytes, usable_bytes)) is not None:
         yield limit
     if plan.num_devices > 1 or plan.offload != "none":
         yield HIDING

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimus_jax.config import Config
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given, options_for
+from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given, options_for, usable_bytes
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
 from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -74,8 +74,9 @@ def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -
     shardings = state_shardings(shapes, optimizer, plan, mesh)
     step = _Step(config, shapes, plan, optimizer)
     device = mesh.devices.flat[0]
-    resident = bytes_on_device(abstract_state(shapes, optimizer, config.precision, plan, mesh)) if device.platform in GPU else None
-    options = options_for(device.platform, device.device_kind, plan, resident)
+    on_gpu = device.platform in GPU
+    resident = bytes_on_device(abstract_state(shapes, optimizer, config.precision, plan, mesh)) if on_gpu else None
+    options = options_for(device.platform, device.device_kind, plan, resident, usable_bytes(mesh) if on_gpu else None)
     metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"), scalar)
     return Program(
         config=config, shapes=shapes, plan=plan, mesh=mesh, optimizer=optimizer, options=options,

@@ -1,10 +1,13 @@
 """XLA's options: known to XLA, chosen by device and plan, and never against the user's own."""
 
+from types import SimpleNamespace
+
 import jax
+import numpy as np
 import pytest
 from plans import GPT, build, case
 
-from optimus_jax.mesh.compiler import GATHERING_AHEAD, HIDING, ON_BLACKWELL, ON_CPU, memory_limit, options_for
+from optimus_jax.mesh.compiler import GATHERING_AHEAD, HIDING, ON_BLACKWELL, ON_CPU, memory_limit, options_for, usable_bytes
 
 GPU, B200 = ("gpu", "NVIDIA H200"), ("gpu", "NVIDIA B200")
 
@@ -45,6 +48,19 @@ def test_what_the_user_says_is_left_to_the_user(monkeypatch):
     assert list(options_for(*GPU, fsdp)) == [GATHERING_AHEAD]
 
 
+@pytest.mark.parametrize("name", ["xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather"])
+def test_gathering_ahead_is_left_to_the_user_under_either_name(name, monkeypatch):
+    assert name in (GATHERING_AHEAD.name, GATHERING_AHEAD.other_name)
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=anything")
+    assert list(options_for(*GPU, plan("fsdp=8", zero=3))) == [HIDING]
+
+
+def test_xla_refuses_the_other_name_of_gathering_ahead():
+    """Both are needed as long as both versions of JAX are."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={GATHERING_AHEAD.other_name: GATHERING_AHEAD.value})(1.0)
+
+
 def test_programs_are_compiled_with_them():
     program = build(GPT, case("fsdp=8")).program
     assert program.options == ON_CPU
@@ -68,3 +84,34 @@ def test_xla_is_told_of_the_memory_that_there_is(monkeypatch):
     assert jax.jit(lambda x: x + 1, compiler_options={limit.name: limit.value})(1.0) == 2.0
     monkeypatch.setenv("XLA_FLAGS", f"--{limit.name}=95")
     assert not options_for(*GPU, plan("data=1"), 64 * 10**9)
+
+
+def test_a_gpu_that_is_here_tells_how_much_it_has(monkeypatch):
+    """XLA's 80% are of the driver's bytes: with a factor from the data sheet's it would count on more than JAX's pool."""
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    driver, state = 150_754_820_096, 100 * 10**9
+    pool = int(0.92 * driver)
+
+    def promised(limit):
+        return state + int(limit.value) / 100 * (0.8 * driver - state)
+
+    limit = memory_limit("NVIDIA H200", state, pool)
+    assert limit is not None
+    assert 0.97 * pool < promised(limit) <= 0.98 * pool
+    assert promised(memory_limit("NVIDIA H200", state)) > pool
+    assert memory_limit("a card of the future", state, pool) == limit
+    assert memory_limit("NVIDIA H200", state, pool - 2**20) == limit, "of two processes"
+    assert memory_limit("NVIDIA H200", 140 * 10**9, pool) is None
+    assert options_for(*GPU, plan("data=1"), state, pool) == (limit,)
+
+
+def test_what_jax_may_use_is_asked_of_a_device_that_is_here(monkeypatch):
+    class Device:
+        def __init__(self, stats=None):
+            self.memory_stats = lambda: stats
+
+    elsewhere, silent, here = Device(), Device(), Device({"bytes_limit": 123})
+    for local, devices, found in (([here], [elsewhere, here], 123), ([silent], [silent], None), ([here], [elsewhere], None)):
+        monkeypatch.setattr("jax.local_devices", lambda local=local: local)
+        assert usable_bytes(SimpleNamespace(devices=np.array(devices, object))) == found
