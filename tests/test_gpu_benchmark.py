@@ -1,11 +1,14 @@
 """benchmarks/gpu without a GPU: its rows, what it does not believe, and what it feeds the kernels."""
 
+import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,8 +36,192 @@ def test_each_case_is_measured_once_for_each_commit(tmp_path):
     assert "gpt2-nano 4 x 128 | optimus_jax |" in shown
     assert f"{row['date']}, commit one, " in shown
     assert f"optimus_jax: {row['version']}" in shown
-    assert len(measured("--commit", "one")[1]) == 1
-    assert [each["commit"] for each in measured("--commit", "two")[1]] == ["one", "two"]
+    assert row["options"][0][0] == "xla_cpu_enable_concurrency_optimized_scheduler=false"
+    assert shown.count("xla_cpu_enable_concurrency_optimized_scheduler=false`: virtual devices") == 1
+    again, rows = measured("--commit", "one")
+    assert "already there: optimus_jax: gpt2-nano 4 x 128\n" in again
+    assert len(rows) == 1
+    shown, rows = measured("--commit", "two")
+    assert [each["commit"] for each in rows] == ["one", "two"]
+    assert shown[shown.index("## "):].count("| gpt2-nano 4 x 128 |") == 1, "the table has the newest"
+
+
+def test_there_is_nothing_to_begin(tmp_path):
+    def said(*more):
+        ended = subprocess.run([sys.executable, FOLDER / "run.py", "--out", tmp_path / "rows.jsonl", *more], capture_output=True, text=True, check=False, env={"PATH": "", "PYTHONPATH": str(FOLDER.parents[1])})
+        return ended.returncode, ended.stderr
+
+    assert (code_and_text := said("--smoke", "--only", "no such case"))[0] == 2
+    assert "no case contains what --only says\n  given: no such case" in code_and_text[1]
+    assert (code_and_text := said())[0] == 2
+    assert "nvidia-smi shows no GPU" in code_and_text[1]
+
+
+H200, H100 = "NVIDIA H200, 570.1, 1980 MHz, 700 W", "NVIDIA H100 80GB HBM3, 570.1, 1980 MHz, 700 W"
+
+
+def row(**more) -> dict:
+    """Of a step of half a second with half of the data sheet's FLOPs."""
+    return {"who": "ours", "name": "gpt2-xl 16 x 1024", "machine": H200, "device": "NVIDIA H200", "commit": "abc", "flags": "", "date": "2026-11-24", "command": "run.py", "step_s": 0.5,
+            "spread_s": [0.4, 0.6], "tokens_per_s": 32768.0, "tflops": 494.5, "compile_s": 40.2, "peak_bytes": 50 * 2**30, "peak_before_steps_bytes": 20 * 2**30, "predicted_bytes": 48 * 2**30,
+            "attention": "cudnn", "custom_calls": {"cudnn": 96, "cublas": 300, "triton": 0}, **more}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_has_the_right_units(scripts):
+    from rows import table
+
+    titles, _, *lines = table([
+        row(), row(who="eager", compile_s=None, peak_before_steps_bytes=None, predicted_bytes=None, custom_calls={}, attention="flash"), row(peak_before_steps_bytes=50 * 2**30),
+        {key: value for key, value in row(who="matmul", device="a card of the future").items() if key in ("who", "name", "device", "commit", "flags", "step_s", "spread_s", "tflops")},
+        {"who": "compile", "name": "gpt2 32 x 1024", "commit": "abc", "flags": "", "failed": "not done after 330 s: it said nothing"}]).splitlines()
+    assert cells(titles) == ["case", "by", "step: median (least, most)", "tokens/s", "TFLOP/s", "MFU", "peak memory (predicted)", "compile", "attention"]
+    ours, eager, before, product, failed = map(cells, lines)
+    assert ours == ["gpt2-xl 16 x 1024", "optimus_jax", "500.0 ms (400.0, 600.0)", "32,768", "494", "50.0%", "50.0 GiB (48.0)", "40 s", "cudnn: 96 cudnn, 300 cublas"]
+    assert eager[6:] == ["50.0 GiB", "-", "flash"]
+    assert before[6] == "at most 50.0 GiB, reached before the steps (48.0)"
+    assert product[3:] == ["-", "494", "-", "-", "-", "-"]
+    assert failed == ["gpt2 32 x 1024", "PyTorch, torch.compile", "failed: not done after 330 s: it said nothing", *[""] * 6]
+
+
+def test_rows_of_two_cards_are_two_tables_and_a_failure_that_was_mended_is_gone(scripts):
+    from rows import report
+
+    failed = {key: row()[key] for key in ("who", "name", "machine", "commit", "flags", "date", "command")} | {"failed": "exit code 1"}
+    text = report([failed, row(machine=H100, device="NVIDIA H100 80GB HBM3"), row(), row(who="eager", commit="abd"), row(flags="--xla_gpu_autotune_level=0", options=[("a=1", "it helps", "a link")])])
+    first, second = (part for part in re.split("^## ", text, flags=re.MULTILINE) if part)
+    assert first.startswith(H100)
+    assert second.startswith(H200)
+    assert "failed" not in text
+    assert (first.count("gpt2-xl 16 x 1024"), second.count("gpt2-xl 16 x 1024")) == (1, 3)
+    assert cells(first.splitlines()[2])[-1] == "attention"
+    assert cells(second.splitlines()[2])[-2:] == ["commit", "XLA_FLAGS"]
+    assert [cells(line)[-2:] for line in second.splitlines()[4:7]] == [["abc", "-"], ["abd", "-"], ["abc", "--xla_gpu_autotune_level=0"]]
+    assert "MFU: of 989 TFLOP/s, dense bf16" in first
+    assert "`a=1`: it helps (a link)" in second
+    assert "Model FLOPs" in first
+
+
+@pytest.mark.parametrize(("there", "asked", "done"), [
+    ({}, {}, True),
+    ({"failed": "exit code 1"}, {}, False),
+    ({}, {"commit": "abd"}, False),
+    ({"commit": ""}, {"commit": ""}, False),
+    ({"commit": "abc+"}, {"commit": "abc+"}, False),
+    ({}, {"machine": H100}, False),
+    ({}, {"flags": "--xla_gpu_autotune_level=0"}, False),
+    ({}, {"who": "eager"}, False),
+])
+def test_a_case_is_done_with_figures_of_the_same_code_card_and_flags(there, asked, done, scripts):
+    from rows import is_done
+
+    assert is_done([row(**there)], row(**asked)) is done
+
+
+def card(gib: int, name: str = "NVIDIA H100 80GB HBM3"):
+    from card import Card
+
+    return Card(device_kind=name, text=name, memory_bytes=gib * 2**30, capability=(9, 0))
+
+
+def test_what_a_card_has_no_room_for_is_left_out_and_said(scripts, tmp_path, monkeypatch, capsys):
+    import run
+    from cases import CASES
+
+    monkeypatch.delenv("XLA_FLAGS")
+    begun = []
+    monkeypatch.setattr(run, "measured", lambda case, *_, **__: begun.append(case) or {"failed": "never"})
+    assert len(run.fill(tmp_path / "80.jsonl", CASES, 1e4, card(80), {"machine": "80", "command": "", "commit": "abc"})) == len(begun)
+    left_out = {line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")}
+    assert {case for case in CASES if case.model == "llama3-8b"} == set(CASES) - set(begun)
+    assert len(left_out) == len(CASES) - len(begun)
+    assert any(re.fullmatch(r"left out, planned to take 113\.\d of 73\.6 GiB: optimus_jax: llama3-8b 2 x 4096, precision\.moments=bf16", line) for line in left_out), left_out
+    assert len(run.fill(tmp_path / "141.jsonl", CASES, 1e4, card(140, "NVIDIA H200"), {"machine": "141", "command": "", "commit": "abc"})) == len(CASES)
+    capsys.readouterr()
+    assert not run.fill(tmp_path / "late.jsonl", CASES, 10.0, card(140), {"machine": "141", "command": "", "commit": "abc"})
+    assert capsys.readouterr().out.count("left out, no time: ") == len(CASES)
+
+
+def test_one_call_comes_to_every_model_of_ours_and_of_the_others_first(scripts):
+    """By the script's own guesses, and they are no more."""
+    from cases import CASES
+    from run import LIKELY_OTHER_S, LIKELY_S
+
+    left_s, reached = 460.0, set()
+    for case in CASES:
+        likely_s = LIKELY_S.get((case.who, case.model), LIKELY_OTHER_S)
+        if left_s < likely_s:
+            break
+        left_s -= likely_s
+        reached.add((case.who == "ours", case.model))
+    models = ("gpt2", "gpt2-xl", "llama3.2-1b", "llama3-8b")
+    assert {(ours, model) for ours in (True, False) for model in models} <= reached
+
+
+def test_the_exit_code_is_1_if_all_that_was_begun_failed(scripts, tmp_path, monkeypatch):
+    import run
+    from card import Card
+
+    monkeypatch.setattr(Card, "here", lambda: card(80))
+    answers = iter([{"failed": "a"}, {"failed": "b"}, row(), {"failed": "c"}])
+    monkeypatch.setattr(run, "measured", lambda *_, **__: next(answers))
+    monkeypatch.setattr("sys.argv", ["run.py", "--out", str(tmp_path / "rows.jsonl"), "--only", "eager gpt2", "--commit", "abc"])
+    assert [run.main(), run.main()] == [1, 0]
+
+
+def test_a_case_that_is_late_is_ended_with_what_it_started(scripts):
+    import run
+
+    command = [sys.executable, "-c", "import subprocess; print('said', flush=True); subprocess.run(['sleep', '60'])"]
+    assert run._run(command, {}, 1.0) == ("said\n", "", "not done after 1 s")
+
+
+def test_nvidia_smi_is_read(scripts, tmp_path, monkeypatch):
+    from card import Card
+
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.86.15, 1980, 700.00, 143771, 9.0'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert Card.here() == Card(device_kind="NVIDIA H200", text="NVIDIA H200, 570.86.15, 1980 MHz, 700.00 W", memory_bytes=143771 * 2**20, capability=(9, 0))
+    monkeypatch.setenv("PATH", "")
+    assert Card.here() is None
+
+
+def test_a_kernel_of_cudnns_is_found_in_a_compiled_step(scripts):
+    from ours import KERNELS
+
+    text = """%a = (bf16[8]) custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax"
+%b = (bf16[8]) custom-call(%q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+%c = bf16[8] custom-call(%q), custom_call_target="__cublas$lt$matmul"
+%d = bf16[8] custom-call(%q), custom_call_target="__cudnn$convForward\""""
+    assert {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()} == {"cudnn": 2, "triton": 0, "cublas": 1}
+
+
+@pytest.mark.parametrize(("kernels", "kind"), [
+    (["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64", "ampere_bf16_s16816gemm"], "cudnn"),
+    (["void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>", "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"], "flash"),
+    (["fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)"], "efficient"),
+    (["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "flash_fwd_kernel"], "cudnn, flash"),
+    (["softmax_warp_forward"], "math"),
+])
+def test_whose_attention_pytorch_ran(kernels, kind, scripts):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    assert importlib.import_module("theirs").whose(kernels) == kind
+
+
+def test_pytorch_without_a_gpu_is_no_measurement(scripts, monkeypatch):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    from cases import SMOKE
+
+    with pytest.raises(SystemExit, match="PyTorch sees no GPU"):
+        importlib.import_module("theirs").train(SMOKE[2], smoke=False)
 
 
 def test_pytorch_trains_models_of_the_same_sizes(tmp_path):

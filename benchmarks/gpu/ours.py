@@ -64,7 +64,8 @@ def train(case: Case) -> dict:
         "tflops": step_flops(model, num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": executable.compile_s,
         "peak_bytes": peak_bytes(), "peak_before_steps_bytes": before_bytes,
         "predicted_bytes": estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total, "compiled_bytes": executable.step_bytes,
-        "attention": "cudnn" if calls["cudnn"] else "xla", "planned_attention": plan.attention, "custom_calls": calls, "layout": plan.describe(), **where()}
+        "attention": "cudnn" if calls["cudnn"] else "xla", "planned_attention": plan.attention, "custom_calls": calls, "layout": plan.describe(),
+        "options": [(option.text, option.why, option.source) for option in program.options], **where()}
 
 
 def peak_bytes() -> int | None:
@@ -112,5 +113,5 @@ def timed(step: Callable[[], jax.Array], steps: int = STEPS) -> tuple[list[float
 
 
 if __name__ == "__main__":
-    case = read_case()
+    case, _ = read_case()
     print(json.dumps(matmul(case.batch) if case.who == "matmul" else train(case)))

@@ -1,55 +1,73 @@
 """Training steps on one GPU, ours beside what a user would run instead, in the same minutes on the same card.
 
+    pip install 'optimus-jax[cuda12,huggingface]'                    torch and transformers are for the others
     python benchmarks/gpu/run.py --out gpu.jsonl                     every case that the time suffices for (8 minutes), and the table; called again, the cases that are left
     python benchmarks/gpu/run.py --out gpu.jsonl --table             of what is in the file
     python benchmarks/gpu/run.py --out options.jsonl --experiments   options of XLA's instead
     python benchmarks/gpu/run.py --out smoke.jsonl --smoke           small ones on a CPU: that the script works
 
-Each case is a process of its own, so that it has the card's memory to itself and no other's failure; what a failed one said lies beside the file. A case is a plan of one device with random tokens; model FLOPs
-are 6 per parameter and token and the causal half of attention, for all alike (optimus_jax/models/flops.py); MFU is their share of the data sheet's dense bf16.
-Needs torch and transformers beside ours, for the others.
+Each case is a process of its own, so that it has the card's memory to itself and no other's failure; what a failed one said lies beside the file. A case is a plan of one device with random tokens, and
+runs as a user's would: with the share of memory that the project gives JAX, and XLA_FLAGS as they are. Model FLOPs are those of optimus_jax/models/flops.py: 6 for each token and element of a matrix that
+it is multiplied by (not the embedding's rows), and the causal half of attention, for all alike; MFU is their share of the data sheet's dense bf16.
+
+Figures of the same commit, card and XLA_FLAGS are not measured again, unless the commit is unknown or something was changed since. Exit code 1: no case that was begun has figures; 2: there was nothing to begin.
 """
 
 import argparse
 import json
 import os
-import platform
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from cases import CASES, EXPERIMENTS, SMOKE, Case, Who, as_argument
-
-from optimus_jax.mesh.accelerators import accelerator_of_kind
+from card import NO_CARD, Card, flags_of, has_no_room
+from cases import CASES, EXPERIMENTS, SMOKE, Case, as_argument
+from rows import NAMES, is_done, report, rows_of, table
 
 HERE = Path(__file__).resolve().parent
-NAMES = {"ours": "optimus_jax", "eager": "PyTorch, eager", "compile": "PyTorch, torch.compile", "matmul": "matrix product alone"}
-LONGEST_S = 240.0
-"""Of a case."""
-LIKELY_S: dict[Who, float] = {"matmul": 20, "ours": 60, "eager": 60, "compile": 120}
-"""With less time left a case is not begun."""
+LONGEST_S = {"compile": 330.0}
+"""Of a case; torch.compile takes gpt2-xl's 48 layers one by one."""
+LONGEST_OTHER_S = 240.0
+LIKELY_S = {("matmul", ""): 15, ("compile", "gpt2-xl"): 170, ("compile", "llama3-8b"): 90, ("compile", "llama3.2-1b"): 60, ("compile", "gpt2"): 50,
+            ("ours", "gpt2-xl"): 45, ("ours", "llama3-8b"): 45}
+"""With less time left a case is not begun. Guesses: nobody has timed them."""
+LIKELY_OTHER_S = 35
 
 
-def measured(case: Case, limit_s: float, complaints: Path) -> dict:
+def measured(case: Case, limit_s: float, complaints: Path, *, smoke: bool) -> dict:
     """A row: figures, or why there are none; the whole of what a failed case said is added to `complaints`."""
     program = HERE / ("ours.py" if case.who in ("ours", "matmul") else "theirs.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]),
-                   "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {case.xla_flags}".strip()}
     started = time.perf_counter()
-    try:
-        done = subprocess.run([sys.executable, str(program), as_argument(case)], capture_output=True, text=True, timeout=limit_s, env=environment)
-        said, errors, why = done.stdout, done.stderr, f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired as late:
-        said, errors, why = _text(late.stdout), _text(late.stderr), f"not done after {limit_s:.0f} s"
+    with tempfile.TemporaryDirectory(prefix="torchinductor-") as cache:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]),
+                       "XLA_FLAGS": flags_of(case), "TORCHINDUCTOR_CACHE_DIR": cache, **({} if smoke else {"JAX_PLATFORMS": "cuda"})}
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # what compiling takes is measured, of both from nothing
+        said, errors, why = _run([sys.executable, str(program), as_argument(case), *["--smoke"] * smoke], environment, limit_s)
     figures = _figures(said)
     if not figures:
         with complaints.open("a") as file:
             file.write(f"{NAMES[case.who]}: {case}: {why}\n{errors}\n")
         figures = {"failed": f"{why}: {_reason(errors)}"}
-    return {**asdict(case), "name": str(case), "date": time.strftime("%Y-%m-%d"), "took_s": round(time.perf_counter() - started, 1), **figures}
+    return {"took_s": round(time.perf_counter() - started, 1), **figures}
+
+
+def _run(command: Sequence[str], environment: dict[str, str], limit_s: float) -> tuple[str, str, str]:
+    """Both outputs, and how it ended. A process that is late is ended with those that it started, which would hold the card and the pipes."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    try:
+        said, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return *process.communicate(), f"not done after {limit_s:.0f} s"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return said, errors, f"exit code {process.returncode}"
 
 
 def _figures(said: str) -> dict:
@@ -61,48 +79,10 @@ def _figures(said: str) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _text(said: str | bytes | None) -> str:
-    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
-
-
 def _reason(errors: str) -> str:
     lines = [line for line in errors.strip().splitlines() if line.strip()] or ["it said nothing"]
     told = [line for line in lines if any(sign in line for sign in ("RESOURCE_EXHAUSTED", "Check failed", "Unknown flag", "Error"))]
     return (told or lines)[-1][:300]
-
-
-def table(rows: list[dict]) -> str:
-    """Markdown."""
-    lines = ["| case | by | step: median (least, most) | tokens/s | TFLOP/s | MFU | peak memory (predicted) | compile | attention |", "|---|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        head = f"| {row['name']} | {NAMES[row['who']]} |"
-        if "failed" in row:
-            lines.append(f"{head} failed: {row['failed']} | | | | | | |")
-            continue
-        accelerator = accelerator_of_kind(row["device"])
-        mfu = f"{row['tflops'] * 1e12 / accelerator.dense_peak_flops:.1%}" if accelerator and accelerator.dense_peak_flops else "-"
-        least, most = row["spread_s"]
-        memory = f"{row['peak_bytes'] / 2**30:.1f} GiB" if row.get("peak_bytes") else "-"
-        memory += f" ({row['predicted_bytes'] / 2**30:.1f})" if row.get("predicted_bytes") else ""
-        calls = ", ".join(f"{count} {name}" for name, count in row.get("custom_calls", {}).items() if count)
-        lines.append(f"{head} {1e3 * row['step_s']:.1f} ms ({1e3 * least:.1f}, {1e3 * most:.1f}) | {row.get('tokens_per_s', 0):,.0f} | {row['tflops']:.0f} | {mfu} | {memory} "
-                     f"| {row.get('compile_s', 0):.0f} s | {row.get('attention', '-')}{calls and f': {calls}'} |")
-    return "\n".join(lines)
-
-
-def provenance(rows: list[dict]) -> str:
-    """On what, when, of which commits and versions, with which commands the rows were measured."""
-    lines = ["", *dict.fromkeys(f"{row['date']}, commit {row['commit'] or 'unknown'}, {row['machine']}: `{row['command']}`" for row in rows)]
-    return "\n".join([*lines, *dict.fromkeys(f"{NAMES[row['who']]}: {row['version']}" for row in rows if "version" in row)])
-
-
-def machine() -> str:
-    """The card, its driver and clocks, as nvidia-smi has them."""
-    try:
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return f"no NVIDIA GPU, {platform.machine()}"
 
 
 def commit() -> str:
@@ -114,26 +94,27 @@ def commit() -> str:
         return ""
 
 
-def rows_of(out: Path) -> list[dict]:
-    """What has been measured so far."""
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-
-
-def fill(out: Path, cases: Sequence[Case], limit_s: float, only: str, about: dict[str, str]) -> None:
-    """Measure the cases that contain `only` and have no figures of this commit in `out` yet, while there is time; each row tells `about` it."""
+def fill(out: Path, cases: Sequence[Case], limit_s: float, card: Card | None, about: dict[str, str]) -> list[dict]:
+    """Measure the cases that fit and have no figures in `out` yet, while there is time, and add them to it; each row tells `about` it. What was begun."""
     print(about["machine"], flush=True)
-    done, until = {(row["who"], row["name"]) for row in rows_of(out) if "failed" not in row and row["commit"] == about["commit"]}, time.perf_counter() + limit_s
+    done, begun, until = rows_of(out), [], time.perf_counter() + limit_s
     for case in cases:
-        if only not in f"{case.who} {case}" or (case.who, str(case)) in done:
-            continue
+        asked = {**asdict(case), "name": str(case), "flags": flags_of(case), "date": time.strftime("%Y-%m-%d"), **about}
         left_s = until - time.perf_counter()
-        if left_s < LIKELY_S[case.who]:
-            print(f"left out, no time: {NAMES[case.who]}: {case}", flush=True)
+        if is_done(done, asked):
+            why = "already there"
+        elif card is not None and (too_large := has_no_room(case, card)):
+            why = f"left out, {too_large}"
+        elif left_s < LIKELY_S.get((case.who, case.model), LIKELY_OTHER_S):
+            why = "left out, no time"
+        else:
+            begun.append(asked | measured(case, min(LONGEST_S.get(case.who, LONGEST_OTHER_S), left_s), out.with_suffix(".stderr"), smoke=card is None))
+            with out.open("a") as file:
+                file.write(json.dumps(begun[-1]) + "\n")
+            print(table(begun[-1:]).splitlines()[-1], flush=True)
             continue
-        row = measured(case, min(LONGEST_S, left_s), out.with_suffix(".stderr")) | about
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(table([row]).splitlines()[-1], flush=True)
+        print(f"{why}: {NAMES[case.who]}: {case}", flush=True)
+    return begun
 
 
 def main() -> int:
@@ -146,13 +127,20 @@ def main() -> int:
     parser.add_argument("--experiments", action="store_true", help="one case under several of XLA's options")
     parser.add_argument("--smoke", action="store_true", help="small cases for a machine without a GPU")
     args = parser.parse_args()
+    begun = []
     if not args.table:
-        fill(args.out, SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES, args.limit_s, args.only, {
-            "machine": machine(), "command": " ".join(["benchmarks/gpu/run.py", *sys.argv[1:]]), "commit": args.commit})
-    rows = rows_of(args.out)
-    print(table(rows))
-    print(provenance(rows))
-    return 0
+        card = None if args.smoke else Card.here()
+        if card is None and not args.smoke:
+            print("error: nvidia-smi shows no GPU, and on a CPU these cases would take days; --smoke has small ones", file=sys.stderr)
+            return 2
+        cases = [case for case in (SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES) if args.only in f"{case.who} {case}"]
+        if not cases:
+            print(f"error: no case contains what --only says\n  given: {args.only}\n  do:    take a part of a line such as 'ours {CASES[1]}'", file=sys.stderr)
+            return 2
+        begun = fill(args.out, cases, args.limit_s, card, {
+            "machine": card.text if card else NO_CARD, "command": " ".join(["benchmarks/gpu/run.py", *sys.argv[1:]]), "commit": args.commit})
+    print(report(rows_of(args.out)))
+    return int(bool(begun) and all("failed" in row for row in begun))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""Rows of figures: which one counts, and the tables that are made of them."""
+
+import itertools
+import json
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+
+from optimus_jax.mesh.accelerators import accelerator_of_kind
+
+NAMES = {"ours": "optimus_jax", "eager": "PyTorch, eager", "compile": "PyTorch, torch.compile", "matmul": "matrix product alone"}
+CONVENTION = ("Model FLOPs, for all alike (optimus_jax/models/flops.py): 6 for each token and element of a matrix that it is multiplied by (projections, feed-forward and head; not the embedding's rows), "
+              "and attention's causal half; nothing computed twice counts twice.")
+GIB = 2**30
+
+
+def rows_of(out: Path) -> list[dict]:
+    """What has been measured so far."""
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def identity(row: dict) -> Hashable:
+    """What two rows have in common that measure the same thing, whatever the code."""
+    return row["machine"], row["who"], row["name"], row["flags"]
+
+
+def is_done(rows: Iterable[dict], asked: dict) -> bool:
+    """Whether `rows` have figures of what is asked for, and of the same code: of code that nobody can go back to there are none."""
+    commit = asked["commit"]
+    return bool(commit) and not commit.endswith("+") and any(
+        "failed" not in row and row["commit"] == commit and identity(row) == identity(asked) for row in rows)
+
+
+def newest(rows: Iterable[dict]) -> list[dict]:
+    """The last of each that measure the same thing, in the order in which they first came."""
+    return list({identity(row): row for row in rows}.values())
+
+
+def report(rows: Sequence[dict]) -> str:
+    """A table for each card, and what the figures mean and come from."""
+    parts = []
+    for machine, of_card in itertools.groupby(sorted(newest(rows), key=lambda row: row["machine"]), key=lambda row: row["machine"]):
+        here = list(of_card)
+        parts += [f"## {machine}", table(here), "\n".join([*peaks(here), CONVENTION, *options(here)]), provenance(here)]
+    return "\n\n".join(parts)
+
+
+def table(rows: Sequence[dict]) -> str:
+    """Markdown. A column for commits is there if they differ, one for XLA_FLAGS if there are any."""
+    more = {"commit": len({row["commit"] for row in rows}) > 1, "flags": any(row["flags"] for row in rows)}
+    extra = {title: column for title, column in (("commit", "commit"), ("XLA_FLAGS", "flags")) if more[column]}
+    titles = ["case", "by", "step: median (least, most)", "tokens/s", "TFLOP/s", "MFU", "peak memory (predicted)", "compile", "attention", *extra]
+    lines = [_line(titles), "|" + "---|" * len(titles)]
+    return "\n".join([*lines, *(_line([row["name"], NAMES[row["who"]], *_figures(row), *(row[column] or "-" for column in extra.values())]) for row in rows)])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _figures(row: dict) -> list[str]:
+    if "failed" in row:
+        return [f"failed: {row['failed']}", *[""] * 6]
+    accelerator = accelerator_of_kind(row["device"])
+    mfu = f"{row['tflops'] * 1e12 / accelerator.dense_peak_flops:.1%}" if accelerator and accelerator.dense_peak_flops else "-"
+    least, most = row["spread_s"]
+    calls = ", ".join(f"{count} {name}" for name, count in row.get("custom_calls", {}).items() if count)
+    return [f"{1e3 * row['step_s']:.1f} ms ({1e3 * least:.1f}, {1e3 * most:.1f})", f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "-", f"{row['tflops']:.0f}", mfu, _memory(row),
+            f"{row['compile_s']:.0f} s" if row.get("compile_s") is not None else "-", f"{row.get('attention', '-')}{calls and f': {calls}'}"]
+
+
+def _memory(row: dict) -> str:
+    """The device tells the most since the process began: if that was before the steps, they took no more."""
+    peak, before, predicted = (row.get(name) or 0 for name in ("peak_bytes", "peak_before_steps_bytes", "predicted_bytes"))
+    most = "" if not peak else f"{peak / GIB:.1f} GiB" if peak > before else f"at most {peak / GIB:.1f} GiB, reached before the steps"
+    return f"{most or '-'}{f' ({predicted / GIB:.1f})' if predicted else ''}"
+
+
+def peaks(rows: Iterable[dict]) -> list[str]:
+    """What MFU is a share of."""
+    kinds = dict.fromkeys(row["device"] for row in rows if "device" in row)
+    known = [each for each in map(accelerator_of_kind, kinds) if each and each.dense_peak_flops]
+    return [f"MFU: of {each.dense_peak_flops / 1e12:,.0f} TFLOP/s, dense bf16 ({each.sources[0]})." for each in known if each.dense_peak_flops]
+
+
+def options(rows: Iterable[dict]) -> list[str]:
+    """XLA's options that ours were compiled with, and why, each once."""
+    values: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        for text, why, source in row.get("options", ()):
+            name, _, value = text.partition("=")
+            values.setdefault((name, f"{why} ({source})"), {})[value] = None
+    return [f"`{name}={'`, `'.join(found)}`: {why}" for (name, why), found in values.items()]
+
+
+def provenance(rows: Iterable[dict]) -> str:
+    """When, of which commits and versions, with which commands the rows were measured."""
+    rows = list(rows)
+    return "\n".join([*dict.fromkeys(f"{row['date']}, commit {row['commit'] or 'unknown'}, {row['machine']}: `{row['command']}`" for row in rows),
+                      *dict.fromkeys(f"{NAMES[row['who']]}: {row['version']}" for row in rows if "version" in row)])
