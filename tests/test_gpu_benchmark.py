@@ -254,3 +254,53 @@ def test_the_kernels_are_given_rows_of_short_and_of_long_documents(batch, length
     assert lengths == sorted(lengths)
     assert 8 < lengths[0] < 32
     assert lengths[-1] == length
+
+
+def test_a_gradient_that_is_no_number_is_wrong(scripts):
+    from kernels import error, is_wrong
+
+    right = tuple(jnp.full(3, value) for value in (1.0, 2.0, 3.0, 4.0))
+    assert error(right, right) == 0.0
+    assert error((*right[:2], right[2] + 0.3, right[3]), right) == pytest.approx(0.1)
+    for place in range(4):
+        broken = [*right]
+        broken[place] = broken[place].at[1].set(math.nan)
+        assert math.isnan(error(broken, right)), place
+    assert not is_wrong(0.01, 0.01)
+    assert is_wrong(0.1, 0.01)
+    assert is_wrong(math.nan, 0.01)
+    assert is_wrong(0.01, math.nan)
+
+
+@pytest.mark.parametrize("script", ["kernels.py", "fp8.py"])
+def test_without_a_gpu_there_is_a_line_and_no_traceback(script):
+    ended = subprocess.run([sys.executable, FOLDER / script], capture_output=True, text=True, check=False, env={"PATH": "", "PYTHONPATH": str(FOLDER.parents[1])})
+    assert ended.returncode == 2
+    assert "there is none" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_products_in_8_bits_are_counted(scripts):
+    from fp8 import PRODUCTS, fp8_kernels
+
+    assert fp8_kernels('custom_call_target="__cublas$lt$matmul$f8"\ncustom_call_target="__cublas$lt$matmul"\n' * PRODUCTS) == PRODUCTS
+
+
+def test_what_was_compiled_of_another_commit_is_compiled_again(scripts, tmp_path, monkeypatch, capsys):
+    import compiled
+    from cases import CASES
+
+    ours, made, answers = [case for case in CASES if case.who == "ours"], [], {}
+    monkeypatch.setattr(compiled, "compiled", lambda case, cluster: made.append(case) or {"name": str(case), "target": "h200", "model_flops": 1.0, "predicted_bytes": 1, "version": "jax", "date": "today", **answers})
+    monkeypatch.setattr(compiled, "table", lambda rows: str(len(rows)))
+
+    def number_made(commit: str) -> tuple[int, int]:
+        made.clear()
+        monkeypatch.setattr("sys.argv", ["compiled.py", "--out", str(tmp_path / "rows.jsonl"), "--commit", commit])
+        code = compiled.main()
+        assert capsys.readouterr().out.startswith(f"{len(ours)}\n")
+        return code, len(made)
+
+    assert [number_made(commit) for commit in ("one", "one", "two", "two+", "two+", "")] == [(0, len(ours)), (0, 0), *[(0, len(ours))] * 4]
+    answers["failed"] = "the plan does not compile"
+    assert number_made("three") == (1, len(ours))

@@ -5,6 +5,7 @@ import platform
 import subprocess
 from dataclasses import dataclass
 
+import jax
 from cases import Case
 from ours import config_of
 
@@ -45,6 +46,11 @@ class Card:
 
 
 NO_CARD = f"no NVIDIA GPU, {platform.machine()}"
+
+
+def gpu_is_here() -> bool:
+    """Whether JAX has a GPU; where nvidia-smi sees none JAX is not asked, whose CUDA plugin would complain at length."""
+    return Card.here() is not None and jax.default_backend() == "gpu"
 
 
 def needed_bytes(case: Case, card: Card) -> int:

@@ -1,7 +1,7 @@
 """Each of our cases compiled for one GPU that need not be there: memory, FLOPs and collectives, beside what the planner says of them.
 
     pip install 'optimus-jax[plan-gpu]'
-    python benchmarks/gpu/compiled.py --out compiled.jsonl       some minutes; then the table
+    python benchmarks/gpu/compiled.py --out compiled.jsonl       some minutes; then the table. Exit code 1: nothing compiles; 2: there is no such device
 
 Nothing runs, so there is no time in it. Where something lies on the host, a compiler without a GPU forgets so: of such cases there is the
 planner's figure alone. Cases of several devices are for benchmarks/compile_for_gpu.py, which shows what they say to each other.
@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 from cases import CASES, Case
 from ours import config_of
+from rows import commit_here, is_of_commit, rows_of
 
 from optimus_jax.errors import OptimusError
 from optimus_jax.mesh.axes import AxisSizes
@@ -60,29 +61,36 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def newest(rows: list[dict], target: str) -> list[dict]:
+    """The last row of each case, for one device."""
+    return list({row["name"]: row for row in rows if row["target"] == target}.values())
+
+
 def main() -> int:
-    """Compile what the file has not, and print the table."""
+    """Compile what the file has not of this commit, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="h200", help="an accelerator that optimus_jax/planning/targets describes (default: h200)")
-    parser.add_argument("--out", type=Path, help="a file for the rows; those that it has are not compiled again")
+    parser.add_argument("--out", type=Path, help="a file for the rows; those of this commit are not compiled again, unless something was changed since")
+    parser.add_argument("--commit", default=commit_here(), help="of this project, for the rows (default: what git says)")
     args = parser.parse_args()
     try:
         cluster = Cluster.parse(f"{args.device}:1x1")
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out and args.out.exists() else []
-    rows = [row for row in rows if row["target"] == args.device]
+    rows = newest(rows_of(args.out) if args.out else [], args.device)
     for case in [each for each in CASES if each.who == "ours"]:
-        if any(row["name"] == str(case) for row in rows):
+        if any(row["name"] == str(case) and is_of_commit(row, args.commit) for row in rows):
             continue
         print(f"{case} ...", file=sys.stderr)
-        rows.append(compiled(case, cluster))
+        rows.append(compiled(case, cluster) | {"commit": args.commit})
         if args.out and "failed" not in rows[-1]:
             with args.out.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
+    rows = newest(rows, args.device)
     print(table(rows))
-    return 0
+    print("\n".join(["", *dict.fromkeys(f"{row['date']}, commit {row.get('commit') or 'unknown'}, {row['version']}" for row in rows)]))
+    return int(all("failed" in row for row in rows))
 
 
 if __name__ == "__main__":

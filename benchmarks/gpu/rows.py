@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,15 @@ NAMES = {"ours": "optimus_jax", "eager": "PyTorch, eager", "compile": "PyTorch, 
 CONVENTION = ("Model FLOPs, for all alike (optimus_jax/models/flops.py): 6 for each token and element of a matrix that it is multiplied by (projections, feed-forward and head; not the embedding's rows), "
               "and attention's causal half; nothing computed twice counts twice.")
 GIB = 2**30
+
+
+def commit_here() -> str:
+    """Of the project, with a + if something was changed since; empty: this is no clone of it."""
+    try:
+        asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def rows_of(out: Path) -> list[dict]:
@@ -23,11 +33,14 @@ def identity(row: dict) -> Hashable:
     return row["machine"], row["who"], row["name"], row["flags"]
 
 
+def is_of_commit(row: dict, commit: str) -> bool:
+    """Whether a row has figures of that code; of code that nobody can go back to there are none."""
+    return bool(commit) and not commit.endswith("+") and "failed" not in row and row.get("commit") == commit
+
+
 def is_done(rows: Iterable[dict], asked: dict) -> bool:
-    """Whether `rows` have figures of what is asked for, and of the same code: of code that nobody can go back to there are none."""
-    commit = asked["commit"]
-    return bool(commit) and not commit.endswith("+") and any(
-        "failed" not in row and row["commit"] == commit and identity(row) == identity(asked) for row in rows)
+    """Whether `rows` have figures of what is asked for, and of the same code."""
+    return any(is_of_commit(row, asked["commit"]) and identity(row) == identity(asked) for row in rows)
 
 
 def newest(rows: Iterable[dict]) -> list[dict]:

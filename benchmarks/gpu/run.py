@@ -27,7 +27,7 @@ from pathlib import Path
 
 from card import NO_CARD, Card, flags_of, has_no_room
 from cases import CASES, EXPERIMENTS, SMOKE, Case, as_argument
-from rows import NAMES, is_done, report, rows_of, table
+from rows import NAMES, commit_here, is_done, report, rows_of, table
 
 HERE = Path(__file__).resolve().parent
 LONGEST_S = {"compile": 330.0}
@@ -85,15 +85,6 @@ def _reason(errors: str) -> str:
     return (told or lines)[-1][:300]
 
 
-def commit() -> str:
-    """Of the project, with a + if something was changed since; empty: this is no clone of it."""
-    try:
-        asked = ["git", "-C", str(HERE), "describe", "--always", "--exclude=*", "--dirty=+"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
 def fill(out: Path, cases: Sequence[Case], limit_s: float, card: Card | None, about: dict[str, str]) -> list[dict]:
     """Measure the cases that fit and have no figures in `out` yet, while there is time, and add them to it; each row tells `about` it. What was begun."""
     print(about["machine"], flush=True)
@@ -122,7 +113,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="JSON Lines, added to (default: gpu.jsonl)")
     parser.add_argument("--limit-s", type=float, default=460.0, help="for all cases together (default: 460)")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this, as in 'ours gpt2-xl 16 x 1024' (who: ours, eager, compile, matmul)")
-    parser.add_argument("--commit", default=commit(), help="of this project, for the rows; those of another one are measured again (default: what git says)")
+    parser.add_argument("--commit", default=commit_here(), help="of this project, for the rows; those of another one are measured again (default: what git says)")
     parser.add_argument("--table", action="store_true", help="only print what is in the file")
     parser.add_argument("--experiments", action="store_true", help="one case under several of XLA's options")
     parser.add_argument("--smoke", action="store_true", help="small cases for a machine without a GPU")

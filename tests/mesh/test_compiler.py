@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from plans import GPT, build, case
 
-from optimus_jax.mesh.compiler import GATHERING_AHEAD, HIDING, ON_BLACKWELL, ON_CPU, memory_limit, options_for, usable_bytes
+from optimus_jax.mesh.compiler import (
+    GATHERING_AHEAD,
+    HIDING,
+    ON_BLACKWELL,
+    ON_CPU,
+    memory_limit,
+    options_for,
+    usable_bytes,
+)
 
 GPU, B200 = ("gpu", "NVIDIA H200"), ("gpu", "NVIDIA B200")
 

@@ -1,0 +1,23 @@
+"""How long a small program takes on a device."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+ROUNDS, IN_A_ROW = 5, 20
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Of one run, the median of several rounds. A round's runs are asked for one after the other and waited for once, so that launching one is hidden behind the one before."""
+    jax.block_until_ready(run())
+    rounds = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for _ in range(IN_A_ROW - 1):
+            run()
+        jax.block_until_ready(run())
+        rounds.append((time.perf_counter() - started) / IN_A_ROW)
+    return statistics.median(rounds)
