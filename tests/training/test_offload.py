@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from plans import GPT, SEQ_LEN, batch_of_step, build, case, make_config, random_
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.memory_kinds import lies_on_host
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
@@ -73,15 +75,44 @@ def test_only_inputs_of_layers_go_to_the_host():
     assert set(PLACED_ON_HOST.findall(on_gpu("fsdp=8", remat="full", offload="activations"))) == {f"{rows}x{SEQ_LEN}x{GPT.embed_dim}xf32"}
 
 
-def test_every_moment_is_fetched_after_the_one_before():
-    built = build(GPT, case("fsdp=8", offload="optimizer"))
+def barriers_of(jaxpr) -> list:
+    """The jaxpr in which things are held back, and its barriers in order."""
+    found = [equation for equation in jaxpr.eqns if equation.primitive.name == "optimization_barrier"]
+    inner = [getattr(value, "jaxpr", value) for equation in jaxpr.eqns for value in equation.params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
+    return [(jaxpr, found)] if found else [each for within in inner for each in barriers_of(within)]
+
+
+def needs(jaxpr, variable) -> set:
+    """All variables that one is computed from, itself included."""
+    made_by, found, left = {out: equation for equation in jaxpr.eqns for out in equation.outvars}, set(), [variable]
+    while left:
+        if (each := left.pop()) not in found:
+            found.add(each)
+            left += [given for given in made_by[each].invars if not isinstance(given, jax.extend.core.Literal)] if each in made_by else []
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "settings"), CASES)
+def test_every_moment_is_fetched_after_the_one_before(mesh, settings):
+    """That is, after the last of those before that are the same wherever it is the same itself."""
+    built = build(GPT, case(mesh, offload="optimizer", **settings))
     state = jax.eval_shape(built.program.init, jnp.int32(0))
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    text = str(built.program.train_step.trace(state, built.batch).jaxpr)
-    fetched = re.findall(r"(\w+):f32\[[^\]]*\]\S* = device_put\[[^\]]*Space\.Device[^\]]*\]\s*(\w+)", text.replace("\n", " "))
-    held_back = set(re.findall(r"(\w+):f32<host>\[[^\]]*\]\S* \w+:\S+ = optimization_barrier", text))
-    assert len(fetched) == len(moments) == len(held_back)
-    assert {source for _, source in fetched} == held_back
+    [(jaxpr, barriers)] = barriers_of(built.program.train_step.trace(state, built.batch).jaxpr.jaxpr)
+    held_back = [barrier.outvars[0] for barrier in barriers]
+    fetched = [equation.invars[0] for equation in jaxpr.eqns if equation.primitive.name == "device_put" and jax.memory.Space.Device in equation.params["devices"]]
+    assert len(held_back) == len(moments)
+    assert fetched == held_back, "and none that waits for nothing"
+    pairs, varying = range(0, len(barriers), 2), [frozenset(re.findall(r"\w+", str(each.aval).partition("V:")[2])) for each in held_back]
+    chained = 0
+    for place in pairs:
+        before = [earlier for earlier in pairs if earlier < place and varying[earlier] <= varying[place]]
+        for barrier in barriers[place:place + 2]:  # both moments of a leaf
+            waits_for = needs(jaxpr, barrier.invars[1])
+            assert {earlier for earlier in before if held_back[earlier] in waits_for} >= set(before[-1:])
+            assert not waits_for & set(held_back[place:])
+        chained += bool(before)
+    assert chained >= len(pairs) - len(set(varying))
 
 
 def test_what_cannot_be_offloaded_is_refused():
@@ -114,6 +145,22 @@ def test_the_planner_knows_what_it_takes_and_saves():
     assert slower.step_time_s == pytest.approx(faster.step_time_s + copies)
     with pytest.raises(PlanError, match="unknown speed"):
         predict(config.model, moved, replace(cluster, to_host=replace(cluster.to_host, bytes_per_s=None)), rates, seq_len=4096, global_batch=1)
+
+
+def test_inputs_of_layers_cost_what_their_layers_do_not_hide():
+    """Each goes out during its forward and comes in during its backward: over a quick link for nothing, over a slow one for the copy less the layer's own time."""
+    config, cluster = large(remat="full", offload="activations")
+    plan, rates = plan_for(config, AxisSizes(), cluster.topology()), Rates.of(cluster.accelerator)
+    moved_bytes = 2 * config.model.num_layers * 4096 * config.model.embed_dim * 2
+
+    def terms(bytes_per_s: float) -> dict[str, float]:
+        over = replace(cluster, to_host=replace(cluster.to_host, bytes_per_s=bytes_per_s))
+        return {term.name: term.time_s for term in predict(config.model, plan, over, rates, seq_len=4096, global_batch=1).terms}
+
+    assert HOST_COPIES not in (quick := terms(63e9))
+    in_layers_s = sum(quick.get(name, 0.0) for name in ("attention", "feed-forward", "recompute", "memory", "launching"))
+    for speed in (1e9, 0.5e9):
+        assert terms(speed)[HOST_COPIES] == pytest.approx(moved_bytes / (rates.host_share * speed) - in_layers_s)
 
 
 def test_it_is_chosen_where_nothing_else_fits_and_not_before():
