@@ -103,9 +103,10 @@ def probe(devices: Devices, sizes: ProbeSizes, *, several_hosts: bool, progress:
     overlaps = [()] if len(devices) > 1 else []
     agenda = Agenda(sizes.budget_s, 1 + len(matmuls) + len(sizes.pass_bytes) + len(sizes.host_bytes) + len(collectives) + len(overlaps), progress)
     launch_s = [time_launch(devices, sizes.timing) for _ in agenda.through("launch", [()])]
-    matmul_times = [time_matmul(devices, sizes.timing, *each) for each in agenda.through("matmul", matmuls)]
+    # The few of them before the many: if time runs out, each kind has been measured, in part.
     passes = [time_pass(devices, sizes.timing, *each) for each in agenda.through("pass over memory", [(size,) for size in sizes.pass_bytes])]
     host_copies = [time_host_copy(devices, sizes.timing, *each) for each in agenda.through("copies from and to the host", [(size,) for size in sizes.host_bytes])]
+    matmul_times = [time_matmul(devices, sizes.timing, *each) for each in agenda.through("matmul", matmuls)]
     collective_times = [time_collective(devices, sizes.timing, *each, sizes.dtypes[0]) for each in agenda.through("collective", collectives)]
     beside = [time_overlap(devices, sizes.timing, *_for_overlap(matmul_times, collective_times, sizes.dtypes[0]))
               for _ in agenda.through("matmuls beside an all-reduce", overlaps)]
