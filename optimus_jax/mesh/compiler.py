@@ -20,6 +20,7 @@ from optimus_jax.plan import Plan
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
 GPU = ("gpu", "cuda")
 """JAX's names of the platform."""
+_MODE = "COLLECTIVE_PIPELINING_MODE_"
 _BLACKWELL = ("B100", "B200", "GB200", "B300", "GB300")
 
 
@@ -39,8 +40,9 @@ class CompilerOption:
 
     @property
     def text(self) -> str:
-        """As it stands in XLA_FLAGS."""
-        return f"{self.name}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
+        """As it stands in XLA_FLAGS, where modes have shorter words."""
+        in_words = not isinstance(self.value, bool) and not self.value.startswith(_MODE)
+        return f"{self.name}={self.value if in_words else str(self.value).removeprefix(_MODE).lower()}"
 
 
 ON_CPU = (
@@ -56,7 +58,7 @@ HIDING = CompilerOption(
     why="collectives between devices, and copies from and to the host, run beside compute")
 _RENAMED = jaxlib.version.__version_info__ >= (0, 11, 1)
 """Whether XLA is of after https://github.com/openxla/xla/pull/45836: either name is an error to the other side."""
-_GATHERING = (("xla_gpu_enable_pipelined_all_gather", True), ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"))
+_GATHERING = (("xla_gpu_enable_pipelined_all_gather", True), ("xla_gpu_pipeline_all_gather", f"{_MODE}ON"))
 GATHERING_AHEAD = CompilerOption(
     name=_GATHERING[_RENAMED][0], value=_GATHERING[_RENAMED][1], other_name=_GATHERING[not _RENAMED][0], source=_NVIDIA,
     why="a layer's weights are gathered over fsdp while the layer before is computed")

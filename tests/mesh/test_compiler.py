@@ -1,5 +1,8 @@
 """XLA's options: known to XLA, chosen by device and plan, and never against the user's own."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -61,6 +64,14 @@ def test_gathering_ahead_is_left_to_the_user_under_either_name(name, monkeypatch
     assert name in (GATHERING_AHEAD.name, GATHERING_AHEAD.other_name)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=anything")
     assert list(options_for(*GPU, plan("fsdp=8", zero=3))) == [HIDING]
+
+
+def test_options_are_shown_as_xla_flags_takes_them():
+    assert GATHERING_AHEAD.text in ("xla_gpu_enable_pipelined_all_gather=true", "xla_gpu_pipeline_all_gather=on")
+    assert ON_BLACKWELL.text == "xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
+    text = "import jax; print(jax.numpy.ones(1) + 1)"
+    flags = " ".join(f"--{option.text}" for option in (*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL))
+    subprocess.run([sys.executable, "-c", text], env={**os.environ, "XLA_FLAGS": flags}, check=True, capture_output=True)
 
 
 def test_xla_refuses_the_other_name_of_gathering_ahead():
