@@ -1,11 +1,17 @@
 """Faults of a run of two real processes: the short version of benchmarks/faults.py."""
 
+import fcntl
 import json
+import os
+import pty
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -90,3 +96,27 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, number, cod
         assert process.wait(timeout=120) == code
     (saved,) = (path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
     assert int(saved.name) >= 3
+
+
+def test_a_run_whose_terminal_is_closed_is_saved_and_goes_on(tmp_path):
+    """The system tells whoever has the terminal by SIGHUP, and what is written to it fails."""
+    def take_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, TRAIN, *TINY, "--set", "checkpoint.every=0", "--run-dir", tmp_path / "run", "--resume", "auto"]
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*command, "--steps", "100000"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take_terminal)
+    os.close(theirs)
+    metrics, shown, limit = tmp_path / "run" / "metrics.jsonl", b"", time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        assert time.monotonic() < limit, shown
+        if select.select([ours], [], [], 0.05)[0]:
+            shown += os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(timeout=120) == 75
+    (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    assert saved >= 3
+    resumed = subprocess.run([*command, "--steps", str(saved + 1)], capture_output=True, text=True, timeout=120)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, saved + 2))

@@ -2,7 +2,8 @@
 
 What a signal does depends on what there is to lose. While a program starts, nothing: SIGINT (Ctrl-C) ends it with exit
 code 130, and SIGTERM, which is how clusters take a machine away, with 75, as it is worth starting again. SIGUSR1, with which
-job scripts pass on that time is running out, means the same as SIGTERM. Once steps are
+job scripts pass on that time is running out, means the same as SIGTERM, and so does SIGHUP, a terminal that is closed: whoever had it
+may have lost a connection. A SIGHUP that is ignored, as nohup has it, stays so. Once steps are
 run, signals become a request that the trainer reads between two steps, after which it saves: exit code 0 for Ctrl-C, 75
 for SIGTERM. Ctrl-C while a stop is asked for ends without saving: 130.
 
@@ -34,8 +35,8 @@ EXIT_BROKEN = 1
 EXIT_INTERRUPT = 130
 """Exit code of a program that Ctrl-C has ended at once, as a shell has it (128 + SIGINT)."""
 NOT_BEGUN = "stopped before training had begun"
-TERMINATING = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of who takes the machine away."""
+TERMINATING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals of who takes the machine away, or the terminal."""
 
 
 _has_failed = threading.Event()
@@ -43,7 +44,7 @@ _has_failed = threading.Event()
 
 
 class Terminated(BaseException):
-    """SIGTERM came before training had begun."""
+    """One of TERMINATING came before training had begun."""
 
 
 class StoppedAtOnce(KeyboardInterrupt):
@@ -51,23 +52,23 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 def exit_when_asked() -> None:
-    """From now on SIGINT, SIGTERM and SIGUSR1 end the program with one line: for imports, in which an exception may get lost."""
+    """From now on SIGINT and TERMINATING end the program with one line: for imports, in which an exception may get lost."""
     def end(number: int, frame: FrameType | None) -> NoReturn:
         _say(f"\n{NOT_BEGUN}\n")
         os._exit(EXIT_INTERRUPT if number == signal.SIGINT else EXIT_RESTART)
 
-    for number in (signal.SIGINT, *TERMINATING):
+    for number in _heard():
         signal.signal(number, end)
 
 
 def raise_when_asked() -> None:
-    """From now on SIGINT raises KeyboardInterrupt, SIGTERM and SIGUSR1 raise Terminated, so that what was begun is put in order; until `keep_reason`."""
+    """From now on SIGINT raises KeyboardInterrupt, TERMINATING raise Terminated, so that what was begun is put in order; until `keep_reason`."""
     def raise_it(number: int, frame: FrameType | None) -> None:
         if not _has_failed.is_set():
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     _has_failed.clear()
-    for number in (signal.SIGINT, *TERMINATING):
+    for number in _heard():
         signal.signal(number, raise_it)
 
 
@@ -77,6 +78,11 @@ def keep_reason(error: BaseException) -> None:
         _has_failed.set()
 
 
+def _heard() -> list[signal.Signals]:
+    """Signals that mean something: under nohup a terminal that closes is nothing."""
+    return [number for number in (signal.SIGINT, *TERMINATING) if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def _say(text: str) -> None:
     """On standard error. Not by print: a handler may run in the middle of one. Nobody may be left to read it, for Ctrl-C ends `tee` too."""
     with contextlib.suppress(OSError):
@@ -84,7 +90,7 @@ def _say(text: str) -> None:
 
 
 class StopRequest:
-    """While entered, remembers the first SIGINT (Ctrl-C), SIGTERM or SIGUSR1 instead of dying of it, and says so on stderr.
+    """While entered, remembers the first SIGINT (Ctrl-C) or of TERMINATING instead of dying of it, and says so on stderr.
 
     Ctrl-C while a stop is already asked for raises StoppedAtOnce. Python hands signals to its main thread
     alone: entered from another one, this changes nothing and never has a reason.
@@ -101,7 +107,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, *TERMINATING):
+            for number in _heard():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

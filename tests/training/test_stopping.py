@@ -17,6 +17,7 @@ from optimus_jax.training.stopping import (
     StoppedAtOnce,
     StopRequest,
     Terminated,
+    exit_when_asked,
     keep_reason,
     raise_when_asked,
 )
@@ -71,11 +72,26 @@ def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str])
         assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, EXIT_INTERRUPT), (signal.SIGTERM, EXIT_RESTART), (signal.SIGUSR1, EXIT_RESTART)])
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGINT, EXIT_INTERRUPT), (signal.SIGTERM, EXIT_RESTART), (signal.SIGUSR1, EXIT_RESTART), (signal.SIGHUP, EXIT_RESTART)])
 def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
     program = f"import os; from optimus_jax.training import stopping; stopping.exit_when_asked(); os.kill(os.getpid(), {int(number)})"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, f"\n{NOT_BEGUN}\n")
+
+
+def test_under_nohup_a_terminal_that_closes_is_nothing():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # handlers of before come back with the fixture
+    exit_when_asked()
+    send(signal.SIGHUP)
+    raise_when_asked()
+    send(signal.SIGHUP)
+    with StopRequest() as stop:
+        send(signal.SIGHUP)
+        assert stop.reason is None
+        send(signal.SIGTERM)
+        assert stop.reason == "terminate"
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_before_training_signals_are_exceptions():
