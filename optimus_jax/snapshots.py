@@ -82,10 +82,10 @@ class Snapshots:
             return
         parent = self.root.parent
         try:
-            parent.mkdir(mode=0o700, exist_ok=True)
-            if not _is_own(parent):
-                raise PermissionError(f"{parent} belongs to another user")
-            self.root.mkdir(exist_ok=True)
+            try:
+                self._make_root()
+            except FileNotFoundError:  # another run has ended meanwhile, and has taken the parent along
+                self._make_root()
             free_bytes = shutil.disk_usage(self.root).free + sum(path.stat().st_size for path in self.root.rglob("*.bin"))
         except OSError as error:
             raise ConfigError(explain("snapshots cannot be written", given=f"checkpoint.snapshot_dir={parent.parent}: {error}",
@@ -95,6 +95,14 @@ class Snapshots:
             raise ConfigError(explain(
                 "there is no room for snapshots", given=f"{GENERATIONS + 1} times this host's share of the state are {needed_bytes:,} bytes, "
                 f"{free_bytes:,} are free in {parent.parent}", do="make it larger, or --set checkpoint.snapshot_every=0"))
+
+    def _make_root(self) -> None:
+        parent = self.root.parent
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if not _is_own(parent):
+            parent.lstat()  # what is gone is nobody's
+            raise PermissionError(f"{parent} belongs to another user")
+        self.root.mkdir(exist_ok=True)
 
     def take(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
         """Begin to write the state after `step`; waits for the snapshot before. `state` may be donated once this returns."""

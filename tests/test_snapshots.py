@@ -1,5 +1,7 @@
 """The second tier: bit for bit onto any mesh, whole or not at all, two generations."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +169,30 @@ def test_room_is_looked_for_at_the_start(snapshots, monkeypatch):
     monkeypatch.setattr(snapshots_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(ConfigError, match=r"no room for snapshots(.|\n)*3 times(.|\n)*snapshot_every=0"):
         snapshots.prepare(bytes_of_host(placed(host_state(), mesh(4, 2))))
+
+
+@pytest.mark.parametrize("before", ["root", "parent"])
+def test_a_parent_that_another_run_removes_is_made_again(tmp_path, monkeypatch, before):
+    """Whoever is the last to leave takes it along, in the middle of our coming: before it is looked at, or before the root is made in it."""
+    snapshots = Snapshots(tmp_path, tmp_path / "run", "1.0", 5)
+    parent, mkdir, removed = snapshots.root.parent, Path.mkdir, []
+
+    def make(path, **options):
+        if path == snapshots.root and before == "root" and not removed:
+            removed.append(parent.rmdir())
+        mkdir(path, **options)
+        if path == parent and before == "parent" and not removed:
+            removed.append(parent.rmdir())
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    snapshots.prepare(0)
+    assert snapshots.root.is_dir()
+    assert removed
+
+
+def test_a_place_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"snapshots cannot be written(.|\n)*No such file"):
+        Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5).prepare(0)
 
 
 def test_another_model_is_an_error(snapshots):
