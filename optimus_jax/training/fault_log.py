@@ -6,12 +6,12 @@ file of its own in the run directory's `faults/`, and the next start, which is a
 """
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from optimus_jax.training.run_directory import FAULTS, RunDirectory
+from optimus_jax.training.run_files import append
 
 
 def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> None:
@@ -25,9 +25,7 @@ def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> 
     path = run_directory / FAULTS / f"{process}.jsonl"
     path.parent.mkdir(exist_ok=True)
     line = json.dumps({"event": "fault", "step": step, "time_s": time.time(), "process": process, **fields}) + "\n"
-    with open(path, "ab", buffering=0) as file:
-        file.write(line.encode())
-        os.fsync(file.fileno())
+    append(path, line.encode(), on_disk=True)
 
 
 def take_over(run: RunDirectory) -> int:

@@ -25,13 +25,20 @@ def finite(value: Any) -> Any:
     return value
 
 
-def append(path: Path, lines: bytes) -> None:
-    """Add whole lines or nothing, by one unbuffered write: they outlive this process. Opening each time leaves nothing to close."""
-    with open(path, "ab", buffering=0) as file:
+def append(path: Path, lines: bytes, *, on_disk: bool = False) -> None:
+    """Add whole lines or nothing, by one unbuffered write: they outlive this process, and with `on_disk` its host. Opening each time leaves nothing to close.
+
+    A torn line, as a kill or a full disk may leave it, is ended first, or it would take the next one along.
+    """
+    with open(path, "a+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            lines = b"\n" + lines
         if file.write(lines) != len(lines):
             os.ftruncate(file.fileno(), size)  # or the next line would be added to half of this one
             raise OSError(errno.ENOSPC, "the disk took only a part of a line")
+        if on_disk:
+            os.fsync(file.fileno())
 
 
 def complete_lines(path: Path) -> list[bytes]:

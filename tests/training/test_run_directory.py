@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from optimus_jax.errors import ConfigError, RunDirectoryError
 from optimus_jax.training.run_directory import EventName, RunDirectory
+from optimus_jax.training.run_files import append
 from optimus_jax.training.step_record import StepRecord
 
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -284,6 +285,18 @@ def full_disk(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_is_not_added_to_a_torn_one(tmp_path: Path):
+    path = tmp_path / "log"
+    for content, expected in ((b"", b"2\n"), (b"1\n", b"1\n2\n"), (b"1\nto", b"1\nto\n2\n")):
+        path.write_bytes(content)
+        append(path, b"2\n")
+        assert path.read_bytes() == expected
+    path.write_bytes(b"to")
+    with full_disk(4), pytest.raises(OSError, match="part of a line"):
+        append(path, b"3456\n")
+    assert path.read_bytes() == b"to"
 
 
 def test_lines_wait_for_room_and_the_error_is_kept(run: RunDirectory):
