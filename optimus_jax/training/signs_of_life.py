@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import SIGNS
+from optimus_jax.training.run_files import explained
 from optimus_jax.training.stopping import EXIT_RESTART
 
 BEAT_S = 1.0
@@ -69,13 +70,15 @@ class SignsOfLife:
       num_processes: of the run.
       progress: what this one is at.
       clock: seconds that only grow.
+      warn: told when signs can no longer be given.
     """
 
-    def __init__(self, run_directory: Path, process: int, num_processes: int, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run_directory: Path, process: int, num_processes: int, progress: Progress, *, clock: Callable[[], float] = time.monotonic,
+                 warn: Callable[[str], object] = lambda text: _say(f"warning: {text}")) -> None:
         self.process, self.num_processes = process, num_processes
         self._directory, self._progress, self._clock = run_directory / SIGNS, progress, clock
         self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
-        self._number = 0
+        self._warn, self._is_failing, self._number = warn, False, 0
         self._watched = sorted({(process + ahead) % num_processes for ahead in range(1, 1 + MOST_WATCHED)} | {0})
         self._seen: dict[int, tuple[str, float]] = {}
         """By process: its newest text, and when it was new, later by all the time in which nobody could look."""
@@ -88,8 +91,10 @@ class SignsOfLife:
         self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
 
     def start(self) -> None:
-        """Give the first sign, and go on in a thread. Raises OSError if the directory cannot be written."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        """Give the first sign, and go on in a thread. Raises RunDirectoryError if it cannot be written: the others would never hear of this process."""
+        with explained(self._path(self.process)):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._write()
         self.beat()
         self._thread.start()
 
@@ -116,8 +121,14 @@ class SignsOfLife:
             self.beat()
 
     def _write_if_possible(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, or a directory that was removed: others will take us for silent
+        try:
             self._write()
+        except OSError as error:  # a full disk, or a directory that was removed: others will take us for silent
+            if not self._is_failing:
+                self._warn(f"no sign of life can be written to {self._path(self.process)}: {error.strerror or error}; the others may take this process for lost")
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     def _write(self) -> None:
         at, (state, why, exit_code) = self._progress.at, self._state
@@ -153,6 +164,12 @@ class SignsOfLife:
 
     def _path(self, process: int) -> Path:
         return self._directory / f"{process}.json"
+
+
+def _say(line: str) -> None:
+    """On standard error, from any thread; nobody may be left to read it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{line}\n".encode())
 
 
 def _told(text: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from optimus_jax.errors import RunDirectoryError
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.signs_of_life import BEAT_S, LONGEST_S, MOST_WATCHED, Peer, SignsOfLife
 
@@ -98,6 +99,31 @@ def test_while_reading_hangs_silence_does_not_grow(pair):
         clock.now += BEAT_S
         first.beat()
     assert other(first).silent_s == pytest.approx(20 * BEAT_S, abs=LONGEST_S), "from then on it does"
+
+
+def test_who_cannot_give_a_first_sign_does_not_begin(pair, tmp_path):
+    _, (first, _) = pair
+    (tmp_path / "progress" / "0.json").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"0\.json of the run cannot be read or written(.|\n)*do: "):
+        first.start()
+    assert not first._thread.is_alive()
+
+
+def test_of_a_row_of_failures_the_first_is_told(tmp_path, capfd):
+    signs, place = SignsOfLife(tmp_path, 0, 2, Progress()), tmp_path / "progress"
+    signs.start()
+    signs.close()
+    (sign,) = place.iterdir()
+    for _ in range(2):
+        sign.unlink()
+        sign.mkdir()
+        signs.beat()
+        signs.end("failed", "why")
+        told = capfd.readouterr().err
+        assert (told.count("warning: "), f"no sign of life can be written to {sign}: Is a directory" in told) == (1, True)
+        sign.rmdir()
+        signs.beat()
+        assert capfd.readouterr().err == ""
 
 
 def test_many_processes_watch_those_behind_them_and_the_first(tmp_path):
