@@ -28,3 +28,9 @@ def is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_host_and_port(text: str) -> bool:
+    """Whether a text is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16

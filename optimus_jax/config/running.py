@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from optimus_jax.config.checks import check_not_negative, check_positive, is_address
+from optimus_jax.config.checks import check_not_negative, check_positive, is_address, is_host_and_port
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.settings import SEPARATOR
 
@@ -29,11 +29,9 @@ class DistributedConfig:
             raise ConfigError(explain("a run of several processes needs all three distributed settings",
                                       given=self, do="give --coordinator HOST:PORT --num-processes N --process-id I"))
         check_positive(self, "num_processes")
-        if self.coordinator is not None:
-            host, _, port = self.coordinator.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise ConfigError(explain("--coordinator names a host and a port", given=self.coordinator,
-                                          do="give HOST:PORT, such as 10.0.0.1:1234"))
+        if self.coordinator is not None and not is_host_and_port(self.coordinator):
+            raise ConfigError(explain("--coordinator names a host and a port", given=self.coordinator,
+                                      do="give HOST:PORT, such as 10.0.0.1:1234"))
         if self.bind is not None and not is_address(self.bind):
             raise ConfigError(explain("distributed.bind is an address of the machine of process 0", given=self.bind,
                                       do="give one such as 10.0.0.1 or ::1; 0.0.0.0 for all of IPv4"))

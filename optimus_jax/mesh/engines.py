@@ -24,6 +24,7 @@ from jax._src.distributed import global_state
 
 from optimus_jax import settings
 from optimus_jax.config import DistributedConfig
+from optimus_jax.config.checks import is_host_and_port
 from optimus_jax.errors import ConfigError, explain
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = VARIABLES = ("OPTIMUS_COORDINATOR", "OPTIMUS_NUM_PROCESSES", "OPTIMUS_PROCESS_ID")
@@ -38,6 +39,8 @@ RESTARTING = (SLURM, OPEN_MPI, KUBERNETES)
 """Those whose jobs are started again after a fault (deploy/), and not after a mistake."""
 _NO_ENGINE = "start it alone whatever the environment says: --set distributed.engine=none"
 _POD, _INDEX = "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"
+_ADDRESS, _PORT = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT"
+"""What JAX reads too, to move the meeting point."""
 _BOUND_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 _SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """What launchers say that JAX does not know, such as Open MPI from version 5 on."""
@@ -164,9 +167,20 @@ def _read(cluster: type[ClusterEnv], name: str, on_cpu: bool) -> Launch:
     process_id = cluster.get_process_id()
     return Launch(
         engine=name, why=f"process {process_id} of {count}{why}", num_processes=count, process_id=process_id, job=start,
-        coordinator=os.environ.get("JAX_COORDINATOR_ADDRESS") or cluster.get_coordinator_address(
-            timeout_secs=None, override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT")),
+        coordinator=_coordinator(cluster),
         local_devices=_share(local_id, num_local, on_cpu=on_cpu or is_bound))
+
+
+def _coordinator(cluster: type[ClusterEnv]) -> str:
+    """Where process 0 listens: what JAX's variables say, else the engine."""
+    address, port = os.environ.get(_ADDRESS), os.environ.get(_PORT)
+    if address:
+        if not is_host_and_port(address):
+            raise ConfigError(explain(f"{_ADDRESS} names a host and a port", given=address, do="give HOST:PORT, such as 10.0.0.1:1234, or unset it"))
+        return address
+    if port and not is_host_and_port(f"host:{port}"):
+        raise ConfigError(explain(f"{_PORT} names a port", given=port, do="give a number from 1 to 65535, such as 1234, or unset it"))
+    return cluster.get_coordinator_address(timeout_secs=None, override_coordinator_port=port)
 
 
 def _place_on_host(cluster: type[ClusterEnv], name: str) -> tuple[int, int, bool]:
@@ -229,8 +243,8 @@ def _why_alone() -> str:
         return f"in SLURM job {job}, and not started by srun" + (f", which would start its {tasks} tasks" if tasks != "1" else "")
     if _POD in os.environ:
         return "in a pod that is not one of an indexed Job"
-    if (address := os.environ.get("JAX_COORDINATOR_ADDRESS")) is not None:
-        return f"JAX_COORDINATOR_ADDRESS={address}, but nothing says how many processes there are"
+    if (address := os.environ.get(_ADDRESS)) is not None:
+        return f"{_ADDRESS}={address}, but nothing says how many processes there are"
     return "nothing says that there are others"
 
 

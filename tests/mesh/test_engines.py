@@ -105,6 +105,15 @@ def test_the_address_can_be_given(found):
     assert found({"JAX_COORDINATOR_ADDRESS": "other:78"}).coordinator == "other:78"
 
 
+@pytest.mark.parametrize(("variable", "value"), [
+    ("JAX_COORDINATOR_ADDRESS", "myhost"), ("JAX_COORDINATOR_ADDRESS", "myhost:abc"), ("JAX_COORDINATOR_ADDRESS", ":78"), ("JAX_COORDINATOR_PORT", "abc"),
+    ("JAX_COORDINATOR_PORT", "0"), ("JAX_COORDINATOR_PORT", "99999")])
+@pytest.mark.parametrize("engine", [STEP, MPI], ids=["SLURM", "Open MPI"])
+def test_an_address_that_is_none(found, engine, variable, value):
+    with pytest.raises(ConfigError, match=rf"{variable} names .*\n  given: {value}\n  do:    give .* such as"):
+        found(engine, {variable: value})
+
+
 def test_a_single_task_waits_for_nobody(found):
     launch = found(STEP, {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "gpu07"})
     assert (launch.engine, launch.is_alone, launch.coordinator) == ("SLURM", True, None)
