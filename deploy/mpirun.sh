@@ -3,7 +3,7 @@
 #
 #   RUN_DIR=runs/mine deploy/mpirun.sh -n 16 --hostfile hosts -- --model gpt2-xl --steps 10000    from the root of the repository
 #
-# What stands before `--` is mpirun's. SIGTERM, SIGUSR1 and Ctrl-C mean: save and end, with exit code 75.
+# What stands before `--` is mpirun's. SIGTERM, SIGUSR1, Ctrl-C and a terminal that is closed mean: save and end, with exit code 75.
 
 usage() {
     echo "usage: RUN_DIR=DIR deploy/mpirun.sh [mpirun options] -- [train.py flags]" >&2
@@ -24,9 +24,9 @@ if ! mpirun "${options[@]}" "${PYTHON:-python}" -c ""; then
     exit 2
 fi
 
-# mpirun passes on SIGUSR1 as it is. SIGTERM it follows with SIGKILL a second later, which is no time to save.
+# mpirun passes on SIGUSR1 as it is. SIGTERM it follows with SIGKILL a second later, which is no time to save. Under nohup bash leaves HUP ignored.
 asked=
-trap 'asked=yes; kill -USR1 "$job" 2>/dev/null' INT TERM USR1
+trap 'asked=yes; kill -USR1 "$job" 2>/dev/null' INT TERM USR1 HUP
 
 for ((start = 0; start <= ${MAX_RESTARTS:-50}; start++)); do
     [ -n "$asked" ] && exit 75
