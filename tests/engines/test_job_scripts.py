@@ -21,13 +21,13 @@ def script(tmp_path):
     programs, started = tmp_path / "programs", []
     programs.mkdir()
 
-    def start(name, *arguments, on_hangup=signal.SIG_DFL, environment=None, **bodies):
+    def start(name, *arguments, on_hangup="default", environment=None, **bodies):
         for program, body in bodies.items():
             (programs / program).write_text(f"#!/bin/bash\nthere={tmp_path}\n{body}\n")
             (programs / program).chmod(0o755)
         process = subprocess.Popen(
-            ["bash", DEPLOY / name, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            preexec_fn=lambda: [signal.signal(signal.SIGHUP, on_hangup), signal.signal(signal.SIGINT, signal.SIG_DFL)],  # these tests may run under nohup, or behind
+            # These tests may run under nohup, or in a shell's background.
+            ["env", "--default-signal=INT", f"--{on_hangup}-signal=HUP", "bash", DEPLOY / name, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=without_engines() | {"PATH": f"{programs}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run"), "PYTHON": sys.executable} | (environment or {}))
         started.append(process)
         return process
@@ -51,7 +51,7 @@ def test_mpirun_is_told_to_save_by_every_signal(script, tmp_path, number):
 
 
 def test_under_nohup_mpirun_is_told_nothing_of_a_terminal_that_closes(script, tmp_path):
-    process = mpirun(script, on_hangup=signal.SIG_IGN)
+    process = mpirun(script, on_hangup="ignore")
     until((tmp_path / "began").exists, "mpirun runs", str)
     process.send_signal(signal.SIGHUP)
     time.sleep(0.3)  # nothing is to come of it
