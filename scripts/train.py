@@ -8,7 +8,7 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-from optimus_jax.training.patient_stream import patient
+from optimus_jax.training.patient_stream import last_words, patient
 from optimus_jax.training.stopping import (
     EXIT_BROKEN,
     EXIT_INTERRUPT,
@@ -105,19 +105,18 @@ def main() -> int:
         if "cpu_devices" in given:
             restart_with_huge_pages()
         raise_when_asked()
-        return train(given.get("model"), config=given.get("config"), run_dir=given.get("run_dir"), resume=RESUME[given.get("resume")],
-                     **overrides).exit_code
+        return end_in_order(train(given.get("model"), config=given.get("config"), run_dir=given.get("run_dir"), resume=RESUME[given.get("resume")],
+                                  **overrides).exit_code)
     except OptimusError as error:
         if is_one_of_several() and not error.is_everyones:
             return end_now(f"error: {told(error)}", EXIT_MISTAKE)
-        print(f"error: {told(error)}", file=sys.stderr)
-        end_in_order()
-        return EXIT_MISTAKE
+        last_words(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
+        return end_in_order(EXIT_MISTAKE)
     except FaultError as error:
         return end_now(f"fault: {told(error)}", EXIT_RESTART)
     except Exception as error:
         if not is_one_of_several():
-            end_in_order()
+            end_in_order(EXIT_BROKEN)
             raise
         return end_now("".join(traceback.format_exception(error)), EXIT_BROKEN)
     except StoppedAtOnce:
@@ -139,16 +138,23 @@ def told(error: Exception) -> str:
     return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
 
 
-def end_in_order() -> None:
-    """Python's own end may wait for saves under way: from now on Ctrl-C ends it, as it ends any program."""
+def end_in_order(code: int) -> int:
+    """The exit code for Python's own end, which may wait for saves under way: from now on Ctrl-C ends it, as it ends any program.
+
+    Of several processes one that does not come to its end is not waited for.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if is_one_of_several():
+        from optimus_jax.mesh.distributed import leave
+
+        if not leave():
+            return end_now("this process has come to its end, and leaves without another one that has not", code)
+    return code
 
 
 def end_now(text: str, code: int) -> NoReturn:
     """Say why and end, without waiting for saves, connections and compilers under way, as an orderly end of Python would."""
-    print(f"\n{text}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    last_words(f"\n{text}\n", after=(sys.stdout, sys.stderr))
     os._exit(code)
 
 

@@ -5,7 +5,7 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -14,11 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 from optimus_jax.mesh.engines import PROGRAM, Launch
-from optimus_jax.mesh.roll_call import RollCall, address_of, bind_address, report
+from optimus_jax.mesh.roll_call import RollCall, address_of, bind_address, has_gone, report
 
 _NEVER_S = 7 * 24 * 3600
+GOODBYE_S = 30.0
+"""For the other processes to come to the run's end as well: all that there was to save is saved."""
 _SERVED_S, _POLL_S = 5.0, 0.01
 """How long process 0 waits for its own service to answer before it lets the others try, and how often it looks."""
+_LOOK_S = 0.2
+"""Between two looks whether all are still there."""
 
 
 def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
@@ -37,15 +41,16 @@ def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     deadline = time.monotonic() + timeout_s
     if launch.process_id > 0:
-        report(launch, deadline)
-        _join(launch, _joining(launch, heartbeat_s), deadline)
+        with report(launch, deadline) as first:
+            _join(launch, _joining(launch, heartbeat_s), deadline, first.lost)
         return
     with RollCall(launch, deadline) as roll_call:
         roll_call.gather()
         joining = _joining(launch, heartbeat_s)
         _await_service(launch, joining)
         roll_call.release()
-        _join(launch, joining, deadline)
+        _join(launch, joining, deadline, roll_call.lost)
+        roll_call.see_off()
 
 
 class _Joining(threading.Thread):
@@ -84,8 +89,14 @@ def _await_service(launch: Launch, joining: _Joining) -> None:
         time.sleep(_POLL_S)
 
 
-def _join(launch: Launch, joining: _Joining, deadline: float) -> None:
-    joining.join(max(0.0, deadline - time.monotonic()))
+def _join(launch: Launch, joining: _Joining, deadline: float, lost: Callable[[], list[int]]) -> None:
+    """Return when JAX has connected all; `lost` are those that have gone instead."""
+    gone: list[int] = []
+    while joining.is_alive() and not gone and time.monotonic() < deadline:
+        joining.join(_LOOK_S)
+        gone = lost() if joining.is_alive() else []
+    if gone:
+        raise has_gone(gone, launch)
     if joining.is_alive():
         raise FaultError(explain(
             "the processes of this run have found one another, and JAX has not connected them in time",
@@ -97,6 +108,21 @@ def _join(launch: Launch, joining: _Joining, deadline: float) -> None:
             do="give a --coordinator HOST:PORT that is free on the machine of process 0")) from joining.failure
     if joining.failure is not None:
         raise joining.failure
+
+
+def leave() -> bool:
+    """Disconnect, together with the others; False: one has not come to that in GOODBYE_S. JAX by itself would wait until its heartbeats fail, and abort."""
+    has_left = threading.Event()
+
+    def shut_down() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has been lost
+            jax.distributed.shutdown()
+            has_left.set()
+
+    thread = threading.Thread(target=shut_down, name="leave", daemon=True)
+    thread.start()
+    thread.join(GOODBYE_S)
+    return has_left.is_set()
 
 
 @contextlib.contextmanager
@@ -170,11 +196,14 @@ def of_all_processes(number: int) -> list[int]:
     return np.asarray(multihost_utils.process_allgather(np.array(number, np.int32))).tolist()
 
 
-def check_alike(facts: Mapping[str, str]) -> None:
+def check_alike(facts: Mapping[str, str], *, may_become: bool = False) -> None:
     """Make sure that these are the same in every process; every process has to call it, with the same names.
 
+    Args:
+      may_become: whether what differs now may be the same when all are started again.
     Raises:
       ConfigError: in every process, naming the first fact in which one differs from process 0, and that process.
+      FaultError: the same, if they may become the same.
     """
     if jax.process_count() == 1:
         return
@@ -185,9 +214,12 @@ def check_alike(facts: Mapping[str, str]) -> None:
         return
     fact = int(np.argmax(differing.any(axis=0)))
     name, value = list(facts.items())[fact]
-    error = ConfigError(explain(
+    text = explain(
         f"the processes of this run do not agree on {name}", given=f"process {int(np.argmax(differing[:, fact]))} differs from process 0; here it is {value[:200]}",
-        do="start all from the same command, files and versions, and with a run directory and data that all of them see"))
+        do="start all from the same command, files and versions, and with a run directory and data that all of them see")
+    if may_become:
+        raise FaultError(text)
+    error = ConfigError(text)
     error.is_everyones = True
     raise error
 

@@ -3,7 +3,7 @@
 JAX's own service says neither, and ends the process when it has waited for too long. So process 0 first listens on the
 coordinator's port itself, and each other process tells it which one it is: a line of JSON each way. When all have come,
 process 0 frees the port, starts JAX's service there, and lets them go. Nobody waits longer than the deadline, and then
-everybody who is there knows who is not.
+everybody who is there knows who is not. Connections stay until JAX has made its own: who dies in between is missed at once.
 """
 
 import contextlib
@@ -28,9 +28,12 @@ VERDICT_S = 10.0
 _PORT_FREED_S = 10.0
 """How long the port may still be taken by a process of the same run that is just ending."""
 _RETRY_S = 0.05
+_SEEN_OFF_S = 1.0
 _LONGEST = 4096
 """Bytes of a line."""
 _GO, _REFUSED, _MISSING = _ANSWERS = "go", "refused", "missing"
+_JOINED = b"joined\n"
+"""What the others say last, after their line of JSON."""
 
 Say = Callable[[str], object]
 
@@ -54,6 +57,7 @@ class RollCall:
     def __init__(self, launch: Launch, deadline: float, say: Say = _say) -> None:
         self._launch, self._deadline, self._say = launch, deadline, say
         self._present: dict[int, _Caller] = {}
+        self._joined: set[int] = set()
         self._listener = _listen(launch, min(deadline, time.monotonic() + _PORT_FREED_S))
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -69,7 +73,7 @@ class RollCall:
     @property
     def missing(self) -> list[int]:
         """Processes that have not come, or have gone again."""
-        return [number for number in range(1, self._launch.num_processes) if number not in self._present]
+        return [number for number in range(1, self._launch.num_processes) if number not in self._present and number not in self._joined]
 
     def gather(self) -> None:
         """Return when all are there; the port is free then. Raises FaultError, here and there, if the deadline passes."""
@@ -90,12 +94,22 @@ class RollCall:
     def release(self) -> None:
         """Let the others go on: the service is up."""
         self._answer_all({_GO: True})
-        # They hang up first: whose side does keeps the port for a while.
-        for caller in self._present.values():
-            caller.connection.setblocking(True)
-            caller.connection.settimeout(1.0)
-            with contextlib.suppress(OSError):
-                caller.connection.recv(1)
+
+    def lost(self) -> list[int]:
+        """Who has gone since, and is not connected; the others are told."""
+        for key, _ in self._selector.select(0):
+            self._hear(key.data)
+        if missing := self.missing:
+            self._answer_all({_MISSING: missing})
+        return missing
+
+    def see_off(self) -> None:
+        """All are connected: wait for the others to hang up first, since whose side does keeps the port for a while."""
+        self._answer_all({_GO: True})
+        until = time.monotonic() + _SEEN_OFF_S
+        while self._present and (left := until - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                self._hear(key.data)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has hung up meanwhile
@@ -111,7 +125,10 @@ class RollCall:
         caller.heard += received
         if not received or len(caller.heard) > _LONGEST:
             self._hang_up(caller)
-        elif caller.number is None and b"\n" in caller.heard:
+        elif caller.number is not None:
+            if _JOINED in caller.heard:
+                self._joined.add(caller.number)
+        elif b"\n" in caller.heard:
             try:
                 self._admit(caller, json.loads(caller.heard.partition(b"\n")[0]))
             except Exception:  # no process of ours: whatever a stranger sends, this one goes on
@@ -155,7 +172,41 @@ class _Caller:
         self.number: int | None = None
 
 
-def report(launch: Launch, deadline: float, say: Say = _say) -> None:
+class First:
+    """Process 0, as another one sees it while both are being connected: a context manager, left when they are or cannot be."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._is_connected = connection, False
+        connection.setblocking(False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):  # process 0 has gone
+            if error is None:
+                self._connection.sendall(_JOINED)
+        self.close()
+
+    def close(self) -> None:
+        """Hang up, without a word."""
+        self._connection.close()
+
+    def lost(self) -> list[int]:
+        """Who is not connected and has gone: process 0, or whom it names."""
+        if self._is_connected:
+            return []
+        try:
+            answer = json.loads(self._connection.recv(_LONGEST).partition(b"\n")[0] or "{}")
+        except BlockingIOError:
+            return []
+        except (OSError, ValueError):
+            return [0]
+        self._is_connected = _GO in answer  # it may hang up before this one is
+        return [] if self._is_connected else answer.get(_MISSING, [0])
+
+
+def report(launch: Launch, deadline: float, say: Say = _say) -> First:
     """The other processes' side: return when process 0 says that all are there.
 
     Args: as for `RollCall`.
@@ -167,12 +218,16 @@ def report(launch: Launch, deadline: float, say: Say = _say) -> None:
     tell_at, why = time.monotonic() + TOLD_AFTER_S, "not tried yet"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection(address_of(launch), timeout=max(_RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic()))) as connection:
+            with contextlib.ExitStack() as stack:
+                connection = stack.enter_context(
+                    socket.create_connection(address_of(launch), timeout=max(_RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic()))))
                 if connection.getsockname() == connection.getpeername():  # the port is one that the system deals out, and nobody listens there
                     raise OSError("this process reached itself")
                 connection.sendall(said.encode() + b"\n")
                 if (answer := _await_answer(connection, deadline + VERDICT_S, tell_at, lambda: say(_waiting_along(launch)))) is not None:
-                    return _act_on(answer, launch)
+                    _check(answer, launch)
+                    stack.pop_all()
+                    return First(connection)
                 why = "process 0 was there and has gone"
         except OSError as error:
             why = str(error)
@@ -183,7 +238,8 @@ def report(launch: Launch, deadline: float, say: Say = _say) -> None:
     raise _not_come([0], launch, f"; {launch.coordinator}: {why}")
 
 
-def _act_on(answer: dict[str, Any], launch: Launch) -> None:
+def _check(answer: dict[str, Any], launch: Launch) -> None:
+    """Raises what `report` does, unless process 0 lets this one go on."""
     if _MISSING in answer:
         raise _not_come(answer[_MISSING], launch)
     if _REFUSED in answer:
@@ -255,6 +311,13 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
                    "machine knows itself by another address: --set distributed.bind=ADDRESS, 0.0.0.0 for all")) from error
         listener.setblocking(False)
         return listener
+
+
+def has_gone(lost: list[int], launch: Launch) -> FaultError:
+    """What to raise for processes that ended when all had been there."""
+    return FaultError(explain(
+        f"the processes of this run had found one another, and {_named(lost)} of {launch.num_processes} ended before JAX had connected them",
+        given=_oneself(launch), do="see what it has printed, then start all again"))
 
 
 def _not_come(missing: list[int], launch: Launch, more: str = "") -> FaultError:

@@ -22,6 +22,8 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
     with pytest.raises(ConfigError, match=r"do not agree on the plan\n.*process 2 differs from process 0; here it is data=8") as caught:
         check_alike({"the config": "{}", "the plan": "data=8"})
     assert caught.value.is_everyones
+    with pytest.raises(FaultError, match="do not agree on the plan"):
+        check_alike({"the config": "{}", "the plan": "data=8"}, may_become=True)
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own] * 3))
     check_alike({"the config": "{}", "the plan": "data=8"})
 

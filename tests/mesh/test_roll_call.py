@@ -44,7 +44,7 @@ def test_all_come_and_the_port_is_free_for_the_service(first):
             assert not any(each.done() for each in there)  # the service is not up yet
             call.release()
             for each in there:
-                each.result(LONG_S)
+                each.result(LONG_S).close()
 
 
 def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
@@ -61,8 +61,58 @@ def test_others_may_come_first(first):
             call.gather()
             call.release()
         for each in there:
-            each.result(LONG_S)
+            each.result(LONG_S).close()
     assert said == []
+
+
+@pytest.fixture
+def all_there(first):
+    """Process 0 and how the others see it, when all have come and JAX has connected none."""
+    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+        there = [pool.submit(report, other(first, number), soon()) for number in (1, 2)]
+        call.gather()
+        call.release()
+        others = [each.result(LONG_S) for each in there]
+        yield call, others
+        for each in others:
+            each.close()
+
+
+def until(look, wanted):
+    end = soon()
+    while (found := look()) != wanted and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found == wanted
+
+
+def test_who_dies_before_it_is_connected_is_named_to_all(all_there):
+    call, (one, two) = all_there
+    assert (call.lost(), one.lost(), two.lost()) == ([], [], [])
+    one.close()
+    until(call.lost, [1])
+    until(two.lost, [1])
+
+
+def test_process_0_may_die_too(all_there):
+    call, others = all_there
+    for caller in call._present.values():
+        caller.connection.close()
+    for each in others:
+        until(each.lost, [0])
+
+
+def test_who_is_connected_may_go_before_the_others_are(all_there):
+    call, (one, two) = all_there
+    with one:
+        pass
+    until(lambda: (call.lost(), sorted(call._present)), ([], [2]))
+    with ThreadPoolExecutor() as pool:
+        seen_off = pool.submit(call.see_off)
+        until(lambda: two.lost() or two._is_connected, True)
+        with two:
+            pass
+        seen_off.result(LONG_S)
+    assert call._present == {}
 
 
 def test_all_who_are_there_hear_who_is_missing(first):
