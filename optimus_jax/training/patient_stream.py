@@ -1,8 +1,48 @@
 """Output that outlives its reader: a terminal is closed, `tee` and `head` end, and the run goes on, or saves what it was asked to save."""
 
 import contextlib
+import functools
 import os
+import stat
+import threading
+from collections.abc import Iterable
 from typing import Any, TextIO, cast
+
+LAST_WORDS_S = 5.0
+"""How long a process that ends waits for standard error to take what it has to say: who should read it may have stopped."""
+
+
+def last_words(text: str, *, after: Iterable[TextIO] = ()) -> None:
+    """Write to standard error, in LAST_WORDS_S at most; the caller is about to end the process.
+
+    Args:
+      after: streams that are flushed before.
+    """
+    def write() -> None:
+        left = text.encode(errors="replace")
+        with contextlib.suppress(OSError):
+            for stream in after:
+                stream.flush()
+            while left:
+                left = left[os.write(2, left):]
+
+    thread = threading.Thread(target=write, name="last words", daemon=True)
+    thread.start()
+    thread.join(LAST_WORDS_S)
+
+
+@functools.cache
+def stderr_that_never_waits() -> int:
+    """A file descriptor for what C code has to say in an emergency: what a full pipe or a stopped terminal does not take is lost."""
+    try:
+        mode = os.fstat(2).st_mode
+        if stat.S_ISREG(mode):  # never full of what nobody has read
+            return 2
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # opened anew, for whoever else has the old one is to wait as before
+            return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        pass
+    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def patient(stream: TextIO) -> TextIO:

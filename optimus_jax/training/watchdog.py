@@ -33,6 +33,7 @@ from optimus_jax.config import FaultConfig
 from optimus_jax.errors import OptimusError
 from optimus_jax.robust import deviation_from
 from optimus_jax.training.fault_log import write_fault
+from optimus_jax.training.patient_stream import last_words, stderr_that_never_waits
 from optimus_jax.training.progress import Activity, Progress
 from optimus_jax.training.signs_of_life import BEAT_S, Peer, SignsOfLife
 from optimus_jax.training.stopping import EXIT_MISTAKE, EXIT_RESTART, TERMINATING
@@ -143,8 +144,7 @@ class Watchdog:
             if self._before != -1:  # a notebook's event loop listens
                 signal.set_wakeup_fd(self._before)
         if self._signs is not None and not faulthandler.is_enabled():
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error, as in a notebook
-                faulthandler.enable()  # JAX aborts when its own heartbeats fail: then the stacks are on standard error
+            faulthandler.enable(stderr_that_never_waits())  # JAX aborts when its own heartbeats fail: then the stacks are on standard error
         self._thread.start()
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -201,8 +201,7 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             if self._signs is not None:
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    faulthandler.dump_traceback_later(DEAF * self._settings.silence_s, exit=True)
+                faulthandler.dump_traceback_later(DEAF * self._settings.silence_s, exit=True, file=stderr_that_never_waits())
             if select.select([self._heard], [], [], BEAT_S)[0]:
                 heard = self._heard.recv(64)
                 if 0 in heard:
@@ -218,9 +217,8 @@ class Watchdog:
         teller = threading.Thread(target=self.tell, args=(why,), name="teller", daemon=True)
         teller.start()
         teller.join(TELL_S)
-        with contextlib.suppress(OSError):
-            next_step = "start it again with --resume" if self._exit_code == EXIT_RESTART else "see what that process has printed"
-            os.write(2, f"\nfault: {why}; this process ends with exit code {self._exit_code}: {next_step}\n".encode())
+        next_step = "start it again with --resume" if self._exit_code == EXIT_RESTART else "see what that process has printed"
+        last_words(f"\nfault: {why}; this process ends with exit code {self._exit_code}: {next_step}\n")
         if self._signs is not None and self._process == 0:
             self._linger(self._signs)
         self._exit(self._exit_code)

@@ -1,5 +1,7 @@
 """What counts as a fault, on a clock that only the test moves; and how a process ends for one."""
 
+import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -12,6 +14,8 @@ from test_progress import Clock, record
 from optimus_jax.config import FaultConfig
 from optimus_jax.config.running import LEAST_SILENCE_S
 from optimus_jax.errors import ConfigError, FaultError
+from optimus_jax.training import patient_stream
+from optimus_jax.training.patient_stream import stderr_that_never_waits
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.signs_of_life import Peer, SignsOfLife
 from optimus_jax.training.stopping import TERMINATING
@@ -210,6 +214,38 @@ def test_a_disk_that_does_not_answer_does_not_keep_a_process(clock, tmp_path, mo
     dog.end("it got no further")
     never.set()
     assert codes == [75]
+
+
+@pytest.fixture
+def nobody_reads():
+    """Standard error is a pipe that is full."""
+    kept, (read, write) = os.dup(2), os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"." * 4096)
+    os.set_blocking(write, True)
+    os.dup2(write, 2)
+    stderr_that_never_waits.cache_clear()
+    yield
+    os.dup2(kept, 2)
+    os.close(read)
+    for each in (stderr_that_never_waits(), write, kept):
+        os.close(each)
+    stderr_that_never_waits.cache_clear()
+
+
+def test_who_does_not_read_what_it_says_does_not_keep_a_process(clock, tmp_path, monkeypatch, nobody_reads):
+    codes = []
+    _, dog = watchdog(clock, tmp_path, exit=codes.append)
+    monkeypatch.setattr(patient_stream, "LAST_WORDS_S", 0.01)
+    dog.end("it got no further")
+    assert codes == [75]
+
+
+def test_nor_the_timer_that_needs_no_python(nobody_reads):
+    faulthandler.dump_traceback(stderr_that_never_waits())
+    assert os.get_blocking(2), "whoever else writes there waits as before"
 
 
 @pytest.mark.parametrize("number", TERMINATING)
