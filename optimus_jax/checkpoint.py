@@ -246,14 +246,14 @@ class Checkpoints:
         with event_loops_that_finish():
             state = on_every_process(lambda: ocp.PyTreeCheckpointHandler().restore(
                 self._directory / str(step) / STATE,
-                args=ocp.args.PyTreeRestore(asked, restore_args=restore_args, partial_restore=partial)))
+                args=ocp.args.PyTreeRestore(asked, restore_args=restore_args, partial_restore=partial)), self._path(step))
 
         def check() -> None:
             wrong = [name for name, value in checksums(state).items() if value != saved[name]["checksum"]]
             if wrong:
                 raise DamagedError(f"the checksum of {_listed(wrong)} is not what was saved")
 
-        on_every_process(check)
+        on_every_process(check, self._path(step))
         leaves = [state[name] for name in asked]
         return Restored(step=step, metadata=manifest["metadata"],
                         state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves))
@@ -264,7 +264,10 @@ class Checkpoints:
             if stored["crc32"] != _crc32(stored["content"]):
                 raise ValueError("the manifest is not what was saved")
             return stored["content"]
-        return on_every_process(read)
+        return on_every_process(read, self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return Path(self._directory / str(step))
 
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is None:

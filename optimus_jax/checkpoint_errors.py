@@ -6,12 +6,15 @@ network did says nothing about either.
 
 import asyncio
 import contextlib
+import time
+import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+from optimus_jax.mesh.distributed import of_all_processes
 
 T = TypeVar("T")
 
@@ -24,36 +27,60 @@ class UnreachableError(Exception):
     """The machine, not the checkpoint, is why it cannot be read."""
 
 
+PATIENCE_S = 60.0
+"""For a file server to show all hosts the same files: what it tells of a directory may be so old."""
+_POLL_S = 2.0
 _GOOD, _DAMAGED, _UNREACHABLE = range(3)
 """How reading went on one process; the largest counts."""
 _UNREACHABLE_IN_TENSORSTORE = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "Input/output error")
 """TensorStore raises ValueError for everything; these of its words are the machine's trouble."""
 
 
-def on_every_process(read: Callable[[], T]) -> T:
+def on_every_process(read: Callable[[], T], directory: Path) -> T:
     """What `read` returns; DamagedError on every process if it fails on one, so that all fall back together.
+
+    Processes that do not see the same files in `directory`, which belong to what is read, try again for PATIENCE_S.
 
     Raises UnreachableError, on every process too, if one cannot get at the files.
     """
-    code, reason = _GOOD, ""
-    outcome: Any = None
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        code, reason, outcome = _attempt(read)
+        worst = max(of_all_processes(code))
+        if worst > code:
+            reason = "another process cannot read it"
+        if worst == _GOOD:
+            return outcome
+        if worst == _UNREACHABLE:
+            raise UnreachableError(reason)
+        views = of_all_processes(_view(directory))
+        if len(set(views)) == 1:
+            raise DamagedError(reason)
+        if any(of_all_processes(int(time.monotonic() > until_s))):
+            other = next(process for process, view in enumerate(views) if view != views[0])
+            raise UnreachableError(f"process {other} does not see the files that process 0 sees")
+        time.sleep(_POLL_S)
+
+
+def _attempt(read: Callable[[], T]) -> tuple[int, str, Any]:
+    """How it went, why, and what came of it."""
     try:
-        outcome = read()
+        return _GOOD, "", read()
     except (jax.errors.JaxRuntimeError, MemoryError):  # the machine's trouble, not the checkpoint's
         raise
     except DamagedError as error:
-        code, reason = _DAMAGED, str(error)
+        return _DAMAGED, str(error), None
     except Exception as error:
-        code, reason = _UNREACHABLE if _is_unreachable(error) else _DAMAGED, in_one_line(error)
-    if jax.process_count() > 1:
-        worst = int(multihost_utils.process_allgather(np.array(code)).max())
-        if worst > code:
-            code, reason = worst, "another process cannot read it"
-    if code == _UNREACHABLE:
-        raise UnreachableError(reason)
-    if code == _DAMAGED:
-        raise DamagedError(reason)
-    return outcome
+        return _UNREACHABLE if _is_unreachable(error) else _DAMAGED, in_one_line(error), None
+
+
+def _view(directory: Path) -> int:
+    """Of names and sizes of all files there: 31 bits that are the same in who sees the same."""
+    try:
+        files = sorted(f"{path.relative_to(directory)} {path.stat().st_size}" for path in directory.rglob("*") if path.is_file())
+    except OSError:  # one has gone between name and size
+        return 0
+    return zlib.crc32("\n".join(files).encode()) & 0x7FFFFFFF
 
 
 def raise_if_of_others(error: Exception) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import resource
 import shutil
@@ -21,6 +22,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optimus_jax import checkpoint_errors
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError
@@ -366,6 +368,61 @@ def test_what_cannot_be_reached_is_not_damaged(two_saved, opened, warned, tmp_pa
     with pytest.raises(CheckpointError, match=r"(?s)step 2 cannot be reached, and may be good.*then try again"):
         opened().restore(abstract(make_state()))
     assert warned == []
+
+
+@pytest.fixture
+def one_host_is_late(monkeypatch):
+    """A file server shows the second of two processes everything so many looks later; this one stands for both."""
+    def late(looks):
+        views = []
+
+        def of_all_processes(number):
+            if number in (0, 1, 2):  # how reading went, and whether it is late: alike in both
+                return [number, number]
+            views.append(number)
+            return [number, number + (len(views) <= looks)]
+
+        monkeypatch.setattr(checkpoint_errors, "of_all_processes", of_all_processes)
+        monkeypatch.setattr(checkpoint_errors, "_POLL_S", 0.0)
+    return late
+
+
+def failing(monkeypatch, times):
+    """Reading finds nothing so many times."""
+    restore, left = ocp.PyTreeCheckpointHandler.restore, iter(range(times))
+
+    def maybe(*args, **more):
+        if next(left, None) is not None:
+            raise FileNotFoundError("there is no such file")
+        return restore(*args, **more)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", maybe)
+
+
+def test_files_that_a_host_does_not_see_yet_are_waited_for(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
+    shutil.copytree(two_saved, tmp_path / "run")
+    one_host_is_late(2)
+    failing(monkeypatch, 2)
+    assert opened().restore(abstract(make_state())).step == 2
+    assert warned == []
+
+
+def test_files_that_a_host_never_sees_are_no_damage(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
+    shutil.copytree(two_saved, tmp_path / "run")
+    one_host_is_late(math.inf)
+    failing(monkeypatch, 10**9)
+    monkeypatch.setattr(checkpoint_errors, "PATIENCE_S", 0.0)
+    with pytest.raises(CheckpointError, match=r"(?s)step 2 cannot be reached, and may be good.*process 1 does not see the files that process 0 sees"):
+        opened().restore(abstract(make_state()))
+    assert warned == []
+
+
+def test_what_all_hosts_lack_is_damage(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
+    shutil.copytree(two_saved, tmp_path / "run")
+    one_host_is_late(0)
+    failing(monkeypatch, 1)
+    assert opened().restore(abstract(make_state())).step == 1
+    assert "damaged" in warned[0]
 
 
 @pytest.mark.parametrize("surfaces_in", ["wait", "save"])
