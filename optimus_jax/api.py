@@ -30,7 +30,7 @@ from optimus_jax.mesh.distributed import (
     of_first_process,
     together,
 )
-from optimus_jax.mesh.engines import Launch, find_launch
+from optimus_jax.mesh.engines import RESTARTING, Launch, find_launch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
 from optimus_jax.phases import in_phase, phase_after
@@ -43,6 +43,9 @@ from optimus_jax.run import Devices, program_of, run_program
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.run_files import explained
+from optimus_jax.training.run_lock import LockedError
+from optimus_jax.training.shared_directory import check_shared
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step_record import StepRecord
 from optimus_jax.training.stopping import EXIT_RESTART, Terminated, keep_reason
@@ -115,8 +118,9 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
     try:
         has_left_cache = leave_compilation_cache()
         topology = discover()
-        check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun", "versions": f"optimus_jax {__version__}, jax {jax.__version__}",
-                     **_settings(config)})
+        # Whoever asks for either is told so by a file server, which may tell a host of the run a minute later than others.
+        check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun"}, may_become=is_repeated)
+        check_alike({"versions": f"optimus_jax {__version__}, jax {jax.__version__}", **_settings(config)})
         asked_mesh = config.parallel.mesh
         with together():
             if resume and run_dir is not None:
@@ -141,16 +145,19 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
-                run = RunDirectory.resume(run_dir, writer=is_writer(), warn=display.message, patience_s=PATIENCE_S if is_repeated else 0.0)
+                run = _resumed_directory(run_dir, launch, display, is_repeated)
             inputs = Inputs.of(config)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, display)
         run = _known_to_all(run, run_dir)
+        check_shared(run)
         check_alike({"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
         progress.begin("start")
         if watchdog is not None:
             watchdog.close()
-        watchdog = Watchdog.of(run.path, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
+            watchdog = None  # a second close is none
+        with together(), explained(run.path):
+            watchdog = Watchdog.of(run.path, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
         if not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)
         outcome, plan = run_program(config, devices, choice, program_of(now, choice), inputs, run, display, resume, progress,
@@ -240,6 +247,16 @@ def _new_directory(run_dir: str | Path | None, config: Config, display: Display)
     if is_writer():
         return RunDirectory.create(run_dir, config.model.name, warn=display.message)
     return None if run_dir is None else RunDirectory(run_dir, writer=False)
+
+
+def _resumed_directory(run_dir: str | Path, launch: Launch, display: Display, is_repeated: bool) -> RunDirectory:
+    """The directory of a run that goes on. Raises FaultError if another process writes there that an engine may be about to end."""
+    try:
+        return RunDirectory.resume(run_dir, writer=is_writer(), warn=display.message, patience_s=PATIENCE_S if is_repeated else 0.0)
+    except LockedError as error:
+        if is_repeated and launch.engine in RESTARTING:
+            raise FaultError(str(error)) from error
+        raise
 
 
 def _known_to_all(run: RunDirectory | None, run_dir: str | Path | None) -> RunDirectory:

@@ -82,6 +82,83 @@ def test_the_reason_is_told_although_the_launcher_tells_all_to_end(tmp_path, who
     assert not any("DEADLINE_EXCEEDED" in line or "terminate called" in line for line in ended.stderr.splitlines())
 
 
+def several(script, *arguments, directories):
+    """As many processes as directories; their exit codes, and what they said."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [subprocess.Popen(
+        [sys.executable, script, *TINY, "--mesh", f"data={len(directories)}", *arguments, "--run-dir", directory,
+         "--coordinator", address, "--num-processes", str(len(directories)), "--process-id", str(number)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for number, directory in enumerate(directories)]
+    return processes, lambda process: (process.communicate(timeout=240)[1], process.returncode)
+
+
+def changed(tmp_path, change):
+    """The training script, with something done to it before."""
+    script = tmp_path / "changed.py"
+    script.write_text(f"import os, runpy, signal, sys\n{change}\nrunpy.run_path({str(TRAIN)!r}, run_name='__main__')\n")
+    return script
+
+
+def test_processes_with_directories_of_their_own_do_not_train(tmp_path):
+    """Each would have a part of every checkpoint, and nobody a whole one."""
+    script = changed(tmp_path, "from optimus_jax.training import shared_directory\nshared_directory.PATIENCE_S = 0.5")
+    processes, end = several(script, "--steps", "2", directories=[tmp_path / "a", tmp_path / "b"])
+    (first, first_code), (second, second_code) = map(end, processes)
+    assert (first_code, second_code) == (2, 2), first + second
+    assert "the run directory of this process is not that of process 0" in second
+    assert "given: process 1 of 2" in first
+    assert not (tmp_path / "a" / "config.json").exists()
+
+
+def test_a_directory_that_takes_no_signs_of_life_is_an_error_of_all(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "progress").touch()
+    processes, end = several(TRAIN, "--steps", "2", directories=[tmp_path / "run"] * 2)
+    for said, code in map(end, processes):
+        assert code == 2, said
+        assert "Traceback" not in said
+        assert "progress" in said or "another process of this run cannot go on" in said
+
+
+def test_who_never_comes_to_its_end_is_not_waited_for(tmp_path):
+    """The run is done then, and its exit code says so."""
+    script = changed(tmp_path, """
+from optimus_jax import api
+from optimus_jax.mesh import distributed
+distributed.GOODBYE_S = 2.0
+train = api.train
+def stop_after(*arguments, **more):
+    result = train(*arguments, **more)
+    if sys.argv[-1] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return result
+api.train = stop_after""")
+    (first, stopped), end = several(script, "--steps", "2", directories=[tmp_path / "run"] * 2)
+    said, code = end(first)
+    stopped.kill()
+    end(stopped)
+    assert code == 0, said
+    assert "leaves without another one that has not" in said
+
+
+def test_a_death_while_processes_are_being_connected_is_told_at_once(tmp_path):
+    """Without waiting for `connect_s`; who is connected sees it too."""
+    script = changed(tmp_path, """
+from optimus_jax.mesh import distributed
+joining = distributed._joining
+def die_or_join(*arguments):
+    if sys.argv[-1] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return joining(*arguments)
+distributed._joining = die_or_join""")
+    processes, end = several(script, "--steps", "2", directories=[tmp_path / "run"] * 3)
+    for (said, code), expected in zip(map(end, processes), (75, 75, -signal.SIGKILL), strict=True):
+        assert code == expected, said
+        assert expected != 75 or "process 2 of 3 ended before JAX had connected them" in said
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
 def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, number, code):
     """Ctrl-C ends `tee` too."""

@@ -17,13 +17,14 @@ from helpers import F32_RELATIVE, fitted, host_leaves
 from plans import in_order, make_plan
 
 import optimus_jax
-from optimus_jax import run
+from optimus_jax import api, run
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import CheckpointConfig, Config
-from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError, PlanError, RunDirectoryError
+from optimus_jax.errors import CheckpointError, ConfigError, DataError, FaultError, OptimusError, PlanError, RunDirectoryError
 from optimus_jax.first_plan import on_what_is_there
 from optimus_jax.generation import load_text_model
 from optimus_jax.mesh.build import build_mesh
+from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.restack import is_stacked
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import planned_shapes
@@ -154,6 +155,14 @@ def test_steps_that_are_done_cannot_be_undone(uninterrupted, tmp_path):
 def test_a_run_has_one_process(uninterrupted):
     with contextlib.closing(RunDirectory.resume(uninterrupted[1])), pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on "):
         optimus_jax.train(run_dir=uninterrupted[1], resume=True)
+
+
+@pytest.mark.parametrize(("engine", "is_repeated", "kind"), [("SLURM", True, FaultError), ("SLURM", False, RunDirectoryError), ("flags", True, RunDirectoryError)])
+def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(uninterrupted, monkeypatch, engine, is_repeated, kind):
+    """Who holds it may be a process of the last start that is just being ended."""
+    monkeypatch.setattr(api, "PATIENCE_S", 0.0)
+    with contextlib.closing(RunDirectory.resume(uninterrupted[1])), pytest.raises(kind, match=f"process {os.getpid()} on "):
+        api._resumed_directory(uninterrupted[1], Launch(engine=engine, why=""), Display(), is_repeated)
 
 
 def test_changed_data_is_noticed(text, tmp_path, capsys):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from optimus_jax.errors import ConfigError, RunDirectoryError, explain
+from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
 from optimus_jax.training.run_files import (
     append,
     complete_lines,
@@ -46,6 +46,8 @@ LOCK = "lock"
 SIGNS = "progress"
 FAULTS = "faults"
 """Directories that several processes write to as soon as there is a run directory."""
+MARK = "mark"
+"""In SIGNS, by which they know the directory for the same (shared_directory.py)."""
 
 
 class RunDirectory:
@@ -98,7 +100,9 @@ class RunDirectory:
         run._lock = RunLock(run.path / LOCK, warn)
         try:
             run.check_free()  # once more: until now another process could have come first
-        except ConfigError:
+            with explained(run._events):
+                cut_torn_line(run._events)
+        except OptimusError:
             run.close()
             raise
         return run
@@ -157,6 +161,8 @@ class RunDirectory:
                 "the run directory already holds a run, and runs are never overwritten", given=self.path,
                 do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
         ours = {LOCK, SIGNS, FAULTS, unfinished(self._config).name}  # what a start that was killed leaves
+        if (self.path / LOCK).exists():
+            ours.add(self._events.name)  # of the plans that it had tried
         files = (path for path in self.path.iterdir() if path.name not in ours) if self.path.is_dir() else iter(())
         if in_the_way := next(files, None):
             raise ConfigError(explain(
@@ -179,6 +185,21 @@ class RunDirectory:
             with explained(self._config):
                 replace(self._config, text.encode())
                 self.checkpoints.mkdir(exist_ok=True)
+
+    def write_mark(self, text: str) -> None:
+        """Put down what the other processes should find there."""
+        if self.writer:
+            path = self.path / SIGNS / MARK
+            with explained(path):
+                path.parent.mkdir(exist_ok=True)
+                replace(path, text.encode())
+
+    def mark(self) -> str | None:
+        """What the writer has put down; None: this process does not see it."""
+        try:
+            return (self.path / SIGNS / MARK).read_text(encoding="utf-8")
+        except OSError:
+            return None
 
     def write_plan(self, text: str) -> None:
         """Put the plan now in use in place of the one before."""

@@ -16,6 +16,10 @@ POLL_S = 1.0
 """Between two tries."""
 
 
+class LockedError(RunDirectoryError):
+    """Another process writes the run."""
+
+
 class RunLock:
     """Held on a file in the run's directory from the moment this is made until `release`, or the end of the process.
 
@@ -34,7 +38,8 @@ class RunLock:
       warn: told if this file system has no locks, or that somebody is waited for.
       patience_s: for so long another holder is waited for.
     Raises:
-      RunDirectoryError: another process holds it, or the file cannot be written.
+      LockedError: another process holds it.
+      RunDirectoryError: the file cannot be written.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object] = warnings.warn, patience_s: float = 0.0) -> None:
@@ -48,7 +53,7 @@ class RunLock:
         except BlockingIOError as error:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             self.release()
-            raise RunDirectoryError(explain(
+            raise LockedError(explain(
                 "another process is writing this run", given=f"{path.parent}, in use by {holder or 'a process that has just begun'}",
                 do="wait for it or stop it, or choose another --run-dir")) from error
         except OSError as error:

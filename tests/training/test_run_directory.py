@@ -197,10 +197,27 @@ def test_a_start_that_was_killed_is_not_in_the_way(tmp_path: Path):
     assert not (tmp_path / "config.tmp").exists()
 
 
-def test_other_peoples_files_are_left_alone(tmp_path: Path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+def test_nor_is_one_that_was_killed_after_it_had_tried_plans(tmp_path: Path):
+    """Then there are events, the last of which may be torn, and no config yet."""
+    killed = RunDirectory.create(tmp_path, "gpt2")
+    killed.log_event("decision", 0, plan="a")
+    killed.close()
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event"')
+    run = RunDirectory.create(tmp_path, "gpt2")
+    run.log_event("start", 0)
+    assert [event["event"] for event in run.events()] == ["decision", "start"]
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "events.jsonl"])
+def test_other_peoples_files_are_left_alone(tmp_path: Path, name: str):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=name):
         RunDirectory.create(tmp_path, "gpt2")
+
+
+def test_a_file_is_no_directory(tmp_path: Path):
+    (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="cannot be made"):
         RunDirectory.create(tmp_path / "thesis.tex", "gpt2")
 
