@@ -20,7 +20,15 @@ import optimus_jax
 from optimus_jax import api, run
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import CheckpointConfig, Config
-from optimus_jax.errors import CheckpointError, ConfigError, DataError, FaultError, OptimusError, PlanError, RunDirectoryError
+from optimus_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FaultError,
+    OptimusError,
+    PlanError,
+    RunDirectoryError,
+)
 from optimus_jax.first_plan import on_what_is_there
 from optimus_jax.generation import load_text_model
 from optimus_jax.mesh.build import build_mesh

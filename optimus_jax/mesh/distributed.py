@@ -14,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 from optimus_jax.mesh.engines import PROGRAM, Launch
-from optimus_jax.mesh.roll_call import RollCall, address_of, bind_address, has_gone, report
+from optimus_jax.mesh.meeting import address_of, bind_address, has_gone
+from optimus_jax.mesh.reporting import report
+from optimus_jax.mesh.roll_call import RollCall
 
 _NEVER_S = 7 * 24 * 3600
 GOODBYE_S = 30.0

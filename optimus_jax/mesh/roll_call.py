@@ -9,37 +9,35 @@ everybody who is there knows who is not. Connections stay until JAX has made its
 import contextlib
 import errno
 import json
-import os
 import selectors
 import socket
-import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from optimus_jax.errors import ConfigError, FaultError, explain
 from optimus_jax.mesh.engines import RESTARTING, Launch
+from optimus_jax.mesh.meeting import (
+    GO,
+    JOINED,
+    LONGEST,
+    MISSING,
+    REFUSED,
+    RETRY_S,
+    TOLD_AFTER_S,
+    TOLD_AGAIN_S,
+    Say,
+    address_of,
+    bind_address,
+    not_come,
+    say_to_all,
+    unresolved,
+    waiting,
+)
 
-TOLD_AFTER_S, TOLD_AGAIN_S = 10.0, 60.0
-"""When who waits says for whom, the first time and from then on."""
-VERDICT_S = 10.0
-"""Beyond the deadline: how long the others wait for process 0 to say who is missing."""
 _PORT_FREED_S = 10.0
 """How long the port may still be taken by a process of the same run that is just ending."""
-_RETRY_S = 0.05
 _SEEN_OFF_S = 1.0
-_LONGEST = 4096
-"""Bytes of a line."""
-_GO, _REFUSED, _MISSING = _ANSWERS = "go", "refused", "missing"
-_JOINED = b"joined\n"
-"""What the others say last, after their line of JSON."""
-
-Say = Callable[[str], object]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class RollCall:
@@ -54,7 +52,7 @@ class RollCall:
       FaultError: the port is taken, under an engine that starts jobs again.
     """
 
-    def __init__(self, launch: Launch, deadline: float, say: Say = _say) -> None:
+    def __init__(self, launch: Launch, deadline: float, say: Say = say_to_all) -> None:
         self._launch, self._deadline, self._say = launch, deadline, say
         self._present: dict[int, _Caller] = {}
         self._joined: set[int] = set()
@@ -81,10 +79,10 @@ class RollCall:
         while missing := self.missing:
             now = time.monotonic()
             if now >= self._deadline:
-                self._answer_all({_MISSING: missing})
-                raise _not_come(missing, self._launch, _unresolved(self._launch))
+                self._answer_all({MISSING: missing})
+                raise not_come(missing, self._launch, unresolved(self._launch))
             if now >= tell_at:
-                self._say(_waiting(missing, self._launch))
+                self._say(waiting(missing, self._launch))
                 tell_at = now + TOLD_AGAIN_S
             for key, _ in self._selector.select(min(self._deadline, tell_at) - now):
                 self._accept() if key.fileobj is self._listener else self._hear(key.data)
@@ -93,19 +91,19 @@ class RollCall:
 
     def release(self) -> None:
         """Let the others go on: the service is up."""
-        self._answer_all({_GO: True})
+        self._answer_all({GO: True})
 
     def lost(self) -> list[int]:
         """Who has gone since, and is not connected; the others are told."""
         for key, _ in self._selector.select(0):
             self._hear(key.data)
         if missing := self.missing:
-            self._answer_all({_MISSING: missing})
+            self._answer_all({MISSING: missing})
         return missing
 
     def see_off(self) -> None:
         """All are connected: wait for the others to hang up first, since whose side does keeps the port for a while."""
-        self._answer_all({_GO: True})
+        self._answer_all({GO: True})
         until = time.monotonic() + _SEEN_OFF_S
         while self._present and (left := until - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
@@ -119,14 +117,14 @@ class RollCall:
 
     def _hear(self, caller: "_Caller") -> None:
         try:
-            received = caller.connection.recv(_LONGEST)
+            received = caller.connection.recv(LONGEST)
         except OSError:
             received = b""
         caller.heard += received
-        if not received or len(caller.heard) > _LONGEST:
+        if not received or len(caller.heard) > LONGEST:
             self._hang_up(caller)
         elif caller.number is not None:
-            if _JOINED in caller.heard:
+            if JOINED in caller.heard:
                 self._joined.add(caller.number)
         elif b"\n" in caller.heard:
             try:
@@ -147,7 +145,7 @@ class RollCall:
         elif number in self._present:
             refusal = f"there is a process {number} already ({self._present[number].name})"
         if refusal is not None:
-            _answer(caller.connection, {_REFUSED: refusal})
+            _answer(caller.connection, {REFUSED: refusal})
             self._hang_up(caller)
         else:
             caller.number, self._present[number] = number, caller
@@ -172,123 +170,9 @@ class _Caller:
         self.number: int | None = None
 
 
-class First:
-    """Process 0, as another one sees it while both are being connected: a context manager, left when they are or cannot be."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._is_connected = connection, False
-        connection.setblocking(False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # process 0 has gone
-            if error is None:
-                self._connection.sendall(_JOINED)
-        self.close()
-
-    def close(self) -> None:
-        """Hang up, without a word."""
-        self._connection.close()
-
-    def lost(self) -> list[int]:
-        """Who is not connected and has gone: process 0, or whom it names."""
-        if self._is_connected:
-            return []
-        try:
-            answer = json.loads(self._connection.recv(_LONGEST).partition(b"\n")[0] or "{}")
-        except BlockingIOError:
-            return []
-        except (OSError, ValueError):
-            return [0]
-        self._is_connected = _GO in answer  # it may hang up before this one is
-        return [] if self._is_connected else answer.get(_MISSING, [0])
-
-
-def report(launch: Launch, deadline: float, say: Say = _say) -> First:
-    """The other processes' side: return when process 0 says that all are there.
-
-    Args: as for `RollCall`.
-    Raises:
-      FaultError: process 0 is not there before the deadline, or misses others.
-      ConfigError: it belongs to another run.
-    """
-    said = json.dumps({"process": launch.process_id, "of": launch.num_processes, "job": launch.job, "host": socket.gethostname(), "pid": os.getpid()})
-    tell_at, why = time.monotonic() + TOLD_AFTER_S, "not tried yet"
-    while time.monotonic() < deadline:
-        try:
-            with contextlib.ExitStack() as stack:
-                connection = stack.enter_context(
-                    socket.create_connection(address_of(launch), timeout=max(_RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic()))))
-                if connection.getsockname() == connection.getpeername():  # the port is one that the system deals out, and nobody listens there
-                    raise OSError("this process reached itself")
-                connection.sendall(said.encode() + b"\n")
-                if (answer := _await_answer(connection, deadline + VERDICT_S, tell_at, lambda: say(_waiting_along(launch)))) is not None:
-                    _check(answer, launch)
-                    stack.pop_all()
-                    return First(connection)
-                why = "process 0 was there and has gone"
-        except OSError as error:
-            why = str(error)
-        if time.monotonic() >= tell_at:
-            say(_waiting([0], launch))
-            tell_at = time.monotonic() + TOLD_AGAIN_S
-        time.sleep(_RETRY_S)
-    raise _not_come([0], launch, f"; {launch.coordinator}: {why}")
-
-
-def _check(answer: dict[str, Any], launch: Launch) -> None:
-    """Raises what `report` does, unless process 0 lets this one go on."""
-    if _MISSING in answer:
-        raise _not_come(answer[_MISSING], launch)
-    if _REFUSED in answer:
-        raise ConfigError(explain("process 0 does not know this process as one of its run", given=f"{answer[_REFUSED]}; this is {_oneself(launch)}",
-                                  do="give each process of a run a number of its own and all the same --num-processes, and each run a --coordinator of its own"))
-
-
-def _await_answer(connection: socket.socket, until: float, tell_at: float, tell: Callable[[], object]) -> dict[str, Any] | None:
-    """What process 0 says; None: it has gone, or says nothing of ours."""
-    heard = b""
-    while b"\n" not in heard and len(heard) < _LONGEST:
-        now = time.monotonic()
-        if now >= until:
-            return None
-        if now >= tell_at:
-            tell()
-            tell_at = now + TOLD_AGAIN_S
-        connection.settimeout(min(until, tell_at) - now)
-        try:
-            received = connection.recv(_LONGEST)
-        except TimeoutError:
-            continue
-        if not received:
-            return None
-        heard += received
-    try:
-        answer = json.loads(heard.partition(b"\n")[0])
-    except ValueError:
-        return None
-    return answer if isinstance(answer, dict) and not answer.keys().isdisjoint(_ANSWERS) else None
-
-
 def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # it has hung up
         connection.sendall(json.dumps(answer).encode() + b"\n")
-
-
-def address_of(launch: Launch) -> tuple[str, int]:
-    """Host and port of process 0."""
-    assert launch.coordinator is not None
-    host, _, port = launch.coordinator.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def bind_address(launch: Launch) -> str | None:
-    """`HOST:PORT` that process 0 listens on; None: all addresses, at the coordinator's port."""
-    if launch.bind is None:
-        return None
-    return f"{f'[{launch.bind}]' if ':' in launch.bind else launch.bind}:{address_of(launch)[1]}"
 
 
 def _listen(launch: Launch, patience_until: float) -> socket.socket:
@@ -301,7 +185,7 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
             listener = socket.create_server((launch.bind or "", port), family=family, dualstack_ipv6=both, backlog=1024)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and time.monotonic() < patience_until:
-                time.sleep(_RETRY_S)
+                time.sleep(RETRY_S)
                 continue
             # Who had the port before may be just ending, which is no reason for an engine to give the job up.
             kind = FaultError if error.errno == errno.EADDRINUSE and launch.engine in RESTARTING else ConfigError
@@ -311,46 +195,3 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
                    "machine knows itself by another address: --set distributed.bind=ADDRESS, 0.0.0.0 for all")) from error
         listener.setblocking(False)
         return listener
-
-
-def has_gone(lost: list[int], launch: Launch) -> FaultError:
-    """What to raise for processes that ended when all had been there."""
-    return FaultError(explain(
-        f"the processes of this run had found one another, and {_named(lost)} of {launch.num_processes} ended before JAX had connected them",
-        given=_oneself(launch), do="see what it has printed, then start all again"))
-
-
-def _not_come(missing: list[int], launch: Launch, more: str = "") -> FaultError:
-    return FaultError(explain(
-        f"the processes of this run have not found one another: {_named(missing)} of {launch.num_processes} did not come in time",
-        given=f"{_oneself(launch)}{more}",
-        do="see whether each of them is running and what it has printed, and whether --coordinator can be reached from there; "
-           "for a process that is meant to be alone: --set distributed.engine=none"))
-
-
-def _unresolved(launch: Launch) -> str:
-    """What is wrong with the coordinator's name, which process 0 does not need and the others do."""
-    host = address_of(launch)[0]
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        return f"; here nothing is known by the name of {host}: {error.strerror}"
-    return ""
-
-
-def _waiting(missing: list[int], launch: Launch) -> str:
-    return f"waiting for {_named(missing)} of {launch.num_processes}; {_oneself(launch)}"
-
-
-def _waiting_along(launch: Launch) -> str:
-    return f"waiting with process 0 at {launch.coordinator} for others; {_oneself(launch)}"
-
-
-def _oneself(launch: Launch) -> str:
-    return f"process {launch.process_id} of {launch.num_processes}, process 0 expected at {launch.coordinator} ({launch})"
-
-
-def _named(numbers: list[int]) -> str:
-    """`process 1`, `processes 1, 2, 5`; of many the first few."""
-    shown = ", ".join(map(str, numbers[:20])) + (f" and {len(numbers) - 20} more" if len(numbers) > 20 else "")
-    return f"process{'es' if len(numbers) > 1 else ''} {shown}"

@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.errors import ConfigError, FaultError
-from optimus_jax.mesh import roll_call
+from optimus_jax.mesh import reporting, roll_call
 from optimus_jax.mesh.distributed import _Joining
 from optimus_jax.mesh.engines import Launch
-from optimus_jax.mesh.roll_call import RollCall, report
+from optimus_jax.mesh.meeting import address_of
+from optimus_jax.mesh.reporting import report
+from optimus_jax.mesh.roll_call import RollCall
 
 LONG_S = 60.0
 """Nobody waits for so long here."""
@@ -40,7 +42,7 @@ def test_all_come_and_the_port_is_free_for_the_service(first):
     with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
         there = [pool.submit(report, other(first, number), soon()) for number in (1, 2)]
         call.gather()
-        with socket.create_server(roll_call.address_of(first), family=socket.AF_INET):
+        with socket.create_server(address_of(first), family=socket.AF_INET):
             assert not any(each.done() for each in there)  # the service is not up yet
             call.release()
             for each in there:
@@ -48,7 +50,7 @@ def test_all_come_and_the_port_is_free_for_the_service(first):
 
 
 def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
-    with RollCall(replace(first, coordinator=f"no.such.host.invalid:{roll_call.address_of(first)[1]}"), soon(0.0)) as call, \
+    with RollCall(replace(first, coordinator=f"no.such.host.invalid:{address_of(first)[1]}"), soon(0.0)) as call, \
             pytest.raises(FaultError, match=r"processes 1, 2 of 3 did not come in time\n.*nothing is known by the name of no\.such\.host\.invalid"):
         call.gather()
 
@@ -136,7 +138,7 @@ def hear(call):
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
 def test_it_listens_where_it_is_told_to(first, bind):
     """Every 127.x.y.z is an address of this machine."""
-    port = roll_call.address_of(first)[1]
+    port = address_of(first)[1]
     with RollCall(replace(first, bind=bind), soon()):
         socket.create_connection(("127.0.0.1", port)).close()
         if bind is None:
@@ -156,7 +158,7 @@ def test_jax_listens_there_too(first, bind, expected, monkeypatch):
     asked = {}
     monkeypatch.setattr("jax.distributed.initialize", lambda *_, **options: asked.update(options))
     _Joining(replace(first, bind=bind), 10).run()
-    assert asked["coordinator_bind_address"] == (expected and expected.format(roll_call.address_of(first)[1]))
+    assert asked["coordinator_bind_address"] == (expected and expected.format(address_of(first)[1]))
 
 
 def test_who_never_finds_process_0_says_so(first):
@@ -205,13 +207,13 @@ def test_two_processes_cannot_have_one_number(first):
 def test_who_has_gone_is_missing_again_and_may_come_back(first):
     said = json.dumps({"process": 1, "of": 3, "job": "12.0", "host": "h", "pid": 7}).encode() + b"\n"
     with RollCall(first, soon()) as call:
-        with socket.create_connection(roll_call.address_of(first)) as connection:
+        with socket.create_connection(address_of(first)) as connection:
             connection.sendall(said)
             while 1 in call.missing:
                 hear(call)
         while 1 not in call.missing:
             hear(call)
-        with socket.create_connection(roll_call.address_of(first)) as connection:
+        with socket.create_connection(address_of(first)) as connection:
             connection.sendall(said)
             while 1 in call.missing:
                 hear(call)
@@ -220,7 +222,7 @@ def test_who_has_gone_is_missing_again_and_may_come_back(first):
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"\0" * 5000,
                                    b'{"process": 1e999, "pid": 1, "host": "", "job": "", "of": 3}\n', b"[" * 4000 + b"\n"])
 def test_strangers_are_passed_over(first, noise):
-    with RollCall(first, soon()) as call, socket.create_connection(roll_call.address_of(first)) as stranger:
+    with RollCall(first, soon()) as call, socket.create_connection(address_of(first)) as stranger:
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
         hear(call)  # accepts it
@@ -233,7 +235,7 @@ def test_strangers_are_passed_over(first, noise):
 def test_a_port_that_is_taken(first, monkeypatch, engine, kind):
     """To be mended by who gave it; a job that starts again may find it free."""
     monkeypatch.setattr(roll_call, "_PORT_FREED_S", 0.0)
-    with socket.create_server(roll_call.address_of(first)), pytest.raises(kind, match="process 0 cannot listen"):
+    with socket.create_server(address_of(first)), pytest.raises(kind, match="process 0 cannot listen"):
         RollCall(replace(first, engine=engine), soon())
 
 
@@ -252,8 +254,8 @@ def test_a_process_that_reaches_itself_has_found_nobody(first, monkeypatch):
 
 
 def test_an_echo_is_no_answer(first, monkeypatch):
-    monkeypatch.setattr(roll_call, "VERDICT_S", 0.0)
-    with socket.create_server(roll_call.address_of(first)) as listener, ThreadPoolExecutor() as pool:
+    monkeypatch.setattr(reporting, "VERDICT_S", 0.0)
+    with socket.create_server(address_of(first)) as listener, ThreadPoolExecutor() as pool:
         lost = pool.submit(report, other(first, 1), soon(0.5))
         connection, _ = listener.accept()
         connection.sendall(connection.recv(4096))
@@ -263,7 +265,7 @@ def test_an_echo_is_no_answer(first, monkeypatch):
 
 
 def test_a_port_that_becomes_free_is_waited_for(first):
-    taken = socket.create_server(roll_call.address_of(first))
+    taken = socket.create_server(address_of(first))
     freed = threading.Timer(0.1, taken.close)
     freed.start()
     with RollCall(first, soon()):

@@ -1,0 +1,134 @@
+"""How a process reports to process 0 (roll_call.py), and what it hears from there until both are connected."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.mesh.engines import Launch
+from optimus_jax.mesh.meeting import (
+    ANSWERS,
+    GO,
+    JOINED,
+    LONGEST,
+    MISSING,
+    REFUSED,
+    RETRY_S,
+    TOLD_AFTER_S,
+    TOLD_AGAIN_S,
+    Say,
+    address_of,
+    not_come,
+    oneself,
+    say_to_all,
+    waiting,
+    waiting_along,
+)
+
+VERDICT_S = 10.0
+"""Beyond the deadline: how long this process waits for process 0 to say who is missing."""
+
+
+class First:
+    """Process 0, as another one sees it while both are being connected: a context manager, left when they are or cannot be."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._is_connected = connection, False
+        connection.setblocking(False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):  # process 0 has gone
+            if error is None:
+                self._connection.sendall(JOINED)
+        self.close()
+
+    def close(self) -> None:
+        """Hang up, without a word."""
+        self._connection.close()
+
+    def lost(self) -> list[int]:
+        """Who is not connected and has gone: process 0, or whom it names."""
+        if self._is_connected:
+            return []
+        try:
+            answer = json.loads(self._connection.recv(LONGEST).partition(b"\n")[0] or "{}")
+        except BlockingIOError:
+            return []
+        except (OSError, ValueError):
+            return [0]
+        self._is_connected = GO in answer  # it may hang up before this one is
+        return [] if self._is_connected else answer.get(MISSING, [0])
+
+
+def report(launch: Launch, deadline: float, say: Say = say_to_all) -> First:
+    """The other processes' side: return when process 0 says that all are there.
+
+    Args: as for `RollCall`.
+    Raises:
+      FaultError: process 0 is not there before the deadline, or misses others.
+      ConfigError: it belongs to another run.
+    """
+    said = json.dumps({"process": launch.process_id, "of": launch.num_processes, "job": launch.job, "host": socket.gethostname(), "pid": os.getpid()})
+    tell_at, why = time.monotonic() + TOLD_AFTER_S, "not tried yet"
+    while time.monotonic() < deadline:
+        try:
+            with contextlib.ExitStack() as stack:
+                connection = stack.enter_context(
+                    socket.create_connection(address_of(launch), timeout=max(RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic()))))
+                if connection.getsockname() == connection.getpeername():  # the port is one that the system deals out, and nobody listens there
+                    raise OSError("this process reached itself")
+                connection.sendall(said.encode() + b"\n")
+                if (answer := _await_answer(connection, deadline + VERDICT_S, tell_at, lambda: say(waiting_along(launch)))) is not None:
+                    _check(answer, launch)
+                    stack.pop_all()
+                    return First(connection)
+                why = "process 0 was there and has gone"
+        except OSError as error:
+            why = str(error)
+        if time.monotonic() >= tell_at:
+            say(waiting([0], launch))
+            tell_at = time.monotonic() + TOLD_AGAIN_S
+        time.sleep(RETRY_S)
+    raise not_come([0], launch, f"; {launch.coordinator}: {why}")
+
+
+def _check(answer: dict[str, Any], launch: Launch) -> None:
+    """Raises what `report` does, unless process 0 lets this one go on."""
+    if MISSING in answer:
+        raise not_come(answer[MISSING], launch)
+    if REFUSED in answer:
+        raise ConfigError(explain("process 0 does not know this process as one of its run", given=f"{answer[REFUSED]}; this is {oneself(launch)}",
+                                  do="give each process of a run a number of its own and all the same --num-processes, and each run a --coordinator of its own"))
+
+
+def _await_answer(connection: socket.socket, until: float, tell_at: float, tell: Callable[[], object]) -> dict[str, Any] | None:
+    """What process 0 says; None: it has gone, or says nothing of ours."""
+    heard = b""
+    while b"\n" not in heard and len(heard) < LONGEST:
+        now = time.monotonic()
+        if now >= until:
+            return None
+        if now >= tell_at:
+            tell()
+            tell_at = now + TOLD_AGAIN_S
+        connection.settimeout(min(until, tell_at) - now)
+        try:
+            received = connection.recv(LONGEST)
+        except TimeoutError:
+            continue
+        if not received:
+            return None
+        heard += received
+    try:
+        answer = json.loads(heard.partition(b"\n")[0])
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) and not answer.keys().isdisjoint(ANSWERS) else None
