@@ -47,7 +47,7 @@ def in_a_save(job: Job, draw: random.Random) -> dict[str, Any]:
 
 
 def at_any_time(job: Job, draw: random.Random) -> dict[str, Any]:
-    time.sleep(draw.uniform(0.0, 14.0))
+    time.sleep(draw.uniform(0.0, 9.0))
     return _kill(job, draw)
 
 
