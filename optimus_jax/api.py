@@ -43,7 +43,6 @@ from optimus_jax.run import Devices, program_of, run_program
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.run_files import explained
 from optimus_jax.training.run_lock import LockedError
 from optimus_jax.training.shared_directory import check_shared
 from optimus_jax.training.state import TrainState
@@ -156,7 +155,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         if watchdog is not None:
             watchdog.close()
             watchdog = None  # a second close is none
-        with together(), explained(run.path):
+        with together():
             watchdog = Watchdog.of(run.path, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
         if not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)

@@ -87,7 +87,7 @@ def settings(given: dict) -> dict:
 
 
 def main() -> int:
-    """Exit code: 0 done or stopped by Ctrl-C and saved, 1 an error that nobody has foreseen, 2 the user's error, 75 stopped by SIGTERM or ended for a fault and worth restarting,
+    """Exit code: 0 done or stopped by Ctrl-C and saved, 1 an error that nobody has foreseen, 2 the user's error, 75 stopped by SIGTERM or the like, or ended for a fault and worth restarting,
     130 ended by Ctrl-C before the first step or, asked twice, without saving."""
     sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
     flags = parser()

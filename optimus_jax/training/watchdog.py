@@ -9,7 +9,7 @@ What is a fault:
 * the main thread takes longer than the *limit* of what it does, which is made from how long that took before;
 * another process is silent, or says that it has failed;
 * this process itself was stopped for so long that the others have given it up;
-* a signal to stop (SIGTERM, SIGUSR1) was received and the step under way does not end. The signal is heard through a file descriptor that Python's C handler
+* a signal to stop (SIGTERM, SIGUSR1, SIGHUP) was received and the step under way does not end. The signal is heard through a file descriptor that Python's C handler
   writes to in any thread.
 If not even this thread can run, because C code keeps Python's lock, a timer of `faulthandler`, which needs no Python, ends the process (exit code 1).
 """
@@ -135,7 +135,7 @@ class Watchdog:
         return self._signs
 
     def start(self) -> None:
-        """From now on, this process may be ended. Raises OSError if no sign of life can be given."""
+        """From now on, this process may be ended. Raises RunDirectoryError if no sign of life can be given."""
         if self._signs is not None:
             self._signs.start()
         if threading.current_thread() is threading.main_thread():
