@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any, TextIO, cast
 
 LAST_WORDS_S = 5.0
-"""How long a process that ends waits for standard error to take what it has to say: who should read it may have stopped."""
+"""How long standard error may take for what has to be said: who should read it may have stopped."""
 
 
 def last_words(text: str, *, after: Iterable[TextIO] = ()) -> None:
-    """Write to standard error, in LAST_WORDS_S at most; the caller is about to end the process.
+    """Write to standard error, from any thread, in LAST_WORDS_S at most: for a process that ends, or a thread that others wait for.
 
     Args:
       after: streams that are flushed before.

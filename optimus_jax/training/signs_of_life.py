@@ -12,7 +12,6 @@ a second as there are processes, times that.
 Files are written and read in a thread of their own, so that who judges (training/watchdog.py) never waits for them.
 """
 
-import contextlib
 import json
 import os
 import socket
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from optimus_jax.training.patient_stream import last_words
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import SIGNS
 from optimus_jax.training.run_files import explained
@@ -74,7 +74,7 @@ class SignsOfLife:
     """
 
     def __init__(self, run_directory: Path, process: int, num_processes: int, progress: Progress, *, clock: Callable[[], float] = time.monotonic,
-                 warn: Callable[[str], object] = lambda text: _say(f"warning: {text}")) -> None:
+                 warn: Callable[[str], object] = lambda text: last_words(f"\nwarning: {text}\n")) -> None:
         self.process, self.num_processes = process, num_processes
         self._directory, self._progress, self._clock = run_directory / SIGNS, progress, clock
         self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
@@ -164,12 +164,6 @@ class SignsOfLife:
 
     def _path(self, process: int) -> Path:
         return self._directory / f"{process}.json"
-
-
-def _say(line: str) -> None:
-    """On standard error, from any thread; nobody may be left to read it."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"\n{line}\n".encode())
 
 
 def _told(text: str) -> dict[str, Any]:
