@@ -6,8 +6,8 @@
 
 Plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b, in three lists. The estimate's formulas were made while
 looking at *studied* with XLA's attention; after *fresh* with XLA's attention they were changed once (the shares of
-attention scores). Nothing was changed after *drawn*, which is drawn at random from what is legal (--seed), nor after any plan with cuDNN's
-attention. A line is a plan: model, tokens of an example, examples of a microbatch on a device, mesh, settings.
+attention scores). Nothing was changed after *drawn*, which is drawn at random from what is legal (--seed). After plans with cuDNN's
+attention one thing was, what a layer that is computed again makes (STREAMS_AGAIN), and after none of these: after two of benchmarks/gpu. A line is a plan: model, tokens of an example, examples of a microbatch on a device, mesh, settings.
 """
 
 import argparse

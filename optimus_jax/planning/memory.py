@@ -35,6 +35,8 @@ HIDING_SCORES: dict[RematPolicy, float] = {"none": 0.75, "selective": 3.0, "dots
 layers are not taken apart, the constants (1/2 to 1)."""
 WORKING_STREAMS = 6
 """Values of the residual stream's size that work on a layer has at once: norms in float32, sums, and what neighbours send."""
+STREAMS_AGAIN = 3
+"""Those that a layer which is computed again makes beside attention's values: its middle, and what its norms begin and end with."""
 LEAVES_FETCHED = 2
 """Whose moments a device holds at once where they lie on the host: one's on their way out, the next one's on their way in (training/offload.py)."""
 LAYERS_RESIDENT = 2
@@ -215,9 +217,10 @@ def _token(model: ModelConfig, remat: RematPolicy, kernel: AttentionKernel, widt
     # Each block of queries is given its own copy of the keys and values that it looks at.
     copies = key_value * seen / block_size(seq_len) if remat != "none" else 0
     common = WORKING_STREAMS * stream + hidden + copies
+    made_again = kept_bytes(model, "none", heads_ways=heads_ways, mlp_ways=mlp_ways, **split).attention + STREAMS_AGAIN * stream if fused and remat == "full" else 0
     return _Token(
         kept=kept_bytes(model, remat, heads_ways=heads_ways, mlp_ways=mlp_ways, **split).total,
         kept_once=kept_once_bytes(model, remat, respect_documents=True, **split), stream=stream,
         reordered=0 if fused or remat in ("dots", "full") else query,
         forward=FORWARD_SCORES[remat] * scores + common,
-        backward=BACKWARD_SCORES[remat] * scores + hidden + common, backward_hiding=HIDING_SCORES[remat] * scores + hidden + common)
+        backward=BACKWARD_SCORES[remat] * scores + hidden + common + made_again, backward_hiding=HIDING_SCORES[remat] * scores + hidden + common)

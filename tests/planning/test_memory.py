@@ -84,9 +84,11 @@ COMPILED_FOR_GPUS = 0.04
     ("llama3.3-70b 4096 1 pipe=8,tensor=8", "microbatches=16 remat=selective attention=xla", 55.39),
     ("llama3.3-70b 4096 1 pipe=4,data=2,fsdp=4,tensor=8", "microbatches=16 zero=2 schedule=gpipe remat=full attention=xla", 41.65),
     ("llama3.3-70b 4096 1 pipe=2,tensor=4", "microbatches=4 stage_residuals=recompute remat=full attention=xla", 181.42),
+    ("gpt2 1024 128 data=1", "remat=full attention=cudnn", 8.07),
+    ("llama3.2-1b 4096 16 data=1", "remat=full attention=cudnn", 29.40),
 ])
 def test_the_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
-    """Figures of steps compiled for H100s by benchmarks/planner_memory.py: model, tokens, rows of a microbatch on a device, mesh."""
+    """Figures of steps compiled for H100s by benchmarks/planner_memory.py, of the last two for an H200 by benchmarks/gpu/compiled.py: model, tokens, rows of a microbatch on a device, mesh."""
     model, seq_len, rows, mesh = plan.split()
     axes, given = AxisSizes.parse(mesh), dict(setting.split("=") for setting in settings.split())
     batch = int(given.get("microbatches", 1)) * int(rows) * axes.data * axes.fsdp
