@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optimus_jax.config import Config
@@ -116,6 +116,7 @@ def command_lines(draw: st.DrawFn) -> str:
 
 
 @given(line=command_lines(), gib=st.sampled_from((None, None, 0.2)))
+@example(line=NANO + "--mesh tensor=8", gib=0.2)  # would fit all split, with moments in bf16
 @settings(max_examples=100)
 def test_whatever_is_named_is_accepted(line, gib):
     config = asked(line)
