@@ -38,7 +38,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import choose_plan
 from optimus_jax.planning.here import Here, known_devices, measure_devices
 from optimus_jax.planning.phase_plans import plans_ahead
-from optimus_jax.request import FIXED_FOR_A_RUN, make_config, read_config, repeated_config, resumed_config
+from optimus_jax.request import SAVED_WITH_A_RUN, make_config, read_config, repeated_config, resumed_config
 from optimus_jax.run import Devices, program_of, run_program
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.progress import Progress
@@ -133,7 +133,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         with together():
             now = in_phase(config, phase_after(config, saved.step if saved else 0))
             choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
-            choice = choice or choose_plan(now, topology, devices.pricing(now), kept=FIXED_FOR_A_RUN if resume else ())
+            choice = choice or choose_plan(now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ())
             if config.parallel.mesh != asked_mesh:
                 choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
             check_allowed(config.controller.allow, topology.num_devices)

@@ -38,6 +38,8 @@ SHORT_NAMES = {
 
 FIXED_FOR_A_RUN = ("model.", "data.", "seed")
 """What a resumed run keeps: another value would change what its steps mean."""
+SAVED_WITH_A_RUN = (*FIXED_FOR_A_RUN, "precision.moments")
+"""And what its checkpoints hold in one format: to advise a run that goes on to change it would be wrong."""
 
 
 def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | None = None) -> Config:

@@ -154,5 +154,5 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
         given=f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer {gib(memory.moments)}, "
               f"gradients {gib(memory.gradients)}, activations {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)",
         do="split more over fsdp, or use more microbatches" if fits(least, topology) else
-           f"keep moments in bf16 (the setting precision.moments) and split more over fsdp: all split and computed again, about {gib(halved.total)} per device are then needed" if fits(halved, topology) else
+           f"keep moments in bf16 (the setting precision.moments){' and split more over fsdp' * (devices > 1)}: all split and computed again, about {gib(halved.total)} per device are then needed" if fits(halved, topology) else
            f"use more devices or a smaller model: all split and computed again, about {gib(least.total)} per device are needed" + on_the_host(least, topology))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from optimus_jax.config import Config, ParallelConfig
-from optimus_jax.errors import PlanError
+from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.moves import MOVES, meshes
 from optimus_jax.request import typed
@@ -22,6 +22,7 @@ Accepts = Callable[[Config, Topology], object]
 """What raises PlanError for a config that cannot be run on such devices."""
 
 MESH = "parallel.mesh"
+MOMENTS = "precision.moments"
 MOST_NAMED = 3
 MOST_TRIED = 1500
 """Configs; a try takes 0.3 ms, or 2 where memory has to be estimated."""
@@ -60,7 +61,7 @@ def neighbours(config: Config, topology: Topology, accepts: Accepts, *, kept: tu
             farthest = min(farthest, distance + FARTHER)
         if len(found) == MOST_NAMED:
             break
-    return found or _freed(config, topology, search, kept)
+    return found or _freed(config, topology, search, kept) or _in_smaller_moments(config, topology, accepts, kept)
 
 
 def _freed(config: Config, topology: Topology, search: "_Search", kept: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -74,6 +75,18 @@ def _freed(config: Config, topology: Topology, search: "_Search", kept: tuple[st
                 changes = fewer if search.accepts(fewer) else changes
             return [changes]
     return []
+
+
+def _in_smaller_moments(config: Config, topology: Topology, accepts: Accepts, kept: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The optimizer's moments in bf16, if that alone helps: the only change here that is not of the layout, so it comes last."""
+    changes = {MOMENTS: "bf16"}
+    if MOMENTS.startswith(kept):
+        return []
+    try:
+        accepts(config.with_values(changes), topology)
+    except (ConfigError, PlanError):  # ConfigError: betas that bf16 cannot follow
+        return []
+    return [changes]
 
 
 class _Search:

@@ -15,7 +15,7 @@ from optimus_jax.planning.assemble import check_words
 from optimus_jax.planning.choice import choose_plan
 from optimus_jax.planning.layouts import axis_sizes
 from optimus_jax.planning.neighbours import MOST_NAMED, NAMED, neighbours
-from optimus_jax.request import FIXED_FOR_A_RUN, make_config, resumed_config, typed
+from optimus_jax.request import FIXED_FOR_A_RUN, SAVED_WITH_A_RUN, make_config, resumed_config, typed
 
 GIB = 2**30
 
@@ -155,6 +155,25 @@ def test_a_run_that_goes_on_is_not_told_to_change_what_it_keeps():
     alternatives = named(refusal(resumed, kept=FIXED_FOR_A_RUN))
     assert alternatives
     assert not any("--global-batch" in alternative for alternative in alternatives)
+
+
+def test_smaller_moments_are_advised_last_and_not_to_a_run_that_goes_on():
+    config = asked("--model gpt2-nano --cpu-devices 1 --global-batch 1")
+    needed = choose_plan(config, devices(config)).memory
+    gib = next(gib for part in range(1, 100) if (gib := needed.total * part / 100 / GIB) and fits_with_moments_in(config, "bf16", gib))
+    assert not fits_with_moments_in(config, "f32", gib)
+    assert named(refusal(config, gib)) == ["--set precision.moments=bf16"]
+    assert "split" not in refusal(config, gib).partition("all split and computed again")[0].partition("do:")[2], "there is nothing to split over"
+    assert not named(refusal(config, gib, kept=SAVED_WITH_A_RUN))
+    assert not named(refusal(config.with_values({"optimizer.beta2": 0.999}), gib)), "bf16 cannot follow it"
+
+
+def fits_with_moments_in(config: Config, moments: str, gib: float) -> bool:
+    try:
+        choose_plan(config.with_values({"precision.moments": moments}), devices(config, gib))
+    except PlanError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(("line", "fixed"), [
