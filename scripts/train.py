@@ -17,6 +17,7 @@ from optimus_jax.training.stopping import (
     NOT_BEGUN,
     StoppedAtOnce,
     Terminated,
+    end_when_asked,
     exit_when_asked,
     raise_when_asked,
 )
@@ -25,7 +26,6 @@ if __name__ == "__main__":
     exit_when_asked()
 
 import argparse
-import signal
 import traceback
 from typing import Literal, NoReturn
 
@@ -139,11 +139,12 @@ def told(error: Exception) -> str:
 
 
 def end_in_order(code: int) -> int:
-    """The exit code for Python's own end, which may wait for saves under way: from now on Ctrl-C ends it, as it ends any program.
+    """The exit code for Python's own end, which may wait for saves under way: from now on Ctrl-C ends it, as it ends any program, and SIGTERM with this code.
 
     Of several processes one that does not come to its end is not waited for.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    last_words("", after=(sys.stdout, sys.stderr))
+    end_when_asked(code)
     if is_one_of_several():
         from optimus_jax.mesh.distributed import leave
 

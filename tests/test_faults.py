@@ -122,12 +122,22 @@ def test_a_directory_that_takes_no_signs_of_life_is_an_error_of_all(tmp_path):
         assert "progress" in said or "another process of this run cannot go on" in said
 
 
-def test_who_never_comes_to_its_end_is_not_waited_for(tmp_path):
-    """The run is done then, and its exit code says so."""
-    script = changed(tmp_path, """
+@pytest.mark.parametrize("is_told_to_end", [False, True])
+def test_who_never_comes_to_its_end_is_not_waited_for(tmp_path, is_told_to_end):
+    """The run is done then, and its exit code says so, also where the launcher does not wait either."""
+    script = changed(tmp_path, f"""
+import threading
 from optimus_jax import api
 from optimus_jax.mesh import distributed
-distributed.GOODBYE_S = 2.0
+if {is_told_to_end}:
+    leave = distributed.leave
+    distributed.GOODBYE_S = 1000.0
+    def leave_when_told():
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return leave()
+    distributed.leave = leave_when_told
+else:
+    distributed.GOODBYE_S = 2.0
 train = api.train
 def stop_after(*arguments, **more):
     result = train(*arguments, **more)
@@ -140,7 +150,8 @@ api.train = stop_after""")
     stopped.kill()
     end(stopped)
     assert code == 0, said
-    assert "leaves without another one that has not" in said
+    assert ("leaves without another one that has not" in said) != is_told_to_end
+    assert "stopped before" not in said
 
 
 def test_a_death_while_processes_are_being_connected_is_told_at_once(tmp_path):

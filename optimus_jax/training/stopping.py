@@ -78,6 +78,12 @@ def keep_reason(error: BaseException) -> None:
         _has_failed.set()
 
 
+def end_when_asked(code: int) -> None:
+    """From now on TERMINATING end the program with the exit code that it has come to, and SIGINT ends it as it ends any: nothing is left to be put in order."""
+    for number in _heard():
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else lambda *_: os._exit(code))
+
+
 def _heard() -> list[signal.Signals]:
     """Signals that mean something: under nohup a terminal that closes is nothing."""
     return [number for number in (signal.SIGINT, *TERMINATING) if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]

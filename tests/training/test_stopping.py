@@ -80,6 +80,13 @@ def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
     assert (ended.returncode, ended.stderr) == (code, f"\n{NOT_BEGUN}\n")
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), *((number, 3) for number in TERMINATING)])
+def test_a_program_that_is_done_ends_with_its_own_code(number: int, code: int):
+    program = f"import os; from optimus_jax.training import stopping; stopping.raise_when_asked(); stopping.end_when_asked(3); os.kill(os.getpid(), {int(number)})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
 def test_under_nohup_a_terminal_that_closes_is_nothing():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # handlers of before come back with the fixture
     exit_when_asked()
