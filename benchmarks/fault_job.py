@@ -1,4 +1,4 @@
-"""A run of two processes that faults are done to (benchmarks/faults.py), and where it runs: on one machine, or on two hosts with a cable between them."""
+"""A run of several processes that faults are done to (benchmarks/faults.py), and where it runs: on one machine, or on two hosts with a cable between them."""
 
 import json
 import os
@@ -16,9 +16,11 @@ from typing import Any
 from fault_processes import Server
 
 STEPS, SNAPSHOT_EVERY, CHECKPOINT_EVERY = 40, 4, 10
+DEVICES = 4
+"""Virtual ones, dealt out to the processes."""
 SETTINGS = [
     "--model", "gpt2-nano", "--steps", str(STEPS), "--global-batch", "8", "--seq-len", "32", "--eval-every", "0", "--progress", "plain",
-    "--checkpoint-every", str(CHECKPOINT_EVERY), "--mesh", "fsdp=4", "--cpu-devices", "2", "--num-processes", "2", "--resume", "auto",
+    "--checkpoint-every", str(CHECKPOINT_EVERY), "--mesh", f"fsdp={DEVICES}", "--resume", "auto",
     "--set", "model.num_layers=1", "--set", "model.embed_dim=32", "--set", "model.mlp_dim=64", "--set", "model.head_dim=4",
     "--set", "faults.silence_s=5", "--set", "faults.floor_s=8", "--set", "faults.ceiling_s=30", "--set", "faults.connect_s=20", "--set", "faults.start_s=60", "--set", "faults.stop_s=5",
     "--set", "faults.heartbeat_s=15"]
@@ -59,7 +61,8 @@ class Job:
 
     run_dir: Path
     text: Path
-    servers: tuple[Server, Server]
+    servers: tuple[Server, ...]
+    """One for each process."""
     host: str
     """Address that process 0 listens at."""
     extra: list[str]
@@ -70,10 +73,11 @@ class Job:
     starts: int = 0
 
     def start(self) -> None:
-        """Both processes, by the same command each time."""
+        """All processes, by the same command each time."""
         self.starts += 1
         address = f"{self.host}:{_free_port()}"
-        arguments = [*SETTINGS, "--data", str(self.text), "--run-dir", str(self.run_dir), "--coordinator", address, *self.extra]
+        arguments = [*SETTINGS, "--cpu-devices", str(DEVICES // len(self.servers)), "--num-processes", str(len(self.servers)),
+                     "--data", str(self.text), "--run-dir", str(self.run_dir), "--coordinator", address, *self.extra]
         self.pids = [server.start([*arguments, "--process-id", str(number)], self.log(number), caches=self.caches) for number, server in enumerate(self.servers)]
 
     def log(self, number: int) -> Path:
@@ -83,10 +87,18 @@ class Job:
         return self.servers[number].ended(self.pids[number])
 
     def all_ended(self) -> bool:
-        return len(self.pids) == 2 and all(self.ended(number) for number in range(2))
+        return bool(self.pids) and all(self.ended(number) for number in range(len(self.pids)))
 
     def codes(self) -> list[int | None]:
-        return [end[0] if (end := self.ended(number)) else None for number in range(2)]
+        return [end[0] if (end := self.ended(number)) else None for number in range(len(self.pids))]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every process has come to its end, and to that of the run."""
+        return self.all_ended() and all(code == 0 for code in self.codes())
+
+    def others(self, who: int) -> list[int]:
+        return [number for number in range(len(self.servers)) if number != who]
 
     def kill(self) -> None:
         """Whatever is left of it, stopped or not."""
@@ -104,7 +116,7 @@ class Job:
         return len(self.lines("metrics.jsonl"))
 
     def logs(self) -> str:
-        return "\n".join(self.log(number).read_text(errors="replace")[-3000:] for number in range(2) if self.log(number).exists())
+        return "\n".join(self.log(number).read_text(errors="replace")[-3000:] for number in range(len(self.servers)) if self.log(number).exists())
 
 
 @contextmanager

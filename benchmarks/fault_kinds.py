@@ -54,9 +54,9 @@ def at_any_time(job: Job, draw: random.Random) -> dict[str, Any]:
 def stopped(job: Job, draw: random.Random) -> dict[str, Any]:
     at = draw.randrange(3, STEPS - 3)
     job.clock.wait(lambda: job.step >= at or job.all_ended())
-    who = draw.randrange(2)
+    who = draw.randrange(len(job.servers))
     os.kill(job.pids[who], signal.SIGSTOP)
-    return {"process": who, "survivors": [1 - who], "wake": True}
+    return {"process": who, "survivors": job.others(who), "wake": True}
 
 
 def cut_network(job: Job, draw: random.Random) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def cut_network(job: Job, draw: random.Random) -> dict[str, Any]:
 
 
 def corrupted(job: Job, draw: random.Random) -> dict[str, Any]:
-    """Both are killed, and then the newest checkpoint is harmed."""
+    """All are killed, and then the newest checkpoint is harmed."""
     at = draw.randrange(2 * CHECKPOINT_EVERY + 2, STEPS - 2)
     job.clock.wait(lambda: (job.step >= at and len(list((job.run_dir / "checkpoints").glob("[0-9]*0"))) >= 2) or job.all_ended())
     job.kill()
@@ -98,14 +98,14 @@ def disk_full(job: Job, draw: random.Random) -> dict[str, Any]:
     leave = draw.choice([0, 4096, *[int(draw.random() * sum(path.stat().st_size for path in whole.rglob("*") if path.is_file())) for _ in range(4) if whole]])
     with open(job.run_dir.parent / "ballast", "wb") as file:
         file.write(b"\0" * max(0, shutil.disk_usage(job.run_dir).free - leave))
-    return {"process": None, "survivors": [0, 1], "left_bytes": leave}
+    return {"process": None, "survivors": list(range(len(job.servers))), "left_bytes": leave}
 
 
 def _kill(job: Job, draw: random.Random) -> dict[str, Any]:
-    who = draw.randrange(2)
+    who = draw.randrange(len(job.servers))
     if job.ended(who) is None:
         os.kill(job.pids[who], signal.SIGKILL)
-    return {"process": who, "survivors": [1 - who]}
+    return {"process": who, "survivors": job.others(who)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,11 @@ CASES = {
     "corrupted newest checkpoint": Case(fault=corrupted, snapshots=False, bound=ONE_BEFORE),
     "disk full": Case(fault=disk_full, snapshots=False, place="small", bound=CHECKPOINT, codes=frozenset({2})),
 }
+
+
+def cases_for(processes: int) -> list[str]:
+    """Names of what can be done to so many processes."""
+    return [name for name, case in CASES.items() if case.place != "namespaces" or processes == len(NAMESPACES)]
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Faults done to a run of two processes, and what became of it.
+"""Faults done to a run of several processes, and what became of it.
 
     python benchmarks/faults.py --out faults.jsonl --repetitions 20           # goes on where it stopped
+    python benchmarks/faults.py --out faults.jsonl --repetitions 20 --processes 4
     python benchmarks/faults.py --out faults.jsonl --table                     # of what is in the file
 
-Each repetition begins a run of a tiny model (two processes x two virtual devices, fsdp=4), does one fault at a random moment, waits for the processes
+Each repetition begins a run of a tiny model (fsdp=4: two processes of two virtual devices each, or four of one), does one fault at a random moment, waits for the processes
 to end by themselves, and starts them again by the same command (`--resume auto`), as an engine would, until the run has come to its end.
 What is written down of it: from the fault to the end of the last process; from there to the next finished step; steps that were done twice; and whether
 every loss is the one of a run that nobody disturbed, bit for bit. A repetition in which this machine stood still is done again. The network is cut
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_job import NAMESPACES, SNAPSHOT_EVERY, Clock, Job, StoodStill, ip, namespaces
-from fault_kinds import CASES, Case, place_for
+from fault_kinds import CASES, Case, cases_for, place_for
 from fault_processes import Server
 
 
@@ -34,7 +35,7 @@ def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[floa
     job.start()
     told = case.fault(job, draw)
     began_s, step = time.monotonic(), job.step
-    row: dict[str, Any] = {**told, "at_step": step, "is_late": job.all_ended() and all(code == 0 for code in job.codes())}
+    row: dict[str, Any] = {**told, "at_step": step, "is_late": job.is_done}
     waited = job.clock.wait(lambda: all(job.ended(number) for number in told["survivors"]))
     row |= {"detected_s": None if not told["survivors"] else waited and round(waited, 2), "codes": job.codes(), "hangs": waited is None}
     if told.get("wake") and not job.ended(told["process"]):
@@ -45,7 +46,7 @@ def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[floa
     job.kill()
     _mend(job)
     ended_s = time.monotonic()
-    while not (job.all_ended() and job.codes() == [0, 0]) and job.starts < 6 and not row["hangs"]:
+    while not job.is_done and job.starts < 6 and not row["hangs"]:
         before = len(job.lines("events.jsonl"))
         job.start()
         job.clock.wait(lambda before=before: _resumed(job, before) is not None or job.all_ended())
@@ -56,7 +57,7 @@ def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[floa
         row["hangs"] = job.clock.wait(job.all_ended) is None
         job.kill()
     losses = [line["loss"] for line in job.lines("metrics.jsonl")]
-    row |= {"starts": job.starts, "done": job.codes() == [0, 0], "same_losses": losses == undisturbed, "set_aside": (job.run_dir / "damaged").exists(),
+    row |= {"starts": job.starts, "done": job.is_done, "same_losses": losses == undisturbed, "set_aside": (job.run_dir / "damaged").exists(),
             "faults_told": len([event for event in job.lines("events.jsonl") if event["event"] == "fault"])}
     told_well = row["is_late"] or (all(row["codes"][number] in case.codes for number in told["survivors"]) and (row["detected_s"] or 0.0) <= case.within_s)
     row["ok"] = row["done"] and row["same_losses"] and not row["hangs"] and row.get("steps_lost", 0) <= case.bound and told_well
@@ -67,7 +68,7 @@ def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[floa
 
 def _said(job: Job) -> list[str]:
     """What processes said of their end, in a line each."""
-    words = [line for number in range(2) if job.log(number).exists() for line in job.log(number).read_text(errors="replace").splitlines()
+    words = [line for number in range(len(job.servers)) if job.log(number).exists() for line in job.log(number).read_text(errors="replace").splitlines()
              if line.startswith(("fault:", "error:"))]
     return [word[:200] for word in words]
 
@@ -85,9 +86,9 @@ def _mend(job: Job) -> None:
             ip("-n", name, "link", "set", f"fv{number}", "up")
 
 
-def measure(names: list[str], repetitions: int, out: Path) -> None:
+def measure(names: list[str], repetitions: int, processes: int, out: Path) -> None:
     """Do what is missing in the file, one of each kind after the other, and add it."""
-    done = {(row["case"], row["repetition"]) for row in _rows(out)}
+    done = {(row["case"], row["repetition"]) for row in _rows(out) if row.get("processes", 2) == processes}
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
         text = work / "text.txt"
@@ -96,12 +97,10 @@ def measure(names: list[str], repetitions: int, out: Path) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         server = Server()
         stack.callback(server.close)
-        plain = (server, server)
-        cut = plain
+        plain = cut = (server,) * processes
         if any(CASES[name].place == "namespaces" for name in names):
             stack.enter_context(namespaces())
-            first, second = (Server(("ip", "netns", "exec", name)) for name in NAMESPACES)
-            cut = first, second
+            cut = tuple(Server(("ip", "netns", "exec", name)) for name in NAMESPACES)
             for each in cut:
                 stack.callback(each.close)
         undisturbed = _undisturbed(work, text, plain)
@@ -113,7 +112,7 @@ def measure(names: list[str], repetitions: int, out: Path) -> None:
                     job = Job(run_dir=folder / "run", text=text, servers=cut if case.place == "namespaces" else plain,
                               host="10.99.0.1" if case.place == "namespaces" else "127.0.0.1", extra=extra, caches=case.caches)
                     try:
-                        row = {"case": name, "repetition": number, "seed": seed} | repetition(case, job, random.Random(seed), undisturbed)
+                        row = {"case": name, "processes": processes, "repetition": number, "seed": seed} | repetition(case, job, random.Random(seed), undisturbed)
                     except StoodStill:
                         job.clock = Clock()
                         print(f"{seed}: the machine stood still; again", file=sys.stderr, flush=True)
@@ -128,7 +127,7 @@ def measure(names: list[str], repetitions: int, out: Path) -> None:
                 print(json.dumps({key: value for key, value in row.items() if key != "logs"}), flush=True)
 
 
-def _undisturbed(work: Path, text: Path, servers: tuple[Server, Server]) -> list[float]:
+def _undisturbed(work: Path, text: Path, servers: tuple[Server, ...]) -> list[float]:
     """Losses of a run that nobody disturbed; its times do not matter."""
     job = Job(run_dir=work / "undisturbed", text=text, servers=servers, host="127.0.0.1", extra=["--set", f"checkpoint.snapshot_every={SNAPSHOT_EVERY}"])
     while not job.all_ended():
@@ -136,7 +135,7 @@ def _undisturbed(work: Path, text: Path, servers: tuple[Server, Server]) -> list
             if job.starts == 0:
                 job.start()
             job.clock.wait(job.all_ended)
-    assert job.codes() == [0, 0], job.logs()
+    assert job.is_done, job.logs()
     return [line["loss"] for line in job.lines("metrics.jsonl")]
 
 
@@ -146,15 +145,15 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]], repetitions: int) -> str:
     """What is in the file, in Markdown."""
-    lines = ["| fault | repetitions | faults before the end | ended or resumed by itself | noticed after, s: median, most | training again after, s: median, most | steps lost: most (bound) | losses as undisturbed | exit codes |",
-             "|---|---|---|---|---|---|---|---|---|"]
-    for name, case in CASES.items():
-        mine = [row for row in rows if row["case"] == name]
+    lines = ["| fault | processes | repetitions | faults before the end | ended or resumed by itself | noticed after, s: median, most | training again after, s: median, most | steps lost: most (bound) | losses as undisturbed | exit codes |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
+    for processes, name in ((number, name) for number in sorted({row.get("processes", 2) for row in rows}) for name in cases_for(number)):
+        case, mine = CASES[name], [row for row in rows if row["case"] == name and row.get("processes", 2) == processes]
         met = [row for row in mine if not row["is_late"]]
         lost = [row["steps_lost"] for row in met if "steps_lost" in row]
         codes = sorted({code for row in met for number, code in enumerate(row["codes"]) if number in row.get("survivors", ())}, key=str)
         missing = "" if len(mine) >= repetitions else f" ({repetitions - len(mine)} missing)"
-        lines.append(f"| {name} | {len(mine)}{missing} | {len(met)} | {sum(row['done'] and not row['hangs'] for row in mine)} | {_spread(met, 'detected_s')} | {_spread(met, 'again_s')} | "
+        lines.append(f"| {name} | {processes} | {len(mine)}{missing} | {len(met)} | {sum(row['done'] and not row['hangs'] for row in mine)} | {_spread(met, 'detected_s')} | {_spread(met, 'again_s')} | "
                      f"{max(lost, default='-')} ({case.bound}) | {sum(row['same_losses'] for row in mine)} | {', '.join(map(str, codes)) or '-'} |")
     return "\n".join(lines)
 
@@ -168,10 +167,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines, added to")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--processes", type=int, choices=(2, 4), default=2)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="NAME", help="default: all that can be done to so many processes; " + ", ".join(CASES))
     parser.add_argument("--table", action="store_true", help="only print what is in the file")
     given = parser.parse_args()
     if not given.table:
-        measure(given.cases, given.repetitions, given.out)
+        if beyond := [name for name in given.cases or () if name not in cases_for(given.processes)]:
+            parser.error(f"{', '.join(beyond)}: done to {len(NAMESPACES)} processes, not {given.processes}")
+        measure(given.cases or cases_for(given.processes), given.repetitions, given.processes, given.out)
     print(table(_rows(given.out), given.repetitions))
     sys.exit(0 if all(row["ok"] for row in _rows(given.out)) else 1)
