@@ -109,15 +109,19 @@ class Checkpoints:
         """Steps of all complete checkpoints, oldest first."""
         return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(self._directory))
 
-    def _steps_for_all(self) -> list[int]:
+    def steps_for_all(self) -> list[int]:
         """As the first process sees them: what a file server tells others of a directory may be a minute old."""
         return json.loads(of_first_process(json.dumps(self.steps())))
 
     def latest(self) -> Saved | None:
-        """The newest checkpoint with a readable manifest; its arrays are not read."""
-        for step in reversed(self._steps_for_all()):
-            with contextlib.suppress(DamagedError):
+        """The newest checkpoint whose manifest is good; its arrays are not read. Raises CheckpointError if one cannot be reached."""
+        for step in reversed(self.steps_for_all()):
+            try:
                 return Saved(step=step, metadata=self._manifest(step)["metadata"])
+            except DamagedError:
+                continue
+            except UnreachableError as error:
+                raise self._unreachable(step, error) from error
         return None
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
@@ -195,7 +199,7 @@ class Checkpoints:
           CheckpointError: there is no such checkpoint, none is good, or it is of another model or cannot be reached.
         """
         self.wait()
-        steps = self._steps_for_all()
+        steps = self.steps_for_all()
         damage = {}
         for candidate in reversed(steps) if step is None else [step] if step in steps else []:
             try:
@@ -205,10 +209,7 @@ class Checkpoints:
                 if step is None:
                     self._warn(f"the checkpoint of step {candidate} is damaged and passed over: {error}")
             except UnreachableError as error:
-                raise CheckpointError(explain(
-                    f"the checkpoint of step {candidate} cannot be reached, and may be good",
-                    given=f"{self._directory / str(candidate)}: {error}",
-                    do="mend permissions or the disk, then try again")) from error
+                raise self._unreachable(candidate, error) from error
         raise CheckpointError(explain(
             "there is no good checkpoint" + ("" if step is None else f" of step {step}"),
             given=f"{self._directory}, steps {_listed(steps)}"
@@ -234,6 +235,10 @@ class Checkpoints:
             else:
                 moved.append(target)
         return moved
+
+    def _unreachable(self, step: int, error: UnreachableError) -> CheckpointError:
+        return CheckpointError(explain(f"the checkpoint of step {step} cannot be reached, and may be good", given=f"{self._directory / str(step)}: {error}",
+                                       do="mend permissions or the disk, then try again"))
 
     def _read(self, step: int, abstract_state: Any, paddable: Callable[[str], bool], partial: bool) -> Restored:
         manifest = self._manifest(step)

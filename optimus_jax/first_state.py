@@ -51,7 +51,7 @@ def _newest_state(program: Program, config: Config, checkpoints: Checkpoints, ru
             display.message(f"resumed from the snapshot of step {found.step}, which was in memory")
         return found
 
-    if (found := from_memory(latest.step if latest is not None else 0)) is not None or not checkpoints.steps():
+    if (found := from_memory(latest.step if latest is not None else 0)) is not None or not checkpoints.steps_for_all():
         return found
     if latest is not None:
         check_stored_model(latest.metadata, config.model)

@@ -417,6 +417,16 @@ def test_files_that_a_host_never_sees_are_no_damage(two_saved, opened, warned, t
     assert warned == []
 
 
+def test_a_manifest_that_a_host_never_sees_is_no_damage(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
+    shutil.copytree(two_saved, tmp_path / "run")
+    one_host_is_late(math.inf)
+    monkeypatch.setattr(checkpoint_errors, "PATIENCE_S", 0.0)
+    (tmp_path / "run" / "2" / "manifest" / "metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)step 2 cannot be reached, and may be good.*process 1 does not see the files that process 0 sees"):
+        opened().latest()
+    assert warned == []
+
+
 def test_what_all_hosts_lack_is_damage(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
     shutil.copytree(two_saved, tmp_path / "run")
     one_host_is_late(0)
