@@ -6,7 +6,9 @@ user can get wrong is found before anything expensive begins.
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +44,7 @@ from optimus_jax.request import SAVED_WITH_A_RUN, make_config, read_config, repe
 from optimus_jax.run import Devices, program_of, run_program
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.progress import Progress
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.run_directory import AlreadyBegunError, RunDirectory
 from optimus_jax.training.run_lock import LockedError
 from optimus_jax.training.shared_directory import check_shared
 from optimus_jax.training.state import TrainState
@@ -144,10 +146,10 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
-                run = _resumed_directory(run_dir, launch, display, is_repeated)
+                run = _opened(partial(RunDirectory.resume, run_dir, writer=is_writer(), warn=display.message), launch, is_repeated)
             inputs = Inputs.of(config)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
-                run = _new_directory(run_dir, config, display)
+                run = _new_directory(run_dir, config, launch, display, is_repeated)
         run = _known_to_all(run, run_dir)
         check_shared(run)
         check_alike({"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
@@ -241,18 +243,18 @@ def _config_of(model: str | None, base: Config | str | Path | None, run_dir: str
     return config
 
 
-def _new_directory(run_dir: str | Path | None, config: Config, display: Display) -> RunDirectory | None:
+def _new_directory(run_dir: str | Path | None, config: Config, launch: Launch, display: Display, is_repeated: bool) -> RunDirectory | None:
     """A directory that process 0 makes; None in the others while only that knows where."""
     if is_writer():
-        return RunDirectory.create(run_dir, config.model.name, warn=display.message)
+        return _opened(partial(RunDirectory.create, run_dir, config.model.name, warn=display.message), launch, is_repeated)
     return None if run_dir is None else RunDirectory(run_dir, writer=False)
 
 
-def _resumed_directory(run_dir: str | Path, launch: Launch, display: Display, is_repeated: bool) -> RunDirectory:
-    """The directory of a run that goes on. Raises FaultError if another process writes there that an engine may be about to end."""
+def _opened(open_it: Callable[..., RunDirectory], launch: Launch, is_repeated: bool) -> RunDirectory:
+    """The directory that process 0 writes. Raises FaultError if another process writes there that an engine may be about to end, or did until just now."""
     try:
-        return RunDirectory.resume(run_dir, writer=is_writer(), warn=display.message, patience_s=PATIENCE_S if is_repeated else 0.0)
-    except LockedError as error:
+        return open_it(patience_s=PATIENCE_S if is_repeated else 0.0)
+    except (LockedError, AlreadyBegunError) as error:
         if is_repeated and launch.engine in RESTARTING:
             raise FaultError(str(error)) from error
         raise

@@ -35,8 +35,8 @@ LOCAL_ID, NUM_LOCAL = "OPTIMUS_LOCAL_ID", "OPTIMUS_NUM_LOCAL"
 FLAGS, ENVIRONMENT, PROGRAM, NOBODY, SLURM, OPEN_MPI, KUBERNETES = "flags", "environment", "program", "nobody", "SLURM", "Open MPI", "Kubernetes"
 _NAMES = {"OmpiCluster": OPEN_MPI, "SlurmCluster": SLURM, "K8sCluster": KUBERNETES, "GkeTpuCluster": "GKE TPU", "GceTpuCluster": "GCE TPU"}
 """Of JAX's classes, in JAX's order."""
-RESTARTING = (SLURM, OPEN_MPI, KUBERNETES)
-"""Those whose jobs are started again after a fault (deploy/), and not after a mistake."""
+RESTARTING = (SLURM, OPEN_MPI, KUBERNETES, ENVIRONMENT)
+"""Those whose jobs are started again after a fault (deploy/), and not after a mistake; with ENVIRONMENT it may be any."""
 _NO_ENGINE = "start it alone whatever the environment says: --set distributed.engine=none"
 _POD, _INDEX = "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"
 _ADDRESS, _PORT = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT"

@@ -50,6 +50,10 @@ MARK = "mark"
 """In SIGNS, by which they know the directory for the same (shared_directory.py)."""
 
 
+class AlreadyBegunError(ConfigError):
+    """Where a new run was to be there is one."""
+
+
 class RunDirectory:
     """One run on disk. Process 0 is its writer; in the others everything that would write does nothing.
 
@@ -76,12 +80,13 @@ class RunDirectory:
         self._is_new = self._is_made_here = False
 
     @classmethod
-    def create(cls, path: str | Path | None, model_name: str, *, warn: Callable[[str], object] = warnings.warn) -> "RunDirectory":
+    def create(cls, path: str | Path | None, model_name: str, *, warn: Callable[[str], object] = warnings.warn, patience_s: float = 0.0) -> "RunDirectory":
         """Make the directory of a new run; it can be resumed from its first `write_config` on.
 
         Args:
           path: where; None is `runs/<model>-<time>`, with a number behind it if that is taken.
           model_name: preset, or a Hugging Face name or directory, whose last part is used.
+          patience_s: for so long another writer is waited for.
         Raises:
           ConfigError: `path` holds a run or other files, or cannot be made.
           RunDirectoryError: another process is about to write there.
@@ -97,7 +102,7 @@ class RunDirectory:
                 "the run directory cannot be made",
                 given=f"{path if path is not None else DEFAULT_PARENT.absolute()}: {error.strerror}",
                 do="name a place that can be written with --run-dir")) from error
-        run._lock = RunLock(run.path / LOCK, warn)
+        run._lock = RunLock(run.path / LOCK, warn, patience_s)
         try:
             run.check_free()  # once more: until now another process could have come first
             with explained(run._events):
@@ -157,7 +162,7 @@ class RunDirectory:
     def check_free(self) -> None:
         """Raise ConfigError if the directory holds a run or other files; touches nothing."""
         if self._config.exists():
-            raise ConfigError(explain(
+            raise AlreadyBegunError(explain(
                 "the run directory already holds a run, and runs are never overwritten", given=self.path,
                 do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
         ours = {LOCK, SIGNS, FAULTS, unfinished(self._config).name}  # what a start that was killed leaves

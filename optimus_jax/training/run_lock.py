@@ -50,6 +50,8 @@ class RunLock:
                                             do="mend its permissions, or choose another --run-dir")) from error
         try:
             self._lock(self._file, path, warn, time.monotonic() + patience_s)
+            if not _is_at(path, self._file):  # who held it has removed it, and what it had begun
+                raise BlockingIOError
         except BlockingIOError as error:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             self.release()
@@ -84,3 +86,10 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

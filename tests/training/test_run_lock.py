@@ -13,7 +13,7 @@ import pytest
 
 from optimus_jax.errors import RunDirectoryError
 from optimus_jax.training import run_lock
-from optimus_jax.training.run_lock import RunLock
+from optimus_jax.training.run_lock import LockedError, RunLock
 
 HOLD = "import sys, pathlib; from optimus_jax.training.run_lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
 
@@ -42,6 +42,20 @@ def test_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         RunLock(tmp_path / "lock", lambda _: None, patience_s=7.5)
     assert clock == [7.5]
     first.release()
+
+
+def test_who_waited_for_one_that_removed_all_does_not_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A start that came to nothing takes away what it had begun, the lock too: to write there now would be to write nowhere."""
+    first = RunLock(tmp_path / "lock")
+
+    def go(seconds: float) -> None:
+        (tmp_path / "lock").unlink()
+        first.release()
+
+    monkeypatch.setattr("time.sleep", go)
+    with pytest.raises(LockedError):
+        RunLock(tmp_path / "lock", lambda text: None, patience_s=60.0)
+    RunLock(tmp_path / "lock").release()
 
 
 def test_a_lock_dies_with_its_process(tmp_path: Path):
