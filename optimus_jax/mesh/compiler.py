@@ -84,7 +84,7 @@ def memory_limit(device_kind: str, state_bytes: int, usable_bytes: float | None 
     """What makes XLA count on all the memory that there is beside a state of so many bytes on each device; None: it is not known how much there is.
 
     XLA takes its share of what the driver has, up to 7% more than the data sheet. Of a GPU that is here, `usable_bytes` tells of it, coarsely, so that
-    processes whose cards differ by a page compile alike. Of one that is not, the compiler is told the data sheet's.
+    processes whose cards differ by a page hardly ever compile otherwise. Of one that is not, the compiler is told the data sheet's.
     """
     share, accelerator = gpu_memory_share(), accelerator_of_kind(device_kind)
     if usable_bytes:

@@ -37,8 +37,8 @@ VERDICT_S = 10.0
 class First:
     """Process 0, as another one sees it while both are being connected: a context manager, left when they are or cannot be."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._is_connected = connection, False
+    def __init__(self, connection: socket.socket, answers: "_Answers") -> None:
+        self._connection, self._answers, self._is_connected = connection, answers, False
         connection.setblocking(False)
 
     def __enter__(self) -> Self:
@@ -59,10 +59,10 @@ class First:
         if self._is_connected:
             return []
         try:
-            answer = json.loads(self._connection.recv(LONGEST).partition(b"\n")[0] or "{}")
+            answer = self._answers.next()
         except BlockingIOError:
             return []
-        except (OSError, ValueError):
+        except (OSError, EOFError):
             return [0]
         self._is_connected = GO in answer  # it may hang up before this one is
         return [] if self._is_connected else answer.get(MISSING, [0])
@@ -86,10 +86,11 @@ def report(launch: Launch, deadline: float, say: Say = say_to_all) -> First:
                 if connection.getsockname() == connection.getpeername():  # the port is one that the system deals out, and nobody listens there
                     raise OSError("this process reached itself")
                 connection.sendall(said.encode() + b"\n")
-                if (answer := _await_answer(connection, deadline + VERDICT_S, tell_at, lambda: say(waiting_along(launch)))) is not None:
+                answers = _Answers(connection)
+                if (answer := _await_answer(connection, answers, deadline + VERDICT_S, tell_at, lambda: say(waiting_along(launch)))) is not None:
                     _check(answer, launch)
                     stack.pop_all()
-                    return First(connection)
+                    return First(connection, answers)
                 why = "process 0 was there and has gone"
         except OSError as error:
             why = str(error)
@@ -109,10 +110,32 @@ def _check(answer: dict[str, Any], launch: Launch) -> None:
                                   do="give each process of a run a number of its own and all the same --num-processes, and each run a --coordinator of its own"))
 
 
-def _await_answer(connection: socket.socket, until: float, tell_at: float, tell: Callable[[], object]) -> dict[str, Any] | None:
-    """What process 0 says; None: it has gone, or says nothing of ours."""
-    heard = b""
-    while b"\n" not in heard and len(heard) < LONGEST:
+class _Answers:
+    """What process 0 says, a line each, in whatever pieces it comes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._heard = connection, b""
+
+    def next(self) -> dict[str, Any]:
+        """The next of them. Raises BlockingIOError or TimeoutError, as the connection is set, while it has not come whole, and EOFError if none of ours will."""
+        while b"\n" not in self._heard:
+            received = self._connection.recv(LONGEST)
+            if not received or len(self._heard) > LONGEST:
+                raise EOFError
+            self._heard += received
+        line, _, self._heard = self._heard.partition(b"\n")
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise EOFError from error
+        if not isinstance(answer, dict) or answer.keys().isdisjoint(ANSWERS):
+            raise EOFError
+        return answer
+
+
+def _await_answer(connection: socket.socket, answers: _Answers, until: float, tell_at: float, tell: Callable[[], object]) -> dict[str, Any] | None:
+    """What process 0 says first; None: it has gone, or says nothing of ours."""
+    while True:
         now = time.monotonic()
         if now >= until:
             return None
@@ -121,14 +144,8 @@ def _await_answer(connection: socket.socket, until: float, tell_at: float, tell:
             tell_at = now + TOLD_AGAIN_S
         connection.settimeout(min(until, tell_at) - now)
         try:
-            received = connection.recv(LONGEST)
+            return answers.next()
         except TimeoutError:
             continue
-        if not received:
+        except EOFError:
             return None
-        heard += received
-    try:
-        answer = json.loads(heard.partition(b"\n")[0])
-    except ValueError:
-        return None
-    return answer if isinstance(answer, dict) and not answer.keys().isdisjoint(ANSWERS) else None

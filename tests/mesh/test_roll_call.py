@@ -6,11 +6,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from optimus_jax.errors import ConfigError, FaultError
-from optimus_jax.mesh import reporting, roll_call
+from optimus_jax.mesh import distributed, reporting, roll_call
 from optimus_jax.mesh.distributed import _Joining
 from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.meeting import address_of
@@ -231,7 +233,7 @@ def test_strangers_are_passed_over(first, noise):
         assert call.missing == [1, 2]
 
 
-@pytest.mark.parametrize(("engine", "kind"), [("flags", ConfigError), ("SLURM", FaultError)])
+@pytest.mark.parametrize(("engine", "kind"), [("flags", ConfigError), ("environment", FaultError), ("SLURM", FaultError)])
 def test_a_port_that_is_taken(first, monkeypatch, engine, kind):
     """To be mended by who gave it; a job that starts again may find it free."""
     monkeypatch.setattr(roll_call, "_PORT_FREED_S", 0.0)
@@ -262,6 +264,36 @@ def test_an_echo_is_no_answer(first, monkeypatch):
         with pytest.raises(FaultError, match="did not come in time"):
             lost.result(LONG_S)
         connection.close()
+
+
+def test_process_0_is_understood_in_whatever_pieces_it_speaks(first):
+    """In one piece what lets this process go on and who has gone since, or the latter in two."""
+    missing = json.dumps({"missing": [2]}).encode() + b"\n"
+    for pieces in ([b'{"go": true}\n' + missing], [b'{"go": true}\n', missing[:5], missing[5:]]):
+        with socket.create_server(address_of(first)) as listener, ThreadPoolExecutor() as pool:
+            reached = pool.submit(report, other(first, 1), soon())
+            connection, _ = listener.accept()
+            connection.recv(4096)
+            connection.sendall(pieces[0])
+            seen = reached.result(LONG_S)
+            for place, piece in enumerate(pieces[1:]):
+                assert seen.lost() == []
+                connection.sendall(piece)
+                if place == 0:
+                    assert seen.lost() == []
+            found, until = [], soon()
+            while not found and time.monotonic() < until:
+                found = seen.lost()
+            connection.close()
+            seen.close()
+        assert found == [2]
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("flags", ConfigError), ("environment", FaultError), ("SLURM", FaultError)])
+def test_who_is_lost_while_jax_connects_is_no_mistake_of_a_job(first, engine, kind):
+    joining = SimpleNamespace(is_alive=lambda: False, failure=jax.errors.JaxRuntimeError("UNAVAILABLE: a heartbeat failed"))
+    with pytest.raises(kind, match="a heartbeat failed"):
+        distributed._join(replace(first, engine=engine), joining, soon(), list)
 
 
 def test_a_port_that_becomes_free_is_waited_for(first):
