@@ -143,8 +143,8 @@ def end_in_order(code: int) -> int:
 
     Of several processes one that does not come to its end is not waited for.
     """
-    last_words("", after=(sys.stdout, sys.stderr))
     end_when_asked(code)
+    last_words("", after=(sys.stdout, sys.stderr))
     if is_one_of_several():
         from optimus_jax.mesh.distributed import leave
 

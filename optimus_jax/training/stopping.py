@@ -14,6 +14,7 @@ then never runs although `signal.getsignal` still shows it. So whoever calls it 
 
 Orbax takes that to mean "no preemption". An error that ends the run is not to be lost to a signal: of several processes the others end too, whoever
 launched them sends SIGTERM then, and the one that knows the reason is still telling it. So once an error is on its way, signals mean nothing.
+Nor do they once the run is done, or saved, while the rest is put in order; and then (`end_when_asked`) they end it as it would have ended.
 
 A request is known only to the process that got the signal; processes that
 train together have to agree on the step that they stop after.
@@ -39,8 +40,8 @@ TERMINATING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals of who takes the machine away, or the terminal."""
 
 
-_has_failed = threading.Event()
-"""Whether an error is on its way that ends the program."""
+_is_ending = threading.Event()
+"""Whether the program ends by itself: an error is on its way, or the run has come to its end."""
 
 
 class Terminated(BaseException):
@@ -64,10 +65,10 @@ def exit_when_asked() -> None:
 def raise_when_asked() -> None:
     """From now on SIGINT raises KeyboardInterrupt, TERMINATING raise Terminated, so that what was begun is put in order; until `keep_reason`."""
     def raise_it(number: int, frame: FrameType | None) -> None:
-        if not _has_failed.is_set():
+        if not _is_ending.is_set():
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
-    _has_failed.clear()
+    _is_ending.clear()
     for number in _heard():
         signal.signal(number, raise_it)
 
@@ -75,7 +76,7 @@ def raise_when_asked() -> None:
 def keep_reason(error: BaseException) -> None:
     """Call it with whatever ends a program that has called `raise_when_asked`: from now on no signal takes the place of an Exception."""
     if isinstance(error, Exception):
-        _has_failed.set()
+        _is_ending.set()
 
 
 def end_when_asked(code: int) -> None:
@@ -98,7 +99,7 @@ def _say(text: str) -> None:
 class StopRequest:
     """While entered, remembers the first SIGINT (Ctrl-C) or of TERMINATING instead of dying of it, and says so on stderr.
 
-    Ctrl-C while a stop is already asked for raises StoppedAtOnce. Python hands signals to its main thread
+    Ctrl-C while a stop is already asked for raises StoppedAtOnce. Once it is left a run has come to its end. Python hands signals to its main thread
     alone: entered from another one, this changes nothing and never has a reason.
     """
 
@@ -119,7 +120,9 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if error is not None:
+        if error is None:
+            _is_ending.set()
+        else:
             keep_reason(error)
         for number, handler in self._previous.items():
             signal.signal(number, handler)

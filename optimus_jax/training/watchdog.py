@@ -99,15 +99,17 @@ class Watchdog:
       progress: of this process.
       settings: of the run.
       process: number of this one.
-      signs: of the other processes; None: there are none.
+      signs: of the other processes; None: there are none, or no directory for them yet.
+      has_others: whether there are other processes.
       clock: seconds that only grow.
       exit: ends the process.
     """
 
-    def __init__(self, run_directory: Path | None, progress: Progress, settings: FaultConfig, *, process: int = 0, signs: SignsOfLife | None = None,
+    def __init__(self, run_directory: Path | None, progress: Progress, settings: FaultConfig, *, process: int = 0, signs: SignsOfLife | None = None, has_others: bool = False,
                  clock: Callable[[], float] = time.monotonic, exit: Callable[[int], object] = os._exit) -> None:
         self._run_directory, self._progress, self._settings = run_directory, progress, settings
-        self._process, self._signs, self._clock, self._exit = process, signs, clock, exit
+        self._process, self._signs, self._has_others, self._clock, self._exit = process, signs, has_others or signs is not None, clock, exit
+        self._is_closed = False
         self._limits = Limits(settings, progress)
         self._looked_s: float | None = None
         self._told_s: float | None = None
@@ -125,7 +127,7 @@ class Watchdog:
         if settings.watch == "off" or (settings.watch == "auto" and num_processes == 1):
             return None
         signs = SignsOfLife(run_directory, process, num_processes, progress) if num_processes > 1 and run_directory is not None else None
-        watchdog = cls(run_directory, progress, settings, process=process, signs=signs)
+        watchdog = cls(run_directory, progress, settings, process=process, signs=signs, has_others=num_processes > 1)
         watchdog.start()
         return watchdog
 
@@ -148,7 +150,10 @@ class Watchdog:
         self._thread.start()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """It may not any more. With a failure the others are told of it; without, that this process has come to its end."""
+        """It may not any more. With a failure the others are told of it; without, that this process has come to its end. A second close is none."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._signs is not None:
             exit_code = EXIT_MISTAKE if isinstance(failure, OptimusError) else EXIT_RESTART
             self._signs.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure), exit_code)
@@ -160,9 +165,9 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         self._heard.close()
         self._told.close()
+        if failure is not None and self._process == 0 and self._has_others:
+            self._linger()
         if self._signs is not None:
-            if failure is not None and self._process == 0:
-                self._linger(self._signs)
             self._signs.close()
 
     def trouble(self, now_s: float) -> str | None:
@@ -219,8 +224,8 @@ class Watchdog:
         teller.join(TELL_S)
         next_step = "start it again with --resume" if self._exit_code == EXIT_RESTART else "see what that process has printed"
         last_words(f"\nfault: {why}; this process ends with exit code {self._exit_code}: {next_step}\n")
-        if self._signs is not None and self._process == 0:
-            self._linger(self._signs)
+        if self._process == 0 and self._has_others:
+            self._linger()
         self._exit(self._exit_code)
 
     def tell(self, why: str) -> None:
@@ -240,10 +245,11 @@ class Watchdog:
                 self._run_directory, self._process, at.done, what=why, doing=at.doing, doing_s=self._clock() - at.since_s, entered=at.entered,
                 late=late(self._process, at.entered, at.doing, peers), peers=[asdict(peer) for peer in peers], stacks=stacks())
 
-    def _linger(self, signs: SignsOfLife) -> None:
+    def _linger(self) -> None:
         """Until the others have ended too, or have had the time to."""
         until_s = self._clock() + LINGER_S
-        while self._clock() < until_s and any(peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S for peer in signs.peers):
+        while self._signs is not None and self._clock() < until_s and any(
+                peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S for peer in self._signs.peers):
             threading.Event().wait(BEAT_S / 4)
         threading.Event().wait(BEAT_S)  # for who has said that it ends to do so
 

@@ -130,6 +130,15 @@ def test_no_signal_takes_the_place_of_an_error(number: int):
         fail(Terminated())
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, *TERMINATING])
+def test_a_run_that_has_come_to_its_end_is_not_said_to_have_stopped(number: int):
+    """What is left is to put things in order, and to say so."""
+    raise_when_asked()
+    with StopRequest():
+        pass
+    send(number)
+
+
 @pytest.mark.parametrize("number", TERMINATING)
 def test_who_takes_the_machine_asks_for_a_restart_however_often(number: int):
     with StopRequest() as stop:

@@ -161,10 +161,23 @@ def test_who_has_an_error_of_its_own_is_not_ended_for_another_s(tmp_path, monkey
     failed = Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")
     signs = SimpleNamespace(peers=[failed], process=0, start=lambda: None, close=lambda: None, end=lambda *_: None)
     dog = Watchdog(tmp_path, Progress(now), SETTINGS, signs=signs, clock=now, exit=codes.append)
-    monkeypatch.setattr(dog, "_linger", lambda _: watching.append(dog._thread.is_alive()))
+    monkeypatch.setattr(dog, "_linger", lambda: watching.append(dog._thread.is_alive()))
     dog.start()
     dog.close(ConfigError("a typo"))
     assert (watching, codes) == ([False], [])
+    dog.close()  # again is no harm
+    assert watching == [False]
+
+
+@pytest.mark.parametrize(("process", "has_others"), [(0, True), (0, False), (1, True)])
+def test_process_0_stays_a_moment_for_others_that_it_cannot_see(tmp_path, monkeypatch, process, has_others):
+    """JAX aborts them when it goes, before they can say what they have heard."""
+    now, stayed = Clock(), []
+    dog = Watchdog(None, Progress(now), SETTINGS, process=process, has_others=has_others, clock=now)
+    monkeypatch.setattr(dog, "_linger", lambda: stayed.append(True))
+    dog.start()
+    dog.close(ConfigError("a typo"))
+    assert bool(stayed) == (process == 0 and has_others)
 
 
 def test_a_process_that_was_stopped_finds_out(clock, tmp_path):
