@@ -60,9 +60,9 @@ def test_under_nohup_mpirun_is_told_nothing_of_a_terminal_that_closes(script, tm
     assert process.wait(20) == 75
 
 
-def slurm(script, *, srun, python=sys.executable, **programs):
+def slurm(script, *, srun, python=sys.executable, restarts=0, **programs):
     """In a cluster that knows nothing of 75, so that the script asks for another start."""
-    return script("slurm.sbatch", "--a-flag", environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "PYTHON": str(python)}, srun=srun,
+    return script("slurm.sbatch", "--a-flag", environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": str(restarts), "PYTHON": str(python)}, srun=srun,
                   scontrol='echo "$@" >> $there/asked', squeue="echo RUNNING", **programs)
 
 
@@ -78,6 +78,13 @@ def test_a_python_that_cannot_be_started_is_a_mistake(script, tmp_path, mode, co
     assert f"cannot start {python}" in said
     assert not (tmp_path / "asked").exists(), f"{code} is not worth another start"
     assert not list(tmp_path.glob("*.mistake-*"))
+
+
+def test_a_python_that_was_there_before_is_on_a_node_that_lacks_a_mount(script, tmp_path):
+    process = slurm(script, python=tmp_path / "python", srun='while [ "$1" != bash ]; do shift; done\n"$@"', restarts=3)
+    said = process.communicate(timeout=20)[0]
+    assert (process.returncode, (tmp_path / "asked").read_text().splitlines()[-1]) == (75, "requeue 7"), said
+    assert f"cannot start {tmp_path / 'python'}" in said
 
 
 def test_a_warning_before_there_is_a_step_is_not_lost(script, tmp_path):
