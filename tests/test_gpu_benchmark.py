@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -108,6 +109,7 @@ def test_rows_of_two_cards_are_two_tables_and_a_failure_that_was_mended_is_gone(
 @pytest.mark.parametrize(("there", "asked", "done"), [
     ({}, {}, True),
     ({"failed": "exit code 1"}, {}, False),
+    ({"left_out": "no time"}, {}, False),
     ({}, {"commit": "abd"}, False),
     ({"commit": ""}, {"commit": ""}, False),
     ({"commit": "abc+"}, {"commit": "abc+"}, False),
@@ -135,14 +137,69 @@ def test_what_a_card_has_no_room_for_is_left_out_and_said(scripts, tmp_path, mon
     begun = []
     monkeypatch.setattr(run, "measured", lambda case, *_, **__: begun.append(case) or {"failed": "never"})
     assert len(run.fill(tmp_path / "80.jsonl", CASES, 1e4, card(80), {"machine": "80", "command": "", "commit": "abc"})) == len(begun)
-    left_out = {line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")}
-    assert {case for case in CASES if case.model == "llama3-8b"} == set(CASES) - set(begun)
+    left_out = {tuple(cells(line)[:3]) for line in capsys.readouterr().out.splitlines() if "left out" in line}
+    eager = [case for case in CASES if case.who == "eager" and case.model == "gpt2-xl" and case.batch == 16]
+    assert {case for case in CASES if case.model == "llama3-8b"}.union(eager) == set(CASES) - set(begun)
     assert len(left_out) == len(CASES) - len(begun)
-    assert any(re.fullmatch(r"left out, planned to take 113\.\d of 73\.6 GiB: optimus_jax: llama3-8b 2 x 4096, precision\.moments=bf16", line) for line in left_out), left_out
+    assert any(case == "llama3-8b 2 x 4096, precision.moments=bf16" and re.fullmatch(r"left out: planned to take 113\.\d of 73\.6 GiB", why) for case, _, why in left_out), left_out
+    rows = [json.loads(line) for line in (tmp_path / "80.jsonl").read_text().splitlines()]
+    assert len([row for row in rows if "left_out" in row]) == len(left_out)
+    run.fill(tmp_path / "80.jsonl", CASES, 0.0, card(80), {"machine": "80", "command": "", "commit": "abc"})
+    assert len((tmp_path / "80.jsonl").read_text().splitlines()) == len(rows), "what was left out before is not said again"
+    capsys.readouterr()
     assert len(run.fill(tmp_path / "141.jsonl", CASES, 1e4, card(140, "NVIDIA H200"), {"machine": "141", "command": "", "commit": "abc"})) == len(CASES)
     capsys.readouterr()
     assert not run.fill(tmp_path / "late.jsonl", CASES, 10.0, card(140), {"machine": "141", "command": "", "commit": "abc"})
-    assert capsys.readouterr().out.count("left out, no time: ") == len(CASES)
+    assert capsys.readouterr().out.count("left out: no time") == len(CASES)
+
+
+@pytest.mark.parametrize(("limit_s", "why"), [(1000.0, "failed"), (0.2, "left_out")])
+def test_a_case_that_time_does_not_suffice_for_has_not_failed(limit_s, why, scripts, tmp_path, monkeypatch):
+    import run
+    from cases import SMOKE
+
+    monkeypatch.setattr(run, "LONGEST_OTHER_S", 0.4)
+    figures = run.measured(SMOKE[1], limit_s, tmp_path / "said", smoke=True)
+    assert list(figures) == ["took_s", why]
+
+
+@pytest.mark.parametrize(("rows", "counts"), [
+    ([{}, {"failed": "late"}], 0), ([{}, {"failed": "late", "commit": "abd"}], 1), ([{"failed": "late"}, {}], 1), ([{}, {"left_out": "no time", "commit": "abd"}], 0),
+    ([{"failed": "late"}, {"left_out": "no time"}], 0), ([{"left_out": "no time"}, {"failed": "late"}], 1), ([{"left_out": "no time"}, {"left_out": "no room"}], 1), ([{}, {}], 1)])
+def test_of_rows_of_the_same_case_figures_count(rows, counts, scripts):
+    from rows import newest
+
+    made = [row(**more) for more in rows]
+    assert newest(made)[0] is made[counts]
+    assert len(newest(made)) == 1
+
+
+@pytest.mark.parametrize(("commit", "is_said"), [("abc", False), ("abc+", True), ("", True)])
+def test_a_commit_that_nobody_can_go_back_to_is_said(commit, is_said, scripts, tmp_path, capsys):
+    import run
+
+    run.fill(tmp_path / "new" / "rows.jsonl", (), 1.0, card(140), {"machine": "141", "command": "", "commit": commit})
+    assert ("--commit NAME" in capsys.readouterr().out) == is_said
+
+
+def test_a_script_that_is_told_to_end_ends_its_case(tmp_path):
+    """It would hold the card."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\necho $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid\nexec sleep 100\n")
+    python.chmod(0o755)
+    program = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import run; sys.argv = ['run.py', '--smoke', '--out', {str(tmp_path / 'rows.jsonl')!r}]; sys.executable = {str(python)!r}; sys.exit(run.main())"
+    script = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    until((tmp_path / "pid").exists)
+    script.terminate()
+    assert script.wait(60) == 128 + 15
+    until(lambda: not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists())
+
+
+def until(condition):
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def test_one_call_comes_to_every_model_of_ours_and_of_the_others_first(scripts):
@@ -166,7 +223,7 @@ def test_the_exit_code_is_1_if_all_that_was_begun_failed(scripts, tmp_path, monk
     from card import Card
 
     monkeypatch.setattr(Card, "here", lambda: card(80))
-    answers = iter([{"failed": "a"}, {"failed": "b"}, row(), {"failed": "c"}])
+    answers = iter([*[{"failed": "a"}] * 3, row(), *[{"failed": "b"}] * 2])
     monkeypatch.setattr(run, "measured", lambda *_, **__: next(answers))
     monkeypatch.setattr("sys.argv", ["run.py", "--out", str(tmp_path / "rows.jsonl"), "--only", "eager gpt2", "--commit", "abc"])
     assert [run.main(), run.main()] == [1, 0]
@@ -207,6 +264,7 @@ def test_a_kernel_of_cudnns_is_found_in_a_compiled_step(scripts):
     (["fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)"], "efficient"),
     (["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "flash_fwd_kernel"], "cudnn, flash"),
     (["softmax_warp_forward"], "math"),
+    ([], "not known: the profiler saw no kernels"),
 ])
 def test_whose_attention_pytorch_ran(kernels, kind, scripts):
     pytest.importorskip("torch")
@@ -247,7 +305,7 @@ def test_steps_that_do_not_train_are_a_failure(first, last, scripts):
 
 @pytest.mark.parametrize(("batch", "length"), [(8, 1024), (2, 4096)])
 def test_the_kernels_are_given_rows_of_short_and_of_long_documents(batch, length, scripts):
-    from kernels import documents
+    from attention_kernels import documents
 
     numbers = documents(batch, length)
     lengths = [length / len(np.unique(row)) for row in numbers]
@@ -257,7 +315,7 @@ def test_the_kernels_are_given_rows_of_short_and_of_long_documents(batch, length
 
 
 def test_a_gradient_that_is_no_number_is_wrong(scripts):
-    from kernels import error, is_wrong
+    from attention_kernels import error, is_wrong
 
     right = tuple(jnp.full(3, value) for value in (1.0, 2.0, 3.0, 4.0))
     assert error(right, right) == 0.0
@@ -272,7 +330,7 @@ def test_a_gradient_that_is_no_number_is_wrong(scripts):
     assert is_wrong(0.01, math.nan)
 
 
-@pytest.mark.parametrize("script", ["kernels.py", "fp8.py"])
+@pytest.mark.parametrize("script", ["attention_kernels.py", "fp8.py"])
 def test_without_a_gpu_there_is_a_line_and_no_traceback(script):
     ended = subprocess.run([sys.executable, FOLDER / script], capture_output=True, text=True, check=False, env={"PATH": "", "PYTHONPATH": str(FOLDER.parents[1])})
     assert ended.returncode == 2

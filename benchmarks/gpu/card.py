@@ -17,6 +17,9 @@ from optimus_jax.planning.memory import estimate_memory
 
 F32_STATE, BF16_STATE = 16, 8
 """Bytes a parameter: weight, gradient and two moments."""
+EAGER_GPT2 = 84
+"""Bytes that PyTorch keeps of a token in a layer of transformers' GPT-2 for backward, eager under bf16 autocast, for each of the model's features. float32, as autocast has what is added, normalised or raised
+to a power: what each half of a layer adds to (4, 4), and of a GELU that is written out, with four times the features, the argument of `pow`, tanh, and one more than that (16, 16, 16). bf16: inputs of the four projections (2, 2, 2, 8), queries, keys and values (6), and half of GELU's input (8)."""
 MIB = 2**20
 
 
@@ -60,7 +63,8 @@ def needed_bytes(case: Case, card: Card) -> int:
     config = config_of(case)
     plan = plan_for(config, AxisSizes(), topology)
     needed = estimate_memory(config.model, plan, seq_len=case.seq_len, global_batch=case.batch)
-    return needed.total - (needed.params * (F32_STATE - BF16_STATE) // 4 if case.weights == "bf16" else 0)
+    kept = EAGER_GPT2 * config.model.embed_dim * config.model.num_layers * case.batch * case.seq_len if case.who == "eager" and config.model.family == "gpt2" and case.remat == "none" else 0
+    return needed.total + max(0, kept - needed.activations) - (needed.params * (F32_STATE - BF16_STATE) // 4 if case.weights == "bf16" else 0)
 
 
 def usable_bytes(case: Case, card: Card) -> int:

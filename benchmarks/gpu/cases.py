@@ -80,6 +80,10 @@ CASES = (
     _case("ours", "llama3-8b", 4096, 1, remat="full"),
     _case("ours", "llama3-8b", 4096, 1, remat="full", settings=("parallel.offload=optimizer",)),
     _case("ours", "llama3-8b", 4096, 2, remat="full", settings=("parallel.offload=all",)),
+    _case("ours", "gpt2-xl", 1024, 8),
+    _case("eager", "gpt2-xl", 1024, 8),
+    _case("eager", "gpt2-xl", 1024, 32, remat="full"),
+    _case("eager", "llama3-8b", 4096, 2, weights="bf16", remat="full"),
 )
 """One of each model of ours and its peers first, then what time suffices for: the rest is left out, and said, as is what a card has no room for. The slowest to compile, by a guess, comes after
 eager of the same shape. PyTorch has llama3-8b all in bf16, 8 bytes a parameter, as people train it on one card:

@@ -10,7 +10,8 @@ from optimus_jax.mesh.accelerators import accelerator_of_kind
 
 NAMES = {"ours": "optimus_jax", "eager": "PyTorch, eager", "compile": "PyTorch, torch.compile", "matmul": "matrix product alone"}
 CONVENTION = ("Model FLOPs, for all alike (optimus_jax/models/flops.py): 6 for each token and element of a matrix that it is multiplied by (projections, feed-forward and head; not the embedding's rows), "
-              "and attention's causal half; nothing computed twice counts twice.")
+              "and attention's causal half; nothing computed twice counts twice. A row of tokens is one document, but where a case says packed, as a run has it by default. "
+              "PyTorch's autocast keeps what layers add to and norms in float32, ours in bf16; and its time to compile is that of the first step beyond a usual one.")
 GIB = 2**30
 
 
@@ -35,7 +36,17 @@ def identity(row: dict) -> Hashable:
 
 def is_of_commit(row: dict, commit: str) -> bool:
     """Whether a row has figures of that code; of code that nobody can go back to there are none."""
-    return bool(commit) and not commit.endswith("+") and "failed" not in row and row.get("commit") == commit
+    return is_known(commit) and has_figures(row) and row.get("commit") == commit
+
+
+def is_known(commit: str) -> bool:
+    """Whether anybody can go back to it."""
+    return bool(commit) and not commit.endswith("+")
+
+
+def has_figures(row: dict) -> bool:
+    """Whether it was measured: it has not failed, nor been left out."""
+    return row.keys().isdisjoint(("failed", "left_out"))
 
 
 def is_done(rows: Iterable[dict], asked: dict) -> bool:
@@ -44,8 +55,13 @@ def is_done(rows: Iterable[dict], asked: dict) -> bool:
 
 
 def newest(rows: Iterable[dict]) -> list[dict]:
-    """The last of each that measure the same thing, in the order in which they first came."""
-    return list({identity(row): row for row in rows}.values())
+    """The last of each that measure the same thing, in the order in which they first came. A failure is not newer than figures of the same commit, and what was left out than nothing at all."""
+    found: dict[Hashable, dict] = {}
+    for row in rows:
+        before = found.get(identity(row), {"left_out": "", "commit": ""})
+        if has_figures(row) or ("left_out" in before if "left_out" in row else not has_figures(before) or before["commit"] != row["commit"]):
+            found[identity(row)] = row
+    return list(found.values())
 
 
 def report(rows: Sequence[dict]) -> str:
@@ -71,8 +87,8 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _figures(row: dict) -> list[str]:
-    if "failed" in row:
-        return [f"failed: {row['failed']}", *[""] * 6]
+    if not has_figures(row):
+        return [f"failed: {row['failed']}" if "failed" in row else f"left out: {row['left_out']}", *[""] * 6]
     accelerator = accelerator_of_kind(row["device"])
     mfu = f"{row['tflops'] * 1e12 / accelerator.dense_peak_flops:.1%}" if accelerator and accelerator.dense_peak_flops else "-"
     least, most = row["spread_s"]

@@ -1,16 +1,16 @@
 """Training steps on one GPU, ours beside what a user would run instead, in the same minutes on the same card.
 
-    pip install 'optimus-jax[cuda12,huggingface]'                    torch and transformers are for the others
+    pip install -e '.[cuda13,huggingface]'                           or cuda12; torch and transformers are for the others
     python benchmarks/gpu/run.py --out gpu.jsonl                     every case that the time suffices for (8 minutes), and the table; called again, the cases that are left
     python benchmarks/gpu/run.py --out gpu.jsonl --table             of what is in the file
     python benchmarks/gpu/run.py --out options.jsonl --experiments   options of XLA's instead
     python benchmarks/gpu/run.py --out smoke.jsonl --smoke           small ones on a CPU: that the script works
 
 Each case is a process of its own, so that it has the card's memory to itself and no other's failure; what a failed one said lies beside the file. A case is a plan of one device with random tokens, and
-runs as a user's would: with the share of memory that the project gives JAX, and XLA_FLAGS as they are. Model FLOPs are those of optimus_jax/models/flops.py: 6 for each token and element of a matrix that
+runs as a user's would: with the share of memory that the project gives JAX, and XLA_FLAGS as they are; but a row of tokens is one document, which those of PyTorch are too, unless it says packed. Model FLOPs are those of optimus_jax/models/flops.py: 6 for each token and element of a matrix that
 it is multiplied by (not the embedding's rows), and the causal half of attention, for all alike; MFU is their share of the data sheet's dense bf16.
 
-Figures of the same commit, card and XLA_FLAGS are not measured again, unless the commit is unknown or something was changed since. Exit code 1: no case that was begun has figures; 2: there was nothing to begin.
+Figures of the same commit, card and XLA_FLAGS are not measured again, unless the commit is unknown (then --commit NAME says which) or something was changed since. Exit code 1: no case that was begun has figures; 2: there was nothing to begin.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from card import NO_CARD, Card, flags_of, has_no_room
 from cases import CASES, EXPERIMENTS, SMOKE, Case, as_argument
-from rows import NAMES, commit_here, is_done, report, rows_of, table
+from rows import NAMES, commit_here, has_figures, identity, is_done, is_known, report, rows_of, table
 
 HERE = Path(__file__).resolve().parent
 LONGEST_S = {"compile": 330.0}
@@ -37,10 +37,12 @@ LIKELY_S = {("matmul", ""): 15, ("compile", "gpt2-xl"): 170, ("compile", "llama3
             ("ours", "gpt2-xl"): 45, ("ours", "llama3-8b"): 45}
 """With less time left a case is not begun. Guesses: nobody has timed them."""
 LIKELY_OTHER_S = 35
+LATE = "not done after"
 
 
-def measured(case: Case, limit_s: float, complaints: Path, *, smoke: bool) -> dict:
+def measured(case: Case, left_s: float, complaints: Path, *, smoke: bool) -> dict:
     """A row: figures, or why there are none; the whole of what a failed case said is added to `complaints`."""
+    limit_s = min(LONGEST_S.get(case.who, LONGEST_OTHER_S), left_s)
     program = HERE / ("ours.py" if case.who in ("ours", "matmul") else "theirs.py")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="torchinductor-") as cache:
@@ -52,18 +54,18 @@ def measured(case: Case, limit_s: float, complaints: Path, *, smoke: bool) -> di
     if not figures:
         with complaints.open("a") as file:
             file.write(f"{NAMES[case.who]}: {case}: {why}\n{errors}\n")
-        figures = {"failed": f"{why}: {_reason(errors)}"}
+        figures = {"left_out": f"{why}, which were left of all"} if why.startswith(LATE) and limit_s == left_s else {"failed": f"{why}: {_reason(errors)}"}
     return {"took_s": round(time.perf_counter() - started, 1), **figures}
 
 
 def _run(command: Sequence[str], environment: dict[str, str], limit_s: float) -> tuple[str, str, str]:
     """Both outputs, and how it ended. A process that is late is ended with those that it started, which would hold the card and the pipes."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, process_group=0)
     try:
         said, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        return *process.communicate(), f"not done after {limit_s:.0f} s"
+        return *process.communicate(), f"{LATE} {limit_s:.0f} s"
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -88,23 +90,27 @@ def _reason(errors: str) -> str:
 def fill(out: Path, cases: Sequence[Case], limit_s: float, card: Card | None, about: dict[str, str]) -> list[dict]:
     """Measure the cases that fit and have no figures in `out` yet, while there is time, and add them to it; each row tells `about` it. What was begun."""
     print(about["machine"], flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if card is not None and not is_known(about["commit"]):
+        print(f"commit {about['commit'] or 'unknown'}: called again, all is measured again; say which code this is by --commit NAME", flush=True)
     done, begun, until = rows_of(out), [], time.perf_counter() + limit_s
     for case in cases:
         asked = {**asdict(case), "name": str(case), "flags": flags_of(case), "date": time.strftime("%Y-%m-%d"), **about}
         left_s = until - time.perf_counter()
         if is_done(done, asked):
-            why = "already there"
-        elif card is not None and (too_large := has_no_room(case, card)):
-            why = f"left out, {too_large}"
-        elif left_s < LIKELY_S.get((case.who, case.model), LIKELY_OTHER_S):
-            why = "left out, no time"
-        else:
-            begun.append(asked | measured(case, min(LONGEST_S.get(case.who, LONGEST_OTHER_S), left_s), out.with_suffix(".stderr"), smoke=card is None))
-            with out.open("a") as file:
-                file.write(json.dumps(begun[-1]) + "\n")
-            print(table(begun[-1:]).splitlines()[-1], flush=True)
+            print(f"already there: {NAMES[case.who]}: {case}", flush=True)
             continue
-        print(f"{why}: {NAMES[case.who]}: {case}", flush=True)
+        if card is not None and (too_large := has_no_room(case, card)):
+            row = asked | {"left_out": too_large}
+        elif left_s < LIKELY_S.get((case.who, case.model), LIKELY_OTHER_S):
+            row = asked | {"left_out": "no time"}
+        else:
+            row = asked | measured(case, left_s, out.with_suffix(".stderr"), smoke=card is None)
+            begun.append(row)
+        if "left_out" not in row or not any(identity(row) == identity(before) for before in done):
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        print(table([row]).splitlines()[-1], flush=True)
     return begun
 
 
@@ -118,6 +124,7 @@ def main() -> int:
     parser.add_argument("--experiments", action="store_true", help="one case under several of XLA's options")
     parser.add_argument("--smoke", action="store_true", help="small cases for a machine without a GPU")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, so that a case does not go on holding the card
     begun = []
     if not args.table:
         card = None if args.smoke else Card.here()
@@ -131,7 +138,7 @@ def main() -> int:
         begun = fill(args.out, cases, args.limit_s, card, {
             "machine": card.text if card else NO_CARD, "command": " ".join(["benchmarks/gpu/run.py", *sys.argv[1:]]), "commit": args.commit})
     print(report(rows_of(args.out)))
-    return int(bool(begun) and all("failed" in row for row in begun))
+    return int(bool(begun) and not any(map(has_figures, begun)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
@@ -58,6 +58,7 @@ def train(case: Case, *, smoke: bool) -> dict:
     with torch.device(device):
         model = model_of(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (WARMUP + STEPS), total_iters=WARMUP + STEPS)  # about as ours
     tokens = torch.randint(0, model_preset(case.model).vocab_size, (case.batch, case.seq_len + 1), device=device)
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -72,6 +73,7 @@ def train(case: Case, *, smoke: bool) -> dict:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        warm_up.step()
         optimizer.zero_grad(set_to_none=True)
         return loss
 
@@ -84,21 +86,28 @@ def train(case: Case, *, smoke: bool) -> dict:
     return {
         "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": count / step_s, "first_loss": first, "loss": loss,
         "tflops": step_flops(model_preset(case.model), num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": max(0.0, first_s - step_s) if case.who == "compile" else None,
+        "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()) if case.who == "compile" else None,
+        "allocation_retries": torch.cuda.memory_stats().get("num_alloc_retries") if on_gpu else None,  # each of them waits for the device
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, "attention": attention_of(step) if on_gpu else "sdpa",
         "version": f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, transformers {transformers.__version__}",
         "device": torch.cuda.get_device_name() if on_gpu else "cpu"}
 
 
 def attention_of(step: Callable[[], torch.Tensor]) -> str:
-    """Which of SDPA's kernels a step runs, by the names that the profiler sees; `math` if none of them."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        step()
-        torch.cuda.synchronize()
-    return whose(event.key for event in seen.key_averages())
+    """Which of SDPA's kernels a step runs, by the names that the profiler sees."""
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            torch.cuda.synchronize()
+        return whose([event.key for event in seen.key_averages()])
+    except RuntimeError as error:  # what was measured before stays
+        return f"not known: {(str(error).splitlines() or [''])[0]}"
 
 
-def whose(kernels: Iterable[str]) -> str:
-    """The kinds of attention among kernels, by name."""
+def whose(kernels: Collection[str]) -> str:
+    """The kinds of attention among kernels, by name; `math` if none of them is known for another."""
+    if not kernels:
+        return "not known: the profiler saw no kernels"
     found = {next((kind for kind, sign in ATTENTION.items() if re.search(sign, name.lower())), "") for name in kernels}
     return ", ".join(kind for kind in ATTENTION if kind in found) or "math"
 

@@ -1,6 +1,6 @@
 """Attention's kernels against one another on a GPU: how far from float32 each is, and how long it takes.
 
-    python benchmarks/gpu/kernels.py               a table; exit code 1 if cuDNN's is further from float32 than XLA's in bf16, beyond rounding; 2 without a GPU
+    python benchmarks/gpu/attention_kernels.py     a table; exit code 1 if cuDNN's is further from float32 than XLA's in bf16, beyond rounding; 2 without a GPU
 
 Queries, keys and values are random; rows hold documents of 16 tokens on average, of more from row to row, and one. Forward and backward are
 computed together, as in training. The measure of an error is the largest difference from the same attention in float32, over the largest value.
