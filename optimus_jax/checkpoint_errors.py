@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from optimus_jax.mesh.distributed import of_all_processes
+from optimus_jax.mesh.distributed import is_of_runtime, of_all_processes
 
 T = TypeVar("T")
 
@@ -66,11 +66,13 @@ def _attempt(read: Callable[[], T]) -> tuple[int, str, Any]:
     """How it went, why, and what came of it."""
     try:
         return _GOOD, "", read()
-    except (jax.errors.JaxRuntimeError, MemoryError):  # the machine's trouble, not the checkpoint's
+    except MemoryError:
         raise
     except DamagedError as error:
         return _DAMAGED, str(error), None
     except Exception as error:
+        if is_of_runtime(error):  # the machine's trouble, not the checkpoint's
+            raise
         return _UNREACHABLE if _is_unreachable(error) else _DAMAGED, in_one_line(error), None
 
 
@@ -86,7 +88,7 @@ def _view(directory: Path) -> int:
 def raise_if_of_others(error: Exception) -> None:
     """Raise what is at the root of an error if that says that another process or the network has failed, and nothing of the disk."""
     root = _root(error)
-    if jax.process_count() > 1 and isinstance(root, jax.errors.JaxRuntimeError):
+    if jax.process_count() > 1 and is_of_runtime(root):
         raise root
 
 

@@ -513,3 +513,24 @@ def test_two_processes_save_and_fall_back_together(tmp_path):
         assert "passed" in output, output
     assert "another process cannot read it" in outputs[0]
     assert "OUT_OF_RANGE" in outputs[1]
+
+
+@pytest.mark.parametrize(("cause", "is_of_others"), [
+    (jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), True), (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
+    (ValueError("RESOURCE_EXHAUSTED: Error writing a file"), False), (OSError("no room"), False)])
+def test_what_another_process_has_done_is_no_failure_of_the_disk(monkeypatch, cause, is_of_others):
+    """Four processes of one device each: a ValueError of a collective comes up in a save when one of them is killed."""
+    error = TimeoutError("Orbax has waited")
+    error.__cause__ = cause
+    checkpoint_errors.raise_if_of_others(error)  # of one process
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(type(cause)) if is_of_others else contextlib.nullcontext():
+        checkpoint_errors.raise_if_of_others(error)
+
+
+def test_nor_is_it_damage(tmp_path):
+    def read():
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+
+    with pytest.raises(ValueError, match="Gloo"):
+        checkpoint_errors.on_every_process(read, tmp_path)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import re
 import socket
 import threading
 import time
@@ -169,16 +170,25 @@ _WELL, _MISTAKE, _FAULT = range(3)
 """How it went in a process: nothing, an OptimusError, any other."""
 
 
+_OF_A_COLLECTIVE = re.compile(r"[A-Z_]+: .*\b(Gloo|NCCL)\b")
+"""The libraries that carry them, behind the word of a status. TensorStore has ValueErrors of the same form."""
+
+
 def has_lost_another(error: BaseException) -> bool:
     """Whether an error is what a process of several has when another or the network has failed in what they do together; Orbax reports it as an error of its own."""
     if isinstance(error, OptimusError):
         return False
     at: BaseException | None = error
     while at is not None:
-        if isinstance(at, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(at):
+        if is_of_runtime(at) and "RESOURCE_EXHAUSTED" not in str(at):
             return True
         at = at.__cause__
     return False
+
+
+def is_of_runtime(error: BaseException) -> bool:
+    """Whether JAX's runtime has raised it: as an error of its own, or, where a program is run before the call returns (one device of a CPU here), as a ValueError of a collective."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or (isinstance(error, ValueError) and _OF_A_COLLECTIVE.match(str(error)) is not None)
 
 
 def of_first_process(text: str) -> str:

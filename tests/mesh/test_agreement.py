@@ -65,6 +65,9 @@ def caused(error, cause):
 @pytest.mark.parametrize(("error", "expected"), [
     (jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), True), (caused(TimeoutError("barrier"), jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")), True),
     (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False), (TimeoutError("a file server"), False),
+    (ValueError("UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:55471"), True),
+    (caused(TimeoutError("a save"), ValueError("INTERNAL: NCCL operation ncclAllGather failed: remote error")), True),
+    (ValueError("UNKNOWN: Error writing a file"), False), (ValueError("Gloo is no word of a status"), False),
     (caused(DataError("no file"), jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")), False)])
 def test_what_the_loss_of_another_process_looks_like(error, expected):
     assert has_lost_another(error) is expected
