@@ -36,7 +36,7 @@ from optimus_jax.control.detour import Detour
 from optimus_jax.control.executables import Executable, Shelf, batch_of, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
-from optimus_jax.errors import OptimusError, PlanError, explain
+from optimus_jax.errors import FaultError, OptimusError, PlanError, explain
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.distributed import together
 from optimus_jax.mesh.exchange import Device
@@ -55,8 +55,8 @@ absolute: what is rounded are logits, and a loss is a difference of them.
 """
 
 
-class StateLostError(OptimusError):
-    """A state was moved in part and cannot be moved back."""
+class StateLostError(FaultError):
+    """A state was moved in part and cannot be moved back, as when another process is lost meanwhile: the run goes on from what was saved."""
 
 
 class _NotTheSameError(Exception):

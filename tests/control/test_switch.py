@@ -18,7 +18,7 @@ from optimus_jax.control.detour import Detour
 from optimus_jax.control.executables import Shelf, abstract_batch, batch_of, compile_plan
 from optimus_jax.control.journal import Journal, switches
 from optimus_jax.control.switch import Prepared, StateLostError, Switcher
-from optimus_jax.errors import PlanError, RunDirectoryError
+from optimus_jax.errors import FaultError, PlanError, RunDirectoryError
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.reshard import Move
 from optimus_jax.mesh.sharding import put_batch
@@ -210,7 +210,7 @@ def test_trouble_after_the_move_brings_it_back(switcher, prepared, state, run, m
     assert {"loss": "2.0001", "step": "of step 1", "commit": "disk is full"}[what] in switched.why_not
 
 
-def test_a_state_that_cannot_be_brought_back_is_an_error(switcher, prepared, state, monkeypatch):
+def test_a_state_that_cannot_be_brought_back_is_a_fault_that_a_restart_mends(switcher, prepared, state, monkeypatch):
     carry = Move.carry
 
     def spoiled(self, group, leaves):
@@ -218,8 +218,9 @@ def test_a_state_that_cannot_be_brought_back_is_an_error(switcher, prepared, sta
         return a_bit(arrived) if self is prepared.back or group is prepared.there.groups[-1] else arrived
 
     monkeypatch.setattr(Move, "carry", spoiled)
-    with pytest.raises(StateLostError, match="--resume"):
+    with pytest.raises(StateLostError, match="--resume") as caught:
         switcher.switch(state, prepared, step=1, why="")
+    assert isinstance(caught.value, FaultError)
 
 
 def test_a_journal_that_cannot_be_begun_stops_the_switch_before_anything(switcher, prepared, state, run, monkeypatch):
