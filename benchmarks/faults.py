@@ -38,7 +38,7 @@ def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[floa
     row: dict[str, Any] = {**told, "at_step": step, "is_late": job.is_done}
     waited = job.clock.wait(lambda: all(job.ended(number) for number in told["survivors"]))
     row |= {"detected_s": None if not told["survivors"] else waited and round(waited, 2), "codes": job.codes(), "hangs": waited is None}
-    if told["process"] is not None and "wake" not in told and all(job.codes()[number] == 0 for number in told["survivors"]):
+    if told.get("process") is not None and "wake" not in told and all(job.codes()[number] == 0 for number in told["survivors"]):
         # That process may have come to its own end in the moment before, which is heard of a little later.
         job.clock.wait(job.all_ended)
         row["is_late"] = job.is_done
