@@ -20,6 +20,7 @@ from flax import nnx
 from jax import Array, lax
 
 from optimus_jax.mesh.axes import EMBED, HEADS, KV_HEADS
+from optimus_jax.mesh.formats import sum_format
 from optimus_jax.mesh.zero import LeafLayout, Tracked, vary
 
 
@@ -33,6 +34,11 @@ class Collectives:
     """Active rules; empty means one device."""
     zero: int = 0
     """ZeRO stage (mesh/zero.py)."""
+
+    @property
+    def sums(self) -> jnp.dtype:
+        """Format of what `sum` is given, and of what `fan_out` is, whose gradients are summed."""
+        return sum_format(self.dtype)
 
     def fan_out(self, x: Array, over: str) -> Array:
         """`x`, about to be used by every shard of logical axis `over`; backward sums the shards' gradients.
@@ -79,7 +85,7 @@ class Collectives:
         return lax.dynamic_slice_in_dim(weight, first, count, dim)
 
     def weight(self, param: nnx.Variable) -> Array:
-        """A matrix as matmuls want it: whole along fsdp and in `dtype`.
+        """A matrix as matmuls want it: whole along fsdp and in `dtype` (f16: in float32, which `project` rounds).
 
         Call it where the matrix is used, inside what backward computes again: a gathered matrix is then
         gathered again and never kept.

@@ -66,6 +66,10 @@ ON_BLACKWELL = CompilerOption(
     name="xla_gpu_enable_command_buffer", value="FUSION,CUSTOM_CALL", source=_NVIDIA,
     why="CUDA graphs of these kinds of kernels alone were the quickest to launch in NVIDIA's tests on B200")
 
+ROUNDED_AS_WRITTEN = CompilerOption(
+    name="xla_allow_excess_precision", value=False, source="docs/decisions/0013-f16-overflows-alike-under-every-plan.md",
+    why="a value that leaves f16's range overflows where the step says so, not only where XLA's fusions happen to round it")
+
 XLA_COUNTS_ON = 0.8
 """Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and computes things again until the rest holds what is alive."""
 FRAGMENTED = 0.02
@@ -116,6 +120,8 @@ def options_for(platform: str, device_kind: str, plan: Plan | None = None, state
 def _wanted(platform: str, device_kind: str, plan: Plan | None, state_bytes: int | None, usable_bytes: int | None) -> Iterator[CompilerOption]:
     if platform == "cpu":
         yield from ON_CPU
+    if plan is not None and plan.precision == "f16":
+        yield ROUNDED_AS_WRITTEN
     if platform not in GPU or plan is None:
         return
     if state_bytes is not None and (limit := memory_limit(device_kind, state_bytes, usable_bytes)) is not None:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, HEADS, KV_HEADS, VOCAB
+from optimus_jax.mesh.formats import sum_format
 
 
 @jax.tree_util.register_dataclass
@@ -107,13 +108,17 @@ class LeafLayout:
         return gradient if self.fsdp_dim is None or self.zero < 2 else _scatter(gradient, self.fsdp_dim)
 
     def weight(self, leaf: Array | Tracked, dtype: jnp.dtype) -> Array:
-        """The whole matrix in the format of the matmuls; its gradient is summed in float32."""
+        """The whole matrix in the format of the matmuls; its gradient is summed in float32.
+
+        For f16 it comes as float32, for the product that uses it to round it: what a device adds to the gradient is
+        then float32 too, and cannot overflow before it is summed over devices.
+        """
         fsdp_dim = self.fsdp_dim
         if isinstance(leaf, Tracked):
             return _scattered_use(fsdp_dim, dtype, leaf.whole, leaf.shard)
         if fsdp_dim is not None and self.zero >= 3:
             return _gathered_use(fsdp_dim, dtype, leaf)
-        return leaf.astype(dtype)
+        return leaf.astype(sum_format(dtype))
 
     def reduced(self, gradient: Array) -> Array:
         """The gradient summed over all devices, laid out like the moments."""
@@ -158,7 +163,7 @@ def _scatter(cotangent: Array, dim: int) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered_use(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
     """Cast, then gather: half the bytes in bf16; the gradient's scatter sums in float32."""
-    return lax.all_gather(shard.astype(dtype), FSDP, axis=dim, tiled=True)
+    return lax.all_gather(shard.astype(dtype), FSDP, axis=dim, tiled=True).astype(sum_format(dtype))
 
 
 _gathered_use.defvjp(
@@ -170,9 +175,9 @@ _gathered_use.defvjp(
 def _scattered_use(dim: int, dtype: jnp.dtype, whole: Array, shard: Array) -> Array:
     """The whole matrix forward; backward its gradient goes, scattered, to the shard."""
     del shard
-    return whole.astype(dtype)
+    return whole.astype(sum_format(dtype))
 
 
 _scattered_use.defvjp(
-    lambda dim, dtype, whole, shard: (whole.astype(dtype), None),
+    lambda dim, dtype, whole, shard: (whole.astype(sum_format(dtype)), None),
     lambda dim, dtype, _, cotangent: (None, _scatter(cotangent, dim)))

@@ -12,7 +12,8 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.families import Family
-from optimus_jax.models.layers import add_bias, constant, normal, project, project_back
+from optimus_jax.models.layers import add_bias, constant, normal
+from optimus_jax.models.products import project, project_back
 from optimus_jax.models.rotary import rotate
 
 
@@ -33,11 +34,17 @@ class Attention(nnx.Module):
         self.out_bias = nnx.data(constant(0.0, (embed,), (NORM,)) if biases else None)
 
     def project(self, x_BLD: Array, comm: Collectives, cos_sin: tuple[Array, Array] | None) -> tuple[Array, Array, Array]:
-        """Queries [B, L, H, K], keys and values [B, L, G, K] of this device's heads, rotated where asked."""
+        """Queries [B, L, H, K], keys and values [B, L, G, K] of this device's heads, rotated where asked.
+
+        Keys and values that several query heads share are float32 in f16: `attend` rounds them.
+        """
         x_BLD = comm.fan_out(x_BLD, HEADS)
-        q_BLHK = add_bias(project(x_BLD, comm.weight(self.query)), self.query_bias)
+        q_BLHK = add_bias(project(x_BLD, comm.weight(self.query), comm.dtype), self.query_bias)
         needed = {"num_local_heads": q_BLHK.shape[2], "group": self.num_heads_per_kv_head}
-        kv_BLPGK = project(x_BLD, comm.kv_heads_needed(comm.weight(self.key_value), dim=2, **needed))
+        # Query heads that share a key/value head may be on several devices, each with a part of its gradient.
+        shared = self.num_heads_per_kv_head > 1
+        kv_BLPGK = project(x_BLD, comm.kv_heads_needed(comm.weight(self.key_value), dim=2, **needed), comm.dtype,
+                           result=comm.sums if shared else None)
         if self.key_value_bias is not None:
             bias_PGK = comm.kv_heads_needed(self.key_value_bias[...], dim=1, **needed)
             kv_BLPGK = (kv_BLPGK.astype(jnp.float32) + bias_PGK[None, None]).astype(kv_BLPGK.dtype)
@@ -48,8 +55,8 @@ class Attention(nnx.Module):
 
     def partial_out(self, heads_BLHK: Array, comm: Collectives) -> Array:
         """The heads' results in the residual's width; each device has a part of the sum over `heads`."""
-        return project_back(heads_BLHK, comm.weight(self.out))
+        return project_back(heads_BLHK, comm.weight(self.out), comm.dtype, result=comm.sums)
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum over all devices' parts."""
-        return add_bias(comm.sum(partial_BLD, HEADS), self.out_bias)
+        return add_bias(comm.sum(partial_BLD, HEADS), self.out_bias).astype(comm.dtype)

@@ -85,6 +85,7 @@ def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, 
     """Attention of every query to the keys it sees, [B, L, H, K]; softmax in float32.
 
     Args:
+      k_BTGK: rounded to the format of the queries, as values are; a gradient has its argument's format.
       dropout: probability that a weight is zeroed (kernel xla only).
       keys_BH: dropout key of every example and head; None: no dropout.
     """
@@ -92,6 +93,7 @@ def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, 
     if kernel == "cudnn":
         assert length == num_keys, "this kernel knows no cache: its causal mask begins at the first key"
         mask = None if visibility.segments_BL is None else visibility.mask(slice(0, length), num_keys)[:, None]
+        k_BTGK, v_BTGK = k_BTGK.astype(q_BLHK.dtype), v_BTGK.astype(q_BLHK.dtype)
         return jax.nn.dot_product_attention(q_BLHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation="cudnn")
     heads, groups = q_BLHK.shape[2], k_BTGK.shape[2]
     q_BHLK, k_BGTK, v_BGTK = (x.transpose(0, 2, 1, 3) for x in (q_BLHK, k_BTGK, v_BTGK))
@@ -102,7 +104,7 @@ def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, 
         masks.append(_repeat_rows(visibility.mask(slice(start, start + size), seen), heads // groups))
         keys.append(None if keys_BH is None or not dropout
                     else jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BH, start))
-    out_BHLK: Any = _attend_in_blocks(dropout, q_BHLK, k_BGTK, v_BGTK, masks, keys)
+    out_BHLK: Any = _attend_in_blocks((dropout, k_BTGK.dtype), q_BHLK, k_BGTK, v_BGTK, masks, keys)
     return out_BHLK.transpose(0, 2, 1, 3)
 
 
@@ -117,12 +119,15 @@ def _repeat_rows(mask_BLT: Array, times: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_in_blocks(dropout: float, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks: list[Array], keys: list[Array | None]) -> Array:
-    return _forward(dropout, q_BHLK, k_BGTK, v_BGTK, masks, keys)[0]
+def _attend_in_blocks(how: tuple, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks: list[Array], keys: list[Array | None]) -> Array:
+    """`how`: the probability of dropout, and the format of keys and values and their gradients."""
+    return _forward(how, q_BHLK, k_BGTK, v_BGTK, masks, keys)[0]
 
 
-def _forward(dropout: float, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks: list[Array], keys: list[Array | None]) -> tuple:
+def _forward(how: tuple, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks: list[Array], keys: list[Array | None]) -> tuple:
     """A mask of [B, 1, R, T] makes a block of R rows that look at the first T keys."""
+    dropout, _ = how
+    k_BGTK, v_BGTK = k_BGTK.astype(q_BHLK.dtype), v_BGTK.astype(q_BHLK.dtype)
     outs, weights = [], []
     for q_BGRK, mask, keys_BH in zip(_rows(q_BHLK, k_BGTK, len(masks)), masks, keys, strict=True):
         seen = mask.shape[-1]
@@ -134,20 +139,21 @@ def _forward(dropout: float, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks:
     return out_BHLK, (q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys)
 
 
-def _backward(dropout: float, kept: tuple, d_out_BHLK: Array) -> tuple:
+def _backward(how: tuple, kept: tuple, d_out_BHLK: Array) -> tuple:
     """Masked weights are zero, so what flows through them is; the softmax's own sum is d_out . out."""
+    dropout, kv_dtype = how
     q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys = kept
-    d_k, d_v, d_qs = jnp.zeros_like(k_BGTK), jnp.zeros_like(v_BGTK), []
+    d_k, d_v, d_qs = jnp.zeros_like(k_BGTK, kv_dtype), jnp.zeros_like(v_BGTK, kv_dtype), []
     blocks = [_rows(x, k_BGTK, len(weights)) for x in (q_BHLK, out_BHLK, d_out_BHLK)]
     for q, out, d_out, w, keys_BH in zip(*blocks, weights, keys, strict=True):
         seen = w.shape[-1]
         k, v = k_BGTK[:, :, :seen], v_BGTK[:, :, :seen]
-        d_v = d_v.at[:, :, :seen].add(jnp.einsum("bgrt,bgrk->bgtk", _dropped(w, dropout, keys_BH), d_out))
+        d_v = d_v.at[:, :, :seen].add(jnp.einsum("bgrt,bgrk->bgtk", _dropped(w, dropout, keys_BH), d_out, preferred_element_type=kv_dtype))
         d_w = _dropped(jnp.einsum("bgrk,bgtk->bgrt", d_out, v, preferred_element_type=jnp.float32), dropout, keys_BH)
         own = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
         d_scores = (w.astype(jnp.float32) * (d_w - own) * q.shape[-1] ** -0.5).astype(q.dtype)
         d_qs.append(jnp.einsum("bgrt,bgtk->bgrk", d_scores, k))
-        d_k = d_k.at[:, :, :seen].add(jnp.einsum("bgrt,bgrk->bgtk", d_scores, q))
+        d_k = d_k.at[:, :, :seen].add(jnp.einsum("bgrt,bgrk->bgtk", d_scores, q, preferred_element_type=kv_dtype))
     return _heads(d_qs, q_BHLK), d_k, d_v, None, None
 
 

@@ -33,8 +33,8 @@ class Norm(nnx.Module):
         self.scale = constant(1.0, (dim,), (NORM,))
         self.bias = nnx.data(constant(0.0, (dim,), (NORM,)) if self.centre else None)
 
-    def __call__(self, x_BLD: Array) -> Array:
-        """[..., D] -> [..., D], same dtype."""
+    def __call__(self, x_BLD: Array, dtype: jnp.dtype | None = None) -> Array:
+        """[..., D] -> [..., D] in `dtype`; None: in that of x."""
         x = x_BLD.astype(jnp.float32)
         if self.centre:
             x = x - x.mean(-1, keepdims=True)
@@ -42,7 +42,7 @@ class Norm(nnx.Module):
         x = x * _broadcastable(self.scale, x.ndim)
         if self.bias is not None:
             x = x + _broadcastable(self.bias, x.ndim)
-        return x.astype(x_BLD.dtype)
+        return x.astype(x_BLD.dtype if dtype is None else dtype)
 
 
 def add_bias(x: Array, bias: nnx.Param | None) -> Array:
@@ -73,15 +73,16 @@ class Embedding(nnx.Module):
         num_rows = table_VD.shape[0]
         local = tokens_BL - comm.offset(num_rows, VOCAB)
         if VOCAB not in comm.rules:
-            return rows_of(table_VD, local)
+            return rows_of(table_VD, local, comm.dtype)
         here = (local >= 0) & (local < num_rows)
-        x_BLD = rows_of(table_VD, jnp.clip(local, 0, num_rows - 1))
+        x_BLD = rows_of(table_VD, jnp.clip(local, 0, num_rows - 1), comm.dtype)
+        # One shard has each row and the others zeros, so no part of this sum overflows.
         return comm.sum(jnp.where(here[..., None], x_BLD, jnp.zeros_like(x_BLD)), VOCAB)
 
 
-def rows_of(table_VD: Array, index_BL: Array) -> Array:
-    """[V, D], int32 [B, L] -> [B, L, D]. The gradient of a row that is used often is a float32 sum, whatever the format."""
-    return jnp.take(table_VD.astype(jnp.float32), index_BL, axis=0).astype(table_VD.dtype)
+def rows_of(table_VD: Array, index_BL: Array, dtype: jnp.dtype) -> Array:
+    """[V, D], int32 [B, L] -> [B, L, D] in `dtype`. The gradient of a row that is used often is a float32 sum, whatever the format."""
+    return jnp.take(table_VD.astype(jnp.float32), index_BL, axis=0).astype(dtype)
 
 
 def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | int) -> Array:
@@ -101,25 +102,3 @@ def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | in
 def keep_mask(keys: Array, shape: tuple[int, ...], probability: float) -> Array:
     """bool [keys, *shape], False with `probability`."""
     return jax.vmap(lambda key: jax.random.bernoulli(key, 1 - probability, shape))(keys)
-
-
-def project(x_BLD: Array, weight: Array) -> Array:
-    """[B, L, D], [D, ...] -> [B, L, ...], as one product of two matrices.
-
-    Equal to an einsum. Its gradient is then also a product of two matrices, where an einsum's with
-    several free dimensions is transposed and copied first (a fifth of a step's time on a CPU).
-    """
-    rows = x_BLD.reshape(-1, x_BLD.shape[-1])
-    return (rows @ weight.reshape(len(weight), -1)).reshape(*x_BLD.shape[:-1], *weight.shape[1:])
-
-
-def project_back(x: Array, weight: Array) -> Array:
-    """[B, L, ...], [D, ...] -> [B, L, D], as one product of two matrices.
-
-    Weights that lead back to the residual's width are kept with that dimension first, like all others:
-    fsdp's shards then lie one after the other in memory (mesh/zero.py).
-    """
-    columns = weight.reshape(len(weight), -1)
-    rows = x.reshape(-1, columns.shape[1])
-    product = jax.lax.dot_general(rows, columns, (((1,), (1,)), ((), ())))
-    return product.reshape(*x.shape[: x.ndim - weight.ndim + 1], len(weight))

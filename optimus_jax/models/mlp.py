@@ -11,7 +11,8 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, MLP, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.families import Family
-from optimus_jax.models.layers import add_bias, constant, normal, project, project_back
+from optimus_jax.models.layers import add_bias, constant, normal
+from optimus_jax.models.products import project, project_back
 
 
 class FeedForward(nnx.Module):
@@ -30,7 +31,7 @@ class FeedForward(nnx.Module):
 
     def hidden(self, x_BLD: Array, comm: Collectives) -> Array:
         """[B, L, D] -> [B, L, F] or, gated, [B, L, 2, F]: before the nonlinearity."""
-        return add_bias(project(comm.fan_out(x_BLD, MLP), comm.weight(self.up)), self.up_bias)
+        return add_bias(project(comm.fan_out(x_BLD, MLP), comm.weight(self.up), comm.dtype), self.up_bias)
 
     def partial_out(self, hidden: Array, comm: Collectives) -> Array:
         """The nonlinearity and the second projection; each device has a part of the sum over `mlp`."""
@@ -38,8 +39,8 @@ class FeedForward(nnx.Module):
             h_BLF = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
         else:
             h_BLF = jax.nn.gelu(hidden, approximate=True)
-        return project_back(h_BLF, comm.weight(self.down))
+        return project_back(h_BLF, comm.weight(self.down), comm.dtype, result=comm.sums)
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum over all devices' parts."""
-        return add_bias(comm.sum(partial_BLD, MLP), self.down_bias)
+        return add_bias(comm.sum(partial_BLD, MLP), self.down_bias).astype(comm.dtype)

@@ -71,10 +71,10 @@ class Block(nnx.Module):
                  cache: tuple[Array, Array] | None = None) -> tuple[Array, tuple[Array, Array] | None]:
         """[B, L, D] -> [B, L, D]. `cache`: keys and values [B, T, G, K] so far, returned with this pass's added."""
         comm, site, again = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
-        q, k, v = again(lambda x: self.attention.project(self.attention_norm(x), comm, cos_sin))(x_BLD)
+        q, k, v = again(lambda x: self.attention.project(self.attention_norm(x, comm.sums), comm, cos_sin))(x_BLD)
         if cache is not None:
             start = (0, run.visibility.query_offset, 0, 0)
-            k, v = cache = (lax.dynamic_update_slice(cache[0], k, start), lax.dynamic_update_slice(cache[1], v, start))
+            k, v = cache = tuple(lax.dynamic_update_slice(old, new.astype(old.dtype), start) for old, new in zip(cache, (k, v), strict=True))
         head_keys = self._head_keys(run, site, q.shape[2])
 
         def core(q: Array, k: Array, v: Array) -> Array:
@@ -83,7 +83,7 @@ class Block(nnx.Module):
         heads = (jax.checkpoint(core) if run.remat == "selective" else core)(q, k, v)
         out_BLD = self.attention.combine(again(lambda h: self.attention.partial_out(h, comm))(heads), comm)
         x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 1)
-        hidden = again(lambda x: self.mlp.hidden(self.mlp_norm(x), comm))(x_BLD)
+        hidden = again(lambda x: self.mlp.hidden(self.mlp_norm(x, comm.sums), comm))(x_BLD)
         out_BLD = self.mlp.combine(again(lambda h: self.mlp.partial_out(h, comm))(hidden), comm)
         return x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 2), cache
 
@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
         """int32 [B, L] -> [B, L, D]."""
         x_BLD = self.embedding(tokens_BL, run.comm)
         if self.positions is not None:
-            x_BLD = x_BLD + rows_of(self.positions[...], positions_BL)
+            x_BLD = x_BLD + rows_of(self.positions[...], positions_BL, run.comm.dtype)
         return dropout(x_BLD, self.config.dropout, run.keys_B, 0)
 
     def run_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, cache: tuple[Array, Array] | None = None,
@@ -172,7 +172,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden_BLD: Array, run: Pass) -> Array:
         """float32 [B, L, V] of this device's part of the vocabulary; ids of padding are masked."""
         head_VD = self.head_matrix()
-        logits = jnp.einsum("bld,vd->blv", hidden_BLD, head_VD, preferred_element_type=jnp.float32)
+        operands = hidden_BLD.astype(run.comm.dtype), head_VD.astype(run.comm.dtype)
+        logits = jnp.einsum("bld,vd->blv", *operands, preferred_element_type=jnp.float32)
         ids = run.comm.offset(head_VD.shape[0], VOCAB) + jnp.arange(head_VD.shape[0])
         return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
 

@@ -68,8 +68,14 @@ def _over_tensor(plan: Plan, blocks: list[str], layer: LayerShape, style: Style)
     again = 0
     if plan.remat in ("dots", "full") or (plan.pipeline is not None and not plan.pipeline.keep_residuals):
         again = sum(1 for logical in blocks if logical == HEADS or style.repeats_last)
-    return [Exchange("all-reduce", (TENSOR,), "layer forward", layer.stream_bytes, len(blocks)),
-            Exchange("all-reduce", (TENSOR,), "layer backward", layer.stream_bytes, len(blocks) + again)]
+    num_bytes = _summed_bytes(plan, layer)
+    return [Exchange("all-reduce", (TENSOR,), "layer forward", num_bytes, len(blocks)),
+            Exchange("all-reduce", (TENSOR,), "layer backward", num_bytes, len(blocks) + again)]
+
+
+def _summed_bytes(plan: Plan, layer: LayerShape) -> float:
+    """Of a residual stream of which each device has a part of the sum."""
+    return layer.stream_bytes * (F32_BYTES / layer.width if plan.precision == "f16" else 1)  # mesh/formats.py
 
 
 def _over_fsdp(plan: Plan, layer: LayerShape, style: Style) -> list[Exchange]:
@@ -88,7 +94,8 @@ def _in_head(plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: Style
     """Embedded tokens, the gradient of the last hidden state, and the loss's sums; with stages, what the last has and the first gets."""
     found = []
     if vocab:
-        found += [Exchange("all-reduce", vocab, "head", layer.stream_bytes, 2), Exchange("all-reduce", vocab, "head", layer.tokens * 3 * F32_BYTES, 1)]
+        both = (layer.stream_bytes + _summed_bytes(plan, layer)) / 2  # embedded tokens, of which the other devices have zeros, and a gradient
+        found += [Exchange("all-reduce", vocab, "head", both, 2), Exchange("all-reduce", vocab, "head", layer.tokens * 3 * F32_BYTES, 1)]
     if plan.pipeline is not None and style.head_shared:
         found.append(Exchange("all-reduce", (PIPE,), "head", layer.stream_bytes, 2))
     return found

@@ -23,8 +23,8 @@ def cross_entropy(hidden_ND: Array, head_VD: Array, targets_N: Array, weights_N:
     """Weighted sum of -log p(target), a float32 scalar; gradients flow to hidden and head.
 
     Args:
-      hidden_ND: final hidden states.
-      head_VD: output matrix, same dtype; rows at or past `vocab_size` are padding.
+      hidden_ND: final hidden states. They and the head are rounded to `comm.dtype`; a gradient has its argument's format.
+      head_VD: output matrix; rows at or past `vocab_size` are padding.
       targets_N: int32, global token ids.
       weights_N: float32 weight of each token's term; 0 leaves it out.
       chunk_tokens: tokens whose float32 logits exist at the same time.
@@ -37,6 +37,8 @@ def cross_entropy(hidden_ND: Array, head_VD: Array, targets_N: Array, weights_N:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(how: tuple, hidden_ND: Array, head_VD: Array, targets_N: Array, weights_N: Array) -> Array:
+    hidden_ND, head_VD = _rounded(how, hidden_ND, head_VD)
+
     def add_chunk(total: Array, chunk: tuple) -> tuple[Array, None]:
         hidden_CD, targets_C, weights_C = chunk
         return total + _chunk(how, hidden_CD, head_VD, targets_C, weights_C)[0], None
@@ -47,11 +49,14 @@ def _cross_entropy(how: tuple, hidden_ND: Array, head_VD: Array, targets_N: Arra
 
 def _forward(how: tuple, hidden_ND: Array, head_VD: Array, targets_N: Array, weights_N: Array) -> tuple[Array, tuple]:
     """The loss, and with it the gradients that a cotangent of 1 gives."""
+    hidden_dtype, head_dtype = hidden_ND.dtype, head_VD.dtype
+    hidden_ND, head_VD = _rounded(how, hidden_ND, head_VD)
+
     def add_chunk(carry: tuple, chunk: tuple) -> tuple[tuple, Array]:
         total, d_head_DV = carry
         hidden_CD, targets_C, weights_C = chunk
         loss, d_logits_CV = _chunk(how, hidden_CD, head_VD, targets_C, weights_C)
-        d_hidden_CD = jnp.dot(d_logits_CV, head_VD)
+        d_hidden_CD = jnp.dot(d_logits_CV, head_VD, preferred_element_type=hidden_dtype)
         d_head_DV = d_head_DV + jnp.dot(hidden_CD.T, d_logits_CV, preferred_element_type=jnp.float32)
         return (total + loss, d_head_DV), d_hidden_CD
 
@@ -60,7 +65,7 @@ def _forward(how: tuple, hidden_ND: Array, head_VD: Array, targets_N: Array, wei
     start = (_zero_loss(weights_N), jnp.zeros_like(head_VD.T, jnp.float32))
     (loss, d_head_DV), d_hidden = lax.scan(add_chunk, start, chunks)
     d_hidden_ND = d_hidden.reshape(-1, hidden_ND.shape[1])[: hidden_ND.shape[0]]
-    return loss, (d_hidden_ND, d_head_DV.T.astype(head_VD.dtype))
+    return loss, (d_hidden_ND, d_head_DV.T.astype(head_dtype))
 
 
 def _backward(how: tuple, gradients: tuple[Array, Array], cotangent: Array) -> tuple:
@@ -70,6 +75,11 @@ def _backward(how: tuple, gradients: tuple[Array, Array], cotangent: Array) -> t
 
 
 _cross_entropy.defvjp(_forward, _backward)
+
+
+def _rounded(how: tuple, *arrays: Array) -> list[Array]:
+    """As the matmuls take them."""
+    return [array.astype(how[0].dtype) for array in arrays]
 
 
 def _chunk(how: tuple, hidden_CD: Array, head_VD: Array, targets_C: Array, weights_C: Array) -> tuple[Array, Array]:

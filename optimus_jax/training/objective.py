@@ -65,7 +65,7 @@ class Objective:
     def loss(self, whole: Params, x_BLD: Array, rows: Batch) -> Array:
         """Final norm, head and cross-entropy: the weighted sum over these rows' tokens, a float32 scalar."""
         model = self.shapes.merged(whole)
-        hidden_BLD = model.final_norm(x_BLD)
+        hidden_BLD = model.final_norm(x_BLD, self.comm.sums)
         weights: Any = rows["loss_mask"].astype("float32") * self.weight
         return cross_entropy(
             hidden_BLD.reshape(-1, hidden_BLD.shape[-1]), model.head_matrix(), rows["targets"].reshape(-1), weights.reshape(-1),

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from helpers import F32_RELATIVE, MATMUL_RELATIVE, relative_error
 
-from optimus_jax.models.layers import Norm, add_bias, constant, dropout, project, project_back, rows_of
+from optimus_jax.models.layers import Norm, add_bias, constant, dropout, rows_of
+from optimus_jax.models.products import project, project_back
 
 TOKENS, EMBED = 4096, 8
 
@@ -29,7 +30,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(dtype):
     weight, rows = cotangents(dtype), jnp.asarray(np.arange(TOKENS)[None] % 3, jnp.int32)
-    loss = lambda table: (rows_of(table.astype(dtype), rows) * weight).astype(jnp.float32).sum()  # noqa: E731
+    loss = lambda table: (rows_of(table.astype(dtype), rows, dtype) * weight).astype(jnp.float32).sum()  # noqa: E731
     gradient = jax.jit(jax.grad(loss))(jnp.zeros((4, EMBED)))
     expected = np.zeros((4, EMBED))
     np.add.at(expected, np.asarray(rows)[0], np.asarray(weight, np.float64)[0])
@@ -57,7 +58,7 @@ def test_projections_and_their_gradients_are_those_of_an_einsum(columns):
     x, out, weight = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (2, 3, *columns), (4, *columns)))
     names = "xy"[: len(columns)]
     for function, einsum, rows in ((project, f"bld,d{names}->bl{names}", x), (project_back, f"bl{names},d{names}->bld", out)):
-        found, found_vjp = jax.vjp(function, rows, weight)
+        found, found_vjp = jax.vjp(lambda a, b, function=function: function(a, b, jnp.dtype(jnp.float32)), rows, weight)
         expected, expected_vjp = jax.vjp(lambda a, b, einsum=einsum: jnp.einsum(einsum, a, b), rows, weight)
         assert found.shape == expected.shape
         for got, wanted in zip((found, *found_vjp(found)), (expected, *expected_vjp(expected)), strict=True):

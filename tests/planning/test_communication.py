@@ -44,6 +44,16 @@ def test_tensor_has_two_all_reduces_of_the_stream_each_way():
         assert found(plan, "all-reduce", part, ("tensor",)) == [(stream, 2)]
 
 
+def test_f16_sums_the_stream_in_float32():
+    in_bf16 = plan_of("tensor=4")
+    in_f16 = replace(in_bf16, precision="f16")
+    for part in ("layer forward", "layer backward"):
+        (num_bytes, count), = found(in_bf16, "all-reduce", part, ("tensor",))
+        assert found(in_f16, "all-reduce", part, ("tensor",)) == [(2 * num_bytes, count)]
+    embedded_and_gradient, statistics = found(in_bf16, "all-reduce", "head", ("tensor",))
+    assert found(in_f16, "all-reduce", "head", ("tensor",)) == [(1.5 * embedded_and_gradient[0], 2), statistics]
+
+
 @pytest.mark.parametrize(("style", "again"), [(OURS, 1), (MEGATRON, 2)], ids=["ours", "megatron"])
 def test_recomputed_layers_repeat_all_reduces_that_backward_needs(style, again):
     plan = plan_of("tensor=4", remat="full")

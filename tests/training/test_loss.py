@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.training.loss import cross_entropy
 
-ONE_DEVICE = Collectives(jnp.dtype(jnp.float32))
 EMBED = 8
 
 
 def chunked(hidden, head, targets, weights, *, vocab_size, chunk_tokens):
-    return cross_entropy(hidden, head, targets, weights, comm=ONE_DEVICE, vocab_size=vocab_size, chunk_tokens=chunk_tokens)
+    return cross_entropy(hidden, head, targets, weights, comm=Collectives(head.dtype), vocab_size=vocab_size, chunk_tokens=chunk_tokens)
 
 
 def plain(hidden, head, targets, weights, *, vocab_size):
