@@ -33,6 +33,7 @@ from optimus_jax.mesh.distributed import (
     together,
 )
 from optimus_jax.mesh.engines import RESTARTING, Launch, find_launch
+from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
 from optimus_jax.phases import in_phase, phase_after
@@ -112,6 +113,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         RunDirectory(run_dir).check_free()
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
+    of_jax = check_jax_settings()
     connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
     progress = Progress()
     watchdog = Watchdog.of(None, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
@@ -143,6 +145,8 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             display = make_display(config.log, config.steps, show=is_writer())
             if has_left_cache:
                 display.message("JAX's compilation cache is not used: programs for several CPU devices that come out of it get stuck")
+            for line in of_jax:
+                display.message(line)
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:

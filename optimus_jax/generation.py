@@ -26,7 +26,9 @@ from optimus_jax.config import Config, ModelConfig
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.models.kernels import Visibility
+from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.training.run_directory import RunDirectory
@@ -128,10 +130,11 @@ class TextModel:
         Args:
           prompt: ids [N], at least one; N + num_new_tokens - 1 is at most the model's max_length.
         """
+        check_jax_settings()
         length, limit, eos = len(prompt), self.config.max_length, self.tokenizer.eos
         padded = np.zeros((1, rounded_up(length, limit)), np.int32)
         padded[0, :length] = prompt
-        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(num_samples))
+        keys = jax.vmap(functools.partial(jax.random.fold_in, make_key(seed)))(jnp.arange(num_samples))
         tokens, cache = _start(self.config, self.params, padded, np.int32(length), keys, sampling=sampling,
                                num_keys=rounded_up(length + num_new_tokens - 1, limit))
         over = np.zeros(num_samples, bool)
@@ -159,6 +162,7 @@ def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Calla
     Raises:
       OptimusError: there is no such run, checkpoint or tokenizer.
     """
+    check_jax_settings()
     run = RunDirectory(run_dir, writer=False)
     try:
         config = Config.from_json(run.config_text())
@@ -231,7 +235,8 @@ def draw(logits_BV: Array, keys_B: Array, position: Array, sampling: Sampling) -
         return jnp.argmax(logits_BV, axis=-1)
     logits_BC, ids_BC = candidates(logits_BV / sampling.temperature, sampling)
     keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, position)
-    chosen_B = jax.vmap(jax.random.categorical)(keys_B, logits_BC)
+    # The mode is JAX's default, named because jax_high_dynamic_range_gumbel would draw other tokens.
+    chosen_B = jax.vmap(functools.partial(jax.random.categorical, mode="low"))(keys_B, logits_BC)
     return jnp.take_along_axis(ids_BC, chosen_B[:, None], axis=1)[:, 0]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from optimus_jax.config import Config
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import check_words
@@ -107,6 +108,7 @@ def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iter
 def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Iterable[str] = (), rates: Rates | None = None,
                    calibration: Calibration | None = None, overrides: dict[str, Any]) -> Found:
     """`find_plans` with everything that it looked at."""
+    check_jax_settings()
     if top < 1:
         raise ConfigError(explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan"))
     where = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))

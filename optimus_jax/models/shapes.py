@@ -9,6 +9,7 @@ from flax import nnx
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.keys import make_key
 from optimus_jax.models.transformer import Decoder
 from optimus_jax.plan import Plan
 
@@ -75,7 +76,7 @@ class ModelShapes:
     def initial(self, seed: jax.Array) -> Params:
         """Fresh float32 parameters from an integer seed; the same values for any sharding of the result."""
         with nnx.use_eager_sharding(False):
-            return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=jax.random.key(seed)))))
+            return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=make_key(seed)))))
 
     def _build(self, rngs: nnx.Rngs) -> Decoder:
         return Decoder(self.config, vocab_rows=self.vocab_rows, slots=self.slots, rngs=rngs)
@@ -85,7 +86,7 @@ def model_shapes(config: ModelConfig, vocab_rows: int, slots: tuple[int, ...] | 
     """Shapes of the model with its vocabulary padded to `vocab_rows`, and its layers in `slots` (None: one after the other)."""
     slots = tuple(range(config.num_layers)) if slots is None else slots
     with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(lambda: Decoder(config, vocab_rows=vocab_rows, slots=slots, rngs=nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: Decoder(config, vocab_rows=vocab_rows, slots=slots, rngs=nnx.Rngs(params=make_key(0))))
         graphdef, state = nnx.split(abstract)
     return ModelShapes(config, vocab_rows, slots, graphdef, state)
 

@@ -22,8 +22,10 @@ from optimus_jax.config import Config
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given, options_for, usable_bytes
+from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
 from optimus_jax.mesh.zero import varying_axes
+from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.plan import Plan
 from optimus_jax.training.gradients import loss_alone, loss_and_gradients
@@ -67,7 +69,12 @@ class Program:
 
 
 def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -> Program:
-    """Jit everything that a run of `config` under `plan` needs; nothing is compiled yet."""
+    """Jit everything that a run of `config` under `plan` needs; nothing is compiled yet.
+
+    Raises:
+      ConfigError: JAX has a setting with which the program would not be what a run promises.
+    """
+    check_jax_settings()
     optimizer = adamw(config.optimizer, shapes.names, moments=plan.moments)
     specs = state_specs(shapes, optimizer, plan)
     rows, scalar = batch_spec(plan, config.model), PartitionSpec()
@@ -105,7 +112,7 @@ class _Step:
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
         tokens = self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
-        key = jax.random.fold_in(jax.random.key(self.config.seed), step) if self.config.model.dropout else None
+        key = jax.random.fold_in(make_key(self.config.seed), step) if self.config.model.dropout else None
         scale = state.loss_scale.scale if self.plan.precision == "f16" else jnp.float32(1)
         weight = scale / jnp.maximum(tokens, 1).astype(jnp.float32)
         loss, gradients = loss_and_gradients(self.objective.at(step_key=key, weight=weight), self.layouts, state.params, batch, self._batch_axes)
