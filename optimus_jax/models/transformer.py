@@ -74,7 +74,8 @@ class Block(nnx.Module):
         q, k, v = again(lambda x: self.attention.project(self.attention_norm(x, comm.sums), comm, cos_sin))(x_BLD)
         if cache is not None:
             start = (0, run.visibility.query_offset, 0, 0)
-            k, v = cache = tuple(lax.dynamic_update_slice(old, new.astype(old.dtype), start) for old, new in zip(cache, (k, v), strict=True))
+            longer = [lax.dynamic_update_slice(old, new.astype(old.dtype), start) for old, new in zip(cache, (k, v), strict=True)]
+            k, v = cache = longer[0], longer[1]
         head_keys = self._head_keys(run, site, q.shape[2])
 
         def core(q: Array, k: Array, v: Array) -> Array:
