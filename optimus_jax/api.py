@@ -32,7 +32,7 @@ from optimus_jax.mesh.distributed import (
     of_first_process,
     together,
 )
-from optimus_jax.mesh.engines import RESTARTING, Launch, find_launch
+from optimus_jax.mesh.engines import Launch, find_launch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
 from optimus_jax.phases import in_phase, phase_after
@@ -255,7 +255,7 @@ def _opened(open_it: Callable[..., RunDirectory], launch: Launch, is_repeated: b
     try:
         return open_it(patience_s=PATIENCE_S if is_repeated else 0.0)
     except (LockedError, AlreadyBegunError) as error:
-        if is_repeated and launch.engine in RESTARTING:
+        if is_repeated and launch.restarts:
             raise FaultError(str(error)) from error
         raise
 
