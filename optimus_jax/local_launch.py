@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
-from optimus_jax.mesh.launchers import LOCAL_ID, NUM_LOCAL, VARIABLES
+from optimus_jax.mesh.claims import VARIABLES
+from optimus_jax.mesh.launchers import LOCAL_ID, NUM_LOCAL
 
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 """Signals that are for the processes, and as what; each gets each once. A terminal that closes takes the machine away."""

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from optimus_jax.environment import check_jax_settings, check_xla_flags, import_jax, number_of
 from optimus_jax.errors import ConfigError
+from optimus_jax.planning.kept import cache_directory
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,7 +31,7 @@ def setting():
 
 @pytest.mark.parametrize(("name", "value"), [
     ("jax_disable_jit", True), ("jax_no_tracing", True), ("jax_no_execution", True), ("jax_transfer_guard", "disallow"),
-    ("jax_transfer_guard_device_to_host", "disallow_explicit"), ("jax_scan3", True), ("jax_custom_vjp3", True), ("jax_auto_pcast", False)])
+    ("jax_transfer_guard_device_to_host", "disallow_explicit"), ("jax_scan3", True), ("jax_custom_vjp3", True), ("jax_auto_pcast", False), ("jax_error_checking_behavior_nan", "raise")])
 def test_settings_of_jax_with_which_no_run_works(setting, name, value):
     check_jax_settings()
     setting(name, value)
@@ -57,6 +59,18 @@ def test_flags_that_would_end_the_process(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false --xla_nonsense=1")
     with pytest.raises(ConfigError, match=r"XLA_FLAGS=(.|\n)*Unknown flag in XLA_FLAGS: --xla_nonsense=1"):
         check_xla_flags()
+
+
+@pytest.mark.parametrize("cache", [None, "~nobody-of-that-name/cache"])
+def test_a_user_without_a_home(monkeypatch, cache):
+    def nobody(key):
+        raise KeyError(key)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert cache_directory().is_relative_to(tempfile.gettempdir())
 
 
 def test_jax_that_is_not_there(monkeypatch):

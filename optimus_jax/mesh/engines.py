@@ -22,22 +22,9 @@ from jax._src.distributed import global_state
 from optimus_jax.config import DistributedConfig
 from optimus_jax.config.checks import is_host_and_port
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.mesh import launchers
+from optimus_jax.mesh.claims import OTHER_WAYS, VARIABLES, Claim, Launcher, common_parent, derived_port, listed
 from optimus_jax.mesh.gpu_sharing import is_said, share
-from optimus_jax.mesh.launchers import (
-    ENVIRONMENT,
-    KUBERNETES,
-    LAUNCHERS,
-    OPEN_MPI,
-    OTHER_WAYS,
-    POD,
-    POD_INDEX,
-    SLURM,
-    VARIABLES,
-    Claim,
-    derived_port,
-    listed,
-)
+from optimus_jax.mesh.launchers import ENVIRONMENT, KUBERNETES, LAUNCHERS, OPEN_MPI, POD, POD_INDEX, SLURM
 
 __all__ = ["ENVIRONMENT", "FLAGS", "KUBERNETES", "NOBODY", "OPEN_MPI", "PROGRAM", "SLURM", "VARIABLES", "Launch", "find_launch"]
 
@@ -246,7 +233,7 @@ def _port_on_this_host(claim: Claim, sources: list[Claim]) -> int:
     if job := next((source.job for source in sources if source.job), ""):
         return derived_port(job)
     for source in sources:
-        if source.launcher.has_one_parent and (parent := launchers.common_parent(source.launcher.index[0])) is not None:
+        if source.launcher.has_one_parent and (parent := common_parent(source.launcher.index[0])) is not None:
             return derived_port(str(parent))
     raise _nowhere(claim)
 
@@ -280,7 +267,7 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
                 f"{name} has started this process, and does not say where the others are", given=f"{type(error).__name__}: {' '.join(str(error).split())}",
                 do=f"mend that, or {OTHER_WAYS}")) from error
         host, _, port = address.rpartition(":")
-        claim = Claim(launcher=launchers.Launcher(name=name, restarts=restarts), said={}, count=count, index=index, address=host, port=port,
+        claim = Claim(launcher=Launcher(name=name, restarts=restarts), said={}, count=count, index=index, address=host, port=port,
                       local_count=None, local_index=None, num_agents=None, where="", job="")
         claim.check()
         return _placed(claim, [], config, on_cpu)

@@ -13,9 +13,10 @@ from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from optimus_jax.config import DistributedConfig
 from optimus_jax.errors import ConfigError
-from optimus_jax.mesh import engines, gpu_sharing, launchers
+from optimus_jax.mesh import engines, gpu_sharing
+from optimus_jax.mesh.claims import derived_port, documented
 from optimus_jax.mesh.engines import Launch, find_launch
-from optimus_jax.mesh.launchers import LAUNCHERS, derived_port
+from optimus_jax.mesh.launchers import LAUNCHERS
 
 AUTO = DistributedConfig()
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-09,11]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
@@ -255,7 +256,7 @@ TF = '{"cluster": {"chief": ["c:1"], "worker": ["w0:2", "w1:3"], "ps": ["p:4"]},
     (STEP | {"SLURM_STEP_NODELIST": "rack1-[2-3]-ib,x"}, ("SLURM", f"rack1-2-ib:{61440 + 12}", 4, 2)),
 ], ids=lambda value: value[0] if isinstance(value, tuple) else "")
 def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
-    monkeypatch.setattr(launchers, "common_parent", lambda variable: 4711)
+    monkeypatch.setattr(engines, "common_parent", lambda variable: 4711)
     launch = found(environment, {"JAX_PLATFORMS": "cpu"})
     assert place(launch) == expected
     assert launch.bind == ("127.0.0.1" if launch.coordinator.startswith("localhost") and expected[0] != "AWS Batch" else None)
@@ -285,7 +286,7 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
     (STEP | TORCH | {"RANK": "0"}, "do not agree"), (MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"}, "OMPI_MCA_orte_hnp_uri"),
     ({"JAX_LOCAL_DEVICE_IDS": "abc"}, "JAX_LOCAL_DEVICE_IDS=abc")])
 def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(found, monkeypatch, environment, named):
-    monkeypatch.setattr(launchers, "common_parent", lambda variable: None)
+    monkeypatch.setattr(engines, "common_parent", lambda variable: None)
     with pytest.raises(ConfigError, match=named) as raised:
         found(environment)
     assert "--coordinator" in str(raised.value) or "_COORDINATOR_" in str(raised.value) or "JAX_LOCAL" in str(raised.value)
@@ -314,7 +315,7 @@ def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
 
 def test_the_parent_of_all_local_processes_is_the_first_without_their_variable(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
-    script = "from optimus_jax.mesh.launchers import common_parent; print(common_parent('PMI_RANK'))"
+    script = "from optimus_jax.mesh.claims import common_parent; print(common_parent('PMI_RANK'))"
     command = f"{sys.executable} -c \"{script}\" && true"  # under a shell, which is not the launcher
     assert int(subprocess.check_output(["bash", "-c", command], text=True)) == os.getpid()
 
@@ -337,4 +338,4 @@ def test_addresses_are_read_as_jax_reads_them(found, cluster, environment):
 def test_the_table_in_the_docs_is_the_table_in_the_code():
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     for row in LAUNCHERS:
-        assert launchers.documented(row) in page, "docs/clusters.md lacks this row"
+        assert documented(row) in page, "docs/clusters.md lacks this row"
