@@ -18,7 +18,8 @@ def _is(*values: object) -> Callable[[object], bool]:
 
 
 _TRANSFERS = (_is(None, "allow", "log", "log_explicit"), "a run moves batches, metrics and states between host and devices")
-_CHECKS = (_is("ignore"), "a step is compiled without the checks that it asks for; steps that are not finite are left out and counted")
+_FINITE = (_is(False), "a step that is not finite is left out and counted, and JAX would end the run with a traceback")
+_CHECKS = (_is("ignore"), "a step is compiled without the checks that it asks for; one that is not finite is left out and counted")
 _ALLOWED: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "jax_disable_jit": (_is(False), "a step is one compiled program"),
     "jax_no_tracing": (_is(False), "every program of a run is traced"),
@@ -26,6 +27,8 @@ _ALLOWED: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "jax_auto_pcast": (_is(True), "shard_map casts between the axes that a value varies over"),
     "jax_scan3": (_is(False), "layers run in a scan, whose new implementation lacks what they need"),
     "jax_custom_vjp3": (_is(False), "kernels have gradients of their own, which its new implementation does not take"),
+    "jax_debug_nans": _FINITE,
+    "jax_debug_infs": _FINITE,
     "jax_error_checking_behavior_nan": _CHECKS,
     "jax_error_checking_behavior_oob": _CHECKS,
     "jax_error_checking_behavior_divide": _CHECKS,

@@ -31,7 +31,7 @@ def setting():
 
 @pytest.mark.parametrize(("name", "value"), [
     ("jax_disable_jit", True), ("jax_no_tracing", True), ("jax_no_execution", True), ("jax_transfer_guard", "disallow"),
-    ("jax_transfer_guard_device_to_host", "disallow_explicit"), ("jax_scan3", True), ("jax_custom_vjp3", True), ("jax_auto_pcast", False), ("jax_error_checking_behavior_nan", "raise")])
+    ("jax_transfer_guard_device_to_host", "disallow_explicit"), ("jax_scan3", True), ("jax_custom_vjp3", True), ("jax_auto_pcast", False), ("jax_debug_nans", True), ("jax_error_checking_behavior_nan", "raise")])
 def test_settings_of_jax_with_which_no_run_works(setting, name, value):
     check_jax_settings()
     setting(name, value)

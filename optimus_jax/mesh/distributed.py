@@ -40,9 +40,6 @@ def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
     """
     if launch.is_alone or launch.engine == PROGRAM:
         return
-    if jax.config.jax_cpu_collectives_implementation == "none":  # pyright: ignore[reportAttributeAccessIssue]
-        raise ConfigError(explain("processes of a CPU cannot exchange anything without collectives", given="JAX_CPU_COLLECTIVES_IMPLEMENTATION=none",
-                                  do="unset it, which is gloo"))
     # JAX's own handler would swallow the SIGTERM that asks us to save and stop (training/stopping.py).
     jax.config.update("jax_enable_preemption_service", False)
     deadline = time.monotonic() + timeout_s
