@@ -21,6 +21,7 @@ from optimus_jax.control.deciding.candidates import check_allowed
 from optimus_jax.errors import ConfigError, FaultError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.inputs import Inputs
+from optimus_jax.mesh.backend import warning_of_cpu
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.cpu import leave_compilation_cache, use_cpu_devices
 from optimus_jax.mesh.distributed import (
@@ -32,10 +33,11 @@ from optimus_jax.mesh.distributed import (
     of_first_process,
     together,
 )
-from optimus_jax.mesh.engines import RESTARTING, Launch, find_launch
+from optimus_jax.mesh.engines import Launch, find_launch
 from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
+from optimus_jax.models.shapes import model_shapes
 from optimus_jax.phases import in_phase, phase_after
 from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import choose_plan
@@ -143,6 +145,8 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             check_allowed(config.controller.allow, topology.num_devices)
             plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
             display = make_display(config.log, config.steps, show=is_writer())
+            if (warning := warning_of_cpu(lambda: model_shapes(config.model, config.model.vocab_size).num_params)) is not None:
+                display.message(warning)
             if has_left_cache:
                 display.message("JAX's compilation cache is not used: programs for several CPU devices that come out of it get stuck")
             for line in of_jax:
@@ -259,7 +263,7 @@ def _opened(open_it: Callable[..., RunDirectory], launch: Launch, is_repeated: b
     try:
         return open_it(patience_s=PATIENCE_S if is_repeated else 0.0)
     except (LockedError, AlreadyBegunError) as error:
-        if is_repeated and launch.engine in RESTARTING:
+        if is_repeated and launch.restarts:
             raise FaultError(str(error)) from error
         raise
 

@@ -25,6 +25,7 @@ from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.errors import ConfigError, DataError, explain
+from optimus_jax.mesh.backend import start_backend, warning_of_cpu
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.models.kernels import Visibility
@@ -170,6 +171,9 @@ def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Calla
         raise ConfigError(explain("there is no run to sample from", given=f"{run_dir}, which has no config.json",
                                   do="give --run the directory of a run")) from error
     tokenizer = load_tokenizer(config.data.tokenizer)
+    start_backend()
+    if (warning := warning_of_cpu()) is not None:
+        warn(warning)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), unpadded(config.model).params)
     checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)

@@ -1,6 +1,6 @@
 """Several processes of one program on this machine, for tests and for machines without a cluster engine.
 
-They learn from the environment where the others are (mesh/engines.py). Process 0 has the terminal; of the others every line
+They learn from the environment where the others are (mesh/launchers.py). Process 0 has the terminal; of the others every line
 is shown with their number before it, and they have nothing to say but errors. If one fails the rest are told to end, and
 killed after a grace: they would wait for it.
 """
@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
+from optimus_jax.mesh.claims import VARIABLES
+from optimus_jax.mesh.launchers import LOCAL_ID, NUM_LOCAL
+
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 """Signals that are for the processes, and as what; each gets each once. A terminal that closes takes the machine away."""
-_VARIABLES = ("OPTIMUS_COORDINATOR", "OPTIMUS_NUM_PROCESSES", "OPTIMUS_PROCESS_ID", "OPTIMUS_LOCAL_ID", "OPTIMUS_NUM_LOCAL")
 _LOOK_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -85,7 +87,7 @@ def _end_with_us() -> None:
 
 def _environment(coordinator: str, number: int, num_processes: int) -> dict[str, str]:
     values = (coordinator, num_processes, number, number, num_processes)
-    return os.environ | dict(zip(_VARIABLES, map(str, values), strict=True))
+    return os.environ | dict(zip((*VARIABLES, LOCAL_ID, NUM_LOCAL), map(str, values), strict=True))
 
 
 def _reader(stream: IO[bytes], number: int) -> threading.Thread:

@@ -9,9 +9,9 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
 import argparse
-import io
 from collections.abc import Iterator
 
+from optimus_jax.environment import import_jax, show_every_character
 from optimus_jax.errors import OptimusError
 
 USER_ERROR = 2
@@ -56,9 +56,9 @@ def note(text: str) -> None:
 def main() -> int:
     """Exit code: 0 done, 2 the user's error, 130 Ctrl-C, 141 nobody read on."""
     args = parser().parse_args()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+    show_every_character()
     try:
+        import_jax()
         from optimus_jax.generation import load_text_model  # after parsing: --help need not wait for JAX
 
         model = load_text_model(args.run, args.step, warn=note)

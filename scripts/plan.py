@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from optimus_jax.environment import import_jax, show_every_character
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.presets import PRESETS
 from optimus_jax.request import SHORT_NAMES
@@ -74,6 +75,7 @@ def overrides(given: dict) -> dict:
 def find(given: dict) -> "Found":
     """Search as the flags say."""
     # After parsing: --help need not wait for JAX.
+    import_jax()
     from optimus_jax.planner import look_for_plans
 
     if given["top"] < 1 or not 1 <= given.get("explain", 1) <= given["top"]:
@@ -94,6 +96,7 @@ def find(given: dict) -> "Found":
 
 def measured_here(given: dict) -> "Here":
     """The cluster that is here and how fast it is."""
+    from optimus_jax.mesh.backend import warning_of_cpu
     from optimus_jax.mesh.build import discover
     from optimus_jax.mesh.cpu import use_cpu_devices
     from optimus_jax.planner import config_for
@@ -105,6 +108,8 @@ def measured_here(given: dict) -> "Here":
             raise ConfigError(explain("there is at least one device", given=f"--cpu-devices {given['cpu_devices']}", do="give 1 or more"))
         use_cpu_devices(given["cpu_devices"])
     topology = discover()
+    if (warning := warning_of_cpu()) is not None:
+        print(warning, file=sys.stderr, flush=True)
     config_for(given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given))  # what is wrong is said before minutes of measuring
     return measure_devices(topology, refresh=given["profile"], progress=show_progress if sys.stderr.isatty() else None)
 
@@ -198,6 +203,7 @@ def show_terms(ranked: "RankedPlan") -> None:
 def main() -> int:
     """Exit code: 0 done, 2 the user's error."""
     given = vars(parser().parse_args())
+    show_every_character()
     try:
         found = find(given)
         if given.get("explain", 1) > len(found.plans):

@@ -11,6 +11,7 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 import argparse
 import json
 
+from optimus_jax.environment import import_jax, show_every_character
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.presets import PRESETS
 
@@ -38,8 +39,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Exit code: 0 done, 2 the user's error."""
     given = vars(parser().parse_args())
+    show_every_character()
     try:
         # After parsing: --help need not wait for JAX.
+        import_jax()
         from optimus_jax.data.dataset import load_data
         from optimus_jax.planning.data_profile import profile_data
         from optimus_jax.planning.model_profile import profile_model

@@ -11,6 +11,7 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 import argparse
 from pathlib import Path
 
+from optimus_jax.environment import show_every_character
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.viz.run_report import run_report
 
@@ -41,6 +42,7 @@ def write_page(run_dir: Path, out: Path) -> None:
 def main() -> int:
     """Exit code: 0 done, 2 the user's error."""
     given = parser().parse_args()
+    show_every_character()
     run_dir = Path(given.run_dir)
     out = Path(given.out) if given.out is not None else run_dir / PAGE
     try:

@@ -11,6 +11,7 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 import argparse
 from pathlib import Path
 
+from optimus_jax.environment import import_jax, show_every_character
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.chart import picture, text
@@ -50,6 +51,7 @@ def schedule_of(given: dict) -> Schedule:
             raise ConfigError(explain(f"how many {name}?", given=" ".join(describing) or "no flags", do=f"give --{name} N, or --table FILE.json"))
     name, repeats = given.get("schedule", "1f1b"), given.get("repeats", 1)
     if name in REPEATING and "repeats" not in given:
+        import_jax()
         from optimus_jax.planning.assemble import DEFAULT_REPEATS  # here, because JAX comes with it
 
         repeats = DEFAULT_REPEATS
@@ -79,6 +81,7 @@ def write_table(schedule: Schedule, path: Path) -> None:
 def main() -> int:
     """Exit code: 0 done, 2 the user's error."""
     given = vars(parser().parse_args())
+    show_every_character()
     try:
         schedule = schedule_of(given)
         print(text(schedule), facts(schedule), sep="")

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from optimus_jax.environment import import_jax, show_every_character
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.presets import PRESETS
 from optimus_jax.request import SHORT_NAMES
@@ -171,7 +172,12 @@ def show_events(outcomes: "dict[str, Outcome]") -> None:
 def main() -> int:
     """Exit code: 0 done, 2 the user's error."""
     given = vars(parser().parse_args())
-    # After parsing: --help need not wait for JAX.
+    show_every_character()
+    try:
+        import_jax()  # after parsing: --help need not wait for it
+    except OptimusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
     from rich.console import Console
     from rich.progress import track
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from optimus_jax.data.sources import read_documents
 from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
 from optimus_jax.data.tokens import write_token_file
+from optimus_jax.environment import show_every_character
 from optimus_jax.errors import OptimusError
 
 
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="NAME.bin to write; it must not exist")
     parser.add_argument("--text-field", default="text", help="name of the text in a JSONL line or Parquet column")
     args = parser.parse_args()
+    show_every_character()
     try:
         tokenizer = load_tokenizer(args.tokenizer)
         documents = read_documents(args.sources, args.text_field)

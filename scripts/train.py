@@ -30,6 +30,7 @@ import traceback
 from typing import Literal, NoReturn
 
 from optimus_jax.config import Config
+from optimus_jax.environment import import_jax, show_every_character
 from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain, nearest
 from optimus_jax.presets import PRESETS
 from optimus_jax.request import SHORT_NAMES
@@ -89,6 +90,7 @@ def settings(given: dict) -> dict:
 def main() -> int:
     """Exit code: 0 done or stopped by Ctrl-C and saved, 1 an error that nobody has foreseen, 2 the user's error, 75 stopped by SIGTERM or the like, or ended for a fault and worth restarting,
     130 ended by Ctrl-C before the first step or, asked twice, without saving."""
+    show_every_character()
     sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
     flags = parser()
     parsed, unknown = flags.parse_known_args()
@@ -99,6 +101,7 @@ def main() -> int:
             raise ConfigError(explain(f"unknown argument {unknown[0]!r}", given=" ".join(unknown), do=nearest(unknown[0], known)))
         overrides = settings(given)
         # After parsing: --help need not wait for JAX.
+        import_jax()
         from optimus_jax.api import train
         from optimus_jax.mesh.cpu import restart_with_huge_pages
 

@@ -10,7 +10,7 @@ from cases import Case
 from ours import config_of
 
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.build import gpu_memory_share
+from optimus_jax.mesh.backend import gpu_memory_share
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.assemble import plan_for
 from optimus_jax.planning.memory import estimate_memory

@@ -1,34 +1,24 @@
-"""Finding the devices, and making the mesh of a Plan from them."""
-
-import os
-import warnings
+"""The devices that are there, and making the mesh of a Plan from them."""
 
 import jax
 import numpy as np
-from jax._src.xla_bridge import backends_are_initialized
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from optimus_jax.mesh.axes import MESH_AXES
+from optimus_jax.mesh.backend import host_bytes, host_limit_bytes, start_backend
 from optimus_jax.mesh.hosts import count_hosts, devices_by_host, hosts_of_processes
 from optimus_jax.mesh.topology import HOST_MEMORY_SHARE, Topology
 from optimus_jax.plan import Plan, check_devices
-
-GPU_MEMORY_SHARE = "0.92"
-"""Of a GPU, for JAX to set aside: by default it takes 75%, and a plan for the whole device would not run. The rest is for contexts and NCCL."""
-JAX_OWN_SHARE, JAX_OWN_HOST_GIB = "0.75", "64"
-"""What it may use of a GPU and of the host beside it where nobody says otherwise before its first use."""
-_FRACTION, _OLDER_FRACTION, _HOST_LIMIT_GIB = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def discover() -> Topology:
     """The devices that JAX sees in all processes. Every process has to call it, and before anything else asks for a device.
 
-    JAX may use GPU_MEMORY_SHARE of a GPU, and HOST_MEMORY_SHARE of the host for it, unless XLA_CLIENT_MEM_FRACTION (or its older name,
-    XLA_PYTHON_CLIENT_MEM_FRACTION) and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB say otherwise. Where JAX has a GPU already, it is too late to say
-    anything: a warning tells the user, and JAX's own limits count.
+    Raises:
+      ConfigError, FaultError: as `start_backend`, which says what JAX may use of them.
     """
-    _limit_memory()
+    start_backend()
     devices, hosts = devices_by_host(), hosts_of_processes()
     return Topology(
         num_devices=len(devices), num_processes=jax.process_count(), num_hosts=count_hosts(), platform=devices[0].platform,
@@ -36,21 +26,6 @@ def discover() -> Topology:
         bytes_per_device=_least(_bytes_per_device()),
         host_bytes_per_device=_least(_host_bytes_per_device(hosts)),
         process_of=tuple(device.process_index for device in devices), host_of=tuple(hosts[device.process_index] for device in devices))
-
-
-def _limit_memory() -> None:
-    begun = backends_are_initialized() and jax.default_backend() == "gpu"
-    if _FRACTION not in os.environ and _OLDER_FRACTION not in os.environ:
-        if begun:
-            warnings.warn(f"JAX was used before this run was begun, and so may use {float(JAX_OWN_SHARE):.0%} of a GPU instead of {float(GPU_MEMORY_SHARE):.0%}: "
-                          f"set {_FRACTION}={GPU_MEMORY_SHARE}, or begin the run first", stacklevel=3)
-        os.environ[_OLDER_FRACTION] = JAX_OWN_SHARE if begun else GPU_MEMORY_SHARE
-    os.environ.setdefault(_HOST_LIMIT_GIB, JAX_OWN_HOST_GIB if begun else str(int(HOST_MEMORY_SHARE * _host_bytes() / 2**30)))
-
-
-def gpu_memory_share() -> float:
-    """Of a GPU, what JAX may use."""
-    return float(os.environ.get(_FRACTION) or os.environ.get(_OLDER_FRACTION) or GPU_MEMORY_SHARE)
 
 
 def build_mesh(plan: Plan, devices: list | None = None) -> Mesh:
@@ -79,7 +54,7 @@ def _compute_capability(said: str) -> tuple[int, int] | None:
 def _bytes_per_device() -> int | None:
     local = jax.local_devices()
     if local[0].platform == "cpu":
-        return _host_bytes() // len(local)
+        return host_bytes() // len(local)
     stats = local[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
 
@@ -88,11 +63,7 @@ def _host_bytes_per_device(hosts: tuple[int, ...]) -> int:
     """Of what may be pinned in all, and of what this process may pin, which is the less if processes share the host."""
     own, here = hosts[jax.process_index()], jax.local_device_count()
     on_host = sum(hosts[device.process_index] == own for device in jax.devices())
-    return int(min(HOST_MEMORY_SHARE * _host_bytes() / on_host, int(os.environ[_HOST_LIMIT_GIB]) * 2**30 / here))
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(min(HOST_MEMORY_SHARE * host_bytes() / on_host, host_limit_bytes() / here))
 
 
 def _least(num_bytes: int | None) -> int | None:

@@ -14,7 +14,7 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 from optimus_jax.mesh.accelerators import accelerator_of_kind
-from optimus_jax.mesh.build import gpu_memory_share
+from optimus_jax.mesh.backend import gpu_memory_share
 from optimus_jax.plan import Plan
 
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"

@@ -7,6 +7,7 @@ import sys
 import jax
 
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.mesh.backend import start_backend
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
@@ -36,6 +37,7 @@ def leave_compilation_cache() -> bool:
     A program that comes out of it orders the collectives of several CPU devices otherwise than the one that went in, and they wait for one another until XLA ends the process
     (jax 0.10.2). Call it before anything is compiled.
     """
+    start_backend()
     if jax.default_backend() != "cpu" or not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return False
     jax.config.update("jax_enable_compilation_cache", False)
@@ -50,6 +52,8 @@ def use_cpu_devices(num_devices: int) -> None:
     """
     try:
         jax.config.update("jax_platforms", "cpu")
+        if "jax_platform_name" in jax.config.values:  # the older name would win
+            jax.config.update("jax_platform_name", "")
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
         found = jax.local_devices()

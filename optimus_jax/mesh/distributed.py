@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
-from optimus_jax.mesh.engines import PROGRAM, RESTARTING, Launch
+from optimus_jax.mesh.engines import PROGRAM, Launch
 from optimus_jax.mesh.meeting import address_of, bind_address, has_gone
 from optimus_jax.mesh.reporting import report
 from optimus_jax.mesh.roll_call import RollCall
@@ -107,7 +107,7 @@ def _join(launch: Launch, joining: _Joining, deadline: float, lost: Callable[[],
             do="see what each of them has printed, and unset proxies in the environment (https_proxy and others)"))
     if isinstance(joining.failure, jax.errors.JaxRuntimeError):
         # All have found one another there: who has taken the port since, or a host that is lost, is no reason for an engine to give the job up.
-        raise (FaultError if launch.engine in RESTARTING else ConfigError)(explain(
+        raise (FaultError if launch.restarts else ConfigError)(explain(
             "the processes of this run cannot be connected", given=f"{launch.coordinator}: {str(joining.failure).splitlines()[0]}",
             do="give a --coordinator HOST:PORT that is free on the machine of process 0")) from joining.failure
     if joining.failure is not None:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from optimus_jax.errors import ConfigError, FaultError, explain
-from optimus_jax.mesh.engines import RESTARTING, Launch
+from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.meeting import (
     GO,
     JOINED,
@@ -188,7 +188,7 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
                 time.sleep(RETRY_S)
                 continue
             # Who had the port before may be just ending, which is no reason for an engine to give the job up.
-            kind = FaultError if error.errno == errno.EADDRINUSE and launch.engine in RESTARTING else ConfigError
+            kind = FaultError if error.errno == errno.EADDRINUSE and launch.restarts else ConfigError
             raise kind(explain(
                 "the processes of this run cannot be connected: process 0 cannot listen", given=f"{bind_address(launch) or launch.coordinator}: {error.strerror}",
                 do="give a --coordinator HOST:PORT that is free on the machine of process 0 (under an engine: JAX_COORDINATOR_PORT); where its "

@@ -7,8 +7,12 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Where they are: `optimus_jax/hardware` in XDG_CACHE_HOME, by default `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "optimus_jax" / "hardware"
+    """Where they are: `optimus_jax/hardware` in XDG_CACHE_HOME, by default `~/.cache`; for a user without a home, in the folder for temporary files."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # a user without a home, as in a container that runs under any number
+        home = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return home / "optimus_jax" / "hardware"
 
 
 def write_whole(path: Path, text: str, what: str) -> None:

@@ -1,15 +1,22 @@
 """Who has started this process, told from environments as the engines make them."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from jax._src.clusters.ompi_cluster import OmpiCluster
+from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from optimus_jax.config import DistributedConfig
 from optimus_jax.errors import ConfigError
-from optimus_jax.mesh import engines
+from optimus_jax.mesh import engines, gpu_sharing
+from optimus_jax.mesh.claims import derived_port, documented
 from optimus_jax.mesh.engines import Launch, find_launch
+from optimus_jax.mesh.launchers import LAUNCHERS
 
 AUTO = DistributedConfig()
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-09,11]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
@@ -24,7 +31,8 @@ EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 def nothing_said(monkeypatch):
     """Whatever has started the tests."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "OMPI_", "PMI_", "OPTIMUS_", "KUBERNETES_", "JOB_COMPLETION", "JAX_", "CUDA_VISIBLE")):
+        if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_", "OPTIMUS_", "KUBERNETES_", "JOB_COMPLETION", "JAX_", "CUDA_VISIBLE", "TORCHELASTIC_", "MASTER_")) \
+                or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"):
             monkeypatch.delenv(name)
 
 
@@ -151,14 +159,6 @@ def test_the_processes_of_a_node_share_its_gpus(found, environments, devices):
     assert found(EIGHT_GPUS, *environments).local_devices == devices
 
 
-@pytest.mark.parametrize("environment", [{"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, {"PMI_SIZE": "2", "PMI_RANK": "0"}])
-def test_a_launcher_that_jax_does_not_know_is_not_taken_for_nobody(found, environment):
-    """Open MPI 5 says how many there are, and not where."""
-    with pytest.raises(ConfigError, match=r"MPI launcher.*\n.*_SIZE=.*\n.*OPTIMUS_COORDINATOR"):
-        found(environment)
-    assert found(environment, config=DistributedConfig(engine="none")).is_alone
-
-
 def test_each_sees_its_own_gpu(found):
     assert found(MPI, {"CUDA_VISIBLE_DEVICES": "5"}).local_devices is None
 
@@ -174,8 +174,8 @@ def test_gpus_that_cannot_be_shared(found):
 
 def test_where_no_driver_counts_gpus_each_process_has_one(found, monkeypatch):
     def fail():
-        raise engines.pynvml.NVMLError(engines.pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    monkeypatch.setattr(engines.pynvml, "nvmlInit", fail)
+        raise gpu_sharing.pynvml.NVMLError(gpu_sharing.pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    monkeypatch.setattr(gpu_sharing.pynvml, "nvmlInit", fail)
     assert found(MPI).local_devices == (1,)
 
 
@@ -192,7 +192,7 @@ def test_a_pod_of_an_indexed_job_does_not_guess(found, monkeypatch):
 
 
 def test_an_engine_that_says_nonsense_is_named(found):
-    with pytest.raises(ConfigError, match=r"SLURM has started this process(.|\n)*ValueError(.|\n)*distributed.engine=none"):
+    with pytest.raises(ConfigError, match=r"SLURM: (.|\n)*SLURM_STEP_NUM_TASKS=four(.|\n)*distributed.engine=none"):
         found(STEP, {"SLURM_STEP_NUM_TASKS": "four"})
 
 
@@ -205,3 +205,137 @@ def test_what_the_program_has_connected_is_left_alone(found, monkeypatch):
 def test_launches_are_values():
     launch = Launch(engine="SLURM", why="")
     assert launch == replace(launch)
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "h", "MASTER_PORT": "29500", "WORLD_SIZE": "4",
+            "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+"""Of process 3 of four on two hosts, as torchrun 2.13 and accelerate set them."""
+TORCH = {"MASTER_ADDR": "h", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TF = '{"cluster": {"chief": ["c:1"], "worker": ["w0:2", "w1:3"], "ps": ["p:4"]}, "task": {"type": "%s", "index": %s}}'
+
+
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ("JAX's variables", "h:1", 2, 1)),
+    ({"JAX_COORDINATOR_ADDRESS": "h", "JAX_COORDINATOR_PORT": "6", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ("JAX's variables", "h:6", 2, 1)),
+    (TORCHRUN, ("torchrun", f"h:{derived_port('29500 none')}", 4, 3)),
+    (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, ("torchrun", "h:29500", 4, 3)),
+    (TORCHRUN | {"JAX_COORDINATOR_PORT": "77"}, ("torchrun", "h:77", 4, 3)),
+    (TORCHRUN | {"PET_NNODES": "1:4"}, ("torchrun", f"h:{derived_port('29500 none')}", 4, 3)),
+    (TORCH, ("torch.distributed's variables", "h:29500", 4, 3)),
+    (TORCH | {"MASTER_ADDR": "fd00::1"}, ("torch.distributed's variables", "[fd00::1]:29500", 4, 3)),
+    (TORCH | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, ("torch.distributed's variables", "localhost:29500", 4, 3)),
+    (TORCH | {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2"}, ("PyTorchJob", "h:29500", 2, 1)),
+    ({"COORDINATOR_ADDRESS": "j-worker-0", "COORDINATOR_PORT": "6666", "NUM_PROCESSES": "2", "PROCESS_ID": "0"}, ("JAXJob", "j-worker-0:6666", 2, 0)),
+    ({"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "6", "NNODES": "2", "NODE_RANK": "1"}, ("MaxText's variables", "10.0.0.1:6", 2, 1)),
+    ({"TF_CONFIG": TF % ("worker", 1)}, ("TFJob", "c:1", 3, 2)),
+    ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222"]}, "task": {"type": "workerpool1", "index": 0}}'},
+     ("Vertex AI", "a:2222", 2, 1)),
+    ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}, ("SageMaker", f"algo-1:{derived_port('algo-1')}", 2, 1)),
+    ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_TASK_ID": "t"},
+     ("SkyPilot", f"10.0.0.1:{derived_port('t')}", 2, 1)),
+    ({"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0", "AWS_BATCH_JOB_ID": "j#0"}, ("AWS Batch", f"localhost:{derived_port('j')}", 2, 0)),
+    ({"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_ID": "j#1", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.1"},
+     ("AWS Batch", f"10.0.0.1:{derived_port('j')}", 2, 1)),
+    # No MPI launcher but Open MPI 4 says where process 0 is: on one host it can only be there.
+    (HYDRA, ("MPICH or Intel MPI", f"localhost:{derived_port('4711')}", 2, 1)),
+    ({name.replace("OMPI_", "MV2_"): value for name, value in MPI.items()} | {"MV2_COMM_WORLD_LOCAL_SIZE": "8"}, ("MVAPICH", f"localhost:{derived_port('4711')}", 8, 5)),
+    ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "1",
+      "PMIX_NAMESPACE": "prterun-n1-12@1"}, ("Open MPI", f"localhost:{derived_port('prterun-n1-12@1')}", 2, 1)),
+    ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "1", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_ID": "f1", "PMI_RANK": "1", "PMI_SIZE": "2"},
+     ("Flux", f"localhost:{derived_port('f1')}", 2, 1)),
+    ({"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_APID": "a"},
+     ("PALS", f"localhost:{derived_port('a')}", 2, 1)),
+    ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}, ("horovodrun", f"localhost:{derived_port('4711')}", 2, 1)),
+    # Two launchers: the inner one, and what it does not say from one that agrees.
+    (STEP | TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, ("torchrun", f"h:{derived_port('29500 none')}", 4, 3)),
+    (STEP | HYDRA | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "MPI_LOCALNRANKS": ""}, ("MPICH or Intel MPI", f"gpu07:{61440 + 12}", 2, 1)),
+    (STEP | {"WORLD_SIZE": "4", "MASTER_ADDR": "h"}, ("SLURM", f"gpu07:{61440 + 12}", 4, 2)),
+    (STEP | {"WORLD_SIZE": "1", "RANK": "0", "PMI_SIZE": "1", "PMI_RANK": "0"}, ("SLURM", f"gpu07:{61440 + 12}", 4, 2)),
+    (MPI | {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, ("Open MPI", f"10.96.0.1:{1531576320 // 4096 % 4096 + 61440}", 8, 5)),
+    (STEP | {"SLURM_STEP_NODELIST": "rack1-[2-3]-ib,x"}, ("SLURM", f"rack1-2-ib:{61440 + 12}", 4, 2)),
+], ids=lambda value: value[0] if isinstance(value, tuple) else "")
+def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
+    monkeypatch.setattr(engines, "common_parent", lambda variable: 4711)
+    launch = found(environment, {"JAX_PLATFORMS": "cpu"})
+    assert place(launch) == expected
+    assert launch.bind == ("127.0.0.1" if launch.coordinator.startswith("localhost") and expected[0] != "AWS Batch" else None)
+    assert launch.restarts == next(row.restarts for row in LAUNCHERS if row.name == launch.engine) or "SLURM_JOB_ID" in environment
+
+
+@pytest.mark.parametrize(("environment", "named"), [
+    ({"WORLD_SIZE": "2"}, "set RANK too"), ({"WORLD_SIZE": "2", "RANK": ""}, "set RANK too"), ({"RANK": "1"}, "set WORLD_SIZE too"),
+    (TORCH | {"RANK": "4"}, "RANK=4"), (TORCH | {"RANK": "-1"}, "RANK=-1"), (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+    (TORCH | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=9"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"), ({"WORLD_SIZE": "2.0", "RANK": "1"}, "WORLD_SIZE=2.0"),
+    ({"WORLD_SIZE": "2", "RANK": "1"}, "set MASTER_ADDR too"), (TORCH | {"MASTER_PORT": "abc"}, "MASTER_PORT: h:abc"),
+    (TORCH | {"MASTER_ADDR": "a b"}, "MASTER_ADDR and MASTER_PORT: a b"), (TORCH | {"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "2"}, "on another one"),
+    (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2"), ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1"), ({"NODE_RANK": "1", "MASTER_ADDR": "h"}, "set NNODES too"),
+    ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS"), ({"JAX_NUM_PROCESSES": "2"}, "set JAX_PROCESS_ID too"),
+    ({"JAX_COORDINATOR_ADDRESS": "h", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS names"),
+    ({"NUM_PROCESSES": "2", "PROCESS_ID": "1"}, "COORDINATOR_ADDRESS"), ({"COORDINATOR_ADDRESS": "h", "NUM_PROCESSES": "2"}, "set PROCESS_ID too"),
+    (HYDRA | {"PMI_SIZE": "4"}, "does not say where"), ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "does not say where"),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "set OMPI_COMM_WORLD_RANK too"), ({"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_RANK": "1"}, "does not say where"),
+    ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "n"}, "PMIX_RANK=0"), ({"ALPS_APP_PE": "0"}, "ALPS_APP_PE=0"),
+    ({"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "1"}, "does not say where"), ({"VC_TASK_INDEX": "1"}, "VC_TASK_INDEX=1"),
+    ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"}, "does not say where"), ({"PBS_NODENUM": "3"}, "PBS_NODENUM=3"),
+    ({"TF_CONFIG": TF % ("ps", 0)}, "no ps 0"), ({"TF_CONFIG": "{"}, "TF_CONFIG"), ({"TF_CONFIG": "[" * 100_000}, "cannot be read"),
+    ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, "SM_HOSTS"), ({"PET_NNODES": "1:3", "PET_NODE_RANK": "0"}, "1:3 is a range"),
+    (STEP | {"SLURM_JOB_ID": "x"}, "SLURM has started"), (STEP | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7"),
+    # Each of four tasks would train a run of its own; four tasks would all be process 0.
+    (STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "SLURM has started 4 processes"), (STEP | TORCH | {"WORLD_SIZE": "2", "RANK": "0"}, "SLURM has started 4"),
+    (STEP | TORCH | {"RANK": "0"}, "do not agree"), (MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"}, "OMPI_MCA_orte_hnp_uri"),
+    ({"JAX_LOCAL_DEVICE_IDS": "abc"}, "JAX_LOCAL_DEVICE_IDS=abc")])
+def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(found, monkeypatch, environment, named):
+    monkeypatch.setattr(engines, "common_parent", lambda variable: None)
+    with pytest.raises(ConfigError, match=named) as raised:
+        found(environment)
+    assert "--coordinator" in str(raised.value) or "_COORDINATOR_" in str(raised.value) or "JAX_LOCAL" in str(raised.value)
+    if "JAX_LOCAL_DEVICE_IDS" not in environment:
+        assert found(environment, config=DistributedConfig(engine="none")).is_alone
+        assert place(found(environment, config=DistributedConfig(coordinator="h:1", num_processes=2, process_id=1))) == ("flags", "h:1", 2, 1)
+
+
+@pytest.mark.parametrize("environment", [
+    {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "", "RANK": ""}, {"RANK": "0"},
+    {"LOCAL_RANK": "0"}, {"PMI_SIZE": "1"}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, {"NUM_PROCESSES": "8"},
+    {"PROCESS_ID": "17"}, {"NNODES": "4"}, {"TF_CONFIG": '{"environment": "cloud"}'}, {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+    {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, {"PBS_NODENUM": "0"}, {"VC_TASK_INDEX": "0"}, TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0",
+    "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "h:1"},
+    STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.12.0"},
+    {"OPTIMUS_COORDINATOR": "h:1", "OPTIMUS_NUM_PROCESSES": "1", "OPTIMUS_PROCESS_ID": "0"}])
+def test_what_a_shell_was_left_with_is_harmless(found, environment):
+    assert found(environment).is_alone
+
+
+def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
+    assert found(EIGHT_GPUS, TORCHRUN).local_devices == (4, 5, 6, 7)
+    with pytest.raises(ConfigError, match=r"nothing says how many(.|\n)*local process 1, 8 GPUs(.|\n)*LOCAL_WORLD_SIZE"):
+        found(TORCH, {"LOCAL_RANK": "1"}, without=["TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"])
+
+
+def test_the_parent_of_all_local_processes_is_the_first_without_their_variable(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "1")
+    script = "from optimus_jax.mesh.claims import common_parent; print(common_parent('PMI_RANK'))"
+    command = f"{sys.executable} -c \"{script}\" && true"  # under a shell, which is not the launcher
+    assert int(subprocess.check_output(["bash", "-c", command], text=True)) == os.getpid()
+
+
+def test_workers_of_ray_that_nobody_has_connected(found, monkeypatch):
+    context = SimpleNamespace(get_world_size=lambda: 2, get_world_rank=lambda: 1)
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
+    with pytest.raises(ConfigError, match=r"Ray Train(.|\n)*worker 1 of 2(.|\n)*use_gpu=True"):
+        found()
+
+
+@pytest.mark.parametrize(("cluster", "environment"), [(OmpiCluster, MPI), (SlurmCluster, STEP), (SlurmCluster, STEP | {"SLURM_STEP_NODELIST": "n1,n2"}),
+                                                      (OmpiCluster, MPI | {"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b,2620:10d::2]:43370"})])
+def test_addresses_are_read_as_jax_reads_them(found, cluster, environment):
+    launch = found(environment)
+    host, _, port = cluster.get_coordinator_address(timeout_secs=None, override_coordinator_port=None).rpartition(":")
+    assert launch.coordinator == f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def test_the_table_in_the_docs_is_the_table_in_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    for row in LAUNCHERS:
+        assert documented(row) in page, "docs/clusters.md lacks this row"

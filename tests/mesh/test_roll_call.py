@@ -29,7 +29,7 @@ def first():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return Launch(engine="SLURM", why="", coordinator=f"127.0.0.1:{port}", num_processes=3, job="12.0")
+    return Launch(engine="SLURM", why="", coordinator=f"127.0.0.1:{port}", num_processes=3, job="12.0", restarts=True)
 
 
 def other(first, number, **changes):
@@ -233,12 +233,12 @@ def test_strangers_are_passed_over(first, noise):
         assert call.missing == [1, 2]
 
 
-@pytest.mark.parametrize(("engine", "kind"), [("flags", ConfigError), ("environment", FaultError), ("SLURM", FaultError)])
-def test_a_port_that_is_taken(first, monkeypatch, engine, kind):
+@pytest.mark.parametrize(("restarts", "kind"), [(False, ConfigError), (True, FaultError)])
+def test_a_port_that_is_taken(first, monkeypatch, restarts, kind):
     """To be mended by who gave it; a job that starts again may find it free."""
     monkeypatch.setattr(roll_call, "_PORT_FREED_S", 0.0)
     with socket.create_server(address_of(first)), pytest.raises(kind, match="process 0 cannot listen"):
-        RollCall(replace(first, engine=engine), soon())
+        RollCall(replace(first, restarts=restarts), soon())
 
 
 def reach_oneself(address, **_):
@@ -289,11 +289,11 @@ def test_process_0_is_understood_in_whatever_pieces_it_speaks(first):
         assert found == [2]
 
 
-@pytest.mark.parametrize(("engine", "kind"), [("flags", ConfigError), ("environment", FaultError), ("SLURM", FaultError)])
-def test_who_is_lost_while_jax_connects_is_no_mistake_of_a_job(first, engine, kind):
+@pytest.mark.parametrize(("restarts", "kind"), [(False, ConfigError), (True, FaultError)])
+def test_who_is_lost_while_jax_connects_is_no_mistake_of_a_job(first, restarts, kind):
     joining = SimpleNamespace(is_alive=lambda: False, failure=jax.errors.JaxRuntimeError("UNAVAILABLE: a heartbeat failed"))
     with pytest.raises(kind, match="a heartbeat failed"):
-        distributed._join(replace(first, engine=engine), joining, soon(), list)
+        distributed._join(replace(first, restarts=restarts), joining, soon(), list)
 
 
 def test_a_port_that_becomes_free_is_waited_for(first):

@@ -1,0 +1,32 @@
+"""The real torchrun, of the torch that is installed: its two processes find each other as one run."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, without_engines
+
+PROGRAM = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+from optimus_jax.config import DistributedConfig
+from optimus_jax.mesh.distributed import connect, leave, of_all_processes
+from optimus_jax.mesh.engines import find_launch
+
+launch = find_launch(DistributedConfig())
+connect(launch, timeout_s=60.0, heartbeat_s=60)
+print(f"{launch.engine} {of_all_processes(launch.process_id)} {launch.bind}\\n", end="", flush=True)
+leave()
+"""
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_two_processes_of_torchrun_are_one_run(tmp_path: Path):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)], capture_output=True, text=True,
+                          timeout=300, cwd=tmp_path, env=without_engines() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n").count("torchrun [0, 1] 127.0.0.1") == 2

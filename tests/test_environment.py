@@ -1,0 +1,87 @@
+"""No environment variable of a user ends in a traceback."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import pytest
+
+from optimus_jax.environment import check_jax_settings, check_xla_flags, import_jax, number_of
+from optimus_jax.errors import ConfigError
+from optimus_jax.planning.kept import cache_directory
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def setting():
+    """Sets one of JAX's, until the test ends."""
+    before = {}
+
+    def change(name, value):
+        before[name] = getattr(jax.config, name)
+        jax.config.update(name, value)
+    yield change
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("jax_disable_jit", True), ("jax_no_tracing", True), ("jax_no_execution", True), ("jax_transfer_guard", "disallow"),
+    ("jax_transfer_guard_device_to_host", "disallow_explicit"), ("jax_scan3", True), ("jax_custom_vjp3", True), ("jax_auto_pcast", False), ("jax_debug_nans", True), ("jax_error_checking_behavior_nan", "raise")])
+def test_settings_of_jax_with_which_no_run_works(setting, name, value):
+    check_jax_settings()
+    setting(name, value)
+    with pytest.raises(ConfigError, match=rf"{name} cannot be {value} in a run(.|\n)*unset {name.upper()}"):
+        check_jax_settings()
+
+
+def test_programs_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAX_DUMP_IR_TO", str(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigError, match="JAX_DUMP_IR_TO="):
+        check_jax_settings()
+
+
+@pytest.mark.parametrize("text", ["abc", "-1", "0", "nan", "inf", "1,5"])
+def test_numbers_that_are_none(monkeypatch, text):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", text)
+    with pytest.raises(ConfigError, match=rf"XLA_CLIENT_MEM_FRACTION={text}\n.*such as 0.92, or unset it"):
+        number_of("XLA_CLIENT_MEM_FRACTION", float, 0.92)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")
+    assert number_of("XLA_CLIENT_MEM_FRACTION", float, 0.92) == 0.92
+
+
+def test_flags_that_would_end_the_process(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false --xla_nonsense=1")
+    with pytest.raises(ConfigError, match=r"XLA_FLAGS=(.|\n)*Unknown flag in XLA_FLAGS: --xla_nonsense=1"):
+        check_xla_flags()
+
+
+@pytest.mark.parametrize("cache", [None, "~nobody-of-that-name/cache"])
+def test_a_user_without_a_home(monkeypatch, cache):
+    def nobody(key):
+        raise KeyError(key)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert cache_directory().is_relative_to(tempfile.gettempdir())
+
+
+def test_jax_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(ConfigError, match="JAX cannot be imported in this environment"):
+        import_jax()
+
+
+def test_what_jax_cannot_read_is_named_by_the_command():
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "train.py"), "--model", "gpt2-nano"], capture_output=True, text=True,
+                          env=os.environ | {"JAX_ENABLE_X64": "abc"}, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: JAX cannot be imported in this environment\n  given: JAX_ENABLE_X64=abc: ")
+    assert "Traceback" not in done.stderr
