@@ -119,6 +119,11 @@ class Url:
         """The last part."""
         return self.path.rpartition("/")[2]
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether a run can be kept there."""
+        return SCHEMES[self.scheme].is_writable
+
 
 def user_path(text: UserPath, *, what: str) -> Path | Url:
     """A path or URL from what a user typed; touches nothing.

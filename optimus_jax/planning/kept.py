@@ -5,10 +5,12 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from optimus_jax.store import local_copies
+
 
 def cache_directory() -> Path:
     """Where they are: `optimus_jax/hardware` in XDG_CACHE_HOME, by default `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "optimus_jax" / "hardware"
+    return local_copies.cache_directory() / "hardware"
 
 
 def write_whole(path: Path, text: str, what: str) -> None:
