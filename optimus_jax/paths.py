@@ -62,10 +62,10 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
         "abfss": _AZURE,
         "http": _HTTP,
         "https": _HTTP,
-        "memory": Scheme(package=""),
+        "memory": Scheme(package="", is_writable=False),
     }
 )
-"""Stores that are read. `memory` is fsspec's, of one process, for tests."""
+"""Stores that are read. `memory` is fsspec's, which ends with its process: for tests."""
 REFUSED = (
     "hdfs",
     "viewfs",

@@ -60,7 +60,7 @@ class StoredRun:
         if not url.is_writable:
             raise ConfigError(
                 explain(
-                    "no run can be kept there: web servers are only read",
+                    f"no run can be kept in a {url.scheme}:// URL",
                     given=f"--run-dir {url}",
                     do="give a directory, or a URL of s3://, gs:// or az://",
                 )

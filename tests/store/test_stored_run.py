@@ -67,6 +67,12 @@ def no_waiting(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def memory_is_kept(monkeypatch):
+    """As if it outlived its process."""
+    monkeypatch.setattr(Url, "is_writable", True)
+
+
 def started(directory, *starts, step=0):
     """Files of a run that was started at these times, and that has metrics until `step`."""
     (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -348,13 +354,14 @@ def test_nothing_is_overwritten(run, tmp_path):
     run.objects.write("config.json", Config().to_json().encode())
     with pytest.raises(AlreadyBegunError, match=f"{run.url} --resume"):
         run.check_free()
-    with pytest.raises(ConfigError, match="web servers are only read"):
+    with pytest.raises(ConfigError, match="no run can be kept"):
         StoredRun.at(Url("https", "host/run"), None)
+    other = StoredRun(url=run.url / "x", objects=Objects(run.url / "x"), directory=tmp_path / "x")
     with pytest.raises(ConfigError, match="there is no run to resume"):
-        StoredRun.at(run.url / "other", None).fetch(pytest.fail)
+        other.fetch(pytest.fail)
 
 
-def test_where_it_works(run, tmp_path):
+def test_where_it_works(run, tmp_path, memory_is_kept):
     named = StoredRun.at(run.url, None).directory
     assert named.parent == tmp_path / "cache" / "optimus_jax" / "runs"
     assert named != StoredRun.at(run.url / "x", None).directory
