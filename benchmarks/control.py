@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from optimus_jax.paths import path_argument
+
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
 COMMON = {"gpt": ["--set", "model.num_layers=2", "--set", "model.embed_dim=256", "--set", "model.num_heads=4", "--set", "model.num_kv_heads=4",
                   "--set", "model.head_dim=64", "--set", "model.mlp_dim=1024", "--seq-len", "256", "--global-batch", "8"],
@@ -123,7 +125,7 @@ def _saved(stay: list[dict], auto: list[dict], name: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--out", type=Path, default=Path("runs.jsonl"), help="JSON Lines of runs")
+    parser.add_argument("--out", type=path_argument, default=Path("runs.jsonl"), help="JSON Lines of runs")
     parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
     parser.add_argument("--budget-share", type=float, default=0.01, help="controller.budget_share (default: 0.01)")
     parser.add_argument("--only", default="", metavar="TEXT", help="starts whose `model: name` contains this (default: all)")

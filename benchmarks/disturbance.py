@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from optimus_jax.paths import path_argument
 from optimus_jax.training.stopping import EXIT_RESTART
 
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
@@ -308,12 +309,12 @@ def draw(rows: list[dict], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--out", type=Path, default=Path("runs.jsonl"), help="JSON Lines of runs")
+    parser.add_argument("--out", type=path_argument, default=Path("runs.jsonl"), help="JSON Lines of runs")
     parser.add_argument("--disturbance", nargs="+", default=["link-100", "link-20", "load-8"], help="link-MBIT or load-PROCESSES (default: link-100 link-20 load-8)")
     parser.add_argument("--contender", nargs="+", default=["auto", "stay", *STATIC, "restart"], help="who runs")
     parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
     parser.add_argument("--budget-share", type=float, default=0.1, help="controller.budget_share (default: 0.1)")
-    parser.add_argument("--picture", type=Path, help="where to draw the report's picture (SVG)")
+    parser.add_argument("--picture", type=path_argument, help="where to draw the report's picture (SVG)")
     args = parser.parse_args()
     if args.what == "run":
         os.environ["XDG_CACHE_HOME"] = str(args.out.resolve().with_suffix(".cache"))

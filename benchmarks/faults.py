@@ -29,6 +29,8 @@ from fault_job import NAMESPACES, SNAPSHOT_EVERY, Clock, Job, StoodStill, ip, na
 from fault_kinds import CASES, RESTARTED, Case, cases_for, place_for
 from fault_processes import Server
 
+from optimus_jax.paths import path_argument
+
 
 def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[float]) -> dict[str, Any]:
     """One fault, and the way to the end of the run."""
@@ -174,7 +176,7 @@ def _spread(rows: list[dict[str, Any]], name: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON Lines, added to")
+    parser.add_argument("--out", type=path_argument, required=True, help="JSON Lines, added to")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--processes", type=int, choices=(2, 4), default=2)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="NAME", help="default: all that can be done to so many processes; " + ", ".join(CASES))

@@ -21,6 +21,8 @@ from pathlib import Path
 import numpy as np
 import regret
 
+from optimus_jax.paths import path_argument
+
 TAUGHT = (1, 2, 4, 8, 16)
 """Plans that are run before the others are foretold."""
 DRAWS = 100
@@ -88,7 +90,7 @@ def scored(queries: Sequence, log_times: np.ndarray, taught: int) -> Score:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=Path, default=Path("plans.jsonl"), help="JSON Lines that regret.py has measured")
+    parser.add_argument("--plans", type=path_argument, default=Path("plans.jsonl"), help="JSON Lines that regret.py has measured")
     args = parser.parse_args()
     if not args.plans.exists():
         print(f"error: {args.plans} is not there; measure it: python benchmarks/regret.py measure --out {args.plans}", file=sys.stderr)

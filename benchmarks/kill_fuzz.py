@@ -49,6 +49,7 @@ from optimus_jax.data.loader import BatchLoader
 from optimus_jax.mesh.checksum import checksums
 from optimus_jax.mesh.reshard import Move
 from optimus_jax.mesh.sharding import local_rows, put_batch
+from optimus_jax.paths import path_argument
 from optimus_jax.plan import Plan
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import abstract_stored_state, may_be_padded, to_stored
@@ -316,7 +317,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="in all (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("kills.jsonl"), help="JSON Lines, a kill each")
+    parser.add_argument("--out", type=path_argument, default=Path("kills.jsonl"), help="JSON Lines, a kill each")
     parser.add_argument("--essential", action="store_true", help=f"only {len(ESSENTIAL)} kills, one in each phase of one switch")
     parser.add_argument("--report", action="store_true", help="a table of what is there")
     args = parser.parse_args()

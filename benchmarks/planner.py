@@ -26,6 +26,7 @@ from published import published_report, rank_report
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
+from optimus_jax.paths import path_argument
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.fit import FITTED, Sample, fit_rates
@@ -253,9 +254,9 @@ def lines(report: Mapping[str, Any], indent: str = "") -> list[str]:
 def main() -> None:
     """Parse, report."""
     parser = argparse.ArgumentParser(description="How well the planner's time model predicts measured steps.")
-    parser.add_argument("--vtrain", type=Path, metavar="DIR", help=f"folder with {ONE_NODE} and {SEVERAL_NODES}")
-    parser.add_argument("--fit", type=Path, nargs="+", metavar="CSV", help="rows to fit to")
-    parser.add_argument("--test", type=Path, nargs="+", metavar="CSV", help="rows to predict")
+    parser.add_argument("--vtrain", type=path_argument, metavar="DIR", help=f"folder with {ONE_NODE} and {SEVERAL_NODES}")
+    parser.add_argument("--fit", type=path_argument, nargs="+", metavar="CSV", help="rows to fit to")
+    parser.add_argument("--test", type=path_argument, nargs="+", metavar="CSV", help="rows to predict")
     parser.add_argument("--published", action="store_true", help="published layouts and throughputs")
     parser.add_argument("--ranks", action="store_true", help="published layouts in this project's own ranking")
     parser.add_argument("--json", action="store_true", help="print JSON")

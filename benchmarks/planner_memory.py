@@ -22,6 +22,7 @@ from compile_for_gpu import asked
 
 from optimus_jax.config import Config
 from optimus_jax.errors import OptimusError
+from optimus_jax.paths import path_argument
 from optimus_jax.plan import Plan
 from optimus_jax.planning.compile_check import HEADROOM_SHARE, check
 from optimus_jax.planning.layouts import axis_sizes
@@ -114,7 +115,7 @@ RESULTS = Path(__file__).with_name("results")
 def main() -> None:
     """Compile what is missing, print what is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("planner_memory.jsonl"), help="JSON Lines of what was compiled; plans in it are not compiled again")
+    parser.add_argument("--out", type=path_argument, default=Path("planner_memory.jsonl"), help="JSON Lines of what was compiled; plans in it are not compiled again")
     parser.add_argument("--draw", type=int, default=24, help="plans drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kernels", default="xla,cudnn", help="attention kernels, each of which every plan is compiled with")

@@ -19,6 +19,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from optimus_jax.paths import path_argument
+
 NUM_DEVICES = 8
 NUM_STEPS = 4
 CONTENDERS, ROUNDS, CONTENDING_STEPS = 8, 3, 16
@@ -167,7 +169,7 @@ def find(plans: dict, axes: str, zero: int) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("measure", "contend", "report", "count"))
-    parser.add_argument("--out", type=Path, default=Path("plans.jsonl"), help="JSON Lines of measurements")
+    parser.add_argument("--out", type=path_argument, default=Path("plans.jsonl"), help="JSON Lines of measurements")
     parser.add_argument("--limit", type=int, help="measure at most this many now")
     args = parser.parse_args()
     from optimus_jax.mesh.cpu import restart_with_huge_pages, use_cpu_devices

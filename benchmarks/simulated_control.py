@@ -29,6 +29,7 @@ from optimus_jax.control.simulated.events import PhaseEvent
 from optimus_jax.control.simulated.scenarios import Scenario, library, read_scenario, scenario_named
 from optimus_jax.control.simulated.setup import Setup
 from optimus_jax.errors import OptimusError
+from optimus_jax.paths import path_argument
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.rates import Rates
 from optimus_jax.planning.search import Pricing
@@ -195,8 +196,8 @@ def main() -> int:
     parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="these models and clusters (default: the first two)")
     parser.add_argument("--seeds", type=int, default=30, metavar="N", help="truths to draw (default: 30)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="keep what is done, and go on from it")
-    parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="write tables")
+    parser.add_argument("--out", type=path_argument, metavar="FILE.jsonl", help="keep what is done, and go on from it")
+    parser.add_argument("--markdown", type=path_argument, metavar="FILE.md", help="write tables")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     try:

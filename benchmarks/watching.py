@@ -23,6 +23,8 @@ from typing import Any
 import control
 import numpy as np
 
+from optimus_jax.paths import path_argument
+
 BLOCK = 20
 """Steps."""
 NOT_YET = 2
@@ -115,7 +117,7 @@ def report(rows: list[dict]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("watching.jsonl"), help="JSON Lines of runs")
+    parser.add_argument("--out", type=path_argument, default=Path("watching.jsonl"), help="JSON Lines of runs")
     parser.add_argument("--model", nargs="+", choices=tuple(control.COMMON), default=list(control.COMMON), help="default: all")
     parser.add_argument("--runs", type=int, default=3, help="of each model (default: 3)")
     parser.add_argument("--steps", type=int, default=800, help="of each run (default: 800)")

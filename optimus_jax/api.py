@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -18,7 +18,7 @@ from optimus_jax import __version__
 from optimus_jax.checkpoint import Checkpoints, Saved
 from optimus_jax.config import Config, DistributedConfig
 from optimus_jax.control.deciding.candidates import check_allowed
-from optimus_jax.errors import ConfigError, FaultError, explain
+from optimus_jax.errors import ConfigError, FaultError, RunDirectoryError, StoreError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.backend import warning_of_cpu
@@ -36,8 +36,10 @@ from optimus_jax.mesh.distributed import (
 from optimus_jax.mesh.engines import Launch, find_launch
 from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.mirror import Mirror
 from optimus_jax.models.families import check_family
 from optimus_jax.models.shapes import model_shapes
+from optimus_jax.paths import UserPath, user_path
 from optimus_jax.phases import in_phase, phase_after
 from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import choose_plan
@@ -45,6 +47,8 @@ from optimus_jax.planning.here import Here, known_devices, measure_devices
 from optimus_jax.planning.phase_plans import plans_ahead
 from optimus_jax.request import SAVED_WITH_A_RUN, make_config, read_config, repeated_config, resumed_config
 from optimus_jax.run import Devices, program_of, run_program
+from optimus_jax.store.lease import LeaseHeldError
+from optimus_jax.stored_run import StoredRun
 from optimus_jax.training.display import Display, make_display
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import AlreadyBegunError, RunDirectory
@@ -52,10 +56,12 @@ from optimus_jax.training.run_lock import LockedError
 from optimus_jax.training.shared_directory import check_shared
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step_record import StepRecord
-from optimus_jax.training.stopping import EXIT_RESTART, Terminated, keep_reason
+from optimus_jax.training.stopping import EXIT_RESTART, StoppedAtOnce, Terminated, keep_reason
 from optimus_jax.training.tensorboard import check_installed
 from optimus_jax.training.trainer import Reason
 from optimus_jax.training.watchdog import Watchdog
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,7 @@ class RunResult:
     history: list[StepRecord]
     """Every step of the run until now, those before a resume included."""
     run_dir: Path
+    """Where it is on this machine; that of a URL has been uploaded from there."""
 
     @property
     def exit_code(self) -> int:
@@ -79,7 +86,7 @@ class RunResult:
         return EXIT_RESTART if self.reason == "terminate" else 0
 
 
-def train(model: str | None = None, *, config: Config | str | Path | None = None, run_dir: str | Path | None = None,
+def train(model: str | None = None, *, config: Config | UserPath | None = None, run_dir: UserPath | None = None,
           resume: bool | Literal["auto"] = False, **overrides: Any) -> RunResult:
     """Train a model, or go on training one.
 
@@ -87,8 +94,8 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
 
     Args:
       model: name of a preset; needed unless resuming or a config is given, whose model it replaces.
-      config: settings to begin with, as a value or the path of a config.json.
-      run_dir: where the run is kept; None: a new directory under `runs/`.
+      config: settings to begin with, as a value or the path or URL of a config.json.
+      run_dir: where the run is kept, a directory or a URL of a store; None: a new directory under `runs/`.
       resume: go on with the run in `run_dir` from its newest good checkpoint; `auto`: if there is one, and begin it otherwise, so that
         a job that is started again can use the same words each time.
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list of paths)
@@ -98,18 +105,21 @@ def train(model: str | None = None, *, config: Config | str | Path | None = None
       FaultError: of several processes, another one or the network has failed; the run is worth resuming.
     """
     is_repeated = resume == "auto"
-    resume = bool(resume) and (not is_repeated or (run_dir is not None and RunDirectory(run_dir).is_begun))
+    stored, run_dir = _place_of(run_dir, config, overrides)
+    resume = bool(resume) and (not is_repeated or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun))
+    if stored is not None:
+        stored.fetch(_say) if resume else stored.check_free()
     config = _config_of(model, config, run_dir, resume, overrides, is_repeated)
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
     with named(launch):
-        return _train(config, launch, run_dir, resume, overrides, is_repeated)
+        return _train(config, launch, run_dir, stored, resume, overrides, is_repeated)
 
 
 PATIENCE_S = 120.0
 """For the lock of a writer that has died with its host, which a file server may keep for a lease of 90 s."""
 
 
-def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: bool, overrides: dict[str, Any], is_repeated: bool) -> RunResult:
+def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredRun | None, resume: bool, overrides: dict[str, Any], is_repeated: bool) -> RunResult:
     """`train`, from what was asked for and who else there is."""
     if launch.is_alone and not resume and run_dir is not None:
         RunDirectory(run_dir).check_free()
@@ -120,6 +130,7 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
     progress = Progress()
     watchdog = Watchdog.of(None, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
     run: RunDirectory | None = None
+    mirror: Mirror | None = None
     try:
         has_left_cache = leave_compilation_cache()
         topology = discover()
@@ -158,6 +169,8 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
             inputs = Inputs.of(config)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, launch, display, is_repeated)
+            if stored is not None and run is not None and is_writer():
+                mirror = _opened(partial(_mirror, stored, run, config, resume, display), launch, is_repeated)
         run = _known_to_all(run, run_dir)
         check_shared(run)
         check_alike({"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
@@ -174,6 +187,10 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         if watchdog is not None:
             watchdog.close()
             watchdog = None
+        if stored is not None:
+            ending, mirror = mirror, None
+            with together():  # the others wait: JAX would take the one that uploads for lost
+                _upload_the_rest(ending, outcome.reason, display)
         return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=plan,
                          history=run.metrics(), run_dir=run.path)
     except BaseException as error:
@@ -187,12 +204,64 @@ def _train(config: Config, launch: Launch, run_dir: str | Path | None, resume: b
         # Who is told to end while it starts, or has to, may be started again with --resume; that takes a config.
         if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()
+        if mirror is not None:
+            _upload_after(mirror, error, run)
         if fault is not None:
             raise fault from error
         raise
     finally:
         if run is not None:
             run.close()
+
+
+def _place_of(run_dir: UserPath | None, base: Config | UserPath | None, overrides: dict[str, Any]) -> tuple[StoredRun | None, Path | None]:
+    """Where a run is kept: in a store or not, and the directory that it works in."""
+    path = None if run_dir is None else user_path(run_dir, what="--run-dir")
+    if path is None or isinstance(path, Path):
+        return None, path
+    asked = {name: value for name, value in overrides.items() if name == "store.local_dir"}
+    stored = StoredRun.at(path, (base if isinstance(base, Config) else Config()).with_values(asked).store.local_dir)
+    return stored, stored.directory
+
+
+def _mirror(stored: StoredRun, run: RunDirectory, config: Config, resume: bool, display: Display, *, patience_s: float) -> Mirror:
+    """Begin to upload a run. Another writer that takes its place ends it, with its state saved, as a log that cannot be written does."""
+    def on_lost(error: RunDirectoryError) -> None:
+        run.failure = run.failure or error
+
+    mirror = stored.mirror(config.checkpoint, config.store, is_resumed=resume, warn=display.message, on_lost=on_lost, patience_s=patience_s)
+    run.address = str(stored.url)
+    display.message(f"the run is kept in {stored.url}; it works in {run.path}, which is uploaded as it grows")
+    return mirror
+
+
+def _upload_the_rest(mirror: Mirror | None, reason: Reason, display: Display) -> None:
+    """Raises StoreError, or FaultError if the run is to be started again anyway, for what cannot be uploaded."""
+    if mirror is None:
+        return
+    try:
+        mirror.finish(display.message)
+    except StoreError as error:
+        if reason == "terminate":
+            raise FaultError(str(error)) from error
+        raise
+
+
+def _upload_after(mirror: Mirror, error: BaseException, run: RunDirectory | None) -> None:
+    """Upload what there is when `error` ends the run, which keeps its reason; who insists on ending at once does not wait for that."""
+    if isinstance(error, StoppedAtOnce):
+        mirror.abandon()
+        _say(f"what is not uploaded yet is in {run.path if run else 'the directory that it works in'}: --resume uploads it")
+        return
+    try:
+        mirror.finish(_say)
+    except StoreError as late:
+        if not mirror.is_lost:
+            error.add_note(str(late))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _settings(config: Config) -> dict[str, str]:
@@ -202,7 +271,7 @@ def _settings(config: Config) -> dict[str, str]:
             for section, values in sections.items() for name, value in (values.items() if isinstance(values, dict) else [("", values)])}
 
 
-def _newest(config: Config, run_dir: str | Path) -> Saved | None:
+def _newest(config: Config, run_dir: Path) -> Saved | None:
     """The checkpoint that says which phase a run goes on in; None: it has none, or one phase only."""
     if not config.data.phases:
         return None
@@ -221,7 +290,7 @@ def _here(config: Config, topology: Topology) -> Here | None:
     return here
 
 
-def _config_of(model: str | None, base: Config | str | Path | None, run_dir: str | Path | None, resume: bool,
+def _config_of(model: str | None, base: Config | UserPath | None, run_dir: Path | None, resume: bool,
                overrides: dict[str, Any], is_repeated: bool) -> Config:
     """What is to be run; touches no device and writes nothing."""
     if is_repeated and run_dir is None:
@@ -251,24 +320,24 @@ def _config_of(model: str | None, base: Config | str | Path | None, run_dir: str
     return config
 
 
-def _new_directory(run_dir: str | Path | None, config: Config, launch: Launch, display: Display, is_repeated: bool) -> RunDirectory | None:
+def _new_directory(run_dir: Path | None, config: Config, launch: Launch, display: Display, is_repeated: bool) -> RunDirectory | None:
     """A directory that process 0 makes; None in the others while only that knows where."""
     if is_writer():
         return _opened(partial(RunDirectory.create, run_dir, config.model.name, warn=display.message), launch, is_repeated)
     return None if run_dir is None else RunDirectory(run_dir, writer=False)
 
 
-def _opened(open_it: Callable[..., RunDirectory], launch: Launch, is_repeated: bool) -> RunDirectory:
-    """The directory that process 0 writes. Raises FaultError if another process writes there that an engine may be about to end, or did until just now."""
+def _opened(open_it: Callable[..., T], launch: Launch, is_repeated: bool) -> T:
+    """What process 0 alone writes: the directory, or its place in a store. Raises FaultError if another process writes there that an engine may be about to end, or did until just now."""
     try:
         return open_it(patience_s=PATIENCE_S if is_repeated else 0.0)
-    except (LockedError, AlreadyBegunError) as error:
+    except (LockedError, LeaseHeldError, AlreadyBegunError) as error:
         if is_repeated and launch.restarts:
             raise FaultError(str(error)) from error
         raise
 
 
-def _known_to_all(run: RunDirectory | None, run_dir: str | Path | None) -> RunDirectory:
+def _known_to_all(run: RunDirectory | None, run_dir: Path | None) -> RunDirectory:
     """In every process the directory, which process 0 has named where the user did not; every process has to call it."""
     if run is not None and run_dir is not None:
         return run

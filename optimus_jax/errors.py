@@ -36,6 +36,10 @@ class RunDirectoryError(OptimusError):
     """A run's directory cannot be made, read or written, or is another process's."""
 
 
+class StoreError(OptimusError):
+    """An object store cannot be reached, read or written, or does not hold what was asked for."""
+
+
 class FaultError(Exception):
     """A machine, the network or another process has failed, and nobody can mend it here: the run is worth starting again (exit code 75)."""
 

@@ -14,7 +14,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,8 @@ from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
+from optimus_jax.paths import UserPath
+from optimus_jax.stored_run import run_to_read
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import check_stored_model, may_be_padded
 from optimus_jax.training.step import COMPUTE_DTYPES
@@ -155,16 +156,16 @@ class TextModel:
         yield [text.rest() for text in texts]
 
 
-def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Callable[[str], object] = warnings.warn) -> TextModel:
+def load_text_model(run_dir: UserPath, step: int | None = None, *, warn: Callable[[str], object] = warnings.warn) -> TextModel:
     """The model of a run, from its newest good checkpoint or that of `step`, on the first device.
 
-    Whatever mesh it was trained on, only the parameters are read.
+    Whatever mesh it was trained on, only the parameters are read. `run_dir` may be the URL of a run in a store, of which a copy is fetched.
 
     Raises:
       OptimusError: there is no such run, checkpoint or tokenizer.
     """
     check_jax_settings()
-    run = RunDirectory(run_dir, writer=False)
+    run = RunDirectory(run_to_read(run_dir, what="--run", checkpoint=step, say=warn), writer=False)
     try:
         config = Config.from_json(run.config_text())
     except OSError as error:

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from optimus_jax.config import Config
 from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.paths import UserPath
 from optimus_jax.presets import model_preset
 from optimus_jax.settings import setting_names
+from optimus_jax.store.local_copies import local_file
 
 SHORT_NAMES = {
     "data": "data.sources",
@@ -57,13 +58,13 @@ def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | 
     return (base or Config()).with_values(preset | _dotted(overrides))
 
 
-def read_config(path: str | Path) -> Config:
-    """The config in a file, such as a run's config.json. Raises ConfigError if there is none."""
+def read_config(path: UserPath) -> Config:
+    """The config in a file or object, such as a run's config.json, without the place where that run works. Raises OptimusError if there is none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = local_file(path, what="--config").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(explain("a config cannot be read", given=f"{path}: {error}", do="give --config the config.json of a run")) from error
-    return Config.from_json(text)
+    return Config.from_json(text).with_values({"store.local_dir": None})
 
 
 def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -> Config:

@@ -36,6 +36,7 @@ from optimus_jax.checkpoint import Restored, check_same_model
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.hosts import hosts_of_processes
+from optimus_jax.paths import local_path
 from optimus_jax.snapshot_files import Bounds, Held, Key
 
 GENERATIONS = 2
@@ -61,7 +62,7 @@ class Snapshots:
     def __init__(self, directory: str | Path, run_directory: Path, started: str, every: int, begun: Sequence[int] = (), *,
                  warn: Callable[[str], object] = warnings.warn, warn_here: Callable[[str], object] = warnings.warn) -> None:
         key = hashlib.blake2b(f"{run_directory.resolve()}\n{started}".encode(), digest_size=8).hexdigest()
-        self.root = Path(directory) / f"optimus_jax-{os.getuid()}" / key
+        self.root = local_path(directory, what="checkpoint.snapshot_dir").absolute() / f"optimus_jax-{os.getuid()}" / key
         self._every, self._begun, self._warn, self._warn_here = every, tuple(begun), warn, warn_here
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: Future[None] | None = None

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         description="Go on with a text by a trained model.", allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
-    flags.add_argument("--run", metavar="DIR", required=True, help="directory of a run")
+    flags.add_argument("--run", metavar="DIR", required=True, help="directory or URL of a run")
     flags.add_argument("--prompt", metavar="TEXT", required=True, help="what to go on from; printed before what is made")
     flags.add_argument("--max-new-tokens", metavar="N", type=int, default=200, help="most tokens to make (default: %(default)s)")
     flags.add_argument("--temperature", metavar="X", type=float, default=1.0, help="divides the logits; 0: likeliest token (default: %(default)s)")

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.local_launch import run_processes
+from optimus_jax.paths import local_path
 from optimus_jax.training.patient_stream import patient
 
 USER_ERROR = 2
@@ -46,7 +47,8 @@ def command(given: argparse.Namespace) -> list[str]:
     if given.processes < 1 or given.grace < 0:
         raise ConfigError(explain("there is at least one process, and no negative time", given=f"--processes {given.processes} --grace {given.grace:g}",
                                   do="give --processes 1 or more, --grace 0 or more"))
-    places = [Path(given.script), Path(folder) / given.script]
+    path = local_path(given.script, what="SCRIPT")
+    places = [path, Path(folder) / path]
     script = next((path for path in places if path.is_file()), None)
     if script is None:
         raise ConfigError(explain("there is no such script", given=given.script, do=f"give a path, or one of: {', '.join(sorted(path.name for path in Path(folder).glob('*.py')))}"))

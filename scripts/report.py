@@ -13,6 +13,8 @@ from pathlib import Path
 
 from optimus_jax.environment import show_every_character
 from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.paths import local_path, user_path
+from optimus_jax.stored_run import run_to_read
 from optimus_jax.viz.run_report import run_report
 
 USER_ERROR = 2
@@ -24,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
         description="Write one self-contained HTML page about a run: loss, step time and plans, decisions and their reasons, predictions against "
                     "measurements, memory, switches. The run may still be under way.", allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
-    flags.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run, such as one under runs/")
-    flags.add_argument("--out", metavar="FILE.html", help=f"where to write the page; one that is there is replaced (default: RUN_DIR/{PAGE})")
+    flags.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run, such as one under runs/, or its URL")
+    flags.add_argument("--out", metavar="FILE.html", help=f"where to write the page; one that is there is replaced (default: RUN_DIR/{PAGE}, for a URL ./{PAGE})")
     return flags
 
 
@@ -39,14 +41,20 @@ def write_page(run_dir: Path, out: Path) -> None:
     os.replace(temporary, out)
 
 
+def note(text: str) -> None:
+    """What is under way."""
+    print(text, file=sys.stderr)
+
+
 def main() -> int:
     """Exit code: 0 done, 2 the user's error."""
     given = parser().parse_args()
     show_every_character()
-    run_dir = Path(given.run_dir)
-    out = Path(given.out) if given.out is not None else run_dir / PAGE
     try:
-        write_page(run_dir, out)
+        run = user_path(given.run_dir, what="RUN_DIR")
+        home = run if isinstance(run, Path) else Path()  # a page about a run in a store is written here
+        out = home / PAGE if given.out is None else local_path(given.out, what="--out")
+        write_page(run_to_read(given.run_dir, what="RUN_DIR", checkpoint="none", say=note), out)
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR

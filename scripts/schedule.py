@@ -13,10 +13,12 @@ from pathlib import Path
 
 from optimus_jax.environment import import_jax, show_every_character
 from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.paths import local_path
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.chart import picture, text
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES, make_schedule
+from optimus_jax.store.local_copies import local_file
 
 USER_ERROR = 2
 DESCRIBING = ("schedule", "stages", "microbatches", "repeats", "slack")
@@ -45,7 +47,7 @@ def schedule_of(given: dict) -> Schedule:
         if describing:
             raise ConfigError(explain("a table says itself which schedule it is", given=" ".join([*describing, "--table"]),
                                       do=f"leave out {' '.join(describing)}, or --table"))
-        return Schedule.from_json(Path(given["table"]).read_text())
+        return Schedule.from_json(local_file(given["table"], what="--table").read_text())
     for name in ("stages", "microbatches"):
         if name not in given:
             raise ConfigError(explain(f"how many {name}?", given=" ".join(describing) or "no flags", do=f"give --{name} N, or --table FILE.json"))
@@ -86,10 +88,11 @@ def main() -> int:
         schedule = schedule_of(given)
         print(text(schedule), facts(schedule), sep="")
         if "json" in given:
-            write_table(schedule, Path(given["json"]))
+            write_table(schedule, local_path(given["json"], what="--json"))
         if "picture" in given:
-            picture(schedule, given["picture"])
-            print(f"wrote {given['picture']}")
+            path = local_path(given["picture"], what="--picture")
+            picture(schedule, path)
+            print(f"wrote {path}")
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR

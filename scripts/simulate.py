@@ -10,7 +10,6 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimus_jax.environment import import_jax, show_every_character
@@ -66,12 +65,18 @@ def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
     """By name, from a file, or from a recorded run."""
     from optimus_jax.control.simulated.replay import recorded
     from optimus_jax.control.simulated.scenarios import read_scenario, scenario_named
+    from optimus_jax.stored_run import run_to_read
 
     if "replay" in given:
-        recording = recorded(Path(given["replay"]))
+        recording = recorded(run_to_read(given["replay"], what="--replay", checkpoint="none", say=note))
         return recording.scenario, recording
     name = given["scenario"]
-    return (read_scenario(name) if name.endswith(".json") or Path(name).is_file() else scenario_named(name)), None
+    return (read_scenario(name) if name.endswith(".json") or os.path.isfile(name) else scenario_named(name)), None
+
+
+def note(text: str) -> None:
+    """What is under way."""
+    print(text, file=sys.stderr)
 
 
 def with_cluster(given: dict, recording: "Recording | None") -> dict:

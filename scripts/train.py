@@ -46,9 +46,9 @@ def parser() -> argparse.ArgumentParser:
         description="Train a GPT or Llama on any data x fsdp x tensor x pipe mesh.", argument_default=argparse.SUPPRESS,
         allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
-    flags.add_argument("--config", metavar="FILE", help="a run's config.json to begin with; flags change it (default: none)")
-    flags.add_argument("--data", nargs="+", metavar="PATH", help="files, globs or `stdlib` (default: stdlib)")
-    flags.add_argument("--tokenizer", metavar="PATH", help=f"`bytes` or a tokenizer.json (default: {default.data.tokenizer})")
+    flags.add_argument("--config", metavar="FILE", help="a run's config.json, or its URL, to begin with; flags change it (default: none)")
+    flags.add_argument("--data", nargs="+", metavar="PATH", help="files, globs, URLs of either, or `stdlib` (default: stdlib)")
+    flags.add_argument("--tokenizer", metavar="PATH", help=f"`bytes`, or path or URL of a tokenizer.json (default: {default.data.tokenizer})")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help=f"examples per step, all devices (default: {default.data.global_batch})")
     flags.add_argument("--phases", metavar="LIST", help="other batches later: 200:64,400:128x2048, BATCHxTOKENS after a step (default: none)")
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--seed", metavar="N", help=f"weights, data order, dropout (default: {default.seed})")
     flags.add_argument("--eval-every", metavar="N", help=f"steps between held-out losses (default: {default.eval_every})")
     flags.add_argument("--checkpoint-every", metavar="N", help=f"steps between saves (default: {default.checkpoint.every})")
-    flags.add_argument("--run-dir", metavar="DIR", help="where the run is kept (default: new, under runs/)")
+    flags.add_argument("--run-dir", metavar="DIR", help="where the run is kept: a directory, or s3://, gs:// or az:// (default: new, under runs/)")
     flags.add_argument("--resume", nargs="?", const="always", choices=["always", "auto"], metavar="auto",
                        help="go on with the run in --run-dir; auto: or begin it")
     flags.add_argument("--progress", metavar="NAME", help=f"auto, rich, plain, none (default: {default.log.progress})")

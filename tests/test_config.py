@@ -32,6 +32,7 @@ shares = st.floats(0, 1, exclude_max=True)
 sizes = st.integers(1, 10_000)
 positive = st.floats(1e-12, 1e6)
 texts = st.text(st.characters(codec="utf-8", exclude_characters=","), min_size=1).filter(lambda text: text.lower() != "none")
+paths = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), max_size=20).map("./{}x".format)
 
 
 @st.composite
@@ -43,7 +44,7 @@ def configs(draw: st.DrawFn) -> Config:
         rope_scaling=draw(st.none() | st.builds(RopeScaling, factor=positive)), dropout=draw(st.floats(0, 0.9)))
     return Config(
         model=model,
-        data=DataConfig(sources=tuple(draw(st.lists(texts, min_size=1))), seq_len=seq_len, respect_documents=draw(st.booleans())),
+        data=DataConfig(sources=tuple(draw(st.lists(paths, min_size=1))), seq_len=seq_len, respect_documents=draw(st.booleans())),
         parallel=ParallelConfig(zero=draw(st.sampled_from((None, 0, 1, 2, 3))), rules=tuple(draw(st.lists(texts))),
                                 remat=draw(st.sampled_from(("none", "selective", "dots", "full")))),
         controller=ControlConfig(allow=tuple(draw(st.lists(st.sampled_from(("data=4,tensor=2", "fsdp=8")))))),

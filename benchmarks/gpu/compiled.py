@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 
 import jax
 from cases import CASES, Case
@@ -21,6 +20,7 @@ from rows import commit_here, is_of_commit, rows_of
 from optimus_jax.errors import OptimusError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.models.flops import step_flops
+from optimus_jax.paths import path_argument
 from optimus_jax.planning.assemble import plan_for
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.compile_check import check
@@ -70,7 +70,7 @@ def main() -> int:
     """Compile what the file has not of this commit, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="h200", help="an accelerator that optimus_jax/planning/targets describes (default: h200)")
-    parser.add_argument("--out", type=Path, help="a file for the rows; those of this commit are not compiled again, unless something was changed since")
+    parser.add_argument("--out", type=path_argument, help="a file for the rows; those of this commit are not compiled again, unless something was changed since")
     parser.add_argument("--commit", default=commit_here(), help="of this project, for the rows (default: what git says)")
     args = parser.parse_args()
     try:

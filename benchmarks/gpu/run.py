@@ -29,6 +29,8 @@ from card import NO_CARD, Card, flags_of, has_no_room
 from cases import CASES, EXPERIMENTS, SMOKE, Case, as_argument
 from rows import NAMES, commit_here, has_figures, identity, is_done, is_known, report, rows_of, table
 
+from optimus_jax.paths import path_argument
+
 HERE = Path(__file__).resolve().parent
 LONGEST_S = {"compile": 330.0}
 """Of a case; torch.compile takes gpt2-xl's 48 layers one by one."""
@@ -116,7 +118,7 @@ def fill(out: Path, cases: Sequence[Case], limit_s: float, card: Card | None, ab
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="JSON Lines, added to (default: gpu.jsonl)")
+    parser.add_argument("--out", type=path_argument, default=Path("gpu.jsonl"), help="JSON Lines, added to (default: gpu.jsonl)")
     parser.add_argument("--limit-s", type=float, default=460.0, help="for all cases together (default: 460)")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this, as in 'ours gpt2-xl 16 x 1024' (who: ours, eager, compile, matmul)")
     parser.add_argument("--commit", default=commit_here(), help="of this project, for the rows; those of another one are measured again (default: what git says)")

@@ -20,7 +20,7 @@ from optimus_jax.config.layout import (
     RematPolicy,
 )
 from optimus_jax.config.model import ModelConfig, RopeScaling
-from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig
+from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.training import CheckpointConfig, LearningRateSchedule, LogConfig, OptimizerConfig
 from optimus_jax.config.whole import DERIVED, Config
 
@@ -49,4 +49,5 @@ __all__ = [
     "RematChoice",
     "RematPolicy",
     "RopeScaling",
+    "StoreConfig",
 ]

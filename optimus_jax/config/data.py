@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.paths import user_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,9 @@ class DataConfig:
     """Where tokens come from and how a batch is cut from them."""
 
     sources: tuple[str, ...] = ("stdlib",)
-    """`stdlib` (Python's own library), or files and globs: .txt .md .py .jsonl .parquet .bin."""
+    """`stdlib` (Python's own library), or files and globs, URLs too: .txt .md .py .jsonl .parquet .bin."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    """`bytes`, or the path or URL of a Hugging Face tokenizer.json."""
     seq_len: int | None = None
     """Tokens per example; None: the model's max_length, at most 1024."""
     global_batch: int = 16
@@ -65,6 +66,9 @@ class DataConfig:
         check_positive(self, "seq_len", "global_batch")
         if not self.sources:
             raise ConfigError(explain("no data was named", given="data.sources=()", do="name `stdlib` or at least one file"))
+        for source in self.sources:
+            user_path(source, what="--data")
+        user_path(self.tokenizer, what="--tokenizer")
         for first, second in itertools.pairwise(self.phases):
             if first.after_step >= second.after_step:
                 raise ConfigError(explain("phases follow one another", given=f"data.phases={first},{second}",

@@ -6,6 +6,7 @@ from typing import Literal
 
 from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.paths import user_path
 
 Precision = Literal["f32", "bf16", "f16"]
 PrecisionChoice = Literal["auto", "f32", "bf16", "f16"]
@@ -58,6 +59,7 @@ class ParallelConfig:
         check_positive(self, "microbatches", "loss_chunk_tokens", "repeats", "trials")
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(explain("parallel.zero is a ZeRO stage", given=self.zero, do="choose 0, 1, 2 or 3"))
+        user_path(self.schedule, what="--schedule")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from optimus_jax.config.checks import check_not_negative, check_positive, is_address, is_host_and_port
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.paths import local_path
 from optimus_jax.settings import SEPARATOR
 
 
@@ -118,3 +119,18 @@ class ControlConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(explain(f"controller.{name} is a share", given=getattr(self, name), do="choose 0 or more and less than 1"))
         check_not_negative(self, "max_switches", "cooldown_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """How a run whose --run-dir is a URL is kept in that store (docs/stores.md)."""
+
+    local_dir: str | None = None
+    """Directory that it works in, shared by its processes; None: one for each URL, under `optimus_jax/runs` in XDG_CACHE_HOME."""
+    every_s: float = 30.0
+    """Seconds between two uploads of its logs; a checkpoint is uploaded as soon as it is whole."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "every_s")
+        if self.local_dir is not None:
+            local_path(self.local_dir, what="store.local_dir", do="name a directory of this machine; the store is what --run-dir names")

@@ -5,6 +5,7 @@ from typing import Literal
 
 from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.paths import local_path
 
 LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 
@@ -67,6 +68,7 @@ class CheckpointConfig:
         check_positive(self, "keep", "keep_every")
         if self.snapshot_every < 0:
             raise ConfigError(explain("checkpoint.snapshot_every cannot be negative", given=self.snapshot_every, do="choose 0 or more steps"))
+        local_path(self.snapshot_dir, what="checkpoint.snapshot_dir", do="name a file system in this host's memory, such as /dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)

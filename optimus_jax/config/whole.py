@@ -12,7 +12,7 @@ from optimus_jax.config.checks import check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.layout import ParallelConfig, PrecisionConfig
 from optimus_jax.config.model import ModelConfig
-from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig
+from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.training import CheckpointConfig, LogConfig, OptimizerConfig
 from optimus_jax.errors import ConfigError, explain
 
@@ -36,6 +36,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
     controller: ControlConfig = field(default_factory=ControlConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     steps: int = 300
     """Optimizer steps of the whole run."""
     seed: int = 0

@@ -14,10 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from optimus_jax.errors import DataError, explain
+from optimus_jax.paths import Url, local_pattern, user_path
+from optimus_jax.store.local_copies import local_copies
 
 STDLIB = "stdlib"
 """The source that every machine has: the .py files of Python's own library."""
 TOKEN_SUFFIX = ".bin"
+HEADER_SUFFIX = ".json"
+"""Of a token file's header, behind the name of the file."""
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet", TOKEN_SUFFIX)
 
@@ -54,8 +58,13 @@ def read_documents(sources: Sequence[str], text_field: str) -> Iterator[str]:
 
 
 def _expand(source: str) -> list[Path]:
-    # A file may have glob characters in its name, so the name itself is tried first.
-    paths = [Path(source)] if Path(source).is_file() else sorted(map(Path, glob.glob(source, recursive=True)))
+    path = user_path(source, what="--data")
+    if isinstance(path, Url):
+        paths = local_copies(path, beside={TOKEN_SUFFIX: HEADER_SUFFIX})
+    elif path.is_file():  # its name may have characters of a glob
+        paths = [path]
+    else:
+        paths = sorted(map(Path, glob.glob(local_pattern(source, what="--data"), recursive=True)))
     paths = [path for path in paths if path.is_file()]
     if not paths:
         raise DataError(explain("no file matches a glob" if glob.has_magic(source) else "no such data file",

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import FileSizeColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from optimus_jax.errors import DataError, explain
+from optimus_jax.store.local_copies import local_file
 
 BYTES = "bytes"
 EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>")
@@ -56,8 +57,8 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that a config names: `bytes`, or the path of a tokenizer.json."""
-    return ByteTokenizer() if name == BYTES else HuggingFaceTokenizer(Path(name))
+    """The tokenizer that a config names: `bytes`, or the path or URL of a tokenizer.json."""
+    return ByteTokenizer() if name == BYTES else HuggingFaceTokenizer(local_file(name, what="--tokenizer"))
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from optimus_jax.data.sources import TOKEN_SUFFIX
+from optimus_jax.data.sources import HEADER_SUFFIX, TOKEN_SUFFIX
 from optimus_jax.data.tokenizers import Tokenizer, token_dtype
 from optimus_jax.errors import DataError, explain
 
@@ -243,4 +243,4 @@ def _read_header(path: Path) -> TokenHeader:
 
 
 def _header_path(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
+    return path.with_name(path.name + HEADER_SUFFIX)

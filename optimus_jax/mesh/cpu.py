@@ -3,11 +3,13 @@
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 import jax
 
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.backend import start_backend
+from optimus_jax.paths import user_path
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
@@ -36,9 +38,18 @@ def leave_compilation_cache() -> bool:
 
     A program that comes out of it orders the collectives of several CPU devices otherwise than the one that went in, and they wait for one another until XLA ends the process
     (jax 0.10.2). Call it before anything is compiled.
+
+    Raises:
+      PathError: the variable can name no directory. JAX takes it literally, and would make one called ~.
     """
     start_backend()
-    if jax.default_backend() != "cpu" or not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+    text: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if not text:
+        return False
+    directory = user_path(text, what="JAX_COMPILATION_CACHE_DIR")
+    if isinstance(directory, Path):  # a URL is JAX's to use
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+    if jax.default_backend() != "cpu":
         return False
     jax.config.update("jax_enable_compilation_cache", False)
     return True

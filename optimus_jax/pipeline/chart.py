@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.paths import local_path
 from optimus_jax.pipeline.schedule import IDLE, Schedule, Table
 
 MAX_TICKS = 96
@@ -81,6 +82,7 @@ def picture(schedule: Schedule, path: str | Path) -> None:
     Raises:
       ConfigError: matplotlib is not installed, or cannot write that kind of file.
     """
+    path = local_path(path, what="the picture")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -90,7 +92,7 @@ def picture(schedule: Schedule, path: str | Path) -> None:
     stages, ticks = schedule.num_stages, schedule.num_ticks
     figure = Figure(figsize=(2 + 0.3 * min(ticks, MAX_TICKS), 1.2 + 0.6 * min(stages, MAX_STAGES)), layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    if Path(path).suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
+    if path.suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
         raise ConfigError(explain("a picture's name ends in the kind of its file", given=str(path), do="choose .png or .svg"))
     # Rows: forward and backward of stage 0, of stage 1, and so on.
     rows = np.stack([schedule.forward.T, schedule.backward.T], axis=1).reshape(2 * stages, ticks)

@@ -5,7 +5,6 @@ Nothing here weighs one layout against another; planning/search.py does.
 
 import dataclasses
 import math
-from pathlib import Path
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload, Precision, RematPolicy
 from optimus_jax.errors import PlanError, explain, nearest
@@ -18,6 +17,7 @@ from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES
 from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.store.local_copies import local_file
 
 LOSS_CHUNK_TOKENS = 2048
 """For a whole vocabulary; as many times more for a part of it. A GPU wants large matmuls."""
@@ -161,7 +161,7 @@ def _check_schedule_name(name: str) -> None:
 def _read_table(path: str) -> tuple[str, Schedule]:
     """The text of a user's own table, and the schedule that it is."""
     try:
-        text = Path(path).read_text()
+        text = local_file(path, what="--schedule").read_text()
         return text, Schedule.from_json(text)
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "not text"

@@ -5,14 +5,12 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from optimus_jax.store import local_copies
+
 
 def cache_directory() -> Path:
-    """Where they are: `optimus_jax/hardware` in XDG_CACHE_HOME, by default `~/.cache`; for a user without a home, in the folder for temporary files."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:  # a user without a home, as in a container that runs under any number
-        home = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
-    return home / "optimus_jax" / "hardware"
+    """Where they are: `optimus_jax/hardware` in XDG_CACHE_HOME, by default `~/.cache`."""
+    return local_copies.cache_directory() / "hardware"
 
 
 def write_whole(path: Path, text: str, what: str) -> None:

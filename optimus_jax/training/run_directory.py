@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
+from optimus_jax.paths import local_path
 from optimus_jax.training.run_files import (
     append,
     complete_lines,
@@ -68,7 +69,9 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, *, writer: bool = True, warn: Callable[[str], object] = warnings.warn) -> None:
-        self.path = Path(path).absolute()
+        self.path = local_path(path, what="--run-dir").absolute()
+        self.address = str(self.path)
+        """What --run-dir takes to go on with it."""
         self.writer = writer
         self.failure: RunDirectoryError | None = None
         """Why a log could not be written, the first time that it could not."""

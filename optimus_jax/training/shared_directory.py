@@ -32,5 +32,6 @@ def check_shared(run: RunDirectory) -> None:
             if time.monotonic() > until_s:
                 raise ConfigError(explain(
                     "the run directory of this process is not that of process 0", given=f"{run.path}, where this process does not find what process 0 has written",
-                    do="give --run-dir a directory that all hosts share, by a path that means the same in all processes"))
+                    do="give --run-dir a directory that all hosts share, by a path that means the same in all processes; "
+                       "if --run-dir is a URL, name such a directory by --set store.local_dir=DIR"))
             time.sleep(_POLL_S)

@@ -21,6 +21,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.checks import check_not_negative, check_positive
 from optimus_jax.control.simulated.events import EVENTS, Event, PhaseEvent
 from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.store.local_copies import local_file
 
 LIBRARY = "scenarios.json"
 
@@ -181,7 +182,7 @@ class Scenario:
 def read_scenario(path: str | Path) -> Scenario:
     """From a file. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = local_file(path, what="--scenario").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(explain("a scenario cannot be read", given=f"{path}: {error}", do="name a JSON file")) from error
     return Scenario.from_json(text, str(path))

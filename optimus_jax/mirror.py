@@ -1,0 +1,333 @@
+"""A run's directory, mirrored to an object store while the run goes on.
+
+The run works in its directory as any other does; the mirror watches that directory, from a thread
+of its own, and uploads what is new: logs, config and plan every few seconds, a checkpoint as soon
+as it is whole. A checkpoint is in the store once its manifest is, which is written last. One that
+was rotated away here is deleted there once a newer one is complete, and never before.
+
+An upload that fails is told at once and tried again; the run goes on meanwhile. What is still
+outstanding at the end of the run is uploaded before `finish` returns.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from optimus_jax.errors import RunDirectoryError, StoreError, explain
+from optimus_jax.store.download import NUM_TRANSFERS
+from optimus_jax.store.lease import Lease
+from optimus_jax.store.objects import Objects
+from optimus_jax.store.run_objects import (
+    CHECKPOINTS,
+    CONFIG,
+    Manifest,
+    Piece,
+    complete_steps,
+    files_below,
+    local_steps,
+    manifest_name,
+    plain_files,
+)
+
+FINAL_TRIES = 6
+"""Uploads in a row that may fail at the end before that is an error."""
+_LOOK_S = 0.5
+"""Between two looks at which checkpoints there are."""
+_LEAST_BACKOFF_S, _MOST_BACKOFF_S = 2.0, 120.0
+_REST = 4.0
+"""Rests between two rounds, in durations of a round: large logs are not uploaded without end."""
+_TELL_S = 10.0
+"""Between two words on what is still to be uploaded at the end."""
+
+_Signature = tuple[int, int, int]
+
+
+class Mirror:
+    """Uploads from the moment this is made until `finish` or `abandon`.
+
+    Args:
+      directory: of the run; it may be filled only later.
+      objects: of the run in the store.
+      staging: a directory on the same disk; checkpoints on their way are linked there, so that
+        they can be rotated away meanwhile.
+      every_s: between two uploads of the logs.
+      keep: newest checkpoints kept in the store, beside all that the directory has.
+      keep_every: those of steps divisible by this are kept for ever; None: none are.
+      warn: told what failed when the run goes on regardless, from another thread.
+      settle_s: a checkpoint whose files are the same after so long is not being deleted.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        objects: Objects,
+        *,
+        staging: Path,
+        lease: Lease | None,
+        every_s: float,
+        keep: int,
+        keep_every: int | None,
+        warn: Callable[[str], object],
+        settle_s: float = 0.5,
+    ) -> None:
+        self._directory, self._objects = directory, objects
+        self._staging, self._lease, self._settle_s = staging, lease, settle_s
+        self._every_s, self._keep, self._keep_every, self._warn = every_s, keep, keep_every, warn
+        self._sent: dict[str, _Signature] = {}
+        self._complete: set[int] | None = None
+        self._uploaded: set[int] = set()
+        self._left: tuple[int, int] = 0, 0
+        self._failure: Exception | None = None
+        self._is_ending, self._is_given_up = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self._thread.start()
+
+    def finish(self, say: Callable[[str], object]) -> None:
+        """Upload what is outstanding, and end. Ctrl-C gives up.
+
+        Args:
+          say: told how far it is.
+        Raises:
+          StoreError: it cannot be uploaded; the directory is as it was.
+        """
+        self._is_ending.set()
+        told_s = time.monotonic() + _LOOK_S
+        with self._giving_up_when_asked():
+            while self._thread.is_alive() and not self._is_given_up.is_set():
+                self._thread.join(0.1)
+                if self._thread.is_alive() and time.monotonic() >= told_s:
+                    told_s = time.monotonic() + _TELL_S
+                    num_files, num_bytes = self._left
+                    rest = f"{num_files} file(s), {num_bytes:,} bytes" if num_files else "logs"
+                    say(f"uploading to {self._objects.url}: {rest} to go")
+        if self._is_given_up.is_set() and not self.is_lost:
+            raise self._error("was given up by Ctrl-C")
+        shutil.rmtree(self._staging, ignore_errors=True)
+        if self._lease is not None:
+            self._lease.release()
+        if self.is_lost:
+            raise StoreError(str(lost_to(self._objects.url, self._directory)))
+        if self._failure is not None:
+            raise self._error(f"failed {FINAL_TRIES} times") from self._failure
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another writer has taken the run's place in the store."""
+        return self._lease is not None and self._lease.is_lost
+
+    def abandon(self) -> None:
+        """End at once. What is outstanding stays in the directory; the lease lapses by itself."""
+        self._is_given_up.set()
+        self._is_ending.set()
+
+    def _error(self, what: str) -> StoreError:
+        why = "" if self._failure is None else f"\n    {str(self._failure).splitlines()[0]}"
+        return StoreError(
+            explain(
+                f"the upload of what is new in the run {what}{why}",
+                given=f"{self._directory}, which is whole, and is not all in {self._objects.url}",
+                do="when the store can be written: --resume with the same --run-dir uploads it; "
+                f"or go on without the store by --run-dir {self._directory} --resume",
+            )
+        )
+
+    @contextlib.contextmanager
+    def _giving_up_when_asked(self) -> Iterator[None]:
+        """While entered, Ctrl-C gives up instead of being ignored, as it is at the end of a run."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda *_: self._is_given_up.set())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _run(self) -> None:
+        """Rounds of uploads, until there is nothing more to come."""
+        last_s, took_s, num_failures = time.monotonic(), 0.0, 0
+        while not self._is_given_up.is_set():
+            is_last = self._is_ending.is_set()
+            waited_s = time.monotonic() - last_s
+            is_due = waited_s >= max(self._every_s, _REST * took_s) or self._has_new_checkpoint()
+            if is_last or is_due:
+                began_s = time.monotonic()
+                try:
+                    self._upload_what_is_new()
+                except Exception as error:  # a mistake of ours must not cost the run either
+                    num_failures += 1
+                    self._failed(error, num_failures)
+                    if is_last and num_failures >= FINAL_TRIES:
+                        return
+                    self._back_off(num_failures, is_last)
+                    continue
+                if self._failure is not None:
+                    self._warn(f"uploads to {self._objects.url} work again")
+                self._failure, num_failures = None, 0
+                last_s, took_s = time.monotonic(), time.monotonic() - began_s
+                if is_last:
+                    return
+            self._is_ending.wait(_LOOK_S)
+
+    def _back_off(self, num_failures: int, is_last: bool) -> None:
+        for_s = min(_MOST_BACKOFF_S, _LEAST_BACKOFF_S * 2 ** (num_failures - 1))
+        (self._is_given_up if is_last else self._is_ending).wait(for_s)
+
+    def _failed(self, error: Exception, num_failures: int) -> None:
+        self._failure = error
+        self._complete = None  # what the store has is looked up anew
+        if num_failures == 1 and not self.is_lost:
+            self._warn(
+                f"an upload to {self._objects.url} failed and is tried again; "
+                f"the run goes on in {self._directory}: {str(error).splitlines()[0]}"
+            )
+
+    def _has_new_checkpoint(self) -> bool:
+        return any(step not in (self._complete or ()) for step in local_steps(self._directory))
+
+    def _upload_what_is_new(self) -> None:
+        if not (self._directory / CONFIG).exists():
+            self._take_back()
+            return
+        if self._complete is None:
+            self._complete = self._look_up()
+        waiting = [step for step in local_steps(self._directory) if step not in self._complete]
+        for step in reversed(waiting):  # the newest counts most
+            self._upload_checkpoint(step)
+        self._upload_plain_files()
+        self._rotate(set(local_steps(self._directory)))
+
+    def _look_up(self) -> set[int]:
+        """Steps that are complete in the store and, where the directory has them too, the same."""
+        sizes = self._objects.sizes()
+        complete = set()
+        for step in complete_steps(sizes):
+            files = files_below(self._directory / CHECKPOINTS / str(step))
+            here = {name: path.stat().st_size for name, path in files.items()}
+            prefix = f"{CHECKPOINTS}/{step}/"
+            there = {
+                name.removeprefix(prefix): size
+                for name, size in sizes.items()
+                if name.startswith(prefix)
+            }
+            if not here or all(there.get(name) == size for name, size in here.items()):
+                complete.add(step)
+        return complete
+
+    def _upload_checkpoint(self, step: int) -> None:
+        """Its files, then what the logs say until then, then the manifest."""
+        assert self._complete is not None
+        with self._pinned(step) as folder:
+            if folder is None:
+                return
+            files = files_below(folder)
+            self._objects.delete([manifest_name(step)])  # that of a course which the run has left
+            prefix = f"{CHECKPOINTS}/{step}/"
+            stray = self._objects.sizes(prefix.rstrip("/")).keys() - {
+                prefix + name for name in files
+            }
+            self._objects.delete(sorted(stray))
+            self._left = len(files), sum(path.stat().st_size for path in files.values())
+            pieces: dict[str, Piece] = {}
+
+            def upload(name: str, path: Path) -> None:
+                if self._is_given_up.is_set():
+                    return
+                pieces[name] = Piece.of(path)
+                self._objects.put(path, prefix + name)
+                self._left = self._left[0] - 1, self._left[1] - pieces[name].size
+
+            with ThreadPoolExecutor(NUM_TRANSFERS, thread_name_prefix="upload") as pool:
+                for future in [pool.submit(upload, name, path) for name, path in files.items()]:
+                    future.result()
+            if self._is_given_up.is_set():
+                return
+        self._upload_plain_files()
+        if self._lease is not None:
+            self._lease.check()
+        self._check_lease()
+        pieces = {name: pieces[name] for name in sorted(pieces)}
+        self._objects.write(manifest_name(step), Manifest(step=step, pieces=pieces).to_json())
+        self._complete.add(step)
+        self._uploaded.add(step)
+
+    @contextlib.contextmanager
+    def _pinned(self, step: int) -> Iterator[Path | None]:
+        """A checkpoint as it is now, however long its upload takes; None: it is being rotated away.
+
+        Its files are linked, which costs no room. Where a file system has no links, it is used as
+        it is, and an upload that its rotation overtakes fails.
+        """
+        source, pinned = self._directory / CHECKPOINTS / str(step), self._staging / f"upload-{step}"
+        shutil.rmtree(pinned, ignore_errors=True)
+        try:
+            self._staging.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(source, pinned, copy_function=os.link)
+            folder = pinned
+        except (OSError, shutil.Error):
+            folder = source
+        try:
+            before = files_below(folder).keys()
+            time.sleep(self._settle_s)
+            yield folder if before and files_below(source).keys() == before else None
+        finally:
+            shutil.rmtree(pinned, ignore_errors=True)
+
+    def _upload_plain_files(self) -> None:
+        for name, path in plain_files(self._directory).items():
+            try:
+                status = path.stat()
+                signature = status.st_mtime_ns, status.st_size, status.st_ino
+                if self._sent.get(name) == signature:
+                    continue
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue  # it was a temporary one
+            self._check_lease()
+            self._objects.write(name, content)
+            self._sent[name] = signature
+
+    def _rotate(self, local: set[int]) -> None:
+        """Delete what neither the directory nor the settings keep, once a newer is complete."""
+        assert self._complete is not None
+        if not self._uploaded or not local or max(local) not in self._complete:
+            return
+        newest = max(local)
+        left = {step for step in self._complete - local if step > newest}  # of a course left behind
+        counted = sorted(self._complete - left)[-self._keep :]
+        kept = {
+            step for step in self._complete if self._keep_every and step % self._keep_every == 0
+        }
+        for step in sorted(left | self._complete - local - set(counted) - kept):
+            self._check_lease()
+            self._objects.delete([manifest_name(step)])  # first: half of one is none
+            self._complete.discard(step)
+            self._objects.delete(self._objects.sizes(f"{CHECKPOINTS}/{step}"))
+
+    def _take_back(self) -> None:
+        """The run was discarded before its first step: its name is free again in the store too."""
+        if self._sent and not self._uploaded:
+            self._objects.delete([CONFIG, *self._sent])
+            self._sent.clear()
+
+    def _check_lease(self) -> None:
+        if self.is_lost:
+            self._is_given_up.set()
+            raise lost_to(self._objects.url, self._directory)
+
+
+def lost_to(url: object, directory: Path, holder: str = "another process") -> RunDirectoryError:
+    """What ends a run whose place in a store another writer has taken."""
+    return RunDirectoryError(
+        explain(
+            "another process writes this run in the store now, and this one writes there no more",
+            given=f"{url}, taken over by {holder}",
+            do=f"find out which of them should go on; what this one has done is in {directory}",
+        )
+    )

@@ -1,0 +1,187 @@
+"""One writer per run in a store: an object that says who it is, renewed while that writer lives.
+
+A store has no locks. Who begins creates the object if it is not there, which S3, GCS and Azure
+decide themselves. It is taken over from a writer that has died: at once if that was a process of
+this host, otherwise when it was not renewed for LAPSE_S while we watched (no clocks are compared).
+A writer whose network was away for so long finds at its next renewal that another has taken over,
+and writes nothing more. Two that take over within the same moment both believe to have it until
+then, at most RENEW_S.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from optimus_jax.errors import RunDirectoryError, StoreError, explain
+from optimus_jax.store.objects import Objects
+
+LEASE = "writer.json"
+"""The object's name."""
+RENEW_S = 10.0
+"""Between two renewals."""
+LAPSE_S = 45.0
+"""Without a renewal before a writer counts as dead."""
+POLL_S = 3.0
+"""Between two looks at another's lease."""
+
+
+class LeaseHeldError(RunDirectoryError):
+    """Another process writes the run in the store."""
+
+
+class Lease:
+    """Held from the moment this is made until `release`, or LAPSE_S after the end of the process.
+
+    Args:
+      objects: of the run.
+      directory: where this writer works, for people who look for it.
+      warn: told if another holder is waited for.
+      patience_s: for so long a living holder is waited for.
+      on_lost: told once, from another thread, that another writer has taken over, and by whom.
+    Raises:
+      LeaseHeldError: another process holds it.
+      StoreError: the store cannot be reached or written.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        directory: Path,
+        *,
+        warn: Callable[[str], object],
+        patience_s: float = 0.0,
+        on_lost: Callable[[str], object] = lambda holder: None,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._objects, self._directory, self._on_lost = objects, directory, on_lost
+        self._token, self._count = secrets.token_hex(8), 0
+        self.is_lost = False
+        """Whether another writer has it now."""
+        self._take(warn, patience_s, pause)
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Look whether it is still ours; `is_lost` says so. StoreError: that is unknown."""
+        held = self._read()
+        if not self.is_lost and held is not None and held.get("token") != self._token:
+            self.is_lost = True
+            self._on_lost(_described(held))
+
+    def release(self) -> None:
+        """Let others in. The store may be out of reach: then it lapses."""
+        self._released.set()
+        self._thread.join()
+        with contextlib.suppress(StoreError):
+            self.check()
+            if not self.is_lost:
+                self._objects.delete([LEASE])
+
+    def _take(
+        self,
+        warn: Callable[[str], object],
+        patience_s: float,
+        pause: Callable[[float], object],
+    ) -> None:
+        seen: dict[str, Any] | None = None
+        watched_s = waited_s = 0.0
+        while not self._objects.create(LEASE, self._content()):
+            held = self._read()
+            if held is None:
+                continue
+            if _has_died_here(held) or watched_s >= LAPSE_S:
+                self._objects.write(LEASE, self._content())
+                self.check()
+                if not self.is_lost:
+                    return
+                self.is_lost = False
+                continue
+            is_alive = seen is not None and held != seen
+            if is_alive and waited_s >= patience_s:
+                raise LeaseHeldError(
+                    explain(
+                        "another process is writing this run",
+                        given=f"{self._objects.url}, in use by {_described(held)}",
+                        do="wait for it or stop it, or choose another --run-dir",
+                    )
+                )
+            if seen is None:
+                warn(
+                    f"{self._objects.url} is in use by {_described(held)}, or was until that died: "
+                    f"watching it for up to {max(LAPSE_S, patience_s):.0f} s"
+                )
+            watched_s = 0.0 if held != seen else watched_s + POLL_S
+            waited_s, seen = waited_s + POLL_S, held
+            pause(POLL_S)
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_S):
+            with contextlib.suppress(StoreError):  # another look in a while
+                self.check()
+                if self.is_lost:
+                    return
+                self._count += 1
+                self._objects.write(LEASE, self._content())
+
+    def _read(self) -> dict[str, Any] | None:
+        content = self._objects.read(LEASE)
+        if content is None:
+            return None
+        try:
+            held = json.loads(content)
+        except ValueError:
+            held = None
+        return held if isinstance(held, dict) else {"token": repr(content)}
+
+    def _content(self) -> bytes:
+        return json.dumps(
+            {
+                "token": self._token,
+                "renewed": self._count,
+                "time_s": time.time(),
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "directory": str(self._directory),
+                "system": _system(),
+                "process_start": _start_of(os.getpid()),
+            }
+        ).encode()
+
+
+def _described(held: dict[str, Any]) -> str:
+    process, host, directory = (held.get(name) for name in ("process", "host", "directory"))
+    return f"process {process} on {host}, which works in {directory}"
+
+
+def _has_died_here(held: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this host, in sight of this one, and is no more."""
+    system, process = held.get("system"), held.get("process")
+    if system is None or system != _system() or not isinstance(process, int):
+        return False
+    return _start_of(process) != held.get("process_start")
+
+
+def _system() -> str | None:
+    """The same for processes that see one another: host, start of the host, container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return None
+
+
+def _start_of(process: int) -> str | None:
+    """When a process began, in ticks since the host did; None: there is none any more."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]

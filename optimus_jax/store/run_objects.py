@@ -1,0 +1,135 @@
+"""What a run consists of in a store.
+
+    config.json plan.json *.jsonl ...   as in the run's directory, each replaced as a whole
+    checkpoints/STEP/...                the files of a checkpoint
+    checkpoints/STEP.json               its manifest, written last: only with it it is complete
+    writer.json                         who writes the run (lease.py)
+
+What belongs to processes that are alive stays local: the lock, signs of life, unfinished files;
+so do checkpoints that were found damaged.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.json"
+EVENTS = "events.jsonl"
+_LOCAL = frozenset({"lock", "progress", "damaged", CHECKPOINTS})
+"""In a run's directory, what is not mirrored as a plain file."""
+_UNFINISHED = (".tmp", ".part")
+_MANIFEST = re.compile(rf"{CHECKPOINTS}/(\d+)\.json")
+_BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A file of a checkpoint."""
+
+    size: int
+    """Bytes."""
+    crc32: int
+
+    @classmethod
+    def of(cls, path: Path) -> "Piece":
+        """Of a file, which is read."""
+        size = crc = 0
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+        return cls(size=size, crc32=crc)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The files of a complete checkpoint, by path below it."""
+
+    step: int
+    pieces: dict[str, Piece]
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> "Manifest":
+        """Raises ValueError for what is none."""
+        try:
+            value = json.loads(content)
+            pieces = {str(name): Piece(**piece) for name, piece in value["pieces"].items()}
+            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in pieces):
+                raise ValueError("a name leaves the checkpoint")
+            return cls(step=int(value["step"]), pieces=pieces)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no manifest: {error}") from error
+
+
+def manifest_name(step: int) -> str:
+    """Name of the object that says that a checkpoint is complete."""
+    return f"{CHECKPOINTS}/{step}.json"
+
+
+def complete_steps(names: Iterable[str]) -> list[int]:
+    """Steps of the complete checkpoints among the objects of a run, oldest first."""
+    return sorted(int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name)))
+
+
+def local_steps(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints of a run's directory, oldest first."""
+    try:
+        names = [path.name for path in (directory / CHECKPOINTS).iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(name) for name in names if name.isdecimal())  # Orbax renames what is whole
+
+
+def files_below(directory: Path) -> dict[str, Path]:
+    """Every file below a directory by its path there."""
+    return {
+        path.relative_to(directory).as_posix(): path
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def plain_files(directory: Path) -> dict[str, Path]:
+    """The files of a run's directory that are mirrored as they are: all but checkpoints."""
+    files: dict[str, Path] = {}
+    for path in sorted(directory.iterdir()):
+        if path.name in _LOCAL or path.name.endswith(_UNFINISHED):
+            continue
+        if path.is_dir():
+            files |= {f"{path.name}/{name}": inner for name, inner in files_below(path).items()}
+        elif path.is_file():
+            files[path.name] = path
+    return {name: path for name, path in files.items() if not name.endswith(_UNFINISHED)}
+
+
+def is_plain(name: str) -> bool:
+    """Whether an object is a plain file of a run, to be fetched with it."""
+    return name.partition("/")[0] not in (*_LOCAL, "writer.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A start of a run, fresh or resumed, as events.jsonl has it."""
+
+    time_s: float
+    step: int
+    """Steps done before it."""
+
+
+def starts(events: bytes) -> list[Start]:
+    """Every start of a run, in order, as its events.jsonl has them."""
+    found = []
+    for line in events.split(b"\n"):
+        try:
+            event = json.loads(line)
+            if event["event"] in ("start", "resume"):
+                found.append(Start(time_s=float(event["time_s"]), step=int(event["step"])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

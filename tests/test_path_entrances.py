@@ -1,0 +1,142 @@
+"""No entrance takes `~` or a URL literally, so that no directory called `gs:` is ever made."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import optimus_jax
+from optimus_jax.config import Config
+from optimus_jax.data.tokenizers import load_tokenizer
+from optimus_jax.errors import ConfigError, OptimusError
+from optimus_jax.generation import load_text_model
+from optimus_jax.mesh.cpu import leave_compilation_cache
+from optimus_jax.paths import path_argument
+from optimus_jax.request import read_config
+from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.viz.run_report import run_report
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+LITERAL = (
+    "gs:/b/x",
+    "hf://b/x",
+    "./s3://b/x",
+    "https://h/x",
+    "~nobody-of-this-name/x",
+    "",
+    "C:\\x",
+)
+"""What no entrance that writes takes."""
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """An empty directory to stand in; nothing may be made there."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.chdir(here)
+    yield home
+    assert os.listdir(here) == []
+
+
+def script(name, *arguments, monkeypatch):
+    """The exit code of a script, run in this process."""
+    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    spec.loader.exec_module(module)
+    try:
+        return module.main()
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize("typed", LITERAL)
+@pytest.mark.parametrize(
+    "entrance",
+    [
+        lambda text: optimus_jax.train("gpt2-nano", run_dir=text),
+        lambda text: optimus_jax.train(run_dir=text, resume=True),
+        lambda text: optimus_jax.train("gpt2-nano", run_dir=text, resume="auto"),
+        lambda text: RunDirectory.create(text, "x"),
+        lambda text: RunDirectory.resume(text),
+        lambda text: Config().with_values({"checkpoint.snapshot_dir": text}),
+        lambda text: Config().with_values({"store.local_dir": text}),
+    ],
+)
+def test_what_would_be_made_is_refused(entrance, typed):
+    with pytest.raises(ConfigError, match=r"(?s)given:.*do:"):
+        entrance(typed)
+
+
+@pytest.mark.parametrize("typed", sorted(set(LITERAL) - {"https://h/x"}))
+@pytest.mark.parametrize(
+    "entrance",
+    [
+        load_text_model,
+        run_report,
+        read_config,
+        load_tokenizer,
+        lambda text: optimus_jax.train("gpt2-nano", data=text),
+        lambda text: optimus_jax.train("gpt2-nano", tokenizer=text),
+        lambda text: optimus_jax.train("gpt2-nano", config=text),
+        lambda text: optimus_jax.train("gpt2-nano", schedule=text),
+        path_argument,
+    ],
+)
+def test_what_would_be_read_is_refused(entrance, typed):
+    with pytest.raises((OptimusError, argparse.ArgumentTypeError), match=r"(?s)given:.*do:"):
+        entrance(typed)
+
+
+def test_home_is_home(home, monkeypatch):
+    RunDirectory.create("~/run", "x").write_config(Config().to_json())
+    assert (home / "run" / "config.json").exists()
+    assert read_config(Path("~/run/config.json")) == Config()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        optimus_jax.train("gpt2-nano", run_dir="~/run")
+    before = {
+        name: getattr(jax.config, name)
+        for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    }
+    try:
+        jax.config.update("jax_compilation_cache_dir", "~/xla")
+        assert leave_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(home / "xla")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "code"),
+    [
+        ("tokenize", ["~/*.txt", "--out", "~/t.bin"], 0),
+        ("tokenize", ["~/*.txt", "--out", "gs://b/t.bin"], 2),
+        ("tokenize", ["~/*.txt", "--out", "~/u.bin", "--tokenizer", "hf://x/y.json"], 2),
+        ("schedule", ["--stages", "2", "--microbatches", "2", "--json", "~/s.json"], 0),
+        ("schedule", ["--stages", "2", "--microbatches", "2", "--json", "gs://b/s.json"], 2),
+        ("schedule", ["--stages", "2", "--microbatches", "2", "--picture", "s3://b/s.svg"], 2),
+        ("schedule", ["--table", "gs:/b/s.json"], 2),
+        ("report", ["gs:/b/run"], 2),
+        ("report", ["~/no-run", "--out", "gs://b/x.html"], 2),
+        ("launch", ["--processes", "1", "gs://b/x.py"], 2),
+        ("simulate", ["--replay", "gs:/b/run"], 2),
+        ("simulate", ["--scenario", "hf://b/x.json"], 2),
+        ("generate", ["--run", "~nobody-of-this-name/x", "--prompt", "x"], 2),
+        ("profile", ["--model", "gpt2-nano", "--data", "gs:/b/x.txt"], 2),
+        ("plan", ["--model", "gpt2-nano", "--cluster", "h100:1", "--schedule", "C:\\x.json"], 2),
+    ],
+)
+def test_scripts(name, arguments, code, home, monkeypatch, capsys):
+    (home / "a.txt").write_text("some text")
+    assert script(name, *arguments, monkeypatch=monkeypatch) == code, capsys.readouterr().err
+    if code:
+        assert "do:" in capsys.readouterr().err
