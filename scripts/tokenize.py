@@ -19,6 +19,16 @@ from optimus_jax.data.tokens import write_token_file
 from optimus_jax.errors import OptimusError
 
 
+FLAGS = {"--set data.text_field=": "--text-field ", "--set data.skip_bad_lines=true": "--skip-bad-lines", "--set data.eos=": "--eos "}
+
+
+def in_own_words(text: str) -> str:
+    """Advice about settings of a run by the flags that this script has for them."""
+    for setting, flag in FLAGS.items():
+        text = text.replace(setting, flag)
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="FILE", help="file, glob, folder or `stdlib`: text, .jsonl .json .csv .parquet .arrow, also with .gz .zst .bz2 .xz")
@@ -33,7 +43,7 @@ def main() -> int:
         documents = read_documents(args.sources, args.text_field, skip_bad_lines=args.skip_bad_lines, left_out=left_out)
         header = write_token_file(args.out, encode_documents(tokenizer, documents), tokenizer, left_out)
     except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_own_words(str(error))}", file=sys.stderr)
         return 2
     print(f"{args.out}: {header.num_documents:,} documents, {header.num_tokens:,} tokens of {header.dtype}")
     if args.tokenizer != BYTES:

@@ -46,7 +46,7 @@ class Reading:
         if self.skip_bad_lines:
             self.left_out.bad_lines.setdefault(self.path, []).append(number)
             return
-        reason = str(error) if isinstance(error, NotTextError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, NotTextError | csv.Error) else f"{type(error).__name__}: {error}"
         text = repr(shown)
         if unit == "row":
             what, given, name = f"line {number}, is no row of its table", reason, ""

@@ -87,6 +87,8 @@ def _expand(source: str, left_out: LeftOut) -> list[Path]:
 
 
 def _files_of(source: str, left_out: LeftOut) -> list[Path]:
+    if not source:
+        raise DataError(explain("a data source has no name", given=repr(source), do="give a file, a glob, a folder or `stdlib`"))
     path = Path(source)
     # A file may have glob characters in its name, so the name itself is tried first.
     if path.is_file():

@@ -7,6 +7,7 @@ of uint16 and uint32 that holds the vocabulary.
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) 
                                     do="leave data.eos out, or give the path of a tokenizer.json"))
         return ByteTokenizer()
     path = Path(name)
-    return HuggingFaceTokenizer(path / FILE if path.is_dir() else path, eos, by_list=by_list)
+    return HuggingFaceTokenizer(path / FILE if os.path.isdir(path) else path, eos, by_list=by_list)
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -142,6 +143,8 @@ class HuggingFaceTokenizer:
             raise DataError(explain("a tokenizer.json needs the tokenizers library, which is not installed",
                                     given=path, do="pip install 'optimus-jax[tokenizers]'")) from error
         try:
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                raise OSError(f"{path} is no file")
             data = path.read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise DataError(explain("a tokenizer file cannot be read", given=error,
@@ -156,8 +159,9 @@ class HuggingFaceTokenizer:
         except BaseException as error:
             if not _is_of_library(error):
                 raise
+            convert = "; transformers makes one of a SentencePiece model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW)"
             raise DataError(explain(f"{path} is not a tokenizer of the tokenizers library", given=_short(error),
-                                    do=f"give `{BYTES}` or the path of a tokenizer.json")) from error
+                                    do=f"give `{BYTES}` or the path of a tokenizer.json{convert if path.suffix == '.model' else ''}")) from error
 
         token, why = choose_eos(path, vocabulary, eos, by_list=by_list)
         self.eos = vocabulary[token]

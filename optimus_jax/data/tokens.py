@@ -280,9 +280,9 @@ def _read_header(path: Path) -> TokenHeader:
         header = TokenHeader(**json.loads(_header_path(path).read_bytes()))
         if header.format != _FORMAT or header.dtype not in ("uint16", "uint32"):
             raise ValueError(f"format {header.format}, dtype {header.dtype}")
-        numbers = (header.vocab_size, header.num_tokens, header.num_documents, header.eos)
-        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError(f"numbers that are none: {numbers}")
+        numbers = (header.vocab_size, header.num_tokens, header.num_documents, header.eos, header.bad_lines)
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or not isinstance(header.content, str | None):
+            raise ValueError(f"values of another type: {header}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(explain(
             f"{path} has no header of format {_FORMAT} beside it", given=error,

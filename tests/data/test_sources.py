@@ -145,8 +145,9 @@ def test_what_is_no_file_is_named(tmp_path):
                           "nowhere.txt": "a link leads nowhere\n.* -> gone.txt"}.items():
         with pytest.raises(DataError, match=message):
             read(tmp_path / name)
-    with pytest.raises(DataError, match="is a device"):
-        read("/dev/null")
+    for name, message in {"/dev/null": "is a device", "": "a data source has no name"}.items():
+        with pytest.raises(DataError, match=message):
+            read(name)
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -263,6 +263,10 @@ def test_the_script_writes_a_file_once(tmp_path):
 
 
 def test_the_script_explains_its_arguments(tmp_path):
+    (tmp_path / "a.jsonl").write_text("nope")
+    bad = run_script(tmp_path, "--out", "data.bin", "a.jsonl")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "name the field: --text-field NAME, or leave bad lines out: --skip-bad-lines\n" in bad.stderr
     shown = run_script(tmp_path, "--help")
     assert shown.returncode == 0
     assert "--tokenizer" in shown.stdout
