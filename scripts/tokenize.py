@@ -18,7 +18,6 @@ from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
 from optimus_jax.data.tokens import write_token_file
 from optimus_jax.errors import OptimusError
 
-
 FLAGS = {"--set data.text_field=": "--text-field ", "--set data.skip_bad_lines=true": "--skip-bad-lines", "--set data.eos=": "--eos "}
 
 

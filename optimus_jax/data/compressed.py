@@ -18,9 +18,14 @@ def _open_zst(path: Path) -> Any:
         else:
             from backports import zstd
     except ImportError as error:
-        raise DataError(explain("Zstandard files need the backports.zstd library, which is not installed", given=path,
-                                do="pip install 'optimus-jax[zstd]', or decompress the file: zstd -d")) from error
-    # Unlike other libraries this one reads several frames in a row, and says so when the last is cut short.
+        raise DataError(
+            explain(
+                "Zstandard files need the backports.zstd library, which is not installed",
+                given=path,
+                do="pip install 'optimus-jax[zstd]', or decompress the file: zstd -d",
+            )
+        ) from error
+    # Unlike other libraries this one reads several frames in a row, and tells of one cut short.
     return zstd.ZstdFile(path)
 
 
@@ -35,12 +40,15 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
 
 
 def suffixes_of(path: Path) -> tuple[str, str]:
-    """The suffix that names a file's format, and that of its compression, "" if it has none; in lower case."""
+    """The suffix that names a file's format, and that of its compression or ""; in lower case."""
     suffix = path.suffix.lower()
     return (path.with_suffix("").suffix.lower(), suffix) if suffix in OPENERS else (suffix, "")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file for reading, decompressed on the way. Raises OSError, or DataError if a library is missing."""
+    """A file for reading, decompressed on the way.
+
+    Raises OSError, or DataError if a library is missing.
+    """
     opener = OPENERS.get(suffixes_of(path)[1])
     return path.open("rb") if opener is None else cast(BinaryIO, opener(path))

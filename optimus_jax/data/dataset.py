@@ -28,7 +28,7 @@ from optimus_jax.data.tokens import (
 from optimus_jax.errors import DataError, explain
 
 Identity = dict[str, int | str]
-"""What tells data from other data: JSON values by name. `identity_of` makes it, `differences` compares two."""
+"""What tells data from other data, JSON values by name: see `identity_of` and `differences`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,8 +49,8 @@ class Data:
     """What was left out or written otherwise than it stands in the files."""
 
 
-def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: str, tokenizer: Tokenizer | None = None,
-              by: HeldOutBy | None = None) -> Data:
+def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: str,
+              tokenizer: Tokenizer | None = None, by: HeldOutBy | None = None) -> Data:
     """Read, tokenize, check and split the data. Token files are mapped, all else is held in memory.
 
     Shows progress on a terminal, so no other display of `rich` should be live.
@@ -60,7 +60,8 @@ def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: 
       vocab_size: token ids that the model knows.
       model_name: what to call the model in messages.
       tokenizer: that of a run which goes on; None: what the config names.
-      by: how such a run has chosen what it holds out, whatever the files are like now; None: `held_out_by`.
+      by: how such a run has chosen what it holds out, whatever the files are like now; None:
+        `held_out_by`.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
@@ -74,9 +75,11 @@ def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: 
     else:
         left_out = LeftOut()
         parts = list(encode_documents(tokenizer, read_documents(
-            config.sources, config.text_field, skip_bad_lines=config.skip_bad_lines, left_out=left_out)))
+            config.sources, config.text_field, skip_bad_lines=config.skip_bad_lines,
+            left_out=left_out)))
         if not parts:
-            raise DataError(explain("the data holds no text", given=" ".join(config.sources), do="name files that hold some"))
+            raise DataError(explain("the data holds no text", given=" ".join(config.sources),
+                                    do="name files that hold some"))
         tokens = np.concatenate(parts)
         stream = TokenStream(name=" ".join(config.sources), tokens=tokens, eos=tokenizer.eos,
                              vocab_size=tokenizer.vocab_size)
@@ -87,17 +90,21 @@ def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: 
     description = (f"{stream.name}: {len(stream):,} tokens ({stream.tokens.nbytes:,} bytes as {stream.tokens.dtype}) "
                    f"in {num_documents:,} documents; {count_examples(train, seq_len):,} examples of {seq_len:,} tokens "
                    f"to train on, {len(held_out) if held_out else 0:,} tokens held out")
-    skipped = sum(header.bad_lines for header in headers)
-    notes = (*left_out.notes(), *tokenizer.respelled.notes(), *([f"{skipped:,} bad line(s) were skipped when the tokens were made"] if skipped else []))
-    identity = {**identity_of(stream, headers), "documents": num_documents, "tokenizer": tokenizer.digest, "held_out_by": by}
-    return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description, identity=identity, notes=notes)
+    notes = [*left_out.notes(), *tokenizer.respelled.notes()]
+    if skipped := sum(header.bad_lines for header in headers):
+        notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
+    identity = {**identity_of(stream, headers), "documents": num_documents,
+                "tokenizer": tokenizer.digest, "held_out_by": by}
+    return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description,
+                identity=identity, notes=tuple(notes))
 
 
 def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> Identity:
-    """What tells a stream from others: its length, and digests of its tokens, wherever the files lie and whatever they are called.
+    """What tells a stream from others, wherever its files lie: its length and digests of its tokens.
 
-    Every token counts in them, up to CHECKED_TOKENS of files on disk and without a limit in memory. Of longer files evenly spread
-    blocks are read, and the digests count that scripts/tokenize.py has put down when it wrote them.
+    Every token counts in them, up to CHECKED_TOKENS of files on disk and without a limit in memory.
+    Of longer files evenly spread blocks are read, and the digests count that scripts/tokenize.py
+    has put down when it wrote them.
     """
     found: Identity = {"tokens": len(stream), "content": content_digest(stream.tokens)}
     if len(stream) <= DIGEST_TOKENS:  # every one has counted
@@ -114,5 +121,9 @@ def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> Identity
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """The names in two identities whose values differ. What only one of them has says nothing: versions and kinds of files put down different things."""
-    return [name for name in before if name in now and name != "held_out_by" and before[name] != now[name]]
+    """The names in two identities whose values differ.
+
+    What only one of them has says nothing: versions and kinds of files put down different things.
+    """
+    shared = [name for name in before if name in now and name != "held_out_by"]
+    return [name for name in shared if before[name] != now[name]]

@@ -16,14 +16,17 @@ def content_digest(tokens: np.ndarray | JoinedTokens) -> str:
     """Sixteen hex digits that differ if the tokens do, as far as they are looked at.
 
     Of more than DIGEST_TOKENS they are those of evenly spread blocks, first and last included;
-    what lies between is `WholeDigest`'s. Runs know their data by these digits, so they stay as they are.
+    what lies between is `WholeDigest`'s. Runs know their data by these digits, so they stay as they
+    are.
     """
     digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=8)
     if len(tokens) <= DIGEST_TOKENS:
         starts, size = [0], len(tokens)
     else:
         size = DIGEST_TOKENS // _DIGEST_BLOCKS
-        starts = [block * (len(tokens) - size) // (_DIGEST_BLOCKS - 1) for block in range(_DIGEST_BLOCKS)]
+        starts = [
+            block * (len(tokens) - size) // (_DIGEST_BLOCKS - 1) for block in range(_DIGEST_BLOCKS)
+        ]
     for start in starts:
         digest.update(np.ascontiguousarray(tokens[start : start + size]).data)
     return digest.hexdigest()

@@ -1,9 +1,9 @@
 """The token that ends a document: which one it is, and how texts are kept from containing it.
 
-A tokenizers library has a switch for special tokens that a text spells out (`encode_special_tokens`),
-but a vocabulary may hold such a token as an ordinary piece too, as those of SentencePiece do, merges
-may form it, a normalizer may write it, and an added token need not be called special. So what counts
-here are the ids that came out.
+The tokenizers library has a switch for special tokens that a text spells out
+(`encode_special_tokens`), but a vocabulary may hold such a token as an ordinary piece too, as those
+of SentencePiece do, merges may form it, a normalizer may write it, and an added token need not be
+called special. So what counts here are the ids that came out.
 """
 
 import json
@@ -16,10 +16,21 @@ import numpy as np
 
 from optimus_jax.errors import DataError, explain
 
-EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>",
-              "<\N{FULLWIDTH VERTICAL LINE}end\N{LOWER ONE EIGHTH BLOCK}of\N{LOWER ONE EIGHTH BLOCK}sentence\N{FULLWIDTH VERTICAL LINE}>",
-              "[EOS]", "<|im_end|>", "[SEP]")
-"""Names that families of models give to the end of a document; the first that exists is taken where nothing says which."""
+EOS_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<|eot_id|>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[EOS]",
+    "<|im_end|>",
+    "[SEP]",
+)
+"""Names that families of models give to the end of a document.
+
+Where nothing says which, the first that exists is taken.
+"""
 CONFIG = "tokenizer_config.json"
 _SAYING = (CONFIG, "special_tokens_map.json")
 """Files beside a tokenizer.json that name its special tokens."""
@@ -42,12 +53,21 @@ class Respelled:
         """What a user should know of it."""
         if not self.documents:
             return []
-        dropped = f", {self.dropped:,} left out, as the vocabulary cannot write them otherwise" if self.dropped else ""
-        return [f"{self.documents:,} document(s) contain the text of a special token, such as the end of a document: "
-                f"{self.respelled:,} such token(s) were written by ordinary ones{dropped}"]
+        dropped = (
+            f", {self.dropped:,} left out, as the vocabulary cannot write them otherwise"
+            if self.dropped
+            else ""
+        )
+        return [
+            f"{self.documents:,} document(s) contain the text of a special token, "
+            "such as the end of a document: "
+            f"{self.respelled:,} such token(s) were written by ordinary ones{dropped}"
+        ]
 
 
-def choose_eos(path: Path, vocabulary: Mapping[str, int], asked: str | None, *, by_list: bool = False) -> tuple[str, str]:
+def choose_eos(
+    path: Path, vocabulary: Mapping[str, int], asked: str | None, *, by_list: bool = False
+) -> tuple[str, str]:
     """The token that ends a document, and why that one.
 
     Args:
@@ -59,19 +79,37 @@ def choose_eos(path: Path, vocabulary: Mapping[str, int], asked: str | None, *, 
     """
     if asked is not None:
         if asked not in vocabulary:
-            raise DataError(explain(f"{path} has no token {asked!r}", given=f"data.eos={asked}",
-                                    do="name a token of its vocabulary" + _some_of(vocabulary)))
+            raise DataError(
+                explain(
+                    f"{path} has no token {asked!r}",
+                    given=f"data.eos={asked}",
+                    do="name a token of its vocabulary" + _some_of(vocabulary),
+                )
+            )
         return asked, "data.eos"
     for file in () if by_list else (path.with_name(name) for name in _SAYING):
         if (token := _named_in(file)) is not None:
             if token not in vocabulary:
-                raise DataError(explain(f"{file} names an end of documents that {path.name} does not have", given=repr(token),
-                                        do="give the file that belongs to it, or name a token: --set data.eos=TOKEN" + _some_of(vocabulary)))
+                raise DataError(
+                    explain(
+                        f"{file} names an end of documents that {path.name} does not have",
+                        given=repr(token),
+                        do="give the file that belongs to it, or name a token: --set data.eos=TOKEN"
+                        + _some_of(vocabulary),
+                    )
+                )
             return token, file.name
     eos = next((token for token in EOS_TOKENS if token in vocabulary), None)
     if eos is None:
-        raise DataError(explain(f"{path} has no token that ends a document", given=f"{len(vocabulary)} tokens",
-                                do="add one of " + ", ".join(EOS_TOKENS) + " to its added_tokens, or name a token: --set data.eos=TOKEN"))
+        raise DataError(
+            explain(
+                f"{path} has no token that ends a document",
+                given=f"{len(vocabulary)} tokens",
+                do="add one of "
+                + ", ".join(EOS_TOKENS)
+                + " to its added_tokens, or name a token: --set data.eos=TOKEN",
+            )
+        )
     return eos, "the usual name"
 
 
@@ -82,8 +120,13 @@ def _named_in(file: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(explain(f"{file} cannot be read, which may name the end of documents", given=error,
-                                do="mend or remove it, or name the token: --set data.eos=TOKEN")) from error
+        raise DataError(
+            explain(
+                f"{file} cannot be read, which may name the end of documents",
+                given=error,
+                do="mend or remove it, or name the token: --set data.eos=TOKEN",
+            )
+        ) from error
     token = value.get("eos_token") if isinstance(value, dict) else None
     if isinstance(token, dict):
         token = token.get("content")
@@ -91,7 +134,9 @@ def _named_in(file: Path) -> str | None:
 
 
 def _some_of(vocabulary: Mapping[str, int]) -> str:
-    found = [token for token in vocabulary if token[:1] in "<[" and token[-1:] in ">]" and len(token) > 2]
+    found = [
+        token for token in vocabulary if token[:1] in "<[" and token[-1:] in ">]" and len(token) > 2
+    ]
     return f", such as {', '.join(sorted(found, key=vocabulary.__getitem__)[:8])}" if found else ""
 
 
@@ -105,7 +150,9 @@ class Respelling:
       unknown: id for what the vocabulary cannot write, None if it has none.
     """
 
-    def __init__(self, tokenizer: Any, reserved: np.ndarray, *, dropped: int, unknown: int | None) -> None:
+    def __init__(
+        self, tokenizer: Any, reserved: np.ndarray, *, dropped: int, unknown: int | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._reserved, self._dropped, self._unknown = reserved, dropped, unknown
         self._known: dict[tuple[int, str], list[int] | None] = {}
@@ -145,13 +192,19 @@ class Respelling:
             if not ids or self._reserved[ids].any():
                 continue
             said = self._tokenizer.decode(ids, skip_special_tokens=False)
-            cost = (ids.count(self._unknown) if self._unknown is not None else 0, said.strip() != wanted, said != surface, len(ids))
+            cost = (
+                ids.count(self._unknown) if self._unknown is not None else 0,
+                said.strip() != wanted,
+                said != surface,
+                len(ids),
+            )
             if least is None or cost < least:
                 best, least = ids, cost
         return best
 
     def _ways(self, name: str, surface: str) -> Iterator[list[int]]:
-        """Ids that may say the same: of both parts of the text, wherever it is cut, and of each of its characters."""
+        """Ids that may say the same: of two parts of the text, or of each of its characters."""
+
         def by_model(text: str) -> list[int]:
             return [token.id for token in self._tokenizer.model.tokenize(text)]
 
@@ -159,7 +212,11 @@ class Respelling:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
         # The model alone first: it adds no spaces, as a normalizer would to each part.
-        ways: list[tuple[Callable[[str], list[int]], str]] = [(by_model, name), (by_model, surface), (by_all, surface)]
+        ways: list[tuple[Callable[[str], list[int]], str]] = [
+            (by_model, name),
+            (by_model, surface),
+            (by_all, surface),
+        ]
         for encode, text in ways:
             if not text or len(text) > _LONGEST_SURFACE:
                 continue

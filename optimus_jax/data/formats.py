@@ -12,16 +12,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from optimus_jax.data.compressed import open_file
+from optimus_jax.data.compressed import open_file, suffixes_of
 from optimus_jax.data.file_kinds import TEXT_BYTE_ORDER_MARK, wide_encoding
 from optimus_jax.data.left_out import LeftOut
 from optimus_jax.errors import DataError, explain
 
+_NO_CHAT = (
+    "a conversation needs a chat template, which does not exist here yet: write it out as text first"
+)
 _SHOWN = 80
 """Characters of a bad line that a message shows."""
 _LONGEST_FIELD = 2**31 - 1
 """Characters of a CSV field; Python's own limit is 131,072."""
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js")
+TEXT_SUFFIXES = (
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".tex",
+    ".py",
+    ".c",
+    ".h",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".java",
+    ".js",
+)
 _TEXT_TYPES = ("string", "large_string", "string_view")
 
 
@@ -46,7 +63,11 @@ class Reading:
         if self.skip_bad_lines:
             self.left_out.bad_lines.setdefault(self.path, []).append(number)
             return
-        reason = str(error) if isinstance(error, NotTextError | csv.Error) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error)
+            if isinstance(error, NotTextError | csv.Error)
+            else f"{type(error).__name__}: {error}"
+        )
         text = repr(shown)
         if unit == "row":
             what, given, name = f"line {number}, is no row of its table", reason, ""
@@ -54,8 +75,13 @@ class Reading:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
             name = "name the field: --set data.text_field=NAME, "
-        raise DataError(explain(f"{self.path}, {what}", given=given,
-                                do=f"mend the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true")) from error
+        raise DataError(
+            explain(
+                f"{self.path}, {what}",
+                given=given,
+                do=f"mend the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true",
+            )
+        ) from error
 
 
 def read_text(reading: Reading) -> Iterator[str]:
@@ -99,7 +125,10 @@ def read_csv(reading: Reading) -> Iterator[str]:
     """The text in a column of each row, below a row of names."""
     csv.field_size_limit(_LONGEST_FIELD)
     separator = "\t" if ".tsv" in (suffix.lower() for suffix in reading.path.suffixes) else ","
-    with open_file(reading.path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
+    with (
+        open_file(reading.path) as file,
+        io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines,
+    ):
         rows = csv.reader(lines, delimiter=separator, strict=True)
         names = next(rows, None)
         if names is None:
@@ -166,8 +195,18 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys((".arrow", ".feather"), read_arrow),
 }
 """By suffix, in lower case."""
-SEEKING = (read_parquet, read_arrow)
-"""Readers of files that are not read from front to end, and that are compressed inside if at all."""
+TOKEN_SUFFIX = ".bin"
+SUFFIXES = (*READERS, TOKEN_SUFFIX)
+_SEEKING = (read_parquet, read_arrow)
+"""Readers of files that are not read from front to end, and are compressed inside if at all."""
+
+
+def has_format(path: Path) -> bool:
+    """Whether a file's name says how to read it."""
+    suffix, compression = suffixes_of(path)
+    if not compression:
+        return suffix in SUFFIXES
+    return suffix in READERS and READERS[suffix] not in _SEEKING
 
 
 def text_in(record: Any, field: str) -> str:
@@ -175,7 +214,9 @@ def text_in(record: Any, field: str) -> str:
     text = record
     if isinstance(record, dict):
         if field not in record:
-            raise NotTextError(f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}")
+            raise NotTextError(
+                f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}"
+            )
         text = record[field]
     if not isinstance(text, str):
         where = f"{field!r} holds" if isinstance(record, dict) else "it is"
@@ -213,8 +254,7 @@ def _kind(value: object) -> str:
             return f"an object with {', '.join(map(repr, value)) or 'nothing'}"
         case list() if value and all(isinstance(item, dict) for item in value):
             names = ", ".join(map(repr, value[0])) or "nothing"
-            return (f"a list of objects with {names}, not a text; a conversation needs a chat template, which does not exist here yet: "
-                    "write it out as text first")
+            return f"a list of objects with {names}, not a text; {_NO_CHAT}"
         case list():
             return "a list"
     return type(value).__name__
@@ -223,19 +263,34 @@ def _kind(value: object) -> str:
 def _check_column(schema: Any, reading: Reading) -> None:
     """Raise DataError if an Arrow schema has no column of text by the name."""
     columns = [(field.name, field.type) for field in schema]
-    kinds = [str(getattr(kind, "value_type", kind)) if str(kind).startswith("dictionary") else str(kind)
-             for name, kind in columns if name == reading.text_field]
+    kinds = [
+        str(getattr(kind, "value_type", kind)) if str(kind).startswith("dictionary") else str(kind)
+        for name, kind in columns
+        if name == reading.text_field
+    ]
     if len(kinds) != 1 or kinds[0] not in _TEXT_TYPES:
         is_chat = any(kind.startswith(("list<", "large_list<")) for kind in kinds)
-        raise _no_column(reading, ", ".join(f"{name}: {kind}" for name, kind in columns), is_chat=is_chat)
+        raise _no_column(
+            reading, ", ".join(f"{name}: {kind}" for name, kind in columns), is_chat=is_chat
+        )
 
 
 def _no_column(reading: Reading, given: str, *, is_chat: bool = False) -> DataError:
-    chat = "; a conversation needs a chat template, which does not exist here yet: write it out as text first" if is_chat else ""
-    return DataError(explain(f"{reading.path} has no column of text named {reading.text_field!r}", given=given,
-                             do="name the column: --set data.text_field=NAME" + chat))
+    chat = f"; {_NO_CHAT}" if is_chat else ""
+    return DataError(
+        explain(
+            f"{reading.path} has no column of text named {reading.text_field!r}",
+            given=given,
+            do="name the column: --set data.text_field=NAME" + chat,
+        )
+    )
 
 
 def _needs_pyarrow(kind: str, path: Path) -> DataError:
-    return DataError(explain(f"{kind} files need pyarrow, which is not installed", given=path,
-                             do="pip install 'optimus-jax[parquet]'"))
+    return DataError(
+        explain(
+            f"{kind} files need pyarrow, which is not installed",
+            given=path,
+            do="pip install 'optimus-jax[parquet]'",
+        )
+    )

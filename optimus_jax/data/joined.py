@@ -1,4 +1,4 @@
-"""Several arrays of tokens as one, with none copied: what token files that are mapped into memory need."""
+"""Several arrays of tokens as one, with none copied: for token files mapped into memory."""
 
 import bisect
 import itertools

@@ -13,7 +13,7 @@ class LeftOut:
     """Counts that grow while sources are expanded and read."""
 
     bad_lines: dict[Path, list[int]] = field(default_factory=dict)
-    """By file, the numbers of the lines, rows or items that are no document; only with data.skip_bad_lines."""
+    """By file, numbers of lines, rows or items that are no document; with data.skip_bad_lines."""
     empty_files: list[Path] = field(default_factory=list)
     """Files of a glob or folder that hold no text."""
     other_files: Counter[str] = field(default_factory=Counter)
@@ -28,13 +28,26 @@ class LeftOut:
         """A sentence for each kind of thing left out."""
         found = []
         if self.bad_lines:
-            where = [f"{len(numbers):,} in {path} (the first is {numbers[0]:,})" for path, numbers in self.bad_lines.items()]
-            found.append(f"data.skip_bad_lines: {self.num_bad_lines:,} bad line(s) skipped: {_some(where)}")
+            where = [
+                f"{len(numbers):,} in {path} (the first is {numbers[0]:,})"
+                for path, numbers in self.bad_lines.items()
+            ]
+            found.append(
+                f"data.skip_bad_lines: {self.num_bad_lines:,} bad line(s) skipped: {_some(where)}"
+            )
         if self.empty_files:
-            found.append(f"{len(self.empty_files):,} empty file(s) left out: {_some(list(map(str, self.empty_files)))}")
+            found.append(
+                f"{len(self.empty_files):,} empty file(s) left out: "
+                + _some(list(map(str, self.empty_files)))
+            )
         if self.other_files:
-            kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in sorted(self.other_files.items()))
-            found.append(f"file(s) in folders left out, as they are of no format to train on: {kinds}")
+            kinds = ", ".join(
+                f"{count:,} {suffix or 'without a suffix'}"
+                for suffix, count in sorted(self.other_files.items())
+            )
+            found.append(
+                f"file(s) in folders left out, as they are of no format to train on: {kinds}"
+            )
         return found
 
 

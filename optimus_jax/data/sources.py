@@ -2,32 +2,27 @@
 
 A *source* is what the user typed: `stdlib`, a file, a glob or a folder. A *document* is one text: a
 whole text file, one line of a JSONL file, one row of a table. Documents come in the order of the
-sources, files of a glob or folder sorted. Token files (.bin) hold no documents; `tokens.py` reads those.
+sources, files of a glob or folder sorted. Token files (.bin) hold no documents; `tokens.py` reads
+those. What cannot be read is refused by `refused.py`.
 """
 
 import contextlib
-import errno
 import glob
 import json
 import os
-import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from optimus_jax.config.data import STDLIB
-from optimus_jax.data.compressed import OPENERS, suffixes_of
-from optimus_jax.data.file_kinds import head_of, what_it_is
-from optimus_jax.data.formats import READERS, SEEKING, Reading
+from optimus_jax.data.compressed import suffixes_of
+from optimus_jax.data.formats import READERS, SUFFIXES, TOKEN_SUFFIX, Reading, has_format
 from optimus_jax.data.left_out import LeftOut
+from optimus_jax.data.refused import check_format, nothing_there, unreadable
 from optimus_jax.errors import DataError, explain
 
-TOKEN_SUFFIX = ".bin"
 HEADER_SUFFIX = TOKEN_SUFFIX + ".json"
 """Of what lies beside a token file and says what it is."""
-SUFFIXES = (*READERS, TOKEN_SUFFIX)
-
-_SPECIAL = {stat.S_IFIFO: "a named pipe, which can be read only once", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def find_files(sources: Sequence[str], left_out: LeftOut | None = None) -> list[Path]:
@@ -36,10 +31,11 @@ def find_files(sources: Sequence[str], left_out: LeftOut | None = None) -> list[
     Args:
       left_out: told which files of folders are of no format to train on.
     Raises:
-      DataError: a file is missing or is no file, a glob or folder holds none, or a name says nothing
-        about a format.
+      DataError: a file is missing or is no file, a glob or folder holds none, or a name says
+        nothing about a format.
     """
-    return [path for source in sources if source != STDLIB for path in _expand(source, left_out or LeftOut())]
+    left_out = left_out or LeftOut()
+    return [path for source in sources if source != STDLIB for path in _expand(source, left_out)]
 
 
 def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: bool = False,
@@ -55,7 +51,7 @@ def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: b
         text, or has a line or column that is not what `text_field` says.
     """
     left_out = left_out or LeftOut()
-    found = [(source, _expand(source, left_out) if source != STDLIB else []) for source in sources]
+    found = [(source, [] if source == STDLIB else _expand(source, left_out)) for source in sources]
     for path in (path for _, paths in found for path in paths):
         if is_token_file(path):
             raise DataError(explain(f"{path} holds tokens, not text", given=" ".join(sources),
@@ -66,12 +62,14 @@ def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: b
             continue
         is_named, is_empty = paths == [Path(source)], True
         for path in paths:
-            reading = Reading(path=path, text_field=text_field, skip_bad_lines=skip_bad_lines, left_out=left_out)
+            reading = Reading(path=path, text_field=text_field, skip_bad_lines=skip_bad_lines,
+                              left_out=left_out)
             for text in _read_file(reading, may_be_empty=not is_named):
                 is_empty = False
                 yield text
         if is_empty:
-            raise DataError(explain(f"no file of {source} holds text", given=f"{len(paths)} file(s)", do="leave it out, or write them again"))
+            raise DataError(explain(f"no file of {source} holds text", given=f"{len(paths)} file(s)",
+                                    do="leave it out, or write them again"))
 
 
 def is_token_file(path: Path) -> bool:
@@ -88,22 +86,25 @@ def _expand(source: str, left_out: LeftOut) -> list[Path]:
 
 def _files_of(source: str, left_out: LeftOut) -> list[Path]:
     if not source:
-        raise DataError(explain("a data source has no name", given=repr(source), do="give a file, a glob, a folder or `stdlib`"))
+        raise DataError(explain("a data source has no name", given=repr(source),
+                                do="give a file, a glob, a folder or `stdlib`"))
     path = Path(source)
     # A file may have glob characters in its name, so the name itself is tried first.
     if path.is_file():
-        _check_format(path)
+        check_format(path)
         return [path]
     if path.is_dir():
         files = sorted(_files_in(path, left_out))
         if not files:
-            raise DataError(explain("a folder holds no file to train on", given=source, do="give a folder with some of " + " ".join(SUFFIXES)))
+            raise DataError(explain("a folder holds no file to train on", given=source,
+                                    do="give a folder with some of " + " ".join(SUFFIXES)))
         return files
-    paths = sorted(path for path in map(Path, glob.glob(source, recursive=True)) if path.is_file() and not _is_header(path) and not _is_in_circle(path))
+    paths = sorted(path for path in map(Path, glob.glob(source, recursive=True))
+                   if path.is_file() and not _is_header(path) and not _is_in_circle(path))
     if not paths:
-        raise _nothing_there(source)
+        raise nothing_there(source)
     for path in paths:
-        _check_format(path)
+        check_format(path)
     return paths
 
 
@@ -117,9 +118,10 @@ def _files_in(folder: Path, left_out: LeftOut, above: tuple[str, ...] = ()) -> I
     if "dataset_dict.json" in names:
         splits = [name for name in names if (folder / name).is_dir()]
         if len(splits) > 1:
-            raise DataError(explain("a folder holds several splits of a data set", given=f"{folder}: {', '.join(splits)}",
+            raise DataError(explain("a folder holds several splits of a data set",
+                                    given=f"{folder}: {', '.join(splits)}",
                                     do=f"name one to train on: {folder / splits[-1]}"))
-    if "dataset_info.json" in names or "state.json" in names:  # as Hugging Face's datasets writes it
+    if "dataset_info.json" in names or "state.json" in names:  # Hugging Face's datasets wrote it
         yield from (folder / name for name in _shards(folder, names))
         return
     for name in names:
@@ -127,14 +129,17 @@ def _files_in(folder: Path, left_out: LeftOut, above: tuple[str, ...] = ()) -> I
         if path.is_dir():
             yield from _files_in(path, left_out, (*above, real))
         elif path.is_file() and name != "dataset_dict.json" and not _is_header(path):
-            if _has_format(path):
+            if has_format(path):
                 yield path
             else:
                 left_out.other_files[path.suffix.lower()] += 1
 
 
 def _shards(folder: Path, names: list[str]) -> list[str]:
-    """The files of a data set that datasets.Dataset.save_to_disk has written, or of its cache, without results of `map`."""
+    """The files of a data set that datasets.Dataset.save_to_disk has written, or of its cache.
+
+    What `map` and the like have left in a cache is left out.
+    """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         state = json.loads((folder / "state.json").read_bytes())
         return [os.path.basename(file["filename"]) for file in state["_data_files"]]
@@ -147,50 +152,13 @@ def _is_header(path: Path) -> bool:
 
 
 def _is_in_circle(path: Path) -> bool:
-    """Whether a link on the way to a file leads back to a folder above it: a glob would find it dozens of times."""
-    above = [(status.st_dev, status.st_ino) for status in map(os.stat, Path(os.path.abspath(path)).parents)]
+    """Whether a link on the way to a file leads back to a folder above it.
+
+    A glob would find the file dozens of times.
+    """
+    parents = map(os.stat, Path(os.path.abspath(path)).parents)
+    above = [(status.st_dev, status.st_ino) for status in parents]
     return len(set(above)) < len(above)
-
-
-def _has_format(path: Path) -> bool:
-    suffix, compression = suffixes_of(path)
-    return suffix == TOKEN_SUFFIX if suffix == TOKEN_SUFFIX and not compression else suffix in READERS and not (compression and READERS[suffix] in SEEKING)
-
-
-def _check_format(path: Path) -> None:
-    """Raise DataError, in true words, if a file's name says no format that can be read."""
-    if _has_format(path):
-        return
-    suffix, compression = suffixes_of(path)
-    if compression and suffix in SUFFIXES:
-        raise DataError(explain(f"{path} is compressed, and {suffix} files cannot be read so", given=path.suffix,
-                                do=f"decompress it: they are mapped, and {suffix} files of tables are compressed inside"))
-    if compression:
-        raise DataError(explain(f"{path} does not say what is inside the compression", given=path.name,
-                                do=f"let its name end as .jsonl{compression} or .txt{compression}, or unpack it if it is an archive"))
-    kind, advice = what_it_is(head_of(path)) or ("nothing known here", "give one of " + " ".join(SUFFIXES))
-    raise DataError(explain(
-        f"{path} has a suffix that says nothing about a format to train on", given=f"{path.suffix or 'no suffix'}; by its first bytes it is {kind}",
-        do=f"{advice} (read are {' '.join(SUFFIXES)}, those of text also with {' '.join(OPENERS)})"))
-
-
-def _nothing_there(source: str) -> DataError:
-    path = Path(source)
-    is_glob = glob.has_magic(source)
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return DataError(explain("a link leads in a circle", given=source, do="give the file itself"))
-        if path.is_symlink():
-            return DataError(explain("a link leads nowhere", given=f"{source} -> {os.readlink(path)}", do="give the file itself"))
-        if not is_glob and error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            return DataError(explain("a data file cannot be looked at", given=f"{source}: {error.strerror}", do="give a file that this user may read"))
-    else:
-        kind = _SPECIAL.get(stat.S_IFMT(mode), "no file")
-        return DataError(explain("a data source is not a file", given=f"{source} is {kind}", do="write its content to a file first"))
-    return DataError(explain("no file matches a glob" if is_glob else "no such data file", given=f"{source} (from {os.getcwd()})",
-                             do="check the path; for all files of a folder give the folder, or a glob such as 'FOLDER/**/*.txt'"))
 
 
 def _read_stdlib() -> Iterator[str]:
@@ -216,7 +184,7 @@ def _read_file(reading: Reading, *, may_be_empty: bool) -> Iterator[str]:
         except DataError:
             raise
         except Exception as error:  # libraries raise what they like about damaged files
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         if text:
             is_empty = False
             yield text
@@ -224,20 +192,6 @@ def _read_file(reading: Reading, *, may_be_empty: bool) -> Iterator[str]:
         reading.left_out.empty_files.append(path)
     elif is_empty:
         bad = len(reading.left_out.bad_lines.get(path, ()))
-        raise DataError(explain(f"{path} holds no text", given=f"{path.stat().st_size} bytes" + (f", {bad:,} bad line(s) skipped" if bad else ""),
+        skipped = f", {bad:,} bad line(s) skipped" if bad else ""
+        raise DataError(explain(f"{path} holds no text", given=f"{path.stat().st_size} bytes{skipped}",
                                 do="leave it out, or write it again"))
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    reason = f"{type(error).__name__}: {error}" if not isinstance(error, OSError | UnicodeDecodeError) or not str(error) else str(error)
-    if isinstance(error, RecursionError):
-        reason = "its values lie too deep inside one another"
-    found = None if isinstance(error, PermissionError) else what_it_is(head_of(path))
-    suffix, compression = suffixes_of(path)
-    expected = {".parquet": "a Parquet file", ".gz": "gzip data", ".zst": "Zstandard data", ".zstd": "Zstandard data", ".bz2": "bzip2 data", ".xz": "xz data"}
-    is_other = found is not None and found[0] != expected.get(compression or suffix) and not found[0].startswith(("plain", "JSON", "an Arrow"))
-    if found is not None and is_other:
-        return DataError(explain(f"{path} cannot be read: it is {found[0]}", given=reason, do=found[1]))
-    damaged = "give a whole file: this one is damaged or cut short" if compression or suffix in (".parquet", ".arrow", ".feather") \
-        else "give a readable file whose text is UTF-8, or leave it out"
-    return DataError(explain(f"{path} cannot be read", given=reason, do=damaged))

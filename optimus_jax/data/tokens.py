@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 
 from optimus_jax.data.digests import WholeDigest
+from optimus_jax.data.formats import TOKEN_SUFFIX
 from optimus_jax.data.joined import JoinedTokens
 from optimus_jax.data.left_out import LeftOut
-from optimus_jax.data.sources import TOKEN_SUFFIX
 from optimus_jax.data.tokenizers import Tokenizer, token_dtype
 from optimus_jax.errors import DataError, explain
 

@@ -15,8 +15,9 @@ from backports import zstd  # of Python 3.14
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from optimus_jax.data.formats import SUFFIXES
 from optimus_jax.data.left_out import LeftOut
-from optimus_jax.data.sources import SUFFIXES, find_files, read_documents
+from optimus_jax.data.sources import find_files, read_documents
 from optimus_jax.errors import DataError
 
 
