@@ -16,7 +16,7 @@ import jax
 
 from optimus_jax import __version__
 from optimus_jax.checkpoint import Checkpoints, Saved
-from optimus_jax.config import Config, DistributedConfig
+from optimus_jax.config import Config, DataConfig, DistributedConfig
 from optimus_jax.control.deciding.candidates import check_allowed
 from optimus_jax.errors import ConfigError, FaultError, RunDirectoryError, StoreError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
@@ -166,7 +166,7 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
                 check_installed()
             if resume and run_dir is not None:
                 run = _opened(partial(RunDirectory.resume, run_dir, writer=is_writer(), warn=display.message), launch, is_repeated)
-            inputs = Inputs.of(config)
+            inputs = Inputs.of(config, run)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, launch, display, is_repeated)
             if stored is not None and run is not None and is_writer():
@@ -265,8 +265,12 @@ def _say(text: str) -> None:
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """What the config has in common in all processes, each setting by its name: an error has to say which one differs."""
-    sections = json.loads(replace(config, distributed=DistributedConfig()).to_json())
+    """What the config has in common in all processes, each setting by its name: an error has to say which one differs.
+
+    Where the data lies is a host's own affair; what it holds is compared once it is read.
+    """
+    nowhere = replace(config.data, sources=DataConfig().sources, tokenizer=DataConfig().tokenizer)
+    sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
     return {f"{section}.{name}" if name else section: json.dumps(value)
             for section, values in sections.items() for name, value in (values.items() if isinstance(values, dict) else [("", values)])}
 

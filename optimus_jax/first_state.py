@@ -2,17 +2,15 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optimus_jax.checkpoint import Checkpoints, Restored
 from optimus_jax.config import Config, Precision
-from optimus_jax.data.dataset import Data
-from optimus_jax.errors import DataError, explain
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.distributed import is_writer, of_first_process
+from optimus_jax.run_data import check_same_data, identity_in_run
 from optimus_jax.snapshots import Snapshots
 from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory
@@ -31,10 +29,12 @@ def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run:
     """Fresh, or restored onto this plan's mesh whatever mesh saved it."""
     config = inputs.config
     if resume and (restored := _newest_state(program, config, checkpoints, run, display)) is not None:
-        _check_same_data(restored.metadata.get("data"), inputs.data, config, display)
+        check_same_data(restored.metadata.get("data"), inputs.data, config.data, display.message)
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
         return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display)
     if resume:
+        begun_with = json.loads(of_first_process(json.dumps(identity_in_run(run))))
+        check_same_data(begun_with, inputs.data, config.data, display.message)
         display.message("the run has no checkpoint yet: it starts again at step 1")
     return program.init(jnp.int32(config.seed))
 
@@ -73,19 +73,6 @@ def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapsho
     started = str(begun[0][0] if begun else None)
     return Snapshots(config.checkpoint.snapshot_dir, run.path, started, config.checkpoint.snapshot_every, [step for _, step in begun],
                      warn=display.message, warn_here=display.here)
-
-
-def _check_same_data(before: dict[str, Any] | None, data: Data, config: Config, display: Display) -> None:
-    """Raise DataError if the run that saved `before` had other data: its step k would then be another batch."""
-    if before is None or before == data.identity:
-        return
-    changed = ", ".join(f"{name} was {before.get(name)} and is {data.identity.get(name)}"
-                        for name in {**before, **data.identity} if before.get(name) != data.identity.get(name))
-    if not config.data.allow_change:
-        raise DataError(explain(
-            "the data is not what this run was trained on", given=f"{data.train.name}: {changed}",
-            do="bring back the data, or go on with the new: --set data.allow_change=true"))
-    display.message(f"the data has changed, which data.allow_change allows: {changed}")
 
 
 def _in_precision(config: Config, before: Precision, state: TrainState, program: Program, display: Display) -> TrainState:

@@ -22,16 +22,19 @@ from jax import Array, lax
 
 from optimus_jax.checkpoint import Checkpoints
 from optimus_jax.config import Config, ModelConfig
-from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
+from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.backend import start_backend, warning_of_cpu
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.jax_settings import check_jax_settings
+from optimus_jax.models.families import family_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.paths import UserPath
+from optimus_jax.phases import phases_of
+from optimus_jax.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.stored_run import run_to_read
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import check_stored_model, may_be_padded
@@ -73,18 +76,21 @@ class TextModel:
     tokenizer: Tokenizer
     step: int
     """Of the checkpoint that the parameters come from."""
+    trained_length: int | None = None
+    """Tokens of the longest examples that it was trained on; None: all positions."""
 
     def generate(self, prompt: str, *, max_new_tokens: int = 200, temperature: float = 1.0, top_k: int | None = None,
                  top_p: float = 1.0, seed: int = 0, num_samples: int = 1,
-                 warn: Callable[[str], object] = warnings.warn) -> Iterator[list[str]]:
+                 past_trained_length: bool = False, warn: Callable[[str], object] = warnings.warn) -> Iterator[list[str]]:
         """Go on with `prompt`: the new text of every sample, piece by piece.
 
         Each item has one piece per sample, "" where nothing can be shown (the sample is over, or
         bytes of its last character are still to come).
 
         Args:
-          max_new_tokens: most tokens of a sample; it is over sooner at the end of a document or of
-            the model's positions (which is told to `warn`).
+          max_new_tokens: most tokens of a sample; it is over sooner at the end of a document, of the
+            model's positions, or of learned ones that were trained (which is told to `warn`).
+          past_trained_length: go on over learned positions that were not trained, which are noise.
           temperature, top_k, top_p: as in `Sampling`.
           seed: of all draws, with the number of the sample and the position: a sample is the same
             however many others there are.
@@ -96,16 +102,33 @@ class TextModel:
         _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "choose 1 or more")
         _check(num_samples >= 1, "num_samples", num_samples, "choose 1 or more")
         _check(0 <= seed < 2**32, "seed", seed, "choose 0 to 2**32 - 1")
-        ids = self.encode(prompt)
-        room = self.config.max_length - len(ids) + 1  # the last token needs no position: it is not read
-        if max_new_tokens > room:
+        before = self.tokenizer.respelled.documents
+        ids = self.encode(prompt, past_trained_length=past_trained_length)
+        if self.tokenizer.respelled.documents > before:
+            warn("the prompt contains the text of a special token, such as the end of a document: it is taken as ordinary text")
+        limit = self._limit(past_trained_length)
+        room = limit - len(ids) + 1  # the last token needs no position: it is not read
+        if max_new_tokens > room and limit < self.config.max_length:
+            warn(f"at most {room} new tokens: {self.config.name} was trained on {limit} tokens at a time, the prompt takes {len(ids)}, "
+                 "and positions past that are learned ones that nothing was learnt for; --past-trained-length goes on all the same")
+        elif max_new_tokens > room:
             warn(f"at most {room} new tokens: {self.config.name} has {self.config.max_length} positions, "
                  f"and the prompt takes {len(ids)}")
+        trained, last = self.trained_length or self.config.max_length, len(ids) + min(max_new_tokens, room) - 1
+        if last > trained:
+            what = "is noise, as positions there are learned" if family_of(self.config.family).positions == "learned" else "may be worse"
+            warn(f"{self.config.name} was trained on {trained} tokens at a time; up to {last} are asked for here, and text past token {trained} {what}")
         tokens = self.generate_ids(
             ids, num_new_tokens=min(max_new_tokens, room), sampling=sampling, seed=seed, num_samples=num_samples)
         return self._pieces(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
 
-    def encode(self, prompt: str) -> np.ndarray:
+    def _limit(self, past_trained_length: bool) -> int:
+        """Positions that may be used: learned ones mean something only as far as they were trained."""
+        if past_trained_length or self.trained_length is None or family_of(self.config.family).positions != "learned":
+            return self.config.max_length
+        return min(self.trained_length, self.config.max_length)
+
+    def encode(self, prompt: str, *, past_trained_length: bool = False) -> np.ndarray:
         """Ids of a prompt that the model can go on with."""
         config = self.config
         try:
@@ -123,6 +146,10 @@ class TextModel:
             raise DataError(explain(
                 f"the prompt is longer than the positions of {config.name}", given=f"{len(ids)} tokens, {config.max_length} positions",
                 do=f"give at most {config.max_length} tokens"))
+        if len(ids) > (limit := self._limit(past_trained_length)):
+            raise DataError(explain(
+                f"the prompt is longer than what {config.name} was trained on, and its positions are learned", given=f"{len(ids)} tokens, trained on {limit}",
+                do=f"give at most {limit} tokens, or go past them all the same: --past-trained-length"))
         return ids
 
     def generate_ids(self, prompt: np.ndarray, *, num_new_tokens: int, sampling: Sampling, seed: int,
@@ -171,7 +198,7 @@ def load_text_model(run_dir: UserPath, step: int | None = None, *, warn: Callabl
     except OSError as error:
         raise ConfigError(explain("there is no run to sample from", given=f"{run_dir}, which has no config.json",
                                   do="give --run the directory of a run")) from error
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of_run(run, config.data)
     start_backend()
     if (warning := warning_of_cpu()) is not None:
         warn(warning)
@@ -181,9 +208,11 @@ def load_text_model(run_dir: UserPath, step: int | None = None, *, warn: Callabl
     if (latest := checkpoints.latest()) is not None:
         check_stored_model(latest.metadata, config.model)
     restored = checkpoints.restore({"params": params}, step, paddable=may_be_padded, partial=True)
+    check_tokenizer(tokenizer, run, restored.metadata)
     dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"])
-    return TextModel(config=config.model, params=params, tokenizer=tokenizer, step=restored.step)
+    trained_length = max(phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, restored.step))
+    return TextModel(config=config.model, params=params, tokenizer=tokenizer, step=restored.step, trained_length=trained_length)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "num_keys"))

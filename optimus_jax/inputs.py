@@ -12,6 +12,8 @@ from optimus_jax.data.loader import BatchLoader, eval_batches
 from optimus_jax.data.sampler import Batch
 from optimus_jax.mesh.sharding import local_rows, put_batch
 from optimus_jax.phases import Phase, in_phase, phase_after, phases_of
+from optimus_jax.run_data import held_out_in_run, tokenizer_of_run
+from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.step import Program
 
 
@@ -24,14 +26,18 @@ class Inputs:
     data: Data
 
     @classmethod
-    def of(cls, config: Config) -> "Inputs":
+    def of(cls, config: Config, run: RunDirectory | None = None) -> "Inputs":
         """Read the data, and make sure that there is enough for every phase; nothing here waits for another process.
 
+        Args:
+          run: that goes on, with what it keeps of its data; None: a new one.
         Raises:
           DataError: they cannot be used, or are too short.
         """
         model = config.model
-        inputs = cls(config=config, data=load_data(config.data, seq_len=config.seq_len, vocab_size=model.vocab_size, model_name=model.name))
+        tokenizer, by = (None, None) if run is None else (tokenizer_of_run(run, config.data), held_out_in_run(run))
+        inputs = cls(config=config, data=load_data(
+            config.data, seq_len=config.seq_len, vocab_size=model.vocab_size, model_name=model.name, tokenizer=tokenizer, by=by))
         for phase in phases_of(config):
             inputs._dealt(phase, np.array([], np.int32))  # too short a text is found now, not after hours
         return inputs

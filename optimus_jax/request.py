@@ -39,6 +39,8 @@ SHORT_NAMES = {
 
 FIXED_FOR_A_RUN = ("model.", "data.", "seed")
 """What a resumed run keeps: another value would change what its steps mean."""
+KNOWN_BY_CONTENT = ("data.sources", "data.tokenizer", "data.eos", "data.text_field", "data.skip_bad_lines", "data.allow_change")
+"""And of that what may be said otherwise: files that have moved are the same data. Whether they are, their content says (first_state.py)."""
 SAVED_WITH_A_RUN = (*FIXED_FOR_A_RUN, "precision.moments")
 """And what its checkpoints hold in one format: to advise a run that goes on to change it would be wrong."""
 
@@ -55,7 +57,7 @@ def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | 
     """
     # In one go: only the whole has to make sense.
     preset = {} if model is None else {"model": dataclasses.asdict(model_preset(model))}
-    return (base or Config()).with_values(preset | _dotted(overrides))
+    return _with_whole_paths((base or Config()).with_values(preset | _dotted(overrides)))
 
 
 def read_config(path: UserPath) -> Config:
@@ -78,8 +80,8 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
     """
     old = Config.from_json(text)
     settings = _dotted(overrides)
-    new = old.with_values(settings)
-    changed = [name for name in settings if name.startswith(FIXED_FOR_A_RUN) and name != "data.allow_change" and _value(new, name) != _value(old, name)]
+    new = _with_whole_paths(old.with_values(settings))
+    changed = [name for name in settings if _is_fixed(name) and _value(new, name) != _value(old, name)]
     if model is not None and model != old.model.name:
         changed.append("model")
     if changed:
@@ -99,13 +101,20 @@ def repeated_config(text: str, wanted: Config) -> Config:
       ConfigError: it would be another run.
     """
     old = Config.from_json(text)
-    fixed = [name for name in setting_names(Config) if name.startswith(FIXED_FOR_A_RUN) and name != "data.allow_change"
-             and not name.startswith("model.rope_scaling.")] + ["model.rope_scaling"]
+    fixed = [name for name in setting_names(Config) if _is_fixed(name) and not name.startswith("model.rope_scaling.")] + ["model.rope_scaling"]
     if changed := [name for name in fixed if _value(old, name) != _value(wanted, name)]:
         raise ConfigError(explain(
             "the run in this directory has another model, data or seed", given="changes to " + ", ".join(changed),
             do="give what the run was begun with, or start a new run with another --run-dir"))
     return wanted
+
+
+def _with_whole_paths(config: Config) -> Config:
+    return dataclasses.replace(config, data=config.data.with_whole_paths())
+
+
+def _is_fixed(name: str) -> bool:
+    return name.startswith(FIXED_FOR_A_RUN) and name not in KNOWN_BY_CONTENT
 
 
 def typed(changes: Mapping[str, Any]) -> str:

@@ -213,11 +213,14 @@ def _write_down(config: Config, devices: Devices, choice: Choice, program: Progr
     if abandoned := run.go_back_to(first_step):
         display.message(f"metrics of {abandoned} step(s) after step {first_step} were moved to metrics.abandoned.jsonl: they are run again")
     run.write_config(config.to_json(derived=_derived(config, choice.plan, program)))
+    run.write_tokenizer(inputs.data.tokenizer.files)
     if (died := Journal(run).recover(first_step)) is not None:
         display.message(f"the run ended while it tried {died.target.describe()}: it goes on under the plan from before")
     run.write_plan(choice.plan.to_json())
     run.log_event("resume" if resume else "start", first_step, devices=str(devices.topology), data=inputs.data.description,
-                  engine=devices.launch.engine, launch=devices.launch.why)
+                  identity=inputs.data.identity, notes=inputs.data.notes, end_of_document=inputs.data.tokenizer.end, engine=devices.launch.engine, launch=devices.launch.why)
+    for note in inputs.data.notes:
+        display.message(f"data: {note}")
     run.log_event("plan", first_step, digest=choice.plan.digest, layout=choice.plan.describe(), why=choice.why,
                   crosses=devices.topology.crossed(choice.plan.axes))
     run.check()

@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--seed", metavar="N", type=int, default=0, help="of all draws (default: %(default)s)")
     flags.add_argument("--step", metavar="N", type=int, help="checkpoint to load (default: the newest good one)")
     flags.add_argument("--num-samples", metavar="N", type=int, default=1, help="texts to make, side by side (default: %(default)s)")
+    flags.add_argument("--past-trained-length", action="store_true",
+                       help="go past the longest text that the model was trained on, though learned positions there are noise")
     return flags
 
 
@@ -63,7 +65,7 @@ def main() -> int:
 
         model = load_text_model(args.run, args.step, warn=note)
         pieces = model.generate(args.prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-                                top_p=args.top_p, seed=args.seed, num_samples=args.num_samples, warn=note)
+                                top_p=args.top_p, seed=args.seed, num_samples=args.num_samples, past_trained_length=args.past_trained_length, warn=note)
         note(f"{model.config.name} after step {model.step}")
         show(args.prompt, pieces)
     except OptimusError as error:

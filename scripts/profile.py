@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
                     "(documents, packing, batches that make sense). Needs no accelerator.", allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
-    flags.add_argument("--data", action="append", default=[], metavar="PATH", help="text, JSONL, Parquet, tokens, or stdlib (default: no data)")
+    flags.add_argument("--data", action="append", default=[], metavar="PATH", help="files, globs, folders, or stdlib (default: no data)")
     flags.add_argument("--tokenizer", metavar="PATH", help="bytes, or a tokenizer.json (default: bytes)")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help="examples per step (default: 16)")

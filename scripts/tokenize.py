@@ -10,6 +10,8 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 
 import argparse
 
+from optimus_jax.config.data import BYTES
+from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.sources import read_documents
 from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
 from optimus_jax.data.tokens import write_token_file
@@ -17,24 +19,39 @@ from optimus_jax.environment import show_every_character
 from optimus_jax.errors import OptimusError
 from optimus_jax.paths import local_path
 
+FLAGS = {"--set data.text_field=": "--text-field ", "--set data.skip_bad_lines=true": "--skip-bad-lines", "--set data.eos=": "--eos "}
+
+
+def in_own_words(text: str) -> str:
+    """Advice about settings of a run by the flags that this script has for them."""
+    for setting, flag in FLAGS.items():
+        text = text.replace(setting, flag)
+    return text
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("sources", nargs="+", metavar="FILE", help="text, JSONL or Parquet file, glob, URL, or `stdlib`")
-    parser.add_argument("--tokenizer", default="bytes", help="`bytes`, or path of a tokenizer.json")
+    parser.add_argument("sources", nargs="+", metavar="FILE", help="file, glob, folder, URL or `stdlib`: text, .jsonl .json .csv .parquet .arrow, also with .gz .zst .bz2 .xz")
+    parser.add_argument("--tokenizer", default="bytes", help="`bytes`, or path or URL of a tokenizer.json")
     parser.add_argument("--out", required=True, help="NAME.bin to write; it must not exist")
-    parser.add_argument("--text-field", default="text", help="name of the text in a JSONL line or Parquet column")
+    parser.add_argument("--eos", metavar="TOKEN", help="token that ends a document (default: as files beside the tokenizer say, else the usual names)")
+    parser.add_argument("--text-field", default="text", help="name of the text in a JSON object or of its column in a table")
+    parser.add_argument("--skip-bad-lines", action="store_true", help="leave out and count lines that are no document")
     args = parser.parse_args()
     show_every_character()
     try:
         out = local_path(args.out, what="--out", do="write a file here, and copy it to the store")
-        tokenizer = load_tokenizer(args.tokenizer)
-        documents = read_documents(args.sources, args.text_field)
-        header = write_token_file(out, encode_documents(tokenizer, documents), tokenizer)
+        tokenizer, left_out = load_tokenizer(args.tokenizer, args.eos), LeftOut()
+        documents = read_documents(args.sources, args.text_field, skip_bad_lines=args.skip_bad_lines, left_out=left_out)
+        header = write_token_file(out, encode_documents(tokenizer, documents), tokenizer, left_out)
     except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_own_words(str(error))}", file=sys.stderr)
         return 2
     print(f"{out}: {header.num_documents:,} documents, {header.num_tokens:,} tokens of {header.dtype}")
+    if args.tokenizer != BYTES:
+        print(f"documents end with {tokenizer.end}")
+    for note in (*left_out.notes(), *tokenizer.respelled.notes()):
+        print(f"note: {note}", file=sys.stderr)
     return 0
 
 

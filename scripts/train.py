@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
     flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
     flags.add_argument("--config", metavar="FILE", help="a run's config.json, or its URL, to begin with; flags change it (default: none)")
-    flags.add_argument("--data", nargs="+", metavar="PATH", help="files, globs, URLs of either, or `stdlib` (default: stdlib)")
+    flags.add_argument("--data", nargs="+", metavar="PATH", help="files, globs, folders, URLs or `stdlib` (default: stdlib)")
     flags.add_argument("--tokenizer", metavar="PATH", help=f"`bytes`, or path or URL of a tokenizer.json (default: {default.data.tokenizer})")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help=f"examples per step, all devices (default: {default.data.global_batch})")

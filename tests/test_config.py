@@ -25,7 +25,7 @@ from optimus_jax.errors import ConfigError
 from optimus_jax.models.families import FAMILIES, check_family, family_of
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.presets import PRESETS, model_preset
-from optimus_jax.request import SHORT_NAMES, make_config, read_config, resumed_config
+from optimus_jax.request import SHORT_NAMES, make_config, read_config, repeated_config, resumed_config
 from optimus_jax.settings import setting_names
 
 shares = st.floats(0, 1, exclude_max=True)
@@ -114,12 +114,36 @@ def test_a_config_can_begin_another_run(tmp_path):
             read_config(path)
 
 
-def test_paths_given_in_python(tmp_path):
+def test_paths_given_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path)
     for data in ("a,b.txt", Path("a,b.txt"), [Path("a,b.txt")]):
-        assert make_config("gpt2", {"data": data}).data.sources == ("a,b.txt",)
-    assert make_config("gpt2", {"data": ["a", Path("b")]}).data.sources == ("a", "b")
+        assert make_config("gpt2", {"data": data}).data.sources == (f"{here}/a,b.txt",)
+    assert make_config("gpt2", {"data": ["a", Path("b")]}).data.sources == (f"{here}/a", f"{here}/b")
     assert make_config("gpt2", {"tokenizer": tmp_path / "t.json"}).data.tokenizer == str(tmp_path / "t.json")
-    assert make_config("gpt2", {"data.sources": "a,b.txt"}).data.sources == ("a", "b.txt"), "as --set has it"
+    assert make_config("gpt2", {"data.sources": "a,b.txt"}).data.sources == (f"{here}/a", f"{here}/b.txt"), "as --set has it"
+
+
+def test_data_is_named_so_that_every_working_directory_finds_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    named = {"stdlib": "stdlib", "../*.txt": f"{tmp_path.parent}/*.txt", "~/b": "/home/me/b", "gs://bucket/c": "gs://bucket/c", "/d": "/d"}
+    config = make_config("gpt2", {"data": list(named), "tokenizer": "t.json"})
+    assert config.data.sources == tuple(named.values())
+    assert config.data.tokenizer == str(tmp_path / "t.json")
+    assert make_config("gpt2", {}).data.tokenizer == "bytes"
+
+
+def test_a_run_may_find_its_data_and_tokenizer_elsewhere():
+    text = make_config("gpt2", {"data": "/a.txt", "tokenizer": "/t.json"}).to_json()
+    moved = {"data": "/b/a.jsonl.gz", "tokenizer": "/b/t.json", "data.text_field": "body", "data.skip_bad_lines": True, "data.eos": "</s>"}
+    assert resumed_config(text, None, moved).data.sources == ("/b/a.jsonl.gz",)
+    assert repeated_config(text, make_config("gpt2", moved)).data.tokenizer == "/b/t.json"
+    for name, value in {"seed": 3, "data.eval_fraction": 0.5, "seq_len": 7}.items():
+        with pytest.raises(ConfigError, match=name):
+            resumed_config(text, None, moved | {name: value})
+        with pytest.raises(ConfigError, match=name):
+            repeated_config(text, make_config("gpt2", moved | {name: value}))
 
 
 def test_rotary_positions_need_pairs():

@@ -125,6 +125,26 @@ def test_text_may_fill_all_positions(gpt):
     assert "".join(piece for piece, in pieces) == gpt.tokenizer.decode(tokens)
 
 
+def test_text_past_the_trained_length(model):
+    """Learned positions that were never trained end it, unless somebody insists; rotary ones are a warning."""
+    short, prompt, told = replace(model, trained_length=16), bytes(range(10)).decode(), []
+
+    def length(**settings):
+        told.clear()
+        return len([*short.generate(prompt, temperature=0, max_new_tokens=20, warn=told.append, **settings)]) - 1
+
+    if model.config.family == "gpt2":
+        assert (length(), told) == (7, ["at most 7 new tokens: custom was trained on 16 tokens at a time, the prompt takes 10, and positions past that are "
+                                        "learned ones that nothing was learnt for; --past-trained-length goes on all the same"])
+        with pytest.raises(DataError, match=r"longer than what custom was trained on.*\n.*17 tokens, trained on 16\n.*--past-trained-length"):
+            short.generate("a" * 17)
+        assert (length(past_trained_length=True), len(told)) == (20, 1)
+        assert "past token 16 is noise" in told[0]
+    else:
+        assert (length(), told) == (20, ["custom was trained on 16 tokens at a time; up to 29 are asked for here, and text past token 16 may be worse"])
+    assert len([*short.generate(prompt, temperature=0, max_new_tokens=7, warn=pytest.fail)]) == 8
+
+
 def test_a_sample_is_over_at_the_end_of_a_document(gpt):
     free = generated(gpt, num_samples=3)
     tokenizer = NoEnd()
@@ -243,7 +263,7 @@ def copied(trained, tmp_path):
 def test_a_sharded_run_is_loaded_onto_one_device(trained):
     model = load_text_model(trained.run_dir)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("float32")}
-    assert model.step == 3
+    assert (model.step, model.trained_length) == (3, 16)
     assert trained.state.params["embedding"]["table"].shape[0] == 264
     for leaf, saved in zip(jax.tree.leaves(model.params), jax.tree.leaves(trained.state.params), strict=True):
         assert leaf.devices() == {jax.devices()[0]}
@@ -285,9 +305,11 @@ def script(*flags):
 def test_script_prints_what_the_model_makes(trained):
     flags = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 3, "num_samples": 2}
     done = script("--run", trained.run_dir, "--prompt", "the", *(
-        word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))))
-    assert (done.returncode, done.stderr) == (0, "gpt2-nano after step 3\n")
-    pieces = [*load_text_model(trained.run_dir).generate("the", **flags)]
+        word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))), "--past-trained-length")
+    assert (done.returncode, done.stderr) == (
+        0, "gpt2-nano was trained on 16 tokens at a time; up to 42 are asked for here, and text past token 16 is noise, as positions there are learned\n"
+           "gpt2-nano after step 3\n")
+    pieces = [*load_text_model(trained.run_dir).generate("the", **flags, past_trained_length=True, warn=str)]
     first, second = ("the" + "".join(texts) for texts in zip(*pieces, strict=True))
     assert done.stdout == f"{first}\n\n{'-' * 40}\n{second}\n"
 

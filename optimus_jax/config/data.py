@@ -1,12 +1,18 @@
 """What it is trained on."""
 
 import itertools
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.paths import user_path
+from optimus_jax.paths import Url, user_path
+
+STDLIB = "stdlib"
+"""The source that every machine has: the .py files of Python's own library."""
+BYTES = "bytes"
+"""The tokenizer that needs no file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +49,12 @@ class PhaseConfig:
 class DataConfig:
     """Where tokens come from and how a batch is cut from them."""
 
-    sources: tuple[str, ...] = ("stdlib",)
-    """`stdlib` (Python's own library), or files and globs, URLs too: .txt .md .py .jsonl .parquet .bin."""
-    tokenizer: str = "bytes"
+    sources: tuple[str, ...] = (STDLIB,)
+    """`stdlib` (Python's own library), or files, globs, folders and URLs: text, .jsonl .json .csv .parquet .arrow .bin (docs/data.md)."""
+    tokenizer: str = BYTES
     """`bytes`, or the path or URL of a Hugging Face tokenizer.json."""
+    eos: str | None = None
+    """The token that ends a document; None: the one that tokenizer_config.json beside the tokenizer names, else the usual names."""
     seq_len: int | None = None
     """Tokens per example; None: the model's max_length, at most 1024."""
     global_batch: int = 16
@@ -58,7 +66,9 @@ class DataConfig:
     eval_fraction: float = 0.01
     """Share of documents held out."""
     text_field: str = "text"
-    """Name of the text in a JSONL line or a Parquet column."""
+    """Name of the text in a JSON object, or of its column in a table."""
+    skip_bad_lines: bool = False
+    """Leave out and count lines, rows and items that are no document, instead of ending with an error."""
     allow_change: bool = False
     """Resume although the data is not what it was when the run saved; holds for one start and is not saved."""
 
@@ -75,3 +85,15 @@ class DataConfig:
                                           do="put them in order, each with an after_step of its own"))
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(explain("data.eval_fraction is a share", given=self.eval_fraction, do="choose 0 <= eval_fraction < 1"))
+
+    def with_whole_paths(self) -> "DataConfig":
+        """The same data, named so that it is found from every working directory."""
+        return replace(self, sources=tuple(map(whole_path, self.sources)), tokenizer=whole_path(self.tokenizer))
+
+
+def whole_path(name: str) -> str:
+    """The name of a source or a tokenizer: words and URLs as they are, paths and globs absolute."""
+    if name in (STDLIB, BYTES, ""):
+        return name
+    path = user_path(name, what="this path")
+    return str(path) if isinstance(path, Url) else os.path.abspath(path)

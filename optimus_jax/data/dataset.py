@@ -1,14 +1,34 @@
 """A `DataConfig` made into what a run trains on: two streams and their tokenizer."""
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from optimus_jax.config import DataConfig
+from optimus_jax.config.data import STDLIB
+from optimus_jax.data.digests import DIGEST_TOKENS, WholeDigest, content_digest
+from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.sampler import count_examples
-from optimus_jax.data.sources import TOKEN_SUFFIX, find_files, read_documents
+from optimus_jax.data.sources import find_files, is_token_file, read_documents
 from optimus_jax.data.tokenizers import Tokenizer, encode_documents, load_tokenizer
-from optimus_jax.data.tokens import TokenStream, check_vocab, content_digest, read_token_file, split
+from optimus_jax.data.tokens import (
+    CHECKED_TOKENS,
+    HeldOutBy,
+    TokenHeader,
+    TokenStream,
+    check_vocab,
+    chunks,
+    held_out_by,
+    is_on_disk,
+    read_token_files,
+    split,
+)
+from optimus_jax.errors import DataError, explain
+
+Identity = dict[str, int | str]
+"""What tells data from other data, JSON values by name: see `identity_of` and `differences`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,12 +43,15 @@ class Data:
     """What made the tokens."""
     description: str
     """All of it in one line."""
-    identity: dict[str, int | str]
-    """What tells this data from other data, cheaply: JSON values."""
+    identity: Identity
+    """What tells this data from other data."""
+    notes: tuple[str, ...] = ()
+    """What was left out or written otherwise than it stands in the files."""
 
 
-def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: str) -> Data:
-    """Read, tokenize, check and split the data. One token file is mapped, all else is held in memory.
+def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: str,
+              tokenizer: Tokenizer | None = None, by: HeldOutBy | None = None) -> Data:
+    """Read, tokenize, check and split the data. Token files are mapped, all else is held in memory.
 
     Shows progress on a terminal, so no other display of `rich` should be live.
 
@@ -36,23 +59,71 @@ def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: 
       seq_len: tokens per example.
       vocab_size: token ids that the model knows.
       model_name: what to call the model in messages.
+      tokenizer: that of a run which goes on; None: what the config names.
+      by: how such a run has chosen what it holds out, whatever the files are like now; None:
+        `held_out_by`.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    files = find_files(config.sources)
-    if len(config.sources) == len(files) == 1 and files[0].suffix == TOKEN_SUFFIX:
-        stream, header = read_token_file(files[0], tokenizer)
-        num_documents = header.num_documents
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.eos)
+    left_out = LeftOut()
+    files = find_files(config.sources, left_out)
+    headers: Sequence[TokenHeader] = ()
+    if files and STDLIB not in config.sources and all(map(is_token_file, files)):
+        stream, headers = read_token_files(files, tokenizer)
+        num_documents = sum(header.num_documents for header in headers)
     else:
-        tokens = np.concatenate(list(encode_documents(tokenizer, read_documents(config.sources, config.text_field))))
+        left_out = LeftOut()
+        parts = list(encode_documents(tokenizer, read_documents(
+            config.sources, config.text_field, skip_bad_lines=config.skip_bad_lines,
+            left_out=left_out)))
+        if not parts:
+            raise DataError(explain("the data holds no text", given=" ".join(config.sources),
+                                    do="name files that hold some"))
+        tokens = np.concatenate(parts)
         stream = TokenStream(name=" ".join(config.sources), tokens=tokens, eos=tokenizer.eos,
                              vocab_size=tokenizer.vocab_size)
         num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
     check_vocab(stream, vocab_size, model_name)
-    train, held_out = split(stream, config.eval_fraction)
+    by = by or held_out_by(stream)
+    train, held_out = split(stream, config.eval_fraction, by)
     description = (f"{stream.name}: {len(stream):,} tokens ({stream.tokens.nbytes:,} bytes as {stream.tokens.dtype}) "
                    f"in {num_documents:,} documents; {count_examples(train, seq_len):,} examples of {seq_len:,} tokens "
                    f"to train on, {len(held_out) if held_out else 0:,} tokens held out")
-    identity = {"tokens": len(stream), "documents": num_documents, "content": content_digest(stream), "tokenizer": tokenizer.digest}
-    return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description, identity=identity)
+    notes = [*left_out.notes(), *tokenizer.respelled.notes()]
+    if skipped := sum(header.bad_lines for header in headers):
+        notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
+    identity = {**identity_of(stream, headers), "documents": num_documents,
+                "tokenizer": tokenizer.digest, "held_out_by": by}
+    return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description,
+                identity=identity, notes=tuple(notes))
+
+
+def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> Identity:
+    """What tells a stream from others, wherever its files lie: its length and digests of its tokens.
+
+    Every token counts in them, up to CHECKED_TOKENS of files on disk and without a limit in memory.
+    Of longer files evenly spread blocks are read, and the digests count that scripts/tokenize.py
+    has put down when it wrote them.
+    """
+    found: Identity = {"tokens": len(stream), "content": content_digest(stream.tokens)}
+    if len(stream) <= DIGEST_TOKENS:  # every one has counted
+        return found
+    if not is_on_disk(stream) or len(stream) <= CHECKED_TOKENS:
+        whole = WholeDigest()
+        for _, tokens in chunks(stream.tokens):
+            whole.update(tokens)
+        found["every_token"] = whole.hexdigest()
+    elif all(header.content for header in headers):
+        text = " ".join(f"{header.num_tokens} {header.content}" for header in headers)
+        found["files"] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return found
+
+
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """The names in two identities whose values differ.
+
+    What only one of them has says nothing: versions and kinds of files put down different things.
+    """
+    shared = [name for name in before if name in now and name != "held_out_by"]
+    return [name for name in shared if before[name] != now[name]]

@@ -45,7 +45,7 @@ def cut_examples(stream: TokenStream, examples: np.ndarray, *, seq_len: int, res
     windows = np.empty((len(examples), seq_len + 1), np.int32)
     for row, example in enumerate(examples):
         start = int(example) * seq_len
-        window = stream.tokens[start : start + seq_len + 1]
+        window = np.asarray(stream.tokens[start : start + seq_len + 1])
         check_tokens(stream, window, start)
         windows[row] = window
     tokens, targets = windows[:, :-1], windows[:, 1:]

@@ -1,8 +1,9 @@
-"""Where documents come from: names in a config -> texts.
+"""Where documents come from: names in a config -> files -> texts.
 
-A *source* is what the user typed: `stdlib`, a file or a glob. A *document* is one text: a whole
-text file, one line of a JSONL file, one row of a Parquet file. Documents come in the order of the
-sources, files of a glob sorted. Token files (.bin) hold no documents; `tokens.py` reads those.
+A *source* is what the user typed: `stdlib`, a file, a glob or a folder. A *document* is one text: a
+whole text file, one line of a JSONL file, one row of a table. Documents come in the order of the
+sources, files of a glob or folder sorted. Token files (.bin) hold no documents; `tokens.py` reads
+those. What cannot be read is refused by `refused.py`.
 """
 
 import contextlib
@@ -13,68 +14,157 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from optimus_jax.config.data import STDLIB
+from optimus_jax.data.compressed import suffixes_of
+from optimus_jax.data.formats import HEADER_SUFFIX, READERS, SUFFIXES, TOKEN_SUFFIX, Reading, has_format
+from optimus_jax.data.left_out import LeftOut
+from optimus_jax.data.refused import check_format, nothing_there, unreadable
 from optimus_jax.errors import DataError, explain
 from optimus_jax.paths import Url, local_pattern, user_path
 from optimus_jax.store.local_copies import local_copies
 
-STDLIB = "stdlib"
-"""The source that every machine has: the .py files of Python's own library."""
-TOKEN_SUFFIX = ".bin"
-HEADER_SUFFIX = ".json"
-"""Of a token file's header, behind the name of the file."""
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet", TOKEN_SUFFIX)
 
-
-def find_files(sources: Sequence[str]) -> list[Path]:
+def find_files(sources: Sequence[str], left_out: LeftOut | None = None) -> list[Path]:
     """The files behind all sources but `stdlib`.
 
+    Args:
+      left_out: told which files of folders are of no format to train on.
     Raises:
-      DataError: a file is missing, a glob matches nothing, or a suffix is not in SUFFIXES.
+      DataError: a file is missing or is no file, a glob or folder holds none, or a name says
+        nothing about a format.
     """
-    return [path for source in sources if source != STDLIB for path in _expand(source)]
+    left_out = left_out or LeftOut()
+    return [path for source in sources if source != STDLIB for path in _expand(source, left_out)]
 
 
-def read_documents(sources: Sequence[str], text_field: str) -> Iterator[str]:
+def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: bool = False,
+                   left_out: LeftOut | None = None) -> Iterator[str]:
     """Every document of `sources`, none empty. All names are checked before anything is read.
 
     Args:
-      text_field: name of the text in a JSONL line or a Parquet column.
+      text_field: name of the text in a JSON object or a column.
+      skip_bad_lines: leave out lines, rows and items that are no document, and count them.
+      left_out: where what is left out is counted.
     Raises:
       DataError: as `find_files`; or a file is a token file, cannot be read, is not UTF-8, holds no
         text, or has a line or column that is not what `text_field` says.
     """
-    files = find_files(sources)
-    for path in files:
-        if path.suffix == TOKEN_SUFFIX:
+    left_out = left_out or LeftOut()
+    found = [(source, [] if source == STDLIB else _expand(source, left_out)) for source in sources]
+    for path in (path for _, paths in found for path in paths):
+        if is_token_file(path):
             raise DataError(explain(f"{path} holds tokens, not text", given=" ".join(sources),
-                                    do="train on one .bin file alone; to join several, tokenize their texts into one"))
-    for source in sources:
+                                    do="train on .bin files alone, one or several; to add texts, tokenize them too"))
+    for source, paths in found:
         if source == STDLIB:
             yield from _read_stdlib()
-        else:
-            for path in _expand(source):
-                yield from _read_file(path, text_field)
+            continue
+        is_named, is_empty = paths == [user_path(source, what="--data")], True
+        for path in paths:
+            reading = Reading(path=path, text_field=text_field, skip_bad_lines=skip_bad_lines,
+                              left_out=left_out)
+            for text in _read_file(reading, may_be_empty=not is_named):
+                is_empty = False
+                yield text
+        if is_empty:
+            raise DataError(explain(f"no file of {source} holds text", given=f"{len(paths)} file(s)",
+                                    do="leave it out, or write them again"))
 
 
-def _expand(source: str) -> list[Path]:
+def is_token_file(path: Path) -> bool:
+    return path.suffix.lower() == TOKEN_SUFFIX
+
+
+def _expand(source: str, left_out: LeftOut) -> list[Path]:
+    try:
+        return _files_of(source, left_out)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in a name
+        raise DataError(explain("a data source cannot be looked at", given=error,
+                                do="give files that this user may read, or leave it out")) from error
+
+
+def _files_of(source: str, left_out: LeftOut) -> list[Path]:
+    if not source:
+        raise DataError(explain("a data source has no name", given=repr(source),
+                                do="give a file, a glob, a folder or `stdlib`"))
     path = user_path(source, what="--data")
     if isinstance(path, Url):
-        paths = local_copies(path, beside={TOKEN_SUFFIX: HEADER_SUFFIX})
-    elif path.is_file():  # its name may have characters of a glob
-        paths = [path]
-    else:
-        paths = sorted(map(Path, glob.glob(local_pattern(source, what="--data"), recursive=True)))
-    paths = [path for path in paths if path.is_file()]
+        copies = local_copies(path, beside={TOKEN_SUFFIX: HEADER_SUFFIX})
+        paths = [copy for copy in copies if not _is_header(copy)]
+        for copy in paths:
+            check_format(copy)
+        return paths
+    # A file may have glob characters in its name, so the name itself is tried first.
+    if path.is_file():
+        check_format(path)
+        return [path]
+    if path.is_dir():
+        files = sorted(_files_in(path, left_out))
+        if not files:
+            raise DataError(explain("a folder holds no file to train on", given=source,
+                                    do="give a folder with some of " + " ".join(SUFFIXES)))
+        return files
+    pattern = local_pattern(source, what="--data")
+    paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True))
+                   if path.is_file() and not _is_header(path) and not _is_in_circle(path))
     if not paths:
-        raise DataError(explain("no file matches a glob" if glob.has_magic(source) else "no such data file",
-                                given=f"{source} (from {os.getcwd()})",
-                                do="check the path; for all files of a folder give a glob such as 'FOLDER/**/*.txt'"))
+        raise nothing_there(source)
     for path in paths:
-        if path.suffix not in SUFFIXES:
-            raise DataError(explain(f"{path} has a suffix that says nothing about its format",
-                                    given=path.suffix or "no suffix", do="rename it to one of " + " ".join(SUFFIXES)))
+        check_format(path)
     return paths
+
+
+def _files_in(folder: Path, left_out: LeftOut, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Files to train on in a folder and its folders, hidden ones left out."""
+    real = os.path.realpath(folder)
+    if real in above:  # a link that leads back
+        return
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+    if "dataset_dict.json" in names:
+        splits = [name for name in names if (folder / name).is_dir()]
+        if len(splits) > 1:
+            raise DataError(explain("a folder holds several splits of a data set",
+                                    given=f"{folder}: {', '.join(splits)}",
+                                    do=f"name one to train on: {folder / splits[-1]}"))
+    if "dataset_info.json" in names or "state.json" in names:  # Hugging Face's datasets wrote it
+        yield from (folder / name for name in _shards(folder, names))
+        return
+    for name in names:
+        path = folder / name
+        if path.is_dir():
+            yield from _files_in(path, left_out, (*above, real))
+        elif path.is_file() and name != "dataset_dict.json" and not _is_header(path):
+            if has_format(path):
+                yield path
+            else:
+                left_out.other_files[path.suffix.lower()] += 1
+
+
+def _shards(folder: Path, names: list[str]) -> list[str]:
+    """The files of a data set that datasets.Dataset.save_to_disk has written, or of its cache.
+
+    What `map` and the like have left in a cache is left out.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        state = json.loads((folder / "state.json").read_bytes())
+        return [os.path.basename(file["filename"]) for file in state["_data_files"]]
+    return [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
+
+
+def _is_header(path: Path) -> bool:
+    """Whether a file only says what the token file beside it is."""
+    return path.name.lower().endswith(TOKEN_SUFFIX + HEADER_SUFFIX) and path.with_suffix("").exists()
+
+
+def _is_in_circle(path: Path) -> bool:
+    """Whether a link on the way to a file leads back to a folder above it.
+
+    A glob would find the file dozens of times.
+    """
+    parents = map(os.stat, Path(os.path.abspath(path)).parents)
+    above = [(status.st_dev, status.st_ino) for status in parents]
+    return len(set(above)) < len(above)
 
 
 def _read_stdlib() -> Iterator[str]:
@@ -89,54 +179,25 @@ def _read_stdlib() -> Iterator[str]:
                 yield text
 
 
-def _read_file(path: Path, text_field: str) -> Iterator[str]:
-    read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix, _read_text)
-    is_empty = True
-    try:
-        for text in read(path, text_field):
-            if text:
-                is_empty = False
-                yield text
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, not Parquet
-        raise DataError(explain(f"{path} cannot be read", given=error,
-                                do="give a readable file whose text is UTF-8, or leave it out")) from error
-    if is_empty:
-        raise DataError(explain(f"{path} holds no text", given=f"{path.stat().st_size} bytes",
-                                do="leave it out, or write it again"))
-
-
-def _read_text(path: Path, _text_field: str) -> Iterator[str]:
-    yield path.read_bytes().decode()
-
-
-def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            try:
-                text = json.loads(line)[text_field]
-                text.encode()  # half a surrogate pair is legal in JSON, yet is no text
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(explain(
-                    f"{path}, line {number}, is not a JSON object with a text named {text_field!r}",
-                    given=f"{line[:80]!r} ({type(error).__name__}: {error})",
-                    do="mend the line, or name the field: --set data.text_field=NAME")) from error
+def _read_file(reading: Reading, *, may_be_empty: bool) -> Iterator[str]:
+    path, is_empty = reading.path, True
+    texts = READERS[suffixes_of(path)[0]](reading)
+    while True:
+        try:
+            text = next(texts)
+        except StopIteration:
+            break
+        except DataError:
+            raise
+        except Exception as error:  # libraries raise what they like about damaged files
+            raise unreadable(path, error) from error
+        if text:
+            is_empty = False
             yield text
-
-
-def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(explain("Parquet files need pyarrow, which is not installed", given=path,
-                                do="pip install 'optimus-jax[parquet]'")) from error
-    with pyarrow.parquet.ParquetFile(path) as table:
-        columns = {field.name: str(field.type) for field in table.schema_arrow}
-        if columns.get(text_field) not in ("string", "large_string", "string_view"):
-            raise DataError(explain(
-                f"{path} has no column of text named {text_field!r}",
-                given=", ".join(f"{name}: {kind}" for name, kind in columns.items()),
-                do="name the column: --set data.text_field=NAME"))
-        for rows in table.iter_batches(columns=[text_field]):
-            yield from rows.column(0).to_pylist()
+    if is_empty and may_be_empty:
+        reading.left_out.empty_files.append(path)
+    elif is_empty:
+        bad = len(reading.left_out.bad_lines.get(path, ()))
+        skipped = f", {bad:,} bad line(s) skipped" if bad else ""
+        raise DataError(explain(f"{path} holds no text", given=f"{path.stat().st_size} bytes{skipped}",
+                                do="leave it out, or write it again"))

@@ -1,12 +1,15 @@
 """Text <-> token ids: bytes, or any Hugging Face tokenizer.json.
 
 A *token id* is an integer below `vocab_size`. The id `eos` ends every document and occurs nowhere
-else. Ids are kept in the smaller of uint16 and uint32 that holds the vocabulary.
+else: what a text would contain of it is written by other tokens (eos.py). Ids are kept in the smaller
+of uint16 and uint32 that holds the vocabulary.
 """
 
 import hashlib
+import json
+import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,12 +17,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import FileSizeColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
+from optimus_jax.config.data import BYTES
+from optimus_jax.data.eos import CONFIG, Respelled, Respelling, choose_eos
 from optimus_jax.errors import DataError, explain
 from optimus_jax.store.local_copies import local_file
 
-BYTES = "bytes"
-EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>")
-"""Names that families of models give to the end of a document; the first that exists is taken."""
+FILE = "tokenizer.json"
+"""What the tokenizers library calls its file."""
 
 _GROUP_CHARACTERS = 1_000_000
 """Text tokenized in one go: enough to keep all cores busy, little enough that progress moves."""
@@ -43,8 +47,23 @@ class Tokenizer(Protocol):
         """Sixteen hex digits; tokenizers with the same digest give the same ids."""
         ...
 
+    @property
+    def end(self) -> str:
+        """The token that ends a document and why it is that one, in words."""
+        ...
+
+    @property
+    def respelled(self) -> Respelled:
+        """What was done so far with texts that contain special tokens."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """By name, the files that make the same tokenizer again; none if its name is enough."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, uint16 or uint32 [N], with no eos."""
+        """Ids of `text`, uint16 or uint32 [N], with no eos. Raises DataError for text that it cannot write."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -56,9 +75,23 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that a config names: `bytes`, or the path or URL of a tokenizer.json."""
-    return ByteTokenizer() if name == BYTES else HuggingFaceTokenizer(local_file(name, what="--tokenizer"))
+def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) -> Tokenizer:
+    """The tokenizer that a config names.
+
+    Args:
+      name: `bytes`, or the path or URL of a tokenizer.json, or a folder that holds one.
+      eos: the token that ends a document; None: the one that the files beside it name, or one of EOS_TOKENS.
+      by_list: whether files beside it are not asked.
+    Raises:
+      DataError: it cannot be used.
+    """
+    if name == BYTES:
+        if eos is not None:
+            raise DataError(explain("documents of bytes end with an id that is no byte, not with a token", given=f"data.eos={eos}",
+                                    do="leave data.eos out, or give the path of a tokenizer.json"))
+        return ByteTokenizer()
+    path = local_file(name, what="--tokenizer")
+    return HuggingFaceTokenizer(path / FILE if os.path.isdir(path) else path, eos, by_list=by_list)
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -72,6 +105,15 @@ class ByteTokenizer:
     vocab_size = 257
     eos = 256
     digest = hashlib.sha256(b"bytes, eos=256").hexdigest()[:16]
+    end = "id 256, which is no byte"
+
+    @property
+    def respelled(self) -> Respelled:
+        return Respelled()
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        return {}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
@@ -91,49 +133,97 @@ class HuggingFaceTokenizer:
     contain its own end. Nothing is added, padded or truncated, whatever the file asks for.
 
     Raises:
-      DataError: the library or the file is missing, the file is not a tokenizer, or it has none of
-        EOS_TOKENS.
+      DataError: the library or the file is missing, the file is not a tokenizer, or no token of it
+        ends a document.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, eos: str | None = None, *, by_list: bool = False) -> None:
         try:
             import tokenizers
         except ImportError as error:
             raise DataError(explain("a tokenizer.json needs the tokenizers library, which is not installed",
                                     given=path, do="pip install 'optimus-jax[tokenizers]'")) from error
         try:
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                raise OSError(f"{path} is no file")
             data = path.read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise DataError(explain("a tokenizer file cannot be read", given=error,
                                     do=f"give `{BYTES}` or the path of a tokenizer.json")) from error
-        except Exception as error:  # the library raises nothing more special
-            raise DataError(explain(f"{path} is not a tokenizer of the tokenizers library", given=error,
-                                    do=f"give `{BYTES}` or the path of a tokenizer.json")) from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._tokenizer.encode_special_tokens = True
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            self._tokenizer.encode_special_tokens = True
+            vocabulary = self._tokenizer.get_vocab()
+            special = [token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special]
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            convert = "; transformers makes one of a SentencePiece model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW)"
+            raise DataError(explain(f"{path} is not a tokenizer of the tokenizers library", given=_short(error),
+                                    do=f"give `{BYTES}` or the path of a tokenizer.json{convert if path.suffix == '.model' else ''}")) from error
 
-        vocabulary = self._tokenizer.get_vocab()
-        eos = next((token for token in EOS_TOKENS if token in vocabulary), None)
-        if eos is None:
-            raise DataError(explain(f"{path} has no token that ends a document", given=f"{len(vocabulary)} tokens",
-                                    do="add one of " + ", ".join(EOS_TOKENS) + " to its added_tokens"))
-        self.eos = vocabulary[eos]
+        token, why = choose_eos(path, vocabulary, eos, by_list=by_list)
+        self.eos = vocabulary[token]
+        self.end = f"{token!r}, id {self.eos} ({why})"
         # Not get_vocab_size(): that counts the tokens, and ids may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         self.digest = hashlib.sha256(data).hexdigest()[:16]
+        self.files = {FILE: data, CONFIG: json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}, indent=2).encode() + b"\n"}
+        reserved = np.zeros(self.vocab_size, bool)
+        unknown = _unknown_of(data, vocabulary)
+        reserved[[token for token in special if token != unknown]] = True
+        reserved[self.eos] = True
+        self._respelling = Respelling(self._tokenizer, reserved, dropped=self.eos, unknown=unknown)
+
+    @property
+    def respelled(self) -> Respelled:
+        return self._respelling.found
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype) for encoding in encodings]
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return [self._respelling(text, np.array(encoding.ids, dtype)) for text, encoding in zip(texts, encodings, strict=True)]
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            text = texts[0] if len(texts) == 1 else next(filter(self._cannot_write, texts), "")
+            raise DataError(explain("the tokenizer cannot write a document", given=f"{text[:80]!r} ({_short(error)})",
+                                    do="use a tokenizer that knows every character, or has an unknown token; or leave the document out")) from error
+
+    def _cannot_write(self, text: str) -> bool:
+        try:
+            self._tokenizer.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            return True
+        return False
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+        return self._tokenizer.decode([int(token) for token in ids if token != self.eos], skip_special_tokens=True)
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether the tokenizers library has raised it: it knows nothing more special than Exception, and what its Rust code panics with is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _unknown_of(data: bytes, vocabulary: Mapping[str, int]) -> int | None:
+    """The id for what a vocabulary cannot write, as a tokenizer.json says."""
+    model = json.loads(data)["model"]
+    if isinstance(number := model.get("unk_id"), int):  # of Unigram, a place in its list
+        return number
+    return vocabulary.get(model.get("unk_token") or "")
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[np.ndarray]:

@@ -3,18 +3,23 @@
 A *stream* is a whole data set as one array of token ids, each document followed by eos. A *token
 file* is such an array on disk (NAME.bin, little-endian, no header) and says what it is in a
 NAME.bin.json beside it; it is mapped into memory, never loaded, so it may be larger than memory.
+Several of them are one stream too, with no copy made (joined.py).
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from optimus_jax.data.sources import HEADER_SUFFIX, TOKEN_SUFFIX
+from optimus_jax.data.digests import WholeDigest
+from optimus_jax.data.formats import HEADER_SUFFIX, TOKEN_SUFFIX
+from optimus_jax.data.joined import JoinedTokens
+from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.tokenizers import Tokenizer, token_dtype
 from optimus_jax.errors import DataError, explain
 
@@ -22,12 +27,10 @@ _FORMAT = 1
 _CHUNK_TOKENS = 1 << 24
 """Tokens looked at in one go, so that reading a token file needs little memory."""
 
-_CHECKED_TOKENS = 1 << 29
+CHECKED_TOKENS = 1 << 29
 """Tokens of a file that are looked at before training: a gigabyte, which takes about a second."""
-_DIGEST_TOKENS = 1 << 26
-"""Tokens of which every one counts in a digest; a tenth of a second."""
-_DIGEST_BLOCKS = 256
-"""Blocks that stand for the others in a digest of more tokens."""
+HeldOutBy = Literal["documents", "end"]
+"""How the tokens to evaluate on are chosen: documents by their hash, or the end of the stream."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,8 +39,8 @@ class TokenStream:
 
     name: str
     """Where the tokens come from, for messages."""
-    tokens: np.ndarray
-    """Token ids, uint16 or uint32 [N]; an np.memmap when they stay on disk."""
+    tokens: np.ndarray | JoinedTokens
+    """Token ids, uint16 or uint32 [N]; an np.memmap, or several, when they stay on disk."""
     eos: int
     """The id that ends each document."""
     vocab_size: int
@@ -65,24 +68,10 @@ class TokenHeader:
     """The id that ends each document."""
     tokenizer: str
     """Digest of the tokenizer."""
-
-
-def content_digest(stream: TokenStream) -> str:
-    """Sixteen hex digits that differ if the tokens do.
-
-    Of more than _DIGEST_TOKENS they are those of evenly spread blocks, first and last included: reading
-    hundreds of gigabytes at every start would cost more than it tells.
-    """
-    tokens = stream.tokens
-    digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=8)
-    if len(tokens) <= _DIGEST_TOKENS:
-        starts, size = [0], len(tokens)
-    else:
-        size = _DIGEST_TOKENS // _DIGEST_BLOCKS
-        starts = [block * (len(tokens) - size) // (_DIGEST_BLOCKS - 1) for block in range(_DIGEST_BLOCKS)]
-    for start in starts:
-        digest.update(np.ascontiguousarray(tokens[start : start + size]).data)
-    return digest.hexdigest()
+    content: str | None = None
+    """Digest of every token; None in files of before there was one."""
+    bad_lines: int = 0
+    """Lines that were left out."""
 
 
 def check_tokens(stream: TokenStream, tokens: np.ndarray, start: int) -> None:
@@ -99,17 +88,17 @@ def check_vocab(stream: TokenStream, vocab_size: int, model_name: str) -> None:
     """Refuse tokens that the model has no embedding for.
 
     Tokens in memory are below the vocabulary of the tokenizer that made them. Those of a file are looked at if
-    they are no more than _CHECKED_TOKENS; of a longer one, batches are as they are cut (sampler.py).
+    they are no more than CHECKED_TOKENS; of a longer one, batches are as they are cut (sampler.py).
 
     Raises:
       DataError: a token id is not below `vocab_size`, or not below the stream's own.
     """
     if stream.vocab_size <= vocab_size:
-        if isinstance(stream.tokens, np.memmap) and len(stream) <= _CHECKED_TOKENS:
-            for start, tokens in _chunks(stream.tokens):
+        if is_on_disk(stream) and len(stream) <= CHECKED_TOKENS:
+            for start, tokens in chunks(stream.tokens):
                 check_tokens(stream, tokens, start)
         return
-    for start, tokens in _chunks(stream.tokens):
+    for start, tokens in chunks(stream.tokens):
         if tokens.max() >= vocab_size:
             offset = int(np.argmax(tokens >= vocab_size))
             raise DataError(explain(
@@ -119,26 +108,41 @@ def check_vocab(stream: TokenStream, vocab_size: int, model_name: str) -> None:
                 do=f"use the model's own tokenizer, or --set model.vocab_size={stream.vocab_size}"))
 
 
-def split(stream: TokenStream, eval_fraction: float) -> tuple[TokenStream, TokenStream | None]:
+def is_on_disk(stream: TokenStream) -> bool:
+    """Whether tokens are read from files as they are needed."""
+    return isinstance(stream.tokens, np.memmap | JoinedTokens)
+
+
+def split(stream: TokenStream, eval_fraction: float, by: HeldOutBy | None = None) -> tuple[TokenStream, TokenStream | None]:
     """The stream to train on, and the one held out (None if `eval_fraction` is 0).
 
-    Of documents in memory, those are held out whose tokens hash low enough, at least one and not
-    all; copies of a document share a side unless all documents are alike. Of a token file the end
-    is held out, from the first border of documents within the last `eval_fraction` of its tokens.
-    A single document, or a file without such a border, is cut at that position itself.
+    By documents those are held out whose tokens hash low enough, at least one and not all; copies
+    of a document share a side unless all documents are alike. By the end it is what comes from the
+    first border of documents within the last `eval_fraction` of the tokens. A single document, or
+    a stream without such a border, is cut at that position itself.
+
+    Args:
+      by: None: the end of a stream on disk, documents of one in memory.
     """
     if eval_fraction == 0:
         return stream, None
-    on_disk = isinstance(stream.tokens, np.memmap)
-    ends = np.array([], int) if on_disk else np.flatnonzero(stream.tokens == stream.eos) + 1
-    if len(ends) < 2:
+    if by is None:
+        by = held_out_by(stream)
+    whole = None if by == "end" else np.asarray(stream.tokens)
+    ends = np.array([], int) if whole is None else np.flatnonzero(whole == stream.eos) + 1
+    if whole is None or len(ends) < 2:
         cut = _tail_start(stream, eval_fraction)
         train, held_out = stream.tokens[:cut], stream.tokens[cut:]
     else:
-        is_held_out = np.repeat(_choose_documents(stream.tokens, ends, eval_fraction), np.diff(ends, prepend=0))
-        train, held_out = stream.tokens[~is_held_out], stream.tokens[is_held_out]
+        is_held_out = np.repeat(_choose_documents(whole, ends, eval_fraction), np.diff(ends, prepend=0))
+        train, held_out = whole[~is_held_out], whole[is_held_out]
     return (dataclasses.replace(stream, tokens=train),
             dataclasses.replace(stream, tokens=held_out, name=f"{stream.name} (held out)"))
+
+
+def held_out_by(stream: TokenStream) -> HeldOutBy:
+    """What a new run goes by: a file that is only mapped cannot be taken apart."""
+    return "end" if is_on_disk(stream) else "documents"
 
 
 def _choose_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float) -> np.ndarray:
@@ -155,24 +159,26 @@ def _choose_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float
 def _tail_start(stream: TokenStream, eval_fraction: float) -> int:
     """The first border of documents within the last `eval_fraction` of the tokens, else its start."""
     cut = max(1, len(stream) - max(1, round(len(stream) * eval_fraction)))
-    for start, tokens in _chunks(stream.tokens[cut - 1 : -1]):
+    for start, tokens in chunks(stream.tokens[cut - 1 : -1]):
         is_eos = tokens == stream.eos
         if is_eos.any():
             return cut + start + int(np.argmax(is_eos))
     return cut
 
 
-def _chunks(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def chunks(tokens: np.ndarray | JoinedTokens) -> Iterator[tuple[int, np.ndarray]]:
+    """Positions and the tokens from there on, so that a stream on disk needs little memory."""
     for start in range(0, len(tokens), _CHUNK_TOKENS):
-        yield start, tokens[start : start + _CHUNK_TOKENS]
+        yield start, np.asarray(tokens[start : start + _CHUNK_TOKENS])
 
 
-def write_token_file(path: Path, parts: Iterable[np.ndarray], tokenizer: Tokenizer) -> TokenHeader:
+def write_token_file(path: Path, parts: Iterable[np.ndarray], tokenizer: Tokenizer, left_out: LeftOut | None = None) -> TokenHeader:
     """Write tokens, then the header; without a header there is no token file.
 
     Args:
       path: a NAME.bin that does not exist.
       parts: token ids [N] of whole documents, one array after the other.
+      left_out: what reading the documents has left out, once all are written.
     Raises:
       DataError: the name has another suffix, or either file exists or cannot be made. Whatever is
         raised, on the way through `parts` too, leaves no half-written file behind.
@@ -186,16 +192,20 @@ def write_token_file(path: Path, parts: Iterable[np.ndarray], tokenizer: Tokeniz
                                     do=f"choose another name, or remove {path.name} and {header_path.name}"))
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     num_tokens = num_documents = 0
+    digest = WholeDigest()
     try:
         with path.open("xb") as file:
             try:
                 for tokens in parts:
-                    file.write(tokens.astype(dtype.newbyteorder("<"), copy=False).tobytes())
+                    tokens = tokens.astype(dtype.newbyteorder("<"), copy=False)
+                    file.write(tokens.tobytes())
+                    digest.update(tokens)
                     num_tokens += len(tokens)
                     num_documents += int(np.count_nonzero(tokens == tokenizer.eos))
                 file.flush()
                 header = TokenHeader(dtype=dtype.name, vocab_size=tokenizer.vocab_size, num_tokens=num_tokens,
-                                     num_documents=num_documents, eos=tokenizer.eos, tokenizer=tokenizer.digest)
+                                     num_documents=num_documents, eos=tokenizer.eos, tokenizer=tokenizer.digest,
+                                     content=digest.hexdigest(), bad_lines=left_out.num_bad_lines if left_out else 0)
                 header_path.write_text(json.dumps(dataclasses.asdict(header), indent=2) + "\n")
             except BaseException:
                 path.unlink()
@@ -211,11 +221,14 @@ def read_token_file(path: Path, tokenizer: Tokenizer) -> tuple[TokenStream, Toke
     """Map a token file into memory.
 
     Raises:
-      DataError: the header is missing or unreadable, does not fit the size of the file, or names
-        another tokenizer than `tokenizer`.
+      DataError: the header is missing or unreadable, does not fit the file, or names another
+        tokenizer than `tokenizer`, or another token that ends a document.
     """
     header = _read_header(path)
-    size, expected = path.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
+    try:
+        size, expected = path.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
+    except OSError as error:
+        raise DataError(explain("a token file cannot be read", given=error, do="give a file that this user may read")) from error
     if size != expected or not size:
         raise DataError(explain(f"{path} does not have the size that its header says",
                                 given=f"{size} bytes; {header.num_tokens} tokens of {header.dtype} "
@@ -226,8 +239,40 @@ def read_token_file(path: Path, tokenizer: Tokenizer) -> tuple[TokenStream, Toke
                                 given=f"digest {header.tokenizer} in {_header_path(path).name}, "
                                       f"{tokenizer.digest} here",
                                 do="give the tokenizer that made it: --tokenizer PATH"))
-    tokens = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")
-    return TokenStream(name=str(path), tokens=tokens, eos=header.eos, vocab_size=header.vocab_size), header
+    if header.eos != tokenizer.eos:
+        raise DataError(explain(f"{path} was made with another end of documents",
+                                given=f"id {header.eos} in {_header_path(path).name}; here it is {tokenizer.end}",
+                                do=f"name the token of id {header.eos}: --set data.eos=TOKEN, or write the file again"))
+    try:
+        tokens = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(explain("a token file cannot be mapped into memory", given=f"{path}: {error}", do="give a file that this user may read")) from error
+    stream = TokenStream(name=str(path), tokens=tokens, eos=header.eos, vocab_size=header.vocab_size)
+    if len(stream) <= CHECKED_TOKENS:
+        found = sum(int(np.count_nonzero(chunk == header.eos)) for _, chunk in chunks(tokens))
+        if found != header.num_documents:
+            raise DataError(explain(f"{path} does not have the documents that its header says",
+                                    given=f"{found:,} ends of documents; {header.num_documents:,} in {_header_path(path).name}",
+                                    do="write both again with scripts/tokenize.py"))
+    return stream, header
+
+
+def read_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[TokenStream, list[TokenHeader]]:
+    """Map token files into memory, in order, as one stream.
+
+    Raises:
+      DataError: as `read_token_file`; or they differ in how wide a token is.
+    """
+    streams, headers = zip(*(read_token_file(path, tokenizer) for path in paths), strict=True)
+    if len(streams) == 1:
+        return streams[0], list(headers)
+    for path, header in zip(paths, headers, strict=True):
+        if (header.dtype, header.vocab_size) != (headers[0].dtype, headers[0].vocab_size):
+            raise DataError(explain(f"{path} has other tokens than {paths[0]}",
+                                    given=f"{header.dtype} below {header.vocab_size}; {headers[0].dtype} below {headers[0].vocab_size}",
+                                    do="write both with the same tokenizer"))
+    joined = JoinedTokens([stream.tokens for stream in streams])
+    return dataclasses.replace(streams[0], name=" ".join(map(str, paths)), tokens=joined), list(headers)
 
 
 def _read_header(path: Path) -> TokenHeader:
@@ -235,7 +280,10 @@ def _read_header(path: Path) -> TokenHeader:
         header = TokenHeader(**json.loads(_header_path(path).read_bytes()))
         if header.format != _FORMAT or header.dtype not in ("uint16", "uint32"):
             raise ValueError(f"format {header.format}, dtype {header.dtype}")
-    except (OSError, ValueError, TypeError) as error:
+        numbers = (header.vocab_size, header.num_tokens, header.num_documents, header.eos, header.bad_lines)
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or not isinstance(header.content, str | None):
+            raise ValueError(f"values of another type: {header}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(explain(
             f"{path} has no header of format {_FORMAT} beside it", given=error,
             do=f"restore {_header_path(path).name}, or write both with scripts/tokenize.py")) from error

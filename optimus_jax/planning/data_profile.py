@@ -161,7 +161,7 @@ def _document_ends(stream: TokenStream, max_tokens: int, seq_len: int) -> Iterat
     num_blocks = math.ceil(len(stream) / block)
     num_read = num_blocks if len(stream) <= max_tokens else max(1, max_tokens // block)
     for index in np.linspace(0, num_blocks - 1, num_read).astype(int).tolist():
-        tokens = stream.tokens[index * block : (index + 1) * block]
+        tokens = np.asarray(stream.tokens[index * block : (index + 1) * block])
         yield range(index * block, index * block + len(tokens)), index * block + 1 + np.flatnonzero(tokens == stream.eos)
 
 

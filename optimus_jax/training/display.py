@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimus_jax.config import LogConfig
+from optimus_jax.training.numbers import short
 from optimus_jax.training.patient_stream import patient
 from optimus_jax.training.step_record import StepRecord
 
@@ -30,8 +31,8 @@ class Display:
 
     def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
         """Show an evaluation on held-out text."""
-        text = f"step {step}  held-out loss {loss:.4f}  perplexity {perplexity:.2f}"
-        self.message(text if bits_per_byte is None else f"{text}  {bits_per_byte:.4f} bits/byte")
+        text = f"step {step}  held-out loss {short(loss, 4)}  perplexity {short(perplexity, 2)}"
+        self.message(text if bits_per_byte is None else f"{text}  {short(bits_per_byte, 4)} bits/byte")
 
     def message(self, text: str) -> None:
         """Show a line of text."""
@@ -167,7 +168,7 @@ class _TimeLeft:
 
 def _numbers(record: StepRecord) -> list[str]:
     return [
-        f"loss {record.loss:.4f}" + (" (no update)" if record.skipped else ""),
+        f"loss {short(record.loss, 4)}" + (" (no update)" if record.skipped else ""),
         f"{short_count(record.tokens_per_s)} tokens/s",
         f"{record.step_time_s:.3f} s/step",
         f"mfu {UNKNOWN if record.mfu is None else f'{record.mfu:.1%}'}"]

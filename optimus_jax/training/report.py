@@ -42,6 +42,7 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         ["run", str(run_dir)],
         ["model", f"{config.model.name}, {shapes.num_params:,} parameters" + (f" (+ {padding} rows of vocabulary padding)" if padding else "")],
         ["data", data.description],
+        ["documents end with", data.tokenizer.end],
         ["processes", f"{launch.num_processes} ({launch})"],
         ["devices", str(topology)],
         ["mesh", f"{plan.axes} ({why})"],

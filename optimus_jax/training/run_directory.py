@@ -4,6 +4,7 @@
     metrics.jsonl   a line per step       events.jsonl    a line per event
     checkpoints/    states                lock            held by the process that writes (run_lock.py)
     metrics.abandoned.jsonl               lines of steps that a resume went back behind, if there were any
+    tokenizer.json  what made its tokens, with tokenizer_config.json; a run of bytes has none
     progress/       signs of life of several processes (signs_of_life.py)
     faults/         what each process has seen of faults (fault_log.py)
 
@@ -44,6 +45,8 @@ EventName = Literal[
 
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""What a run keeps of its tokenizer, by the names that the tokenizers library and transformers have for it."""
 SIGNS = "progress"
 FAULTS = "faults"
 """Directories that several processes write to as soon as there is a run directory."""
@@ -153,7 +156,7 @@ class RunDirectory:
         if not self._is_new or self._metrics.exists() or (self.checkpoints.exists() and any(self.checkpoints.iterdir())):
             return
         with contextlib.suppress(OSError):
-            for path in (self._config, self._plan, self._events, self.path / LOCK):
+            for path in (self._config, self._plan, self._events, self.path / LOCK, *(self.path / name for name in TOKENIZER_FILES)):
                 path.unlink(missing_ok=True)
             for name in (SIGNS, FAULTS):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -193,6 +196,20 @@ class RunDirectory:
             with explained(self._config):
                 replace(self._config, text.encode())
                 self.checkpoints.mkdir(exist_ok=True)
+
+    def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Put the run's tokenizer beside its config, by which it stays even where the original moves; one that is there is the run's and stays."""
+        if self.writer and self.tokenizer is None:
+            assert set(files) <= set(TOKENIZER_FILES), files.keys()
+            for name, content in sorted(files.items(), reverse=True):  # tokenizer.json, which says that there is one, comes last
+                with explained(self.path / name):
+                    replace(self.path / name, content)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The run's own tokenizer.json; None: it has none, as its tokens are bytes or it was begun before runs kept it."""
+        path = self.path / TOKENIZER_FILES[0]
+        return path if path.exists() else None
 
     def write_mark(self, text: str) -> None:
         """Put down what the other processes should find there."""

@@ -24,6 +24,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
 from optimus_jax.snapshots import Snapshots
 from optimus_jax.training.display import Display
+from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.state import TrainState, to_stored
@@ -223,7 +224,7 @@ class Trainer:
                 for batch in self.eval_batches()]
         losses, tokens = zip(*jax.device_get(sums), strict=True)
         loss = float(sum(map(float, losses)) / sum(map(int, tokens)))
-        perplexity = math.exp(min(loss, 700.0))
+        perplexity = perplexity_of(loss)
         bits = loss / math.log(2) if self.bits_per_token else None
         self.run.log_event("eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=sum(map(int, tokens)))
         for watcher in self.watchers:

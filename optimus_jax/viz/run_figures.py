@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus_jax.training.numbers import short
 from optimus_jax.viz.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, new_figure
 from optimus_jax.viz.run_events import known, number, step_of
 from optimus_jax.viz.run_story import RunStory, Span, Switch
@@ -96,9 +97,9 @@ def draw_loss(story: RunStory) -> Picture | None:
     _mark_at(axes, skipped, 0.02, "x")
     axes.set(xlabel="step", ylabel="loss, nats per token", xlim=_limits(story))
     (first, start), (last, end) = points[0], points[-1]
-    evaluated = f" Held out: {held_out[-1][1]:.4f} after step {held_out[-1][0]:,}." if held_out else ""
+    evaluated = f" Held out: {short(held_out[-1][1], 4)} after step {held_out[-1][0]:,}." if held_out else ""
     left_out = f" Crosses: {counted(len(skipped), 'step')} without an update, as loss or gradient was not finite." if skipped else ""
-    return Picture(figure=figure, label=f"Loss by step: from {start:.4f} at step {first:,} to {end:.4f} at step {last:,}.{evaluated}",
+    return Picture(figure=figure, label=f"Loss by step: from {short(start, 4)} at step {first:,} to {short(end, 4)} at step {last:,}.{evaluated}",
                    caption=f"Measured.{grouping}{left_out}")
 
 

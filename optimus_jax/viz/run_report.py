@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from optimus_jax.training.numbers import short
 from optimus_jax.viz.page import Html, element, facts, folded, note, page, table, together
 from optimus_jax.viz.run_decisions import all_decisions, last_decision
 from optimus_jax.viz.run_events import Event, known, mapping, number, step_of, text
@@ -73,7 +74,7 @@ def _overview(story: RunStory) -> Html:
         ("model", _model(model)), ("devices", text(started, "devices") or UNKNOWN), ("plan in use", in_use),
         ("why this plan", story.why_current or UNKNOWN),
         ("controller", text(story.config, "control") or UNKNOWN), ("switches", count(len(story.switches))),
-        ("last loss", f"{last.loss:.4f} (step {last.step:,})" if last and known(last.loss) else UNKNOWN),
+        ("last loss", f"{short(last.loss, 4)} (step {last.step:,})" if last and known(last.loss) else UNKNOWN),
         (f"step time, median of the last {counted(len(recent), 'step')} under it", duration(median_time(recent))),
         ("tokens per second, last step", count(last.tokens_per_s if last and known(last.tokens_per_s) else None)),
         ("model FLOPs utilisation, last step", share(last.mfu if last and known(last.mfu) else None)),

@@ -1,16 +1,20 @@
+import gzip
+import json
+
 import numpy as np
 import pytest
 
 from optimus_jax.config import DataConfig
+from optimus_jax.data import dataset, digests
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents
 from optimus_jax.data.tokens import write_token_file
 from optimus_jax.errors import DataError
 
 
-def load(*sources, vocab_size=257, **fields):
+def load(*sources, vocab_size=257, by=None, **fields):
     config = DataConfig(sources=tuple(map(str, sources)), **fields)
-    return load_data(config, seq_len=4, vocab_size=vocab_size, model_name="tiny")
+    return load_data(config, seq_len=4, vocab_size=vocab_size, model_name="tiny", by=by)
 
 
 @pytest.fixture
@@ -50,11 +54,60 @@ def test_several_sources_become_one_stream(text_file):
 
 
 def test_tokens_that_cannot_be_trained_on(text_file, token_file):
-    for other in (text_file, "stdlib", token_file):
-        with pytest.raises(DataError, match=r"a.bin holds tokens, not text(.|\n)*one .bin file alone"):
+    for other in (text_file, "stdlib"):
+        with pytest.raises(DataError, match=r"a.bin holds tokens, not text(.|\n)*train on .bin files alone, one or several"):
             load(token_file, other)
     with pytest.raises(DataError, match=r"a.txt has a token that tiny does not know\n  given: token id 256"):
         load(text_file, vocab_size=100 + 156)
+
+
+def test_several_token_files_are_one_stream_that_stays_on_disk(tmp_path, token_file):
+    (tmp_path / "parts").mkdir()
+    for name, texts in {"1.bin": ["0123456789" * 5], "2.bin": ["abc"]}.items():
+        write_token_file(tmp_path / "parts" / name, encode_documents(ByteTokenizer(), texts), ByteTokenizer())
+    whole = load(token_file, eval_fraction=0.1)
+    for parts in ([tmp_path / "parts"], [tmp_path / "parts" / "*.bin"], [tmp_path / "parts" / "1.bin", tmp_path / "parts" / "2.bin"]):
+        data = load(*parts, eval_fraction=0.1)
+        assert data.identity == whole.identity
+        assert np.array_equal(data.train.tokens, whole.train.tokens)
+        assert np.array_equal(data.held_out.tokens, whole.held_out.tokens)
+        assert all(isinstance(stream.tokens, np.memmap) for stream in (data.train, data.held_out)), "each lies in one file, and none is copied"
+    assert load(tmp_path / "parts" / "2.bin", tmp_path / "parts" / "1.bin").identity != whole.identity, "the order of files is that of the batches"
+
+
+def test_the_same_text_is_the_same_data_in_every_file(tmp_path):
+    texts = [f"document {n}" for n in range(50)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.json").write_text(json.dumps(texts))
+    write_token_file(tmp_path / "d.bin", encode_documents(ByteTokenizer(), texts), ByteTokenizer())
+    first = load(tmp_path / "a.jsonl", eval_fraction=0.1)
+    for name in ("b.jsonl.gz", "c.json", "d.bin"):
+        data = load(tmp_path / name, eval_fraction=0.1, by="documents")
+        assert data.identity == first.identity
+        assert np.array_equal(data.train.tokens, first.train.tokens), "what a run that began with texts held out"
+    cut = load(tmp_path / "d.bin", eval_fraction=0.1)
+    assert cut.identity == first.identity | {"held_out_by": "end"}
+    assert np.array_equal(load(tmp_path / "a.jsonl", eval_fraction=0.1, by="end").train.tokens, cut.train.tokens)
+
+
+def test_every_token_counts_however_many_there_are(tmp_path, monkeypatch):
+    """Evenly spread blocks alone would miss most of them."""
+    monkeypatch.setattr(digests, "DIGEST_TOKENS", 16)
+    monkeypatch.setattr(digests, "_DIGEST_BLOCKS", 2)
+    monkeypatch.setattr(dataset, "DIGEST_TOKENS", 16)
+    text = "0123456789" * 10
+    found = {}
+    for name, content in {"same": text, "other": text[:50] + "x" + text[51:]}.items():
+        (tmp_path / f"{name}.txt").write_text(content)
+        write_token_file(tmp_path / f"{name}.bin", encode_documents(ByteTokenizer(), [content]), ByteTokenizer())
+        found[name] = [load(tmp_path / f"{name}.txt").identity, load(tmp_path / f"{name}.bin").identity]
+        with monkeypatch.context() as patch:
+            patch.setattr(dataset, "CHECKED_TOKENS", 50)  # too long to be read at every start
+            found[name].append(load(tmp_path / f"{name}.bin").identity)
+    assert dataset.differences(found["same"][0], found["same"][1]) == dataset.differences(found["same"][1], found["same"][2]) == []
+    assert [dataset.differences(*pair) for pair in zip(found["same"], found["other"], strict=True)] == [["every_token"], ["every_token"], ["files"]]
 
 
 def test_data_is_known_by_its_content(text_file, token_file):

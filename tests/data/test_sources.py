@@ -1,11 +1,22 @@
+import bz2
+import gzip
 import json
+import lzma
+import os
 import sys
 import sysconfig
+from pathlib import Path
 
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
+from backports import zstd  # of Python 3.14
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from optimus_jax.data.formats import SUFFIXES
+from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.sources import find_files, read_documents
 from optimus_jax.errors import DataError
 
@@ -50,6 +61,120 @@ def test_parquet_has_a_document_a_row(tmp_path):
     assert read(tmp_path / "a.parquet") == ["one", "two"]
 
 
+TABLE = pyarrow.table({"text": ["one", None, "two\n"], "id": [1, 2, 3]})
+JSON_LINES = b'{"text": "one"}\n{"text": "two\\n", "id": 1}\n'
+MARK = b"\xef\xbb\xbf"
+
+
+def arrow_file(path, *, stream=False):
+    make = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with pyarrow.OSFile(str(path), "wb") as file, make(file, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=2)
+
+
+FORMATS = {
+    "a.jsonl": JSON_LINES, "b.ndjson": MARK + JSON_LINES, "a.json": b'[{"text": "one"}, "two\\n"]', "lines.json": JSON_LINES,
+    "a.csv": b'id,text\r\n1,one\r\n\r\n2,"two\n"\r\n', "b.CSV": MARK + b'text\none\n"two\n"', "a.tsv": b'text\tid\none\t1\n"two\n"\t2\n',
+    "a.jsonl.gz": gzip.compress(JSON_LINES), "b.jsonl.gz": gzip.compress(JSON_LINES[:16]) + gzip.compress(JSON_LINES[16:]),
+    "a.jsonl.bz2": bz2.compress(JSON_LINES), "a.json.xz": lzma.compress(MARK + JSON_LINES),
+    "a.jsonl.zst": zstd.compress(JSON_LINES), "b.jsonl.zst": zstd.compress(JSON_LINES[:16]) + zstd.compress(JSON_LINES[16:]),
+    "a.csv.zst": zstd.compress(b'text\none\n"two\n"'),
+    "a.parquet": lambda path: pyarrow.parquet.write_table(TABLE, path),
+    "b.parquet": lambda path: pyarrow.parquet.write_table(TABLE.set_column(0, "text", TABLE["text"].dictionary_encode()), path),
+    "a.arrow": arrow_file, "b.arrow": lambda path: arrow_file(path, stream=True), "a.feather": lambda path: pyarrow.feather.write_feather(TABLE, path)}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_holds_the_same_documents(tmp_path, name):
+    content = FORMATS[name]
+    content(tmp_path / name) if callable(content) else write(tmp_path / name, content)
+    assert read(tmp_path / name) == ["one", "two\n"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", MARK + b"x"), ("a.md.gz", gzip.compress(MARK + b"x")), ("a.TXT", b"x")])
+def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
+    assert read(write(tmp_path / name, content)) == ["x"]
+
+
+def test_bad_lines_are_skipped_and_counted_on_request(tmp_path):
+    lines = write(tmp_path / "a.jsonl", b'nope\n{"text": "one"}\n{"text": null}\n{"txt": "x"}\n{"text": "\xe9"}\n{"text": "\\ud800"}\n' + b"[" * 100_000)
+    table = write(tmp_path / "b.csv", 'text,n\ntwo,2\nthree\n')
+    array = write(tmp_path / "c.json", '[1, "four"]')
+    left_out = LeftOut()
+    sources = [str(lines), str(table), str(array)]
+    assert list(read_documents(sources, "text", skip_bad_lines=True, left_out=left_out)) == ["one", "two", "four"]
+    assert left_out.bad_lines == {lines: [1, 3, 4, 5, 6, 7], table: [3], array: [1]}
+    assert left_out.notes() == [f"data.skip_bad_lines: 8 bad line(s) skipped: 6 in {lines} (the first is 1), 1 in {table} (the first is 3), "
+                                f"1 in {array} (the first is 1)"]
+    with pytest.raises(DataError, match=r"holds no text\n.*1 bad line\(s\) skipped"):
+        list(read_documents([str(write(tmp_path / "d.jsonl", "nope"))], "text", skip_bad_lines=True))
+
+
+def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
+    for name in ("b.txt", "a/c.txt", "a/B.md", ".hidden.txt", ".git/d.txt", "e.png", "a/f", "t.bin.json.txt"):
+        write(tmp_path / name, name)
+    write(tmp_path / "empty.py", "")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+    left_out = LeftOut()
+    assert list(read_documents([str(tmp_path)], "text", left_out=left_out)) == ["a/B.md", "a/c.txt", "b.txt", "t.bin.json.txt"]
+    assert left_out.notes() == [f"1 empty file(s) left out: {tmp_path}/empty.py",
+                                "file(s) in folders left out, as they are of no format to train on: 1 without a suffix, 1 .png"]
+    assert len(find_files([f"{tmp_path}/**/*.txt"])) == 3, "the link that leads back is not followed"
+
+
+def test_a_folder_of_hugging_face_datasets_is_its_shards(tmp_path):
+    for split in ("train", "test"):
+        for shard in (0, 1):
+            write(tmp_path / split / "x", "x")
+            arrow_file(tmp_path / split / f"data-{shard}.arrow", stream=True)
+        arrow_file(tmp_path / split / "cache-1.arrow", stream=True)
+        write(tmp_path / split / "dataset_info.json", "{}")
+        write(tmp_path / split / "state.json", json.dumps({"_data_files": [{"filename": "data-0.arrow"}, {"filename": "data-1.arrow"}]}))
+    assert read(tmp_path / "train") == ["one", "two\n"] * 2
+    (tmp_path / "test" / "state.json").unlink()
+    assert read(tmp_path / "test") == ["one", "two\n"] * 2
+    write(tmp_path / "dataset_dict.json", "{}")
+    with pytest.raises(DataError, match=r"several splits of a data set\n.*test, train\n.*name one to train on: .*train"):
+        read(tmp_path)
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nowhere.txt").symlink_to("gone.txt")
+    for name, message in {"pipe": "is a named pipe, which can be read only once", "loop": "a link leads in a circle",
+                          "nowhere.txt": "a link leads nowhere\n.* -> gone.txt"}.items():
+        with pytest.raises(DataError, match=message):
+            read(tmp_path / name)
+    for name, message in {"/dev/null": "is a device", "": "a data source has no name"}.items():
+        with pytest.raises(DataError, match=message):
+            read(name)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_file_ends_in_anything_but_an_error_in_words(tmp_path, data):
+    """Bytes of every format, cut short, changed and put under the name of every other."""
+    name = data.draw(st.sampled_from(list(FORMATS)))
+    content = FORMATS[name]
+    if callable(content):
+        content(tmp_path / "made")
+        content = (tmp_path / "made").read_bytes()
+    mutated = bytearray(content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))])
+    for place, value in data.draw(st.lists(st.tuples(st.integers(0, len(content)), st.integers(0, 255)), max_size=8)):
+        mutated[place:place + 1] = bytes([value])
+    mutated += data.draw(st.sampled_from([b"", b"\0", b"\xff", b"\xef\xbb\xbf", b'"', b"[" * 20_000, b"\n\n", b"\xed\xa0\x80"]))
+    suffix = data.draw(st.just("".join(Path(name).suffixes)) | st.sampled_from([*SUFFIXES, ".txt.gz", ".csv.xz", ".jsonl.zst", ".json.bz2", ".x", ""]))
+    file = write(tmp_path / f"file{suffix}", bytes(mutated))
+    said = None
+    try:
+        for text in read_documents([str(file)], "text", skip_bad_lines=data.draw(st.booleans())):
+            text.encode()
+    except DataError as error:
+        said = str(error)
+    assert said is None or (str(file) in said and "\n  do:    " in said)
+
+
 def test_sources_keep_their_order_and_globs_are_sorted(tmp_path):
     for name in ("b.md", "a.md", "deep/er/c.md"):
         write(tmp_path / name, name)
@@ -71,16 +196,43 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("missing.txt", None, r"no such data file\n  given: .*missing.txt"),
     ("*.txt", None, r"no file matches a glob\n  given: .*\*.txt"),
-    ("folder/", None, r"no such data file(.|\n)*a glob such as 'FOLDER/\*\*/\*.txt'"),
-    ("a.csv", "x", r"a.csv has a suffix that says nothing about its format\n  given: .csv\n.*\.txt .*\.parquet"),
-    ("a", "x", "given: no suffix"),
+    ("folder/", None, r"a folder holds no file to train on\n  given: .*folder/\n.*\.txt .*\.parquet"),
+    ("a.log", "x", r"a.log has a suffix that says nothing about a format(.|\n)*given: .log; by its first bytes it is plain text\n"
+                   r".*end with \.txt if the whole file is one document.*\.parquet"),
+    ("a", '{"text": "x"}', "given: no suffix; by its first bytes it is JSON"),
+    ("a.docx", b"PK\x03\x04\x14", r"it is a zip archive \(\.docx.*\n  do:    unpack it"),
+    ("a.pdf", b"%PDF-1.7", "it is a PDF document\n  do:    write its text out"),
+    ("a.pt", b"\x80\x02}", "it is a Python pickle, which could run anything"),
+    ("a.npy", b"\x93NUMPY\x01", "it is a NumPy array"),
+    ("a.gz", b"\x1f\x8b", r"does not say what is inside the compression\n.*\n.*\.jsonl\.gz"),
+    ("a.parquet.gz", b"\x1f\x8b", "is compressed, and .parquet files cannot be read so"),
+    ("a.txt.gz", "no gzip", "a.txt.gz cannot be read\n.*Not a gzipped file(.|\n)*damaged or cut short"),
+    ("a.txt.gz", gzip.compress(b"text" * 1000)[:-9], "a.txt.gz cannot be read\n.*EOFError"),
+    ("a.txt.gz", b"", "a.txt.gz holds no text"),
+    ("a.jsonl.zst", zstd.compress(b'{"text": "x"}')[:-3], "a.jsonl.zst cannot be read\n.*EOFError"),
+    ("a.txt", gzip.compress(b"text"), "a.txt cannot be read: it is gzip data"),
+    ("a.txt", "text".encode("utf-16"), "a.txt cannot be read: it is text in UTF-16\n(.|\n)*iconv -f UTF-16"),
+    ("a.txt", "plain text".encode("utf-16-le"), "it is text in UTF-16"),
+    ("a.jsonl", '{"text": "x"}'.encode("utf-16"), "it is text in UTF-16"),
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}], "text": [{"role": 1}]}',
+     "'text' holds a list of objects with 'role', not a text; a conversation needs a chat template"),
+    ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1, .*\n.*RecursionError"),
+    ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1, .*\n.*ValueError"),
+    ("a.json", "[" * 100_000, "too deep inside one another"),
+    ("a.json", '{"a": 1}', "item 1, .*\n.*no field 'text'; there are 'a'"),
+    ("a.csv", "x\n1\n", "no column of text named 'text'\n  given: x\n"),
+    ("a.csv", "text,b\n1,2,3\n", "line 2, is no row of its table\n  given: 3 fields; the names above are 2"),
+    ("a.csv", 'text\n"open', "line 2, is no row of its table"),
+    ("a.arrow", b"ARROW1\0\0broken", "a.arrow cannot be read"),
+    ("a\0.txt", None, "a data source cannot be looked at|no such data file"),
+    ("n" * 300, None, "a data source cannot be looked at"),
     ("a.bin", "x", "a.bin holds tokens, not text"),
     ("a.txt", "", r"a.txt holds no text\n  given: 0 bytes"),
     ("a.txt", b"caf\xe9", "a.txt cannot be read\n.*can't decode byte 0xe9 in position 3(.|\n)*UTF-8"),
     ("a.jsonl", "", "a.jsonl holds no text"),
     ("a.jsonl", '{"text": "x"}\nnope\n',
      r"a.jsonl, line 2, is not a JSON object with a text named 'text'\n  given: b'nope"),
-    ("a.jsonl", '{"txt": "x"}', r"line 1, .*\n.*KeyError: 'text'(.|\n)*--set data.text_field=NAME"),
+    ("a.jsonl", '{"txt": "x"}', r"line 1, .*\n.*no field 'text'; there are 'txt'(.|\n)*--set data.text_field=NAME"),
     ("a.jsonl", '["text"]', "line 1, "),
     ("a.jsonl", '{"text": 7}', "line 1, "),
     ("a.jsonl", b'{"text": "\xe9"}', "line 1, .*\n.*UnicodeDecodeError"),

@@ -1,4 +1,5 @@
 import io
+import os
 import sys
 
 import numpy as np
@@ -116,6 +117,13 @@ def test_tokenizers_is_an_extra(monkeypatch):
 def test_a_tokenizer_that_cannot_be_used(tmp_path):
     with pytest.raises(DataError, match=r"a tokenizer file cannot be read\n.*No such file(.|\n)*`bytes`"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "a\0b", "n" * 300):
+        with pytest.raises(DataError, match=r"a tokenizer file cannot be read"):
+            load_tokenizer(str(tmp_path / name))
+    (tmp_path / "spiece.model").write_bytes(b"\n\x0e\xff")
+    with pytest.raises(DataError, match=r"spiece.model is not a tokenizer(.|\n)*AutoTokenizer.from_pretrained"):
+        load_tokenizer(str(tmp_path / "spiece.model"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer.json is not a tokenizer of the tokenizers library"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optimus_jax.data import digests
+from optimus_jax.data import joined as joined_module
 from optimus_jax.data import tokens as tokens_module
+from optimus_jax.data.joined import JoinedTokens
 from optimus_jax.data.sampler import cut_examples
 from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents
-from optimus_jax.data.tokens import TokenStream, check_vocab, content_digest, read_token_file, split, write_token_file
+from optimus_jax.data.tokens import TokenStream, check_vocab, read_token_file, split, write_token_file
 from optimus_jax.errors import DataError
 
 BYTES = ByteTokenizer()
@@ -113,7 +116,7 @@ def test_ids_of_a_file_are_held_against_its_header(tmp_path, monkeypatch):
     message = r"outside of its own vocabulary\n.*token id 256 at position 4; the vocabulary is 120\n.*scripts/tokenize.py"
     with pytest.raises(DataError, match=message):
         check_vocab(stream, 257, "tiny")
-    monkeypatch.setattr(tokens_module, "_CHECKED_TOKENS", 3)
+    monkeypatch.setattr(tokens_module, "CHECKED_TOKENS", 3)
     check_vocab(stream, 257, "tiny")  # too long a file to be read before training
     cut_examples(stream, np.array([0]), seq_len=3, respect_documents=True)
     with pytest.raises(DataError, match=message):
@@ -122,13 +125,13 @@ def test_ids_of_a_file_are_held_against_its_header(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("limit", [1 << 26, 8])
 def test_a_digest_tells_contents_apart(monkeypatch, limit):
-    monkeypatch.setattr(tokens_module, "_DIGEST_TOKENS", limit)
-    monkeypatch.setattr(tokens_module, "_DIGEST_BLOCKS", 4)
-    digest = content_digest(stream_of("0123456789" * 3))
+    monkeypatch.setattr(digests, "DIGEST_TOKENS", limit)
+    monkeypatch.setattr(digests, "_DIGEST_BLOCKS", 4)
+    digest = digests.content_digest(stream_of("0123456789" * 3).tokens)
     assert re.fullmatch("[0-9a-f]{16}", digest)
-    assert content_digest(stream_of("0123456789" * 3)) == digest
+    assert digests.content_digest(stream_of("0123456789" * 3).tokens) == digest
     for other in ("0123456789" * 4, "1123456789" + "0123456789" * 2, "0123456789" * 2 + "0123456780"):
-        assert content_digest(stream_of(other)) != digest
+        assert digests.content_digest(stream_of(other).tokens) != digest
 
 
 def test_a_token_file_comes_back(tmp_path):
@@ -139,7 +142,7 @@ def test_a_token_file_comes_back(tmp_path):
     assert read == header
     assert json.loads((tmp_path / "a.bin.json").read_text()) == {
         "format": 1, "dtype": "uint16", "vocab_size": 257, "num_tokens": 11, "num_documents": 3, "eos": 256,
-        "tokenizer": BYTES.digest}
+        "tokenizer": BYTES.digest, "content": read.content, "bad_lines": 0}
     assert (tmp_path / "a.bin").read_bytes()[:4] == b"o\0n\0"
 
 
@@ -180,6 +183,54 @@ def test_a_token_file_that_its_header_does_not_fit(tmp_path, change, message):
         read_token_file(tmp_path / "a.bin", BYTES)
 
 
+@settings(deadline=None, max_examples=100)
+@given(start=st.integers(-30, 30), stop=st.integers(-30, 30), lengths=st.lists(st.integers(0, 7), min_size=1).filter(any))
+def test_joined_tokens_are_sliced_as_one_array(start, stop, lengths):
+    whole = np.arange(sum(lengths), dtype=np.uint16)
+    joined = JoinedTokens(np.split(whole, np.cumsum(lengths)[:-1]))
+    assert (len(joined), joined.nbytes, joined.dtype) == (len(whole), whole.nbytes, whole.dtype)
+    assert np.array_equal(joined[start:stop], whole[start:stop])
+    assert [joined[index] for index in range(-len(whole), len(whole))] == [*whole, *whole]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joined_module, "_COPIED_TOKENS", 0)
+        assert np.array_equal(np.asarray(joined[start:stop]), whole[start:stop])
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_no_token_file_ends_in_anything_but_an_error_in_words(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.bin"
+    for old in (path, path.with_name("fuzzed.bin.json")):
+        old.unlink(missing_ok=True)
+    write_texts(path, "one", "two")
+    for file in (path, path.with_name("fuzzed.bin.json")):
+        content = file.read_bytes()
+        place, cut = data.draw(st.integers(0, len(content))), data.draw(st.sampled_from([0, 0, 1, 5]))
+        file.write_bytes(content[:place] + data.draw(st.sampled_from([b"", b"", b"\0", b"9", b"null", b"[", b"\xff", b"-"])) + content[place + cut:])
+    said = None
+    try:
+        stream, _ = read_token_file(path, BYTES)
+        check_vocab(stream, 300, "tiny")
+    except DataError as error:
+        said = str(error)
+    assert said is None or "\n  do:    " in said
+
+
+def test_a_header_is_held_against_what_ends_documents(tmp_path):
+    header = write_texts(tmp_path / "a.bin", "one", "two")
+    for change, message in {"num_documents": r"does not have the documents(.|\n)*2 ends of documents; 1 in a.bin.json",
+                            "eos": r"another end of documents\n  given: id 1 in a.bin.json; here it is id 256, which is no byte"}.items():
+        (tmp_path / "a.bin.json").write_text(json.dumps(dataclasses.asdict(header) | {change: 1}))
+        with pytest.raises(DataError, match=message):
+            read_token_file(tmp_path / "a.bin", BYTES)
+
+
+def test_a_header_of_before_there_were_digests_is_read(tmp_path):
+    header = dataclasses.asdict(write_texts(tmp_path / "a.bin", "one"))
+    (tmp_path / "a.bin.json").write_text(json.dumps({name: value for name, value in header.items() if name not in ("content", "bad_lines")}))
+    assert read_token_file(tmp_path / "a.bin", BYTES)[1].content is None
+
+
 def test_a_token_file_without_a_header_or_tokens(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"no header of format 1 beside it\n.*No such file(.|\n)*restore a.bin.json"):
@@ -212,6 +263,10 @@ def test_the_script_writes_a_file_once(tmp_path):
 
 
 def test_the_script_explains_its_arguments(tmp_path):
+    (tmp_path / "a.jsonl").write_text("nope")
+    bad = run_script(tmp_path, "--out", "data.bin", "a.jsonl")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "name the field: --text-field NAME, or leave bad lines out: --skip-bad-lines\n" in bad.stderr
     shown = run_script(tmp_path, "--help")
     assert shown.returncode == 0
     assert "--tokenizer" in shown.stdout

@@ -18,6 +18,7 @@ from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.engines import NOBODY, Launch
 from optimus_jax.training.display import Display, PlainDisplay, RichDisplay, make_display, short_count, short_duration
+from optimus_jax.training.numbers import perplexity_of, short
 from optimus_jax.training.report import start_report
 from optimus_jax.training.step_record import StepRecord
 from optimus_jax.training.tensorboard import TensorBoardWriter
@@ -197,7 +198,7 @@ def test_what_you_got_tells_of_the_pipeline(case: plans.PlanCase, rows: dict[str
 def what_you_got(case: plans.PlanCase) -> str:
     built = plans.build(plans.model_for(case, "gpt"), case)
     stream = io.StringIO()
-    data: Any = SimpleNamespace(description="words")
+    data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
     start_report(make("plain", stream), config=built.config, topology=discover(), why="given", program=built.program, data=data,
                  compile_s=1.0, step_bytes=2**20, run_dir=Path("runs/x"), launch=Launch(engine=NOBODY, why="nothing says that there are others"))
     return stream.getvalue()
@@ -257,3 +258,13 @@ def test_tensorboard_without_its_extra_says_what_to_install(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"optimus-jax\[tensorboard\]"):
         TensorBoardWriter(tmp_path)
+
+
+def test_numbers_of_a_diverged_run_fit_a_line():
+    assert [short(value, 2) for value in (12.345, -999999.0, 1.234e30, math.inf, math.nan)] == ["12.35", "-999999.00", "1.2e+30", "inf", "nan"]
+    assert [perplexity_of(loss) for loss in (0.0, 1e30, math.inf)] == [1.0, math.inf, math.inf]
+    stream = io.StringIO()
+    display = make("plain", stream)
+    display.evaluation(1, 700.0, perplexity_of(700.0), 1e9)
+    display.step(record(1, loss=1e300))
+    assert stream.getvalue().startswith("step 1  held-out loss 700.0000  perplexity 1e+304  1e+09 bits/byte\nstep 1/300  loss 1e+300  ")

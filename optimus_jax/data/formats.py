@@ -1,0 +1,298 @@
+"""The texts in a file, by its format: one function for each, and a table from suffixes to them.
+
+A reader gets a `Reading` and yields texts; "" and None are no documents. It may raise whatever its
+library does: `sources.py` turns all of that into a DataError.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from optimus_jax.data.compressed import open_file, suffixes_of
+from optimus_jax.data.file_kinds import TEXT_BYTE_ORDER_MARK, wide_encoding
+from optimus_jax.data.left_out import LeftOut
+from optimus_jax.errors import DataError, explain
+
+_NO_CHAT = (
+    "a conversation needs a chat template, which does not exist here yet: write it out as text first"
+)
+_SHOWN = 80
+"""Characters of a bad line that a message shows."""
+_LONGEST_FIELD = 2**31 - 1
+"""Characters of a CSV field; Python's own limit is 131,072."""
+TEXT_SUFFIXES = (
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".tex",
+    ".py",
+    ".c",
+    ".h",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".java",
+    ".js",
+)
+_TEXT_TYPES = ("string", "large_string", "string_view")
+
+
+class NotTextError(ValueError):
+    """A record has no text where it should."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One file that is being read."""
+
+    path: Path
+    text_field: str
+    """Name of the text in a record or a column."""
+    skip_bad_lines: bool
+    """Whether lines that are no document are counted instead of refused."""
+    left_out: LeftOut
+    """Where they are counted."""
+
+    def bad(self, unit: str, number: int, shown: object, error: Exception) -> None:
+        """Count line, row or item `number`. Raises DataError if such are not to be skipped."""
+        if self.skip_bad_lines:
+            self.left_out.bad_lines.setdefault(self.path, []).append(number)
+            return
+        reason = (
+            str(error)
+            if isinstance(error, NotTextError | csv.Error)
+            else f"{type(error).__name__}: {error}"
+        )
+        text = repr(shown)
+        if unit == "row":
+            what, given, name = f"line {number}, is no row of its table", reason, ""
+        else:
+            what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
+            given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
+            name = "name the field: --set data.text_field=NAME, "
+        raise DataError(
+            explain(
+                f"{self.path}, {what}",
+                given=given,
+                do=f"mend the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true",
+            )
+        ) from error
+
+
+def read_text(reading: Reading) -> Iterator[str]:
+    """The whole file."""
+    with open_file(reading.path) as file:
+        data = file.read()
+    if (wide := wide_encoding(data[:1024])) is not None:
+        raise ValueError(f"the text is in {wide}, not UTF-8")
+    yield data.removeprefix(TEXT_BYTE_ORDER_MARK).decode()
+
+
+def read_json_lines(reading: Reading) -> Iterator[str]:
+    """A line, an object with a text or a text by itself."""
+    with open_file(reading.path) as file:
+        yield from _json_lines(file, reading)
+
+
+def read_json(reading: Reading) -> Iterator[str]:
+    """An array of objects or texts, one object, or JSON lines, which many name .json."""
+    with open_file(reading.path) as file:
+        data = file.read().removeprefix(TEXT_BYTE_ORDER_MARK)
+    try:
+        value = json.loads(data) if data.strip() else []
+    except ValueError as error:
+        if "Extra data" not in str(error):
+            raise
+        yield from _json_lines(io.BytesIO(data), reading)
+        return
+    del data
+    records = value if isinstance(value, list) else [value]
+    for number, record in enumerate(records, 1):
+        try:
+            text = text_in(record, reading.text_field)
+        except ValueError as error:
+            reading.bad("item", number, record, error)
+            continue
+        yield text
+
+
+def read_csv(reading: Reading) -> Iterator[str]:
+    """The text in a column of each row, below a row of names."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    separator = "\t" if ".tsv" in (suffix.lower() for suffix in reading.path.suffixes) else ","
+    with (
+        open_file(reading.path) as file,
+        io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines,
+    ):
+        rows = csv.reader(lines, delimiter=separator, strict=True)
+        names = next(rows, None)
+        if names is None:
+            return
+        if reading.text_field not in names:
+            raise _no_column(reading, ", ".join(name[:_SHOWN] for name in names[:50]))
+        column = names.index(reading.text_field)
+        while True:
+            try:
+                row = next(rows)
+                if row and len(row) != len(names):
+                    raise NotTextError(f"{len(row)} fields; the names above are {len(names)}")
+            except StopIteration:
+                return
+            except UnicodeDecodeError:  # from here on nothing can be read
+                raise
+            except (csv.Error, NotTextError) as error:
+                reading.bad("row", rows.line_num, "", error)
+                continue
+            if row:
+                yield row[column]
+
+
+def read_parquet(reading: Reading) -> Iterator[str | None]:
+    """The text in a column of each row."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise _needs_pyarrow("Parquet", reading.path) from error
+    with pyarrow.parquet.ParquetFile(reading.path) as table:
+        _check_column(table.schema_arrow, reading)
+        for rows in table.iter_batches(columns=[reading.text_field]):
+            yield from rows.column(0).to_pylist()
+
+
+def read_arrow(reading: Reading) -> Iterator[str | None]:
+    """The same of an Arrow file or stream, as Hugging Face's datasets and Feather keep them."""
+    try:
+        import pyarrow.ipc
+    except ImportError as error:
+        raise _needs_pyarrow("Arrow", reading.path) from error
+    with pyarrow.memory_map(str(reading.path)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if not is_file:
+            batches: Iterable[Any] = (stream := pyarrow.ipc.open_stream(source))
+            schema = stream.schema
+        else:
+            file = pyarrow.ipc.open_file(source)
+            batches, schema = map(file.get_batch, range(file.num_record_batches)), file.schema
+        _check_column(schema, reading)
+        index = schema.get_field_index(reading.text_field)
+        for batch in batches:
+            yield from batch.column(index).to_pylist()
+
+
+Reader = Callable[[Reading], Iterator[str | None]]
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(TEXT_SUFFIXES, read_text),
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_json_lines),
+    ".json": read_json,
+    **dict.fromkeys((".csv", ".tsv"), read_csv),
+    ".parquet": read_parquet,
+    **dict.fromkeys((".arrow", ".feather"), read_arrow),
+}
+"""By suffix, in lower case."""
+TOKEN_SUFFIX = ".bin"
+HEADER_SUFFIX = ".json"
+"""Behind the name of a token file: of what says what it is."""
+SUFFIXES = (*READERS, TOKEN_SUFFIX)
+_SEEKING = (read_parquet, read_arrow)
+"""Readers of files that are not read from front to end, and are compressed inside if at all."""
+
+
+def has_format(path: Path) -> bool:
+    """Whether a file's name says how to read it."""
+    suffix, compression = suffixes_of(path)
+    if not compression:
+        return suffix in SUFFIXES
+    return suffix in READERS and READERS[suffix] not in _SEEKING
+
+
+def text_in(record: Any, field: str) -> str:
+    """The text of a JSON value. Raises ValueError if it has none."""
+    text = record
+    if isinstance(record, dict):
+        if field not in record:
+            raise NotTextError(
+                f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}"
+            )
+        text = record[field]
+    if not isinstance(text, str):
+        where = f"{field!r} holds" if isinstance(record, dict) else "it is"
+        raise NotTextError(f"{where} {_kind(text)}")
+    text.encode()  # half of a surrogate pair is legal in JSON, yet is no text
+    return text
+
+
+def _json_lines(file: BinaryIO | io.BytesIO, reading: Reading) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if number == 1:
+            if (wide := wide_encoding(line)) is not None:
+                raise ValueError(f"the text is in {wide}, not UTF-8")
+            line = line.removeprefix(TEXT_BYTE_ORDER_MARK)
+        if not line.strip():
+            continue
+        try:
+            text = text_in(json.loads(line), reading.text_field)
+        except (ValueError, RecursionError) as error:
+            reading.bad("line", number, line[:_SHOWN], error)
+            continue
+        yield text
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, in words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case dict():
+            return f"an object with {', '.join(map(repr, value)) or 'nothing'}"
+        case list() if value and all(isinstance(item, dict) for item in value):
+            names = ", ".join(map(repr, value[0])) or "nothing"
+            return f"a list of objects with {names}, not a text; {_NO_CHAT}"
+        case list():
+            return "a list"
+    return type(value).__name__
+
+
+def _check_column(schema: Any, reading: Reading) -> None:
+    """Raise DataError if an Arrow schema has no column of text by the name."""
+    columns = [(field.name, field.type) for field in schema]
+    kinds = [
+        str(getattr(kind, "value_type", kind)) if str(kind).startswith("dictionary") else str(kind)
+        for name, kind in columns
+        if name == reading.text_field
+    ]
+    if len(kinds) != 1 or kinds[0] not in _TEXT_TYPES:
+        is_chat = any(kind.startswith(("list<", "large_list<")) for kind in kinds)
+        raise _no_column(
+            reading, ", ".join(f"{name}: {kind}" for name, kind in columns), is_chat=is_chat
+        )
+
+
+def _no_column(reading: Reading, given: str, *, is_chat: bool = False) -> DataError:
+    chat = f"; {_NO_CHAT}" if is_chat else ""
+    return DataError(
+        explain(
+            f"{reading.path} has no column of text named {reading.text_field!r}",
+            given=given,
+            do="name the column: --set data.text_field=NAME" + chat,
+        )
+    )
+
+
+def _needs_pyarrow(kind: str, path: Path) -> DataError:
+    return DataError(
+        explain(
+            f"{kind} files need pyarrow, which is not installed",
+            given=path,
+            do="pip install 'optimus-jax[parquet]'",
+        )
+    )

@@ -1,0 +1,56 @@
+"""What reading a data set has passed over, so that it can be told and recorded at start."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_NAMED = 3
+"""Files that a note names one by one."""
+
+
+@dataclass(kw_only=True)
+class LeftOut:
+    """Counts that grow while sources are expanded and read."""
+
+    bad_lines: dict[Path, list[int]] = field(default_factory=dict)
+    """By file, numbers of lines, rows or items that are no document; with data.skip_bad_lines."""
+    empty_files: list[Path] = field(default_factory=list)
+    """Files of a glob or folder that hold no text."""
+    other_files: Counter[str] = field(default_factory=Counter)
+    """By suffix, files of folders that are of no format to train on."""
+
+    @property
+    def num_bad_lines(self) -> int:
+        """Lines, rows and items skipped, over all files."""
+        return sum(map(len, self.bad_lines.values()))
+
+    def notes(self) -> list[str]:
+        """A sentence for each kind of thing left out."""
+        found = []
+        if self.bad_lines:
+            where = [
+                f"{len(numbers):,} in {path} (the first is {numbers[0]:,})"
+                for path, numbers in self.bad_lines.items()
+            ]
+            found.append(
+                f"data.skip_bad_lines: {self.num_bad_lines:,} bad line(s) skipped: {_some(where)}"
+            )
+        if self.empty_files:
+            found.append(
+                f"{len(self.empty_files):,} empty file(s) left out: "
+                + _some(list(map(str, self.empty_files)))
+            )
+        if self.other_files:
+            kinds = ", ".join(
+                f"{count:,} {suffix or 'without a suffix'}"
+                for suffix, count in sorted(self.other_files.items())
+            )
+            found.append(
+                f"file(s) in folders left out, as they are of no format to train on: {kinds}"
+            )
+        return found
+
+
+def _some(words: list[str]) -> str:
+    more = len(words) - _NAMED
+    return ", ".join(words[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")

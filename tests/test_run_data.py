@@ -1,0 +1,112 @@
+"""A run knows its data by what it holds, and keeps its tokenizer: files may move while it is away."""
+
+import gzip
+import json
+import shutil
+
+import pytest
+from data.test_eos import SPEAK, unigram
+
+import optimus_jax
+from optimus_jax.config import Config, DataConfig
+from optimus_jax.data.dataset import Data, load_data
+from optimus_jax.data.tokenizers import load_tokenizer
+from optimus_jax.errors import DataError
+from optimus_jax.generation import load_text_model
+from optimus_jax.run_data import check_same_data, held_out_in_run, identity_in_run, tokenizer_of_run
+from optimus_jax.training.run_directory import RunDirectory
+
+TEXTS = [f"Hello world {'wd' * (n % 7)}" for n in range(40)] + [SPEAK] * 5
+TINY = {"mesh": "data=8", "global_batch": 8, "seq_len": 16, "eval_every": 0, "progress": "plain", "model.vocab_size": 64, "model.num_layers": 1,
+        "model.embed_dim": 16, "model.num_heads": 2, "model.num_kv_heads": 2, "model.head_dim": 8, "model.mlp_dim": 32}
+
+
+def write_texts(path, texts):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return path
+
+
+def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
+    unigram().save(str(tmp_path / "t.json"))
+    write_texts(tmp_path / "a.jsonl", TEXTS[:20])
+    write_texts(tmp_path / "b.jsonl", TEXTS[20:])
+    run_dir = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    optimus_jax.train("gpt2-nano", run_dir="run", data="*.jsonl", tokenizer="t.json", steps=1, **TINY)
+    started = capsys.readouterr().out
+    assert "documents end with  '</s>', id 2 (the usual name)" in started
+    assert "data: 5 document(s) contain the text of a special token" in started
+    assert load_tokenizer(str(run_dir)).digest == load_tokenizer("t.json").digest
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    shutil.move(tmp_path / "t.json", "u.json")
+    moved = write_texts(tmp_path / "new" / "all.jsonl.gz", TEXTS)
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(DataError, match=r"not what this run was trained on(.|\n)*in the same order"):
+        optimus_jax.train(run_dir=run_dir, resume=True, data=write_texts(tmp_path / "new" / "turned.jsonl", TEXTS[20:] + TEXTS[:20]), steps=2)
+    resumed = optimus_jax.train("gpt2-nano", run_dir=run_dir, resume="auto", data="../new/*.gz", tokenizer="u.json", steps=2, **TINY)
+    assert len(resumed.history) == 2
+    assert Config.from_json((run_dir / "config.json").read_text()).data.sources == (str(moved.parent / "*.gz"),)
+
+    shutil.move("u.json", "gone.json")
+    model = load_text_model(run_dir)
+    assert model.tokenizer.end == "'</s>', id 2 (tokenizer_config.json)"
+    with pytest.warns(UserWarning, match="it is taken as ordinary text"):
+        model.generate("</s>", max_new_tokens=1)
+    unigram(as_special=False).save(str(run_dir / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"not the one that this run was trained with\n.*digest \w+; the checkpoint says \w+"):
+        load_text_model(run_dir)
+    with pytest.raises(DataError, match=r"a run keeps its tokenizer"):
+        optimus_jax.train(run_dir=run_dir, resume=True, steps=3, **{"data.allow_change": True})
+
+
+def begun(folder, *, begin=None, **data):
+    """A run's directory with its config and what it logged when it began."""
+    run = RunDirectory.create(folder, "tiny")
+    run.write_config(Config(data=DataConfig(**data)).to_json())
+    if begin is not None:
+        run.log_event("start", 0, identity=begin)
+    run.close()
+    return run
+
+
+def test_a_run_of_before_takes_its_texts_apart_as_it_did(tmp_path):
+    assert held_out_in_run(begun(tmp_path / "a", sources=("x.bin",))) == "end"
+    assert held_out_in_run(begun(tmp_path / "b", sources=("x.jsonl",))) == "documents"
+    run = begun(tmp_path / "c", sources=("x.jsonl",), begin={"held_out_by": "end", "content": "1"})
+    assert (held_out_in_run(run), identity_in_run(run)) == ("end", {"held_out_by": "end", "content": "1"})
+    assert identity_in_run(begun(tmp_path / "d")) is None
+
+
+def test_a_run_of_before_ends_documents_as_it_did(tmp_path):
+    """It has no tokenizer of its own; files beside the original were not asked."""
+    made = unigram()
+    made.add_special_tokens(["<|im_end|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    named = DataConfig(tokenizer=str(tmp_path / "tokenizer.json"))
+    run = begun(tmp_path / "run", tokenizer=named.tokenizer)
+    assert tokenizer_of_run(run, named).end == "'</s>', id 2 (the usual name)"
+    run.write_tokenizer(load_tokenizer(named.tokenizer).files)
+    run.write_tokenizer({"tokenizer.json": b"another"})
+    assert tokenizer_of_run(run, named).end == "'<|im_end|>', id 12 (tokenizer_config.json)".replace("12", str(made.token_to_id("<|im_end|>")))
+    unigram().save(str(tmp_path / "other.json"))
+    with pytest.raises(DataError, match=r"a run keeps its tokenizer(.|\n)*other.json has digest \w+; the run was begun with .*tokenizer.json"):
+        tokenizer_of_run(run, DataConfig(tokenizer=str(tmp_path / "other.json")))
+
+
+def test_other_data_may_be_allowed_and_another_tokenizer_never(tmp_path):
+    write_texts(tmp_path / "a.jsonl", TEXTS)
+    data = load_data(DataConfig(sources=(str(tmp_path / "a.jsonl"),)), seq_len=4, vocab_size=257, model_name="tiny")
+    assert isinstance(data, Data)
+    told = []
+    check_same_data({"content": data.identity["content"], "of another version": 3}, data, DataConfig(), told.append)
+    check_same_data(None, data, DataConfig(), told.append)
+    assert told == []
+    check_same_data({"content": "0"}, data, DataConfig(allow_change=True), told.append)
+    assert told == [f"the data has changed, which data.allow_change allows: content was 0 and is {data.identity['content']}"]
+    with pytest.raises(DataError, match="a run keeps its tokenizer"):
+        check_same_data({"tokenizer": "0"}, data, DataConfig(allow_change=True), told.append)
