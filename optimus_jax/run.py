@@ -118,7 +118,7 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     compile_s = time.perf_counter() - started
     run.log_event("compile", first_step, compile_time_s=compile_s, step_bytes_per_device=step_bytes)
     start_report(display, config=config, topology=topology, why=choice.why, program=program, data=inputs.data,
-                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path, launch=devices.launch,
+                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path, launch=devices.launch, evaluation=inputs.evaluation,
                  ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing))
     tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
     metadata = {"config": config.to_json(), "data": inputs.data.identity}

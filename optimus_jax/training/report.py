@@ -26,7 +26,7 @@ LARGEST = 8
 
 
 def start_report(display: Display, *, config: Config, topology: Topology, why: str, program: Program, data: Data,
-                 compile_s: float, step_bytes: int, run_dir: Path, launch: Launch, ahead: Sequence[tuple[Phase, Plan]] = ()) -> None:
+                 compile_s: float, step_bytes: int, run_dir: Path, launch: Launch, evaluation: str, ahead: Sequence[tuple[Phase, Plan]] = ()) -> None:
     """Show the run's settings, given and derived, and how its tensors lie on the devices.
 
     Args:
@@ -34,6 +34,7 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
       compile_s: seconds that the training step took to compile.
       step_bytes: bytes per device that the compiled step needs, its arguments included.
       launch: how this process was started.
+      evaluation: what is evaluated on, and when.
       ahead: later phases, with the plans that they would have.
     """
     plan, shapes = program.plan, program.shapes
@@ -57,6 +58,7 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         ["remat", plan.remat],
         *([["in the host's memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
         ["learning rate", f"{peak:g} peak, {curve(config)}, of {config.steps} steps"],
+        ["evaluation", evaluation],
         ["step, compiled", f"{step_bytes / 2**20:,.0f} MiB per device, {compile_s:.1f} s to compile"],
         ["plan", plan.digest],
     ])
