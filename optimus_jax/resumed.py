@@ -66,6 +66,14 @@ class Resumed:
         old = Config.from_json(text)
         own = _own_values(old, Config.derived_in(text), precision)
         kept = {name: _kept(name, asked, old, own, named) for name in _OPEN}
+        wanted_warmup = asked.with_values(
+            {"optimizer.warmup_steps": kept["optimizer.warmup_steps"]}
+        )
+        if (
+            asked.optimizer.decay_steps is None
+            and wanted_warmup.warmup_steps > own["optimizer.decay_steps"]
+        ):
+            kept["optimizer.decay_steps"] = None  # a longer warm-up was asked for now
         return cls(asked=asked, config=asked.with_values(kept), before=old.with_values(own))
 
     def from_step(self, step: int) -> "Resumed":

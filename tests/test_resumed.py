@@ -1,6 +1,7 @@
 """What a run derived when it began is its own: a resume keeps it unless that very setting changes."""
 
 import json
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +29,10 @@ def written(asked, config=None):
     )
 
 
-def resume(text, step, *, auto=False, model="gpt2-nano", **settings):
+def resume(text: str, step: int, *, auto: bool = False, **settings: Any) -> Resumed:
     """A run resumed after a step, by `--resume` or by a whole command with `--resume auto`."""
     asked = (
-        repeated_config(text, make_config(model, settings))
+        repeated_config(text, make_config("gpt2-nano", settings))
         if auto
         else resumed_config(text, None, settings)
     )
@@ -151,6 +152,20 @@ def test_what_a_change_does_to_the_rate_is_told(settings, step, changed, now):
     assert changed in text
     assert "the rate jumps" in text
     assert all(f"{rate:.4g}" in text for rate in told.rates.values())
+
+
+def test_a_warm_up_that_is_asked_for_now_may_be_longer_than_the_decay_was():
+    changes: dict[str, Any]
+    for changes in (
+        {"steps": 400, "optimizer.warmup_steps": 200},
+        {"steps": 4000, "optimizer.warmup_steps": "none"},
+    ):
+        resumed = resume(begun(steps=100), 50, **changes)
+        ends = resumed.config.warmup_steps, resumed.config.decay_steps
+        assert ends == (200, changes["steps"])
+    changes = {"optimizer.decay_steps": 100, "optimizer.warmup_steps": 200}
+    with pytest.raises(ConfigError, match=r"before warm-up does\n.*decay_steps=100, .*=200"):
+        resume(begun(steps=100), 50, **changes)
 
 
 def test_a_resume_that_changes_nothing_derives_nothing_anew():

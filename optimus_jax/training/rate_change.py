@@ -84,8 +84,9 @@ class RateChange:
             text += f"To end it at step {now.steps}: --set optimizer.decay_steps={now.steps} ({with_values(decay_steps=now.steps)}). "
         return text + (
             "To train on at the peak: --set optimizer.schedule=constant "
-            f"({with_values(schedule='constant')}). A run that is begun with --set optimizer.schedule=wsd "
-            "(warm-up, stable, decay at the end) or constant can be extended without a jump"
+            f"({with_values(schedule='constant')}). Without a jump a run can be extended that has "
+            "optimizer.schedule=wsd (warm-up, stable, decay at the end), before its decay begins, or "
+            "constant"
         )
 
     @property
