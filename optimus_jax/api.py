@@ -7,6 +7,7 @@ user can get wrong is found before anything expensive begins.
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from optimus_jax import __version__
 from optimus_jax.checkpoint import Checkpoints, Saved
 from optimus_jax.config import Config, DataConfig, DistributedConfig
 from optimus_jax.control.deciding.candidates import check_allowed
-from optimus_jax.errors import ConfigError, FaultError, RunDirectoryError, StoreError, explain
+from optimus_jax.errors import ConfigError, FaultError, PlanError, RunDirectoryError, StoreError, explain
 from optimus_jax.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.backend import warning_of_cpu
@@ -45,7 +46,15 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.choice import choose_plan
 from optimus_jax.planning.here import Here, known_devices, measure_devices
 from optimus_jax.planning.phase_plans import plans_ahead
-from optimus_jax.request import SAVED_WITH_A_RUN, make_config, read_config, repeated_config, resumed_config
+from optimus_jax.request import (
+    SAVED_WITH_A_RUN,
+    make_config,
+    named_settings,
+    read_config,
+    repeated_config,
+    resumed_config,
+)
+from optimus_jax.resumed import Resumed
 from optimus_jax.run import Devices, program_of, run_program
 from optimus_jax.store.lease import LeaseHeldError
 from optimus_jax.stored_run import StoredRun
@@ -110,17 +119,21 @@ def train(model: str | None = None, *, config: Config | UserPath | None = None, 
     if stored is not None:
         stored.fetch(_say) if resume else stored.check_free()
     config = _config_of(model, config, run_dir, resume, overrides, is_repeated)
+    resumed = _resumed(config, run_dir, overrides) if resume and run_dir is not None else None
+    config = config if resumed is None else resumed.config
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
     with named(launch):
-        return _train(config, launch, run_dir, stored, resume, overrides, is_repeated)
+        return _train(config, launch, run_dir, stored, resumed, overrides, is_repeated)
 
 
 PATIENCE_S = 120.0
 """For the lock of a writer that has died with its host, which a file server may keep for a lease of 90 s."""
 
 
-def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredRun | None, resume: bool, overrides: dict[str, Any], is_repeated: bool) -> RunResult:
+def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredRun | None, resumed: Resumed | None, overrides: dict[str, Any],
+           is_repeated: bool) -> RunResult:
     """`train`, from what was asked for and who else there is."""
+    resume = resumed is not None
     if launch.is_alone and not resume and run_dir is not None:
         RunDirectory(run_dir).check_free()
     if config.cpu_devices is not None:
@@ -142,7 +155,7 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
             if resume and run_dir is not None:
                 if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
                     config = on_what_is_there(config, topology)
-                if is_repeated and is_same_layout(config, run_dir):
+                if is_repeated and resumed is not None and is_same_layout(resumed.as_asked(config), run_dir):
                     overrides = {}  # nothing is asked for that the run was not asked for before
         here = _here(config, topology)
         saved = _newest(config, run_dir) if resume and run_dir is not None else None
@@ -182,7 +195,7 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
             watchdog = Watchdog.of(run.path, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
         if not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)
-        outcome, plan = run_program(config, devices, choice, program_of(now, choice), inputs, run, display, resume, progress,
+        outcome, plan = run_program(config, devices, choice, program_of(now, choice), inputs, run, display, resumed, progress,
                                     watchdog.signs if watchdog is not None else None)
         if watchdog is not None:
             watchdog.close()
@@ -322,6 +335,15 @@ def _config_of(model: str | None, base: Config | UserPath | None, run_dir: Path 
     config = make_config(model, overrides, base if base is None or isinstance(base, Config) else read_config(base))
     check_family(config.model)
     return config
+
+
+def _resumed(asked: Config, run_dir: Path, overrides: dict[str, Any]) -> Resumed:
+    """The run in a directory, which goes on as `asked` for; touches no device and writes nothing."""
+    run = RunDirectory.resume(run_dir, writer=False)
+    precision = None
+    with suppress(OSError, ValueError, PlanError):  # if the plan is needed for more, its error is raised then
+        precision = Plan.from_json(run.plan_text() or "").precision
+    return Resumed.of(run.config_text(), asked, named_settings(overrides), precision)
 
 
 def _new_directory(run_dir: Path | None, config: Config, launch: Launch, display: Display, is_repeated: bool) -> RunDirectory | None:

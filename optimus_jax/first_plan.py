@@ -39,10 +39,10 @@ def on_what_is_there(config: Config, topology: Topology) -> Config:
     return replace(config, parallel=replace(config.parallel, mesh="auto", microbatches=None, schedule="auto", repeats=None, layers_per_stage=(), zero=None))
 
 
-def is_same_layout(config: Config, run_dir: str | Path) -> bool:
-    """Whether a config asks for the layout that the run in a directory was asked to have."""
+def is_same_layout(asked: Config, run_dir: str | Path) -> bool:
+    """Whether a config, with what was left open left open, asks for the layout that the run in a directory was asked to have."""
     old = Config.from_json(RunDirectory(run_dir, writer=False).config_text())
-    return (config.parallel, config.precision) == (old.parallel, old.precision)
+    return (asked.parallel, asked.precision) == (old.parallel, old.precision)
 
 
 def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides: dict[str, Any], saved: Saved | None, prices: Prices) -> Choice | None:

@@ -78,7 +78,10 @@ def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapsho
 def _in_precision(config: Config, before: Precision, state: TrainState, program: Program, display: Display) -> TrainState:
     """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""
     now = program.plan.precision
-    if now == before or "f16" not in (now, before):
+    if now == before:
+        return state
+    if "f16" not in (now, before):
+        display.message(f"precision was {before} and is {now}")
         return state
     display.message(f"precision was {before} and is {now}: the loss scale begins anew"
                     + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1"))

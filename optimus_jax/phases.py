@@ -11,7 +11,7 @@ So the batch of a step follows from the config and the step alone, however often
 
 from dataclasses import dataclass, replace
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, EvaluationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,9 @@ def phase_after(config: Config, step: int) -> Phase:
 
 
 def in_phase(config: Config, phase: Phase) -> Config:
-    """The config of a run that has the batches of this phase all the time."""
+    """The config of a run that has the batches of this phase all the time, and evaluates as the whole run does."""
     if not config.data.phases:
         return config
-    return replace(config, data=replace(config.data, global_batch=phase.global_batch, seq_len=phase.seq_len, phases=()))
+    evaluation = EvaluationConfig(examples=config.eval_examples, seq_len=config.eval_seq_len)
+    return replace(config, evaluation=evaluation,
+                   data=replace(config.data, global_batch=phase.global_batch, seq_len=phase.seq_len, phases=()))

@@ -8,7 +8,7 @@ from optimus_jax.config import Config
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.paths import UserPath
 from optimus_jax.presets import model_preset
-from optimus_jax.settings import setting_names
+from optimus_jax.settings import setting_names, value_of
 from optimus_jax.store.local_copies import local_file
 
 SHORT_NAMES = {
@@ -78,10 +78,10 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
     Raises:
       ConfigError: a change would make it another run.
     """
-    old = Config.from_json(text)
+    old, derived = Config.from_json(text), Config.derived_in(text)
     settings = _dotted(overrides)
     new = _with_whole_paths(old.with_values(settings))
-    changed = [name for name in settings if _is_fixed(name) and _value(new, name) != _value(old, name)]
+    changed = [name for name in settings if _is_fixed(name) and _is_changed(name, old, new, derived)]
     if model is not None and model != old.model.name:
         changed.append("model")
     if changed:
@@ -100,9 +100,9 @@ def repeated_config(text: str, wanted: Config) -> Config:
     Raises:
       ConfigError: it would be another run.
     """
-    old = Config.from_json(text)
+    old, derived = Config.from_json(text), Config.derived_in(text)
     fixed = [name for name in setting_names(Config) if _is_fixed(name) and not name.startswith("model.rope_scaling.")] + ["model.rope_scaling"]
-    if changed := [name for name in fixed if _value(old, name) != _value(wanted, name)]:
+    if changed := [name for name in fixed if _is_changed(name, old, wanted, derived)]:
         raise ConfigError(explain(
             "the run in this directory has another model, data or seed", given="changes to " + ", ".join(changed),
             do="give what the run was begun with, or start a new run with another --run-dir"))
@@ -115,6 +115,11 @@ def _with_whole_paths(config: Config) -> Config:
 
 def _is_fixed(name: str) -> bool:
     return name.startswith(FIXED_FOR_A_RUN) and name not in KNOWN_BY_CONTENT
+
+
+def named_settings(overrides: Mapping[str, Any]) -> frozenset[str]:
+    """The dotted names of what a user has named. Raises ConfigError for an unknown one."""
+    return frozenset(_dotted(overrides))
 
 
 def typed(changes: Mapping[str, Any]) -> str:
@@ -141,12 +146,31 @@ def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(explain(f"unknown setting {unknown[0]!r}", given=f"{unknown[0]}={overrides[unknown[0]]}",
                                   do=nearest(unknown[0], known)))
     # A comma separates paths only in text that --set has: a string given in Python is one path.
-    return {SHORT_NAMES.get(name, name): (value,) if name == "data" and isinstance(value, str) else value
-            for name, value in overrides.items()}
+    found = {SHORT_NAMES.get(name, name): (value,) if name == "data" and isinstance(value, str) else value
+             for name, value in overrides.items()}
+    return _of_one_name(found)
 
 
-def _value(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+EVAL_EXAMPLES, OLD_EVAL_EXAMPLES = "evaluation.examples", "eval_batches"
+
+
+def _of_one_name(values: dict[str, Any]) -> dict[str, Any]:
+    """Whichever name of the evaluation set was used, the other one no longer counts."""
+    if values.get(EVAL_EXAMPLES) is not None and values.get(OLD_EVAL_EXAMPLES) is not None:
+        raise ConfigError(explain(
+            f"{OLD_EVAL_EXAMPLES} is the old name of {EVAL_EXAMPLES}",
+            given=f"{OLD_EVAL_EXAMPLES}={values[OLD_EVAL_EXAMPLES]}, {EVAL_EXAMPLES}={values[EVAL_EXAMPLES]}",
+            do=f"give {EVAL_EXAMPLES} only"))
+    if values.get(OLD_EVAL_EXAMPLES) is not None:
+        return values | {EVAL_EXAMPLES: None}
+    if EVAL_EXAMPLES in values:
+        return values | {OLD_EVAL_EXAMPLES: None}
+    return values | {EVAL_EXAMPLES: None} if OLD_EVAL_EXAMPLES in values else values
+
+
+def _is_changed(name: str, old: Config, new: Config, derived: Mapping[str, Any]) -> bool:
+    """Whether a setting says another thing than it did; a length that was left open has been derived."""
+    if name != "data.seq_len":
+        return value_of(new, name) != value_of(old, name)
+    before = derived.get(name, old.seq_len) if old.data.seq_len is None else old.data.seq_len
+    return (before if new.data.seq_len is None and old.data.seq_len is None else new.seq_len) != before

@@ -30,17 +30,19 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.phases import Phase, in_phase, phase_after
 from optimus_jax.plan import Plan
+from optimus_jax.planning.assemble import compute_precision
 from optimus_jax.planning.choice import Choice
 from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.explain import gib
 from optimus_jax.planning.here import Here
 from optimus_jax.planning.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search import Pricing
+from optimus_jax.resumed import Resumed, derived_values
 from optimus_jax.snapshots import bytes_of_host
 from optimus_jax.training.display import Display
 from optimus_jax.training.fault_log import take_over
-from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.progress import Progress
+from optimus_jax.training.rate_change import RateChange
 from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.signs_of_life import SignsOfLife
@@ -70,14 +72,14 @@ def program_of(config: Config, choice: Choice) -> Program:
 
 
 def run_program(config: Config, devices: Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory, display: Display,
-                resume: bool, progress: Progress, signs: SignsOfLife | None) -> tuple[Outcome, Plan]:
+                resumed: Resumed | None, progress: Progress, signs: SignsOfLife | None) -> tuple[Outcome, Plan]:
     """State, compile, loop; with the plan that the run ended under. Every process has to call it.
 
     Args:
       config: of the whole run; its first phase to run may be a later one.
       choice: the plan that `program` was built for, and why.
       run: locked for this process, if it writes.
-      resume: whether the state is read from the newest good checkpoint or snapshot.
+      resumed: what the run was and is asked for, if its state is read from the newest good checkpoint or snapshot; None: it begins.
       progress: told what this process is at.
       signs: of life of the run's processes; None: nobody watches.
     Raises:
@@ -87,6 +89,7 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     checkpoints = Checkpoints(
         run.checkpoints, config.checkpoint, warn=display.message,
         saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s))
+    resume = resumed is not None
     state = first_state(program, inputs, checkpoints, run, resume, display)
     now = in_phase(config, phase_after(config, int(state.step)))
     if now != program.config:  # the newest checkpoint was damaged, and the one before it is of an earlier phase
@@ -95,9 +98,14 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
         program = program_of(now, choice)
         state = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
+    if resumed is not None:
+        resumed = resumed.from_step(first_step)
+        config = config.with_values({"optimizer.decay_steps": resumed.config.optimizer.decay_steps})
+        if (now := in_phase(config, phase_after(config, first_step))) != program.config:
+            program = program_of(now, choice)  # another learning rate, and the same state
     check_alike({"the step to go on from": str(first_step)})
     with together():
-        _write_down(config, devices, choice, program, inputs, run, display, first_step, resume)
+        _write_down(config, devices, choice, program, inputs, run, display, first_step, resumed)
     num_bytes_of_host = bytes_of_host(state)
     snapshots = snapshots_of(config, run, display)
     with together():
@@ -110,7 +118,7 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     compile_s = time.perf_counter() - started
     run.log_event("compile", first_step, compile_time_s=compile_s, step_bytes_per_device=step_bytes)
     start_report(display, config=config, topology=topology, why=choice.why, program=program, data=inputs.data,
-                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path, launch=devices.launch,
+                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path, launch=devices.launch, evaluation=inputs.evaluation,
                  ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing))
     tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
     metadata = {"config": config.to_json(), "data": inputs.data.identity}
@@ -203,7 +211,7 @@ def _in_next_phase(trainer: Trainer, state: TrainState, step: int, controller: C
 
 
 def _write_down(config: Config, devices: Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory,
-                display: Display, first_step: int, resume: bool) -> None:
+                display: Display, first_step: int, resumed: Resumed | None) -> None:
     """What is about to run; from here on it can be resumed."""
     if first_step > config.steps:
         raise ConfigError(explain(
@@ -212,13 +220,16 @@ def _write_down(config: Config, devices: Devices, choice: Choice, program: Progr
     take_over(run)
     if abandoned := run.go_back_to(first_step):
         display.message(f"metrics of {abandoned} step(s) after step {first_step} were moved to metrics.abandoned.jsonl: they are run again")
-    run.write_config(config.to_json(derived=_derived(config, choice.plan, program)))
+    asked = config if resumed is None else resumed.as_asked(config)
+    run.write_config(asked.to_json(derived=_derived(config, choice.plan, program)))
     run.write_tokenizer(inputs.data.tokenizer.files)
     if (died := Journal(run).recover(first_step)) is not None:
         display.message(f"the run ended while it tried {died.target.describe()}: it goes on under the plan from before")
     run.write_plan(choice.plan.to_json())
-    run.log_event("resume" if resume else "start", first_step, devices=str(devices.topology), data=inputs.data.description,
-                  identity=inputs.data.identity, notes=inputs.data.notes, end_of_document=inputs.data.tokenizer.end, engine=devices.launch.engine, launch=devices.launch.why)
+    changed = {} if resumed is None else _tell_what_changes(config, devices, choice.plan, program, resumed, display, first_step)
+    run.log_event("start" if resumed is None else "resume", first_step, **changed, devices=str(devices.topology), data=inputs.data.description,
+                  identity=inputs.data.identity, notes=inputs.data.notes, end_of_document=inputs.data.tokenizer.end,
+                  engine=devices.launch.engine, launch=devices.launch.why)
     for note in inputs.data.notes:
         display.message(f"data: {note}")
     run.log_event("plan", first_step, digest=choice.plan.digest, layout=choice.plan.describe(), why=choice.why,
@@ -226,11 +237,24 @@ def _write_down(config: Config, devices: Devices, choice: Choice, program: Progr
     run.check()
 
 
+def _tell_what_changes(config: Config, devices: Devices, plan: Plan, program: Program, resumed: Resumed, display: Display,
+                       first_step: int) -> dict[str, Any]:
+    """Show how the learning rate and precision of a run that goes on differ from what they were, or would be; what the log is to say of it."""
+    usual = compute_precision(config.with_values({"precision.compute": "auto"}), devices.topology)
+    if resumed.asked.precision.compute == "auto" and plan.precision != usual:
+        display.message(f"precision {plan.precision}, in which the run began; on these devices a new run would have {usual}: "
+                        f"to change it, --precision {usual}")
+    change = RateChange(before=resumed.before, now=config, num_params=program.shapes.num_params, step=first_step)
+    if not change.is_one:
+        return {}
+    display.message(change.describe())
+    return dict(change.rates)
+
+
 def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
     """What was left open in the config, by the names of the settings."""
     return {
-        "data.seq_len": config.seq_len, "optimizer.lr": peak_learning_rate(config.optimizer, program.shapes.num_params),
-        "optimizer.warmup_steps": config.warmup_steps, "parallel.mesh": str(plan.axes), "parallel.zero": plan.zero,
+        **derived_values(config, num_params=program.shapes.num_params, precision=plan.precision), "parallel.mesh": str(plan.axes), "parallel.zero": plan.zero,
         "parallel.microbatches": plan.microbatches, "parallel.attention": plan.attention,
         "parallel.loss_chunk_tokens": plan.loss_chunk_tokens}
 

@@ -50,6 +50,13 @@ def changed(value: D, changes: Mapping[str, Any]) -> D:
     return build(cls, tree)
 
 
+def value_of(value: Any, name: str) -> Any:
+    """What a setting has, by its dotted name."""
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def field_types(cls: type) -> dict[str, Any]:
     """Field names of a dataclass with their types."""
     hints = typing.get_type_hints(cls)

@@ -251,6 +251,19 @@ def test_a_config_says_what_was_derived(uninterrupted):
     assert derived["parallel.mesh"] == "data=2,fsdp=2,tensor=2"
 
 
+def test_an_extended_run_keeps_its_warm_up_and_its_decay(uninterrupted, tmp_path, capsys):
+    run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
+    extended = optimus_jax.train(run_dir=run_dir, resume=True, steps=STEPS + 2, progress="plain")
+    assert [record.lr for record in extended.history[STEPS - 1:]] == [pytest.approx(1e-3)] * 3
+    shown = capsys.readouterr().out
+    assert f"before 0.001 (step {STEPS}), now 0.001 (step {STEPS + 1}), at the end 0.001 (step {STEPS + 2})" in shown
+    assert f"--set optimizer.decay_steps={STEPS + 2}" in shown
+    config = json.loads((run_dir / "config.json").read_text())
+    assert (config["steps"], config["optimizer"]["decay_steps"], config["derived"]["optimizer.decay_steps"]) == (STEPS + 2, None, STEPS)
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["lr_end"] for event in events if event["event"] == "resume"] == [pytest.approx(1e-3)]
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_path, capsys):
     run_dir = tmp_path / "run"
     optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, mesh="data=2,fsdp=2,tensor=2",

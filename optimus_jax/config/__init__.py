@@ -21,7 +21,13 @@ from optimus_jax.config.layout import (
 )
 from optimus_jax.config.model import ModelConfig, RopeScaling
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
-from optimus_jax.config.training import CheckpointConfig, LearningRateSchedule, LogConfig, OptimizerConfig
+from optimus_jax.config.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LearningRateSchedule,
+    LogConfig,
+    OptimizerConfig,
+)
 from optimus_jax.config.whole import DERIVED, Config
 
 __all__ = [
@@ -34,6 +40,7 @@ __all__ = [
     "ControlConfig",
     "DataConfig",
     "DistributedConfig",
+    "EvaluationConfig",
     "FaultConfig",
     "LearningRateSchedule",
     "LogConfig",

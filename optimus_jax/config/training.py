@@ -1,5 +1,6 @@
 """How it is trained, what is kept of that, and what is shown."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,9 @@ class OptimizerConfig:
     schedule: LearningRateSchedule = "cosine"
     """Shape after warm-up: to min_lr_ratio by cosine or line, wsd (flat, then line), constant."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up; None: 5% of all steps, at most 2000."""
+    """Steps of linear warm-up; None: 5% of the steps that the run began with, at most 2000."""
+    decay_steps: int | None = None
+    """Step at which the decay ends, counted from the run's first; None: the last step (docs/extending.md)."""
     min_lr_ratio: float = 0.1
     """Last learning rate over the peak."""
     decay_fraction: float = 0.2
@@ -36,7 +39,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "lr", "epsilon")
+        check_positive(self, "lr", "epsilon", "decay_steps")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1, and 1 would never forget", given=getattr(self, name),
@@ -47,6 +50,25 @@ class OptimizerConfig:
         for name in ("warmup_steps", "weight_decay", "clip_norm"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(explain(f"optimizer.{name} cannot be negative", given=getattr(self, name), do="choose 0 or more"))
+        if (self.warmup_steps or 0) > (self.decay_steps or math.inf):
+            raise ConfigError(explain(
+                "the decay of the learning rate cannot end before warm-up does",
+                given=f"optimizer.decay_steps={self.decay_steps}, "
+                      f"optimizer.warmup_steps={self.warmup_steps}",
+                do="choose warmup_steps <= decay_steps (docs/extending.md)"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """The fixed set of held-out examples that every evaluation of a run reads."""
+
+    examples: int | None = None
+    """Held-out examples of one evaluation, the first ones; None: 128, or what eval_batches says."""
+    seq_len: int | None = None
+    """Tokens of each; None: those of the training examples, in the first phase."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "examples", "seq_len")
 
 
 @dataclass(frozen=True, kw_only=True)

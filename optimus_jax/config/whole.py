@@ -13,13 +13,20 @@ from optimus_jax.config.data import DataConfig
 from optimus_jax.config.layout import ParallelConfig, PrecisionConfig
 from optimus_jax.config.model import ModelConfig
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
-from optimus_jax.config.training import CheckpointConfig, LogConfig, OptimizerConfig
+from optimus_jax.config.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimizerConfig,
+)
 from optimus_jax.errors import ConfigError, explain
 
 LEAST_SHARE_IN_BF16 = 2.0**-8
 """Half of the widest gap between numbers of 8 significant bits: a moment that is to change by a smaller share of itself may round to what it was."""
 DERIVED = "derived"
 """Where config.json says what was derived."""
+EVAL_EXAMPLES = 128
+"""Held-out examples of an evaluation where nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +38,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -43,8 +51,8 @@ class Config:
     """Of initial weights, data order and dropout; below 2^31."""
     eval_every: int = 100
     """Steps between held-out evaluations, and one at the end; 0: never."""
-    eval_batches: int = 8
-    """Global batches of one evaluation."""
+    eval_batches: int | None = None
+    """Old name of evaluation.examples: that many batches of the first phase's size."""
     control: Literal["off", "advise", "auto"] = "off"
     """Whether the controller watches, advises or re-meshes."""
     cpu_devices: int | None = None
@@ -62,6 +70,12 @@ class Config:
             if self.precision.moments == "bf16" and 1 - beta < LEAST_SHARE_IN_BF16:
                 raise ConfigError(explain("a moment that is kept in bf16 and forgets so slowly would round to what it was, and never fall again",
                                           given=f"optimizer.{name}={beta}, precision.moments=bf16", do=f"use {name} of {1 - LEAST_SHARE_IN_BF16:.3f} or less, or precision.moments=f32"))
+        if (self.evaluation.seq_len or 0) > self.model.max_length:
+            raise ConfigError(explain(
+                f"an evaluation's examples are longer than the positions of {self.model.name}",
+                given=f"evaluation.seq_len={self.evaluation.seq_len}, "
+                      f"model.max_length={self.model.max_length}",
+                do=f"use --set evaluation.seq_len={self.model.max_length} or less"))
         for phase in (None, *self.data.phases):
             seq_len = self.seq_len if phase is None else phase.seq_len or 0
             if seq_len > self.model.max_length:
@@ -82,11 +96,29 @@ class Config:
         given = self.optimizer.warmup_steps
         return min(2000, math.ceil(self.steps * 0.05)) if given is None else given
 
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the learning rate's decay ends, derived where the user left it open."""
+        return self.optimizer.decay_steps or self.steps
+
+    @property
+    def eval_examples(self) -> int:
+        """Held-out examples that an evaluation asks for, whatever the batch of its phase."""
+        if self.evaluation.examples is not None:
+            return self.evaluation.examples
+        return EVAL_EXAMPLES if self.eval_batches is None else self.eval_batches * self.data.global_batch
+
+    @property
+    def eval_seq_len(self) -> int:
+        """Tokens of each of them, whatever the length of the phase's examples."""
+        return self.evaluation.seq_len or self.seq_len
+
     def to_json(self, *, derived: Mapping[str, Any] | None = None) -> str:
         """The config as indented JSON, without what belongs to one process or one start only.
 
         Args:
-          derived: what a run made of the settings left open, by dotted name; to be read by people, not by `from_json`.
+          derived: what a run made of the settings left open, by dotted name. It belongs to that run, which keeps it
+            when it is resumed (resumed.py); a run that is begun from these settings derives anew.
         """
         value = dataclasses.asdict(dataclasses.replace(
             self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False)))
@@ -102,6 +134,20 @@ class Config:
         if isinstance(value, dict):
             value.pop(DERIVED, None)
         return settings.build(cls, value)
+
+    @classmethod
+    def derived_in(cls, text: str) -> dict[str, Any]:
+        """What a run made of the settings left open, by dotted name, of its config.json; empty if that does not say.
+
+        Raises:
+          ConfigError: the text is not a config's.
+        """
+        cls.from_json(text)
+        derived = json.loads(text).get(DERIVED, {})
+        if not isinstance(derived, dict):
+            raise ConfigError(explain("what a run has derived has names", given=f"{DERIVED}: {derived!r}",
+                                      do="restore the run's config.json, or start a new run"))
+        return derived
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """A copy with some fields changed.

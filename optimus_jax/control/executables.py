@@ -20,6 +20,7 @@ from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.compile_report import check_executable
 from optimus_jax.planning.explain import gib
+from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.state import TrainState, abstract_state
 from optimus_jax.training.step import Program, build_program
 
@@ -52,24 +53,27 @@ class Executable:
 
 
 class _CompiledLater:
-    """A jitted function that can be compiled before it is called, once it is clear that it will be.
+    """The evaluation, jitted, which can be compiled before it is called, once it is clear that it will be.
 
     Args:
       function: jitted.
-      abstract: what it will be called with.
+      params: what it will be called with.
+      batches: the shapes of batches beside them: that of the probe, and that of evaluations.
     """
 
-    def __init__(self, function: Any, *abstract: Any) -> None:
-        self._function, self._abstract = function, abstract
-        self._compiled: Any = None
+    def __init__(self, function: Any, params: Any, batches: Sequence[dict[str, jax.ShapeDtypeStruct]]) -> None:
+        self._function, self._params = function, params
+        self._batches = {batch["tokens"].shape: batch for batch in batches}
+        self._compiled: dict[tuple[int, ...], Any] = {}
 
     def compile(self) -> None:
         """May run in a thread while training goes on."""
-        if self._compiled is None:
-            self._compiled = self._function.lower(*self._abstract).compile()
+        for shape, batch in self._batches.items():
+            if shape not in self._compiled:
+                self._compiled[shape] = self._function.lower(self._params, batch).compile()
 
-    def __call__(self, *args: Any) -> Any:
-        return (self._compiled or self._function)(*args)
+    def __call__(self, params: Any, batch: dict[str, Any]) -> Any:
+        return self._compiled.get(batch["tokens"].shape, self._function)(params, batch)
 
 
 def layout_of(program: Program) -> Layout:
@@ -80,8 +84,10 @@ def layout_of(program: Program) -> Layout:
 
 def abstract_batch(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of every array of a batch."""
-    rows, length = program.config.data.global_batch, program.config.seq_len
+    return _abstract_batch(program, program.config.data.global_batch, program.config.seq_len)
 
+
+def _abstract_batch(program: Program, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
     def array(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *shape), kind, sharding=program.batch_sharding)
 
@@ -121,7 +127,10 @@ def of_running(program: Program, train_step: Any, step_bytes: int) -> Executable
 
 def _executable(program: Program, layout: Layout, train_step: Any, step_bytes: int) -> Executable:
     state: TrainState = layout.leaves
-    eval_step = _CompiledLater(program.eval_step, state.params, abstract_batch(program))
+    batches = [abstract_batch(program)]
+    if program.config.eval_every:
+        batches.append(_abstract_batch(program, eval_rows(program.config, program.plan), program.config.eval_seq_len))
+    eval_step = _CompiledLater(program.eval_step, state.params, batches)
     return Executable(program=replace(program, train_step=train_step, eval_step=eval_step), layout=layout, sums=ShardSums(layout), step_bytes=step_bytes, compile_s=0.0)
 
 

@@ -20,6 +20,8 @@ from optimus_jax.errors import DataError, explain
 
 _PREFETCH = 2
 """Batches made ahead: one while the device computes, one in reserve."""
+_CHECKED_ROWS = 16
+"""Held-out examples that are looked at together before a run begins."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,28 +94,47 @@ class BatchLoader:
             pool.shutdown(cancel_futures=True)
 
 
-def eval_batches(stream: TokenStream, *, seq_len: int, global_batch: int, rows: np.ndarray,
-                 respect_documents: bool, num_batches: int) -> Iterator[Batch]:
-    """The first `num_batches` batches of a held-out stream, or as many as there are, in order.
+def eval_batches(stream: TokenStream, *, seq_len: int, num_rows: int, rows: np.ndarray,
+                 respect_documents: bool, num_examples: int) -> Iterator[Batch]:
+    """The first `num_examples` of a held-out stream, or as many as there are, in order.
 
     Batches are as those of `BatchLoader`. Rows of the last one that no example is left for are
     copies of the last example with a loss_mask that is False throughout.
 
-    Raises:
-      DataError: the stream has not even one example; raised by the call, not by the iterator.
+    Args:
+      num_rows: rows of a batch, over all processes.
+      rows: those wanted here.
     """
-    _check_rows(rows, global_batch)
-    _check_length(stream, seq_len, do="raise data.eval_fraction, or do not evaluate: --set eval_every=0")
-    num_examples = count_examples(stream, seq_len)
+    _check_rows(rows, num_rows)
+    num_examples = min(num_examples, count_examples(stream, seq_len))
 
     def cut(index: int) -> Batch:
-        examples = index * global_batch + np.asarray(rows, np.int64)
+        examples = index * num_rows + np.asarray(rows, np.int64)
         batch = cut_examples(stream, np.minimum(examples, num_examples - 1), seq_len=seq_len,
                              respect_documents=respect_documents)
         batch["loss_mask"] &= (examples < num_examples)[:, None]
         return batch | {"examples": np.asarray(rows, np.int32)}
 
-    return map(cut, range(min(num_batches, -(-num_examples // global_batch))))
+    return map(cut, range(-(-num_examples // num_rows)))
+
+
+def check_held_out(stream: TokenStream, *, seq_len: int, respect_documents: bool, num_examples: int) -> int:
+    """How many of the examples that an evaluation asks for there are.
+
+    Raises:
+      DataError: the stream has not even one, or not one token in them counts.
+    """
+    _check_length(stream, seq_len, do="raise data.eval_fraction, or do not evaluate: --set eval_every=0")
+    found = min(num_examples, count_examples(stream, seq_len))
+    cut = {"seq_len": seq_len, "num_rows": _CHECKED_ROWS, "rows": np.arange(_CHECKED_ROWS)}
+    batches = eval_batches(stream, **cut, respect_documents=respect_documents, num_examples=found)
+    if not any(batch["loss_mask"].any() for batch in batches):
+        raise DataError(explain(
+            f"no token of {stream.name} counts: each is the last one of its document",
+            given=f"{found:,} examples of {seq_len:,} tokens",
+            do="raise data.eval_fraction, use --set data.respect_documents=false, "
+               "or do not evaluate: --set eval_every=0"))
+    return found
 
 
 def _check_rows(rows: np.ndarray, global_batch: int) -> None:

@@ -1,5 +1,6 @@
 """AdamW and its learning rate, as optax transformations on whatever part of a leaf a device updates."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,23 +28,45 @@ def peak_learning_rate(config: OptimizerConfig, num_params: int) -> float:
 
 def learning_rate(config: Config, num_params: int) -> Callable[[Array], Array]:
     """Learning rate, float32, of a step counted from 1 (int32)."""
-    optimizer, steps, warmup = config.optimizer, config.steps, min(config.warmup_steps, config.steps)
+    optimizer, end, warmup = config.optimizer, config.decay_steps, effective_warmup(config)
     peak = peak_learning_rate(optimizer, num_params)
     last = peak * optimizer.min_lr_ratio
-    rest = max(1, steps - warmup)
+    rest = max(1, end - warmup)
     match optimizer.schedule:
         case "cosine":
             after = optax.cosine_decay_schedule(peak, rest, optimizer.min_lr_ratio)
         case "linear":
             after = optax.linear_schedule(peak, last, rest)
         case "wsd":
-            decay = max(1, round(steps * optimizer.decay_fraction))
+            decay = _wsd_decay(config)
             after = optax.linear_schedule(peak, last, decay, transition_begin=max(0, rest - decay))
         case "constant":
             after = optax.constant_schedule(peak)
     # Warm-up reaches the peak at step `warmup`; the first step already moves.
     schedule = optax.join_schedules((optax.linear_schedule(0.0, peak, warmup), after), (warmup,)) if warmup else after
     return lambda step: jnp.asarray(schedule(step.astype(jnp.float32)), jnp.float32)
+
+
+def effective_warmup(config: Config) -> int:
+    """Warm-up steps, no more than the learning rate's decay leaves room for."""
+    return min(config.warmup_steps, config.decay_steps)
+
+
+def decay_begins(config: Config) -> float:
+    """The last step that has the peak rate if the decay is left out; infinity: there is no decay."""
+    warmup, end = effective_warmup(config), config.decay_steps
+    match config.optimizer.schedule:
+        case "constant":
+            return math.inf
+        case "wsd":
+            return max(warmup, end - _wsd_decay(config))
+        case _:
+            return warmup
+
+
+def _wsd_decay(config: Config) -> int:
+    """Steps that wsd decays over."""
+    return max(1, round(config.decay_steps * config.optimizer.decay_fraction))
 
 
 def adamw(config: OptimizerConfig, names: Any, *, moments: MomentPrecision = "f32") -> optax.GradientTransformation:

@@ -18,6 +18,7 @@ from optimus_jax.phases import Phase
 from optimus_jax.plan import OFFLOADED, ZERO_STAGES, Plan
 from optimus_jax.training.display import Display
 from optimus_jax.training.optimizer import peak_learning_rate
+from optimus_jax.training.rate_change import curve
 from optimus_jax.training.step import Program
 
 LARGEST = 8
@@ -25,7 +26,7 @@ LARGEST = 8
 
 
 def start_report(display: Display, *, config: Config, topology: Topology, why: str, program: Program, data: Data,
-                 compile_s: float, step_bytes: int, run_dir: Path, launch: Launch, ahead: Sequence[tuple[Phase, Plan]] = ()) -> None:
+                 compile_s: float, step_bytes: int, run_dir: Path, launch: Launch, evaluation: str, ahead: Sequence[tuple[Phase, Plan]] = ()) -> None:
     """Show the run's settings, given and derived, and how its tensors lie on the devices.
 
     Args:
@@ -33,11 +34,12 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
       compile_s: seconds that the training step took to compile.
       step_bytes: bytes per device that the compiled step needs, its arguments included.
       launch: how this process was started.
+      evaluation: what is evaluated on, and when.
       ahead: later phases, with the plans that they would have.
     """
     plan, shapes = program.plan, program.shapes
     padding = shapes.vocab_rows - config.model.vocab_size
-    warmup, peak = config.warmup_steps, peak_learning_rate(config.optimizer, shapes.num_params)
+    peak = peak_learning_rate(config.optimizer, shapes.num_params)
     display.table("what you got", [
         ["run", str(run_dir)],
         ["model", f"{config.model.name}, {shapes.num_params:,} parameters" + (f" (+ {padding} rows of vocabulary padding)" if padding else "")],
@@ -56,7 +58,8 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
         ["precision", f"{plan.precision} compute, {plan.moments} moments, f32 master weights and gradient sums"],
         ["remat", plan.remat],
         *([["in the host's memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
-        ["learning rate", f"{peak:g} peak, {config.optimizer.schedule}, {warmup} warm-up steps of {config.steps}"],
+        ["learning rate", f"{peak:g} peak, {curve(config)}, of {config.steps} steps"],
+        ["evaluation", evaluation],
         ["step, compiled", f"{step_bytes / 2**20:,.0f} MiB per device, {compile_s:.1f} s to compile"],
         ["plan", plan.digest],
     ])

@@ -24,6 +24,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
 from optimus_jax.snapshots import Snapshots
 from optimus_jax.training.display import Display
+from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import RunDirectory
@@ -220,7 +221,8 @@ class Trainer:
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         assert self.eval_batches is not None
-        sums = [self.program.eval_step(state.params, put_batch(batch, self.program.batch_sharding, self._config.data.global_batch))
+        num_rows = eval_rows(self._config, self.program.plan)
+        sums = [self.program.eval_step(state.params, put_batch(batch, self.program.batch_sharding, num_rows))
                 for batch in self.eval_batches()]
         losses, tokens = zip(*jax.device_get(sums), strict=True)
         loss = float(sum(map(float, losses)) / sum(map(int, tokens)))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus_jax.data.loader import BatchLoader, eval_batches
+from optimus_jax.data.loader import BatchLoader, check_held_out, eval_batches
 from optimus_jax.data.sampler import cut_examples
 from optimus_jax.data.tokens import TokenStream
 from optimus_jax.errors import DataError
@@ -140,18 +140,19 @@ def test_rows_outside_the_batch_are_our_mistake():
         loader_of(rows=[6])
 
 
-def evaluate(length, num_batches=8, rows=range(6)):
-    return list(eval_batches(stream_of(length), seq_len=4, global_batch=6, rows=np.array(rows, int),
-                             respect_documents=True, num_batches=num_batches))
+def evaluate(length, num_examples=48, rows=range(6), num_rows=6):
+    return list(eval_batches(stream_of(length), seq_len=4, num_rows=num_rows, rows=np.array(rows, int),
+                             respect_documents=True, num_examples=num_examples))
 
 
-@given(length=st.integers(5, 150), num_batches=st.integers(1, 8))
-def test_evaluation_counts_every_held_out_token_once_and_in_order(length, num_batches):
-    batches = evaluate(length, num_batches)
-    num_examples = (length - 1) // 4
-    assert len(batches) == min(num_batches, -(-num_examples // 6))
+@given(length=st.integers(5, 150), num_examples=st.integers(1, 50), num_rows=st.integers(1, 9))
+def test_evaluation_counts_the_same_held_out_tokens_once_and_in_order(length, num_examples, num_rows):
+    """However many rows a batch has."""
+    batches = evaluate(length, num_examples, range(num_rows), num_rows)
+    found = min(num_examples, (length - 1) // 4)
+    assert len(batches) == -(-found // num_rows)
     counted = np.concatenate([batch["tokens"][batch["loss_mask"]] for batch in batches])
-    assert counted.tolist() == list(range(min(num_examples, num_batches * 6) * 4))
+    assert counted.tolist() == list(range(found * 4))
 
 
 def test_the_last_evaluation_batch_is_whole_in_shape_and_tokens():
@@ -172,4 +173,13 @@ def test_evaluation_rows_are_those_of_the_global_batch(rows, num_rows):
 def test_held_out_data_shorter_than_an_example_fails_at_the_call():
     message = r"given: 4 tokens; seq_len=4 needs 5\n.*raise data.eval_fraction.*--set eval_every=0"
     with pytest.raises(DataError, match=message):
-        eval_batches(stream_of(4), seq_len=4, global_batch=6, rows=np.arange(6), respect_documents=True, num_batches=1)
+        check_held_out(stream_of(4), seq_len=4, respect_documents=True, num_examples=6)
+
+
+def test_held_out_data_of_which_no_token_counts_is_found_before_a_run():
+    """Documents of one token: each is the last of its own, and has nothing to predict."""
+    ends = TokenStream(name="ends", tokens=np.full(41, 7, np.uint16), eos=7, vocab_size=8)
+    with pytest.raises(DataError, match=r"no token of ends counts(.|\n)*10 examples of 4 tokens(.|\n)*eval_every=0"):
+        check_held_out(ends, seq_len=4, respect_documents=True, num_examples=50)
+    assert check_held_out(ends, seq_len=4, respect_documents=False, num_examples=50) == 10
+    assert check_held_out(stream_of(4 * 40 + 1), seq_len=4, respect_documents=True, num_examples=17) == 17

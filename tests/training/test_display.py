@@ -200,7 +200,8 @@ def what_you_got(case: plans.PlanCase) -> str:
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
     start_report(make("plain", stream), config=built.config, topology=discover(), why="given", program=built.program, data=data,
-                 compile_s=1.0, step_bytes=2**20, run_dir=Path("runs/x"), launch=Launch(engine=NOBODY, why="nothing says that there are others"))
+                 compile_s=1.0, step_bytes=2**20, run_dir=Path("runs/x"), launch=Launch(engine=NOBODY, why="nothing says that there are others"),
+                 evaluation="none")
     return stream.getvalue()
 
 

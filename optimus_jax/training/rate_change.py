@@ -1,0 +1,126 @@
+"""What other settings do to the learning rate of a run that goes on: before, now and at the end."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from optimus_jax.config import Config
+from optimus_jax.training.optimizer import (
+    decay_begins,
+    effective_warmup,
+    learning_rate,
+    peak_learning_rate,
+)
+
+_OF_THE_RATE = ("schedule", "min_lr_ratio", "decay_fraction")
+_JUMP = 1e-3
+"""Relative change of the next step's rate from which on it is a jump."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateChange:
+    """Of a run that goes on after `step`."""
+
+    before: Config
+    """The run until now, nothing left open."""
+    now: Config
+    """The run from here on."""
+    num_params: int
+    step: int
+
+    @property
+    def is_one(self) -> bool:
+        """Whether a setting of the learning rate, or the number of steps, is another one."""
+        return bool(self._changes)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Of the last step done (before the first: of that), the next, and the run's last."""
+        return {
+            "lr_before": self._rate(self.before, max(1, self.step)),
+            "lr_now": self._rate(self.now, self.step + 1),
+            "lr_end": self._rate(self.now, self.now.steps),
+        }
+
+    def describe(self) -> str:
+        """The rates, what has changed, and what to set for another curve."""
+        rates, now = self.rates, self.now
+        text = (
+            f"learning rate: before {rates['lr_before']:.4g} (step {max(1, self.step)}), now {rates['lr_now']:.4g} "
+            f"(step {self.step + 1}), at the end {rates['lr_end']:.4g} (step {now.steps}); "
+            f"{curve(now)}; changed: "
+            + ", ".join(
+                f"{name} {_short(old)} -> {_short(new)}"
+                for name, (old, new) in self._changes.items()
+            )
+        )
+        unchanged = self._rate(self.before, self.step + 1)
+        if self.step and abs(rates["lr_now"] - unchanged) > _JUMP * max(rates["lr_now"], unchanged):
+            back = " ".join(
+                f"--set {name}={value}"
+                for name, (value, _) in self._changes.items()
+                if name != "steps"
+            )
+            text += f"\n  the rate jumps: step {self.step + 1} would have had {unchanged:.4g}; for the curve from before: {back}"
+        if now.decay_steps != now.steps and now.optimizer.schedule != "constant":
+            text += self._other_ends()
+        return text
+
+    def _other_ends(self) -> str:
+        """Of a run whose decay does not end where its steps do."""
+        now = self.now
+
+        def with_values(**values: object) -> str:
+            other = now.with_values({f"optimizer.{name}": value for name, value in values.items()})
+            return f"{self._rate(other, self.step + 1):.4g} at step {self.step + 1}"
+
+        has_begun = self.step > decay_begins(self.before)
+        is_kept = now.decay_steps == self.before.decay_steps
+        text = (
+            f"\n  the decay {'has begun and ' if has_begun else ''}ends at step {now.decay_steps}"
+            f"{', as before: ending it elsewhere would make the rate jump' * is_kept}. "
+        )
+        if now.steps >= effective_warmup(now):
+            text += f"To end it at step {now.steps}: --set optimizer.decay_steps={now.steps} ({with_values(decay_steps=now.steps)}). "
+        return text + (
+            "To train on at the peak: --set optimizer.schedule=constant "
+            f"({with_values(schedule='constant')}). Without a jump a run can be extended that has "
+            "optimizer.schedule=wsd (warm-up, stable, decay at the end), before its decay begins, or "
+            "constant"
+        )
+
+    @property
+    def _changes(self) -> dict[str, tuple[float | str, float | str]]:
+        """What each changed setting was and is."""
+        before, now = self._settings(self.before), self._settings(self.now)
+        return {name: (before[name], value) for name, value in now.items() if value != before[name]}
+
+    def _settings(self, config: Config) -> dict[str, float | str]:
+        """What the rate depends on, by the names of the settings."""
+        optimizer = {f"optimizer.{name}": getattr(config.optimizer, name) for name in _OF_THE_RATE}
+        return {
+            "steps": config.steps,
+            "optimizer.lr": peak_learning_rate(config.optimizer, self.num_params),
+            **optimizer,
+            "optimizer.warmup_steps": effective_warmup(config),
+            "optimizer.decay_steps": config.decay_steps,
+        }
+
+    def _rate(self, config: Config, step: int) -> float:
+        return float(learning_rate(config, self.num_params)(jnp.int32(step)))
+
+
+def curve(config: Config) -> str:
+    """The learning rate's schedule in words."""
+    schedule, warmup = config.optimizer.schedule, effective_warmup(config)
+    text = f"{schedule}, warm-up to step {warmup}"
+    begins = decay_begins(config)
+    return (
+        text
+        if schedule == "constant"
+        else f"{text}, decay from step {begins} to {config.decay_steps}"
+    )
+
+
+def _short(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
