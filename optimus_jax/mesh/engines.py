@@ -221,7 +221,7 @@ def _coordinator(claim: Claim, sources: list[Claim]) -> tuple[str, bool]:
         raise ConfigError(explain(f"{source.launcher.name} does not name a host and a port for process 0 to listen on", given=f"{names}: {address}",
                                   do=f"set {names} to a HOST and a PORT (such as 10.0.0.1 and 1234), or {OTHER_WAYS}"))
     is_loopback = host in ("localhost", "127.0.0.1", "[::1]")
-    if is_loopback and claim.index and not is_here and source.local_count is not None:
+    if source.launcher.is_exported and is_loopback and claim.index and not is_here and source.local_count is not None:
         raise ConfigError(explain(
             f"{source.launcher.name} names this host itself for process 0, which is on another one", given=f"{address}, {listed(claim.said)}",
             do=f"set {' or '.join(source.launcher.address)} to the host of process 0, or {OTHER_WAYS}"))

@@ -253,6 +253,7 @@ TF = '{"cluster": {"chief": ["c:1"], "worker": ["w0:2", "w1:3"], "ps": ["p:4"]},
     (STEP | {"WORLD_SIZE": "4", "MASTER_ADDR": "h"}, ("SLURM", f"gpu07:{61440 + 12}", 4, 2)),
     (STEP | {"WORLD_SIZE": "1", "RANK": "0", "PMI_SIZE": "1", "PMI_RANK": "0"}, ("SLURM", f"gpu07:{61440 + 12}", 4, 2)),
     (MPI | {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, ("Open MPI", f"10.96.0.1:{1531576320 // 4096 % 4096 + 61440}", 8, 5)),
+    (STEP | {"SLURM_STEP_NODELIST": "127.0.0.[1-3]"}, ("SLURM", f"127.0.0.1:{61440 + 12}", 4, 2)),  # several nodes on one machine
     (STEP | {"SLURM_STEP_NODELIST": "rack1-[2-3]-ib,x"}, ("SLURM", f"rack1-2-ib:{61440 + 12}", 4, 2)),
 ], ids=lambda value: value[0] if isinstance(value, tuple) else "")
 def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
