@@ -29,8 +29,9 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
+from optimus_jax.stored_config import check_stored_config
 from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.state import check_stored_model, may_be_padded
+from optimus_jax.training.state import may_be_padded
 from optimus_jax.training.step import COMPUTE_DTYPES
 
 SHORTEST = 32
@@ -169,9 +170,8 @@ def load_text_model(run_dir: str | Path, step: int | None = None, *, warn: Calla
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), unpadded(config.model).params)
     checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)
-    if (latest := checkpoints.latest()) is not None:
-        check_stored_model(latest.metadata, config.model)
-    restored = checkpoints.restore({"params": params}, step, paddable=may_be_padded, partial=True)
+    restored = checkpoints.restore({"params": params}, step, paddable=may_be_padded, partial=True,
+                                   check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)))
     dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"])
     return TextModel(config=config.model, params=params, tokenizer=tokenizer, step=restored.step)

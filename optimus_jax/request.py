@@ -78,7 +78,7 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
     old = Config.from_json(text)
     settings = _dotted(overrides)
     new = old.with_values(settings)
-    changed = [name for name in settings if name.startswith(FIXED_FOR_A_RUN) and name != "data.allow_change" and _value(new, name) != _value(old, name)]
+    changed = [name for name in settings if name.startswith(FIXED_FOR_A_RUN) and name != "data.allow_change" and value_of(new, name) != value_of(old, name)]
     if model is not None and model != old.model.name:
         changed.append("model")
     if changed:
@@ -100,7 +100,7 @@ def repeated_config(text: str, wanted: Config) -> Config:
     old = Config.from_json(text)
     fixed = [name for name in setting_names(Config) if name.startswith(FIXED_FOR_A_RUN) and name != "data.allow_change"
              and not name.startswith("model.rope_scaling.")] + ["model.rope_scaling"]
-    if changed := [name for name in fixed if _value(old, name) != _value(wanted, name)]:
+    if changed := [name for name in fixed if value_of(old, name) != value_of(wanted, name)]:
         raise ConfigError(explain(
             "the run in this directory has another model, data or seed", given="changes to " + ", ".join(changed),
             do="give what the run was begun with, or start a new run with another --run-dir"))
@@ -135,7 +135,8 @@ def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in overrides.items()}
 
 
-def _value(config: Config, name: str) -> Any:
+def value_of(config: Config, name: str) -> Any:
+    """Of a setting, by its dotted name."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)

@@ -88,7 +88,8 @@ class Config:
           derived: what a run made of the settings left open, by dotted name; to be read by people, not by `from_json`.
         """
         value = dataclasses.asdict(dataclasses.replace(
-            self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False)))
+            self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False),
+            checkpoint=dataclasses.replace(self.checkpoint, resume_step=None)))
         return json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2) + "\n"
 
     @classmethod
