@@ -209,7 +209,7 @@ def test_several_processes_stop_after_a_step_that_they_name(monkeypatch, capfd):
 def test_a_signal_between_steps_begins_no_other(monkeypatch, capfd):
     def evaluate(trainer, state):
         os.kill(os.getpid(), signal.SIGTERM)
-        return None
+        return
 
     with StopRequest() as stop:
         loop = Loop(monkeypatch, stop=stop, evaluate=evaluate)
@@ -295,7 +295,7 @@ def test_a_run_whose_last_steps_made_no_update_is_not_done(monkeypatch):
     with pytest.raises(LearningError, match="2 step"):
         loop.train()
     assert loop.checkpoints.done == [3, 6]
-    loop = Loop(monkeypatch, evaluate=lambda trainer, state: (math.nan, 5), **{"eval_every": 6})
+    loop = Loop(monkeypatch, evaluate=lambda trainer, state: (math.nan, 5), eval_every=6)
     with pytest.raises(LearningError, match="held-out loss is not finite"):
         loop.train()
 
