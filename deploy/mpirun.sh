@@ -38,8 +38,8 @@ for ((start = 0; start <= ${MAX_RESTARTS:-50}; start++)); do
     until wait "$job" || ! kill -0 "$job" 2>/dev/null; do :; done # a signal ends `wait`, not the job
     wait "$job"
     code=$?
-    # 0: done. 2: the user's mistake, which a restart would only repeat. All else is worth another start.
-    case $code in 0 | 2) exit $code ;; esac
+    # 0: done. 2: the user's mistake, 76: a run that no longer learns; a restart would only repeat both. All else is worth another start.
+    case $code in 0 | 2 | 76) exit $code ;; esac
     [ -n "$asked" ] && exit 75
     echo "exit code $code: starting again in ${RESTART_PAUSE_S:-5} s"
     sleep "${RESTART_PAUSE_S:-5}" # a host that is starting up would use up all restarts in seconds

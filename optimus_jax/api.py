@@ -68,6 +68,7 @@ from optimus_jax.training.step_record import StepRecord
 from optimus_jax.training.stopping import EXIT_RESTART, StoppedAtOnce, Terminated, keep_reason
 from optimus_jax.training.tensorboard import check_installed
 from optimus_jax.training.trainer import Reason
+from optimus_jax.training.unfailing import unfailing
 from optimus_jax.training.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -119,6 +120,10 @@ def train(model: str | None = None, *, config: Config | UserPath | None = None, 
     if stored is not None:
         stored.fetch(_say) if resume else stored.check_free()
     config = _config_of(model, config, run_dir, resume, overrides, is_repeated)
+    if config.checkpoint.resume_step is not None and (is_repeated or not resume):
+        raise ConfigError(explain(
+            "a run can go back to an older checkpoint once, when it is resumed", given=f"checkpoint.resume_step={config.checkpoint.resume_step} with " + ("--resume auto" if is_repeated else "a new run"),
+            do="give it with --run-dir DIR --resume, once; --resume auto goes on from there"))
     resumed = _resumed(config, run_dir, overrides) if resume and run_dir is not None else None
     config = config if resumed is None else resumed.config
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
@@ -168,7 +173,7 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
                 choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
             check_allowed(config.controller.allow, topology.num_devices)
             plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
-            display = make_display(config.log, config.steps, show=is_writer())
+            display = unfailing(make_display(config.log, config.steps, show=is_writer()), "the display")
             if (warning := warning_of_cpu(lambda: model_shapes(config.model, config.model.vocab_size).num_params)) is not None:
                 display.message(warning)
             if has_left_cache:
@@ -292,7 +297,7 @@ def _newest(config: Config, run_dir: Path) -> Saved | None:
     """The checkpoint that says which phase a run goes on in; None: it has none, or one phase only."""
     if not config.data.phases:
         return None
-    return Checkpoints(RunDirectory(run_dir, writer=False).checkpoints, config.checkpoint).latest()
+    return Checkpoints(RunDirectory(run_dir, writer=False).checkpoints, config.checkpoint).latest(config.checkpoint.resume_step)
 
 
 def _here(config: Config, topology: Topology) -> Here | None:

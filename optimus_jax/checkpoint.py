@@ -23,10 +23,11 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,14 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN, PreservationPolicy
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    EveryNSteps,
+    LatestN,
+    PolicyCheckpointInfo,
+    PreservationContext,
+    PreservationPolicy,
+)
 from orbax.checkpoint.path import atomicity_types
 
 from optimus_jax.checkpoint_errors import (
@@ -47,13 +55,13 @@ from optimus_jax.checkpoint_errors import (
 )
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
-from optimus_jax.mesh.checksum import checksums, named_leaves
+from optimus_jax.mesh.checksum import checksums, examined, named_leaves
 from optimus_jax.mesh.distributed import of_first_process
 
 STATE = "state"
 MANIFEST = "manifest"
-ASIDE = "damaged"
-"""Beside the directory of checkpoints: those that were found to be damaged."""
+ASIDE, ABANDONED = "damaged", "abandoned"
+"""Beside the directory of checkpoints: those that were found to be damaged, and those of a course that the run was told to leave."""
 
 # Orbax tells every phase of every save at level INFO, which a program that logs at INFO would show; and every error with
 # pages of traceback, once for each thread that it passes, although it raises it as well and we report it.
@@ -78,6 +86,25 @@ class Restored(Saved):
     """Steps of newer checkpoints that were passed over."""
 
 
+class NotFiniteError(CheckpointError):
+    """A state is not saved, for some of it is not finite: nobody could go on from it."""
+
+    def __init__(self, leaf: str) -> None:
+        super().__init__(explain("a state that is not finite is not saved", given=f"leaf {leaf!r}", do="go back to an older checkpoint"))
+        self.leaf = leaf
+
+
+@dataclass
+class _NewestUpTo(PreservationPolicy):
+    """Keeps, of the checkpoints that are not later than a limit, the newest; for each of the limits."""
+
+    limits: Callable[[], Iterable[int]]
+
+    def should_preserve(self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext) -> Sequence[bool]:
+        kept = {max((found.step for found in checkpoints if found.step <= limit), default=None) for limit in self.limits()}
+        return [found.step in kept for found in checkpoints]
+
+
 class Checkpoints:
     """The checkpoints of one run. With several processes, each calls the same methods in the same order.
 
@@ -89,16 +116,22 @@ class Checkpoints:
       warn: told what happened to a checkpoint when the run goes on regardless.
       saved: told, by the next call of any method that waits, that a save is complete: its step, and for how many
         seconds `save` kept its caller.
+      limits: steps of which the newest checkpoint that is not later outlives its turn; the same in every process.
     """
 
     def __init__(self, directory: epath.PathLike, config: CheckpointConfig,
                  warn: Callable[[str], object] = warnings.warn,
-                 saved: Callable[[int, float], object] = lambda step, blocked_s: None) -> None:
+                 saved: Callable[[int, float], object] = lambda step, blocked_s: None,
+                 limits: Callable[[], Iterable[int]] = tuple) -> None:
         self._directory = epath.Path(directory).absolute()  # TensorStore refuses relative paths
         self._config = config
         self._warn = warn
         self._manager: ocp.CheckpointManager | None = None
-        self._saved = saved
+        self._saved, self._limits = saved, limits
+        self._held: int | None = None
+        """Step of the state that was last saved, or read, here."""
+        self._end: threading.Thread | None = None
+        """Ends when the save under way does."""
         self._saving = (0, 0)  # step and bytes of the newest save
         self._blocked_s: float | None = None  # of the save under way
         self._loops = contextlib.ExitStack()
@@ -113,9 +146,13 @@ class Checkpoints:
         """As the first process sees them: what a file server tells others of a directory may be a minute old."""
         return json.loads(of_first_process(json.dumps(self.steps())))
 
-    def latest(self) -> Saved | None:
-        """The newest checkpoint whose manifest is good; its arrays are not read. Raises CheckpointError if one cannot be reached."""
-        for step in reversed(self.steps_for_all()):
+    def holds(self, step: int) -> bool:
+        """Whether the state after `step` was saved by this object, as far as is known, or read by it; the same answer in every process."""
+        return self._held == step
+
+    def latest(self, step: int | None = None) -> Saved | None:
+        """The newest checkpoint whose manifest is good, or that of `step`; its arrays are not read. Raises CheckpointError if one cannot be reached."""
+        for step in reversed([found for found in self.steps_for_all() if step is None or found == step]):
             try:
                 return Saved(step=step, metadata=self._manifest(step)["metadata"])
             except DamagedError:
@@ -137,15 +174,18 @@ class Checkpoints:
             "copy" is the buffer itself, the reference which the writer holds keeps it unchanged.
           metadata: anything that JSON holds; read back by `restore` and `latest`.
         Raises:
+          NotFiniteError: some of the state is not finite; nothing was written.
           CheckpointError: this save cannot start, or the one before it failed. Then this one has
             not started, and trying again is safe.
         """
         started = time.perf_counter()
         self.wait()
-        leaves, sums = named_leaves(state), checksums(state)
+        leaves, found = named_leaves(state), examined(state)
+        if (broken := next((name for name, leaf in found.items() if not leaf.is_finite), None)) is not None:
+            raise NotFiniteError(broken)
         manifest = {
             "metadata": dict(metadata),
-            "leaves": {name: {"shape": leaf.shape, "dtype": leaf.dtype.name, "checksum": sums[name]}
+            "leaves": {name: {"shape": leaf.shape, "dtype": leaf.dtype.name, "checksum": found[name].checksum}
                        for name, leaf in leaves.items()}}
         manifest = json.loads(json.dumps(manifest))  # a copy: it is written after this returns
         self._saving = (step, sum(leaf.nbytes for leaf in leaves.values()))
@@ -161,7 +201,14 @@ class Checkpoints:
         except Exception as error:
             raise_if_of_others(error)
             raise self._failure(error) from error
-        self._blocked_s = time.perf_counter() - started
+        self._end = threading.Thread(target=_await_end, args=(manager,), name="save ends", daemon=True)
+        self._end.start()
+        self._blocked_s, self._held = time.perf_counter() - started, step
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the save under way has ended, well or not: `wait` says which, and nobody waits."""
+        return self._end is not None and not self._end.is_alive()
 
     def wait(self) -> None:
         """Return when nothing is being written any more. Raises CheckpointError if the save under way failed."""
@@ -173,6 +220,7 @@ class Checkpoints:
             raise_if_of_others(error)
             raise self._failure(error) from error
         self._loops.close()
+        self._end = None
         if self._blocked_s is not None:
             blocked_s, self._blocked_s = self._blocked_s, None
             self._saved(self._saving[0], blocked_s)
@@ -185,7 +233,8 @@ class Checkpoints:
             self._manager = None
 
     def restore(self, abstract_state: Any, step: int | None = None, *,
-                paddable: Callable[[str], bool] = lambda path: False, partial: bool = False) -> Restored:
+                paddable: Callable[[str], bool] = lambda path: False, partial: bool = False,
+                check: Callable[[Mapping[str, Any]], object] = lambda metadata: None) -> Restored:
         """Read a checkpoint onto any mesh and check every leaf against the checksum it was saved with.
 
         Args:
@@ -195,6 +244,7 @@ class Checkpoints:
             asked for along its first dimension. What is cropped must be zero, as the rows that pad a vocabulary are.
           partial: whether leaves that `abstract_state` does not have are left unread (sampling needs no
             moments); otherwise they are an error.
+          check: is shown the metadata of each candidate before its arrays are read; may raise.
         Raises:
           CheckpointError: there is no such checkpoint, none is good, or it is of another model or cannot be reached.
         """
@@ -203,35 +253,40 @@ class Checkpoints:
         damage = {}
         for candidate in reversed(steps) if step is None else [step] if step in steps else []:
             try:
-                return replace(self._read(candidate, abstract_state, paddable, partial), damaged=tuple(damage))
+                restored = replace(self._read(candidate, abstract_state, paddable, partial, check), damaged=tuple(damage))
             except DamagedError as error:
                 damage[candidate] = str(error)
                 if step is None:
                     self._warn(f"the checkpoint of step {candidate} is damaged and passed over: {error}")
             except UnreachableError as error:
                 raise self._unreachable(candidate, error) from error
+            else:
+                self._held = None if partial else candidate
+                return restored
         raise CheckpointError(explain(
             "there is no good checkpoint" + ("" if step is None else f" of step {step}"),
             given=f"{self._directory}, steps {_listed(steps)}"
                   + "".join(f"\n    {at}: {why}" for at, why in damage.items()),
             do="choose another step, bring back the directory from a copy, or start a new run"))
 
-    def set_aside(self, steps: Iterable[int]) -> list[Path]:
-        """Move damaged checkpoints out of the way, where somebody may look at them; nothing is deleted. One process does it, before anyone saves.
+    def set_aside(self, steps: Iterable[int], folder: str = ASIDE) -> list[Path]:
+        """Move checkpoints out of the way, where somebody may look at them; nothing is deleted. One process does it, before anyone saves.
 
+        Args:
+          folder: beside the directory of checkpoints; says why.
         Returns:
           Where they are now. Those that cannot be moved stay, with a warning.
         """
         moved = []
         for step in steps:
-            target = Path(self._directory).with_name(ASIDE) / str(step)
+            target = Path(self._directory).with_name(folder) / str(step)
             while target.exists():
                 target = target.with_name(f"{target.name}+")
             try:
                 target.parent.mkdir(exist_ok=True)
                 os.rename(self._directory / str(step), target)
             except OSError as error:
-                self._warn(f"the damaged checkpoint of step {step} cannot be moved to {target}: {error.strerror or error}")
+                self._warn(f"the checkpoint of step {step} cannot be moved to {target}: {error.strerror or error}")
             else:
                 moved.append(target)
         return moved
@@ -240,8 +295,10 @@ class Checkpoints:
         return CheckpointError(explain(f"the checkpoint of step {step} cannot be reached, and may be good", given=f"{self._directory / str(step)}: {error}",
                                        do="mend permissions or the disk, then try again"))
 
-    def _read(self, step: int, abstract_state: Any, paddable: Callable[[str], bool], partial: bool) -> Restored:
+    def _read(self, step: int, abstract_state: Any, paddable: Callable[[str], bool], partial: bool,
+              check_metadata: Callable[[Mapping[str, Any]], object]) -> Restored:
         manifest = self._manifest(step)
+        check_metadata(manifest["metadata"])
         asked = named_leaves(abstract_state)
         saved = {name: leaf for name, leaf in manifest["leaves"].items() if name in asked or not partial}
         check_same_model(step, saved, asked, paddable)
@@ -277,7 +334,7 @@ class Checkpoints:
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is None:
             self._remove_unfinished()
-            kept: list[PreservationPolicy] = [LatestN(self._config.keep)]
+            kept: list[PreservationPolicy] = [LatestN(self._config.keep), _NewestUpTo(self._limits)]
             if self._config.keep_every is not None:
                 kept.append(EveryNSteps(self._config.keep_every))
             # Replicas on several hosts share the writing of a leaf; in one process that only costs a compilation for
@@ -318,7 +375,7 @@ class Checkpoints:
                 self._manager.close()
             self._manager = None
         self._loops.close()
-        self._blocked_s = None
+        self._blocked_s = self._held = self._end = None
         try:
             free = f"{shutil.disk_usage(self._directory).free:,}"
         except OSError:
@@ -349,6 +406,11 @@ def check_same_model(step: int, saved: Mapping[str, Any], asked: Mapping[str, An
                 f"the checkpoint of step {step} is of another model: leaf {name!r} differs",
                 given=f"saved {saved_as}, asked for {asked_as}",
                 do="use the model, optimizer and precision.moments of the run that saved it, or start a new run"))
+
+
+def _await_end(manager: ocp.CheckpointManager) -> None:
+    with contextlib.suppress(BaseException):  # raised again for who waits
+        manager.wait_until_finished()
 
 
 def _crc32(content: Any) -> int:

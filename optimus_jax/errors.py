@@ -1,6 +1,6 @@
 """Errors that a user can act on.
 
-Every OptimusError is the user's to mend (exit code 2 at the command line), so its text says
+Every OptimusError is the user's to mend (exit code 2 at the command line; training/stopping.py has the others), so its text says
 what happened, what was given and what to do. A mistake of ours is an `assert` or whatever
 Python raises.
 """
@@ -38,6 +38,12 @@ class RunDirectoryError(OptimusError):
 
 class StoreError(OptimusError):
     """An object store cannot be reached, read or written, or does not hold what was asked for."""
+
+
+class LearningError(OptimusError):
+    """A run no longer learns: its loss, gradients or weights are not finite. All its processes have this together (exit code 76)."""
+
+    is_everyones = True
 
 
 class FaultError(Exception):

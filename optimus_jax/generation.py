@@ -35,9 +35,10 @@ from optimus_jax.models.transformer import Pass
 from optimus_jax.paths import UserPath
 from optimus_jax.phases import phases_of
 from optimus_jax.run_data import check_tokenizer, tokenizer_of_run
+from optimus_jax.stored_config import check_stored_config
 from optimus_jax.stored_run import run_to_read
 from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.state import check_stored_model, may_be_padded
+from optimus_jax.training.state import may_be_padded
 from optimus_jax.training.step import COMPUTE_DTYPES
 
 SHORTEST = 32
@@ -205,9 +206,8 @@ def load_text_model(run_dir: UserPath, step: int | None = None, *, warn: Callabl
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), unpadded(config.model).params)
     checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)
-    if (latest := checkpoints.latest()) is not None:
-        check_stored_model(latest.metadata, config.model)
-    restored = checkpoints.restore({"params": params}, step, paddable=may_be_padded, partial=True)
+    restored = checkpoints.restore({"params": params}, step, paddable=may_be_padded, partial=True,
+                                   check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)))
     check_tokenizer(tokenizer, run, restored.metadata)
     dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"])

@@ -16,7 +16,7 @@ from optimus_jax.config import Config, Precision
 from optimus_jax.settings import value_of
 from optimus_jax.training.optimizer import decay_begins, effective_warmup, peak_learning_rate
 
-_OPEN = {
+OPEN = {
     "data.seq_len": None,
     "optimizer.lr": None,
     "optimizer.warmup_steps": None,
@@ -65,7 +65,7 @@ class Resumed:
         """
         old = Config.from_json(text)
         own = _own_values(old, Config.derived_in(text), precision)
-        kept = {name: _kept(name, asked, old, own, named) for name in _OPEN}
+        kept = {name: _kept(name, asked, old, own, named) for name in OPEN}
         wanted_warmup = asked.with_values(
             {"optimizer.warmup_steps": kept["optimizer.warmup_steps"]}
         )
@@ -98,7 +98,13 @@ class Resumed:
 
     def as_asked(self, config: Config) -> Config:
         """A config of this run, whose layout may have been changed, with what was left open left open."""
-        return config.with_values({name: value_of(self.asked, name) for name in _OPEN})
+        return config.with_values({name: value_of(self.asked, name) for name in OPEN})
+
+
+def own_config(text: str) -> Config:
+    """The config of a run, with what it has derived, from its JSON."""
+    old = Config.from_json(text)
+    return old.with_values(_own_values(old, Config.derived_in(text), None))
 
 
 def _own_values(
@@ -109,10 +115,10 @@ def _own_values(
     Raises:
       ConfigError: a derived value cannot be one.
     """
-    written = old.with_values({name: derived[name] for name in _OPEN if name in derived})
+    written = old.with_values({name: derived[name] for name in OPEN if name in derived})
     own = {
         name: value_of(old if value_of(old, name) != is_open else written, name)
-        for name, is_open in _OPEN.items()
+        for name, is_open in OPEN.items()
     }
     own |= {
         "data.seq_len": own["data.seq_len"] or old.seq_len,
@@ -136,6 +142,6 @@ def _kept(
     name: str, asked: Config, old: Config, own: Mapping[str, Any], named: Collection[str]
 ) -> Any:
     """The run's own value of a setting, unless it was changed."""
-    wanted, is_open = value_of(asked, name), _OPEN[name]
+    wanted, is_open = value_of(asked, name), OPEN[name]
     is_changed = name in named if wanted == is_open else wanted != value_of(old, name)
     return wanted if is_changed else own[name]

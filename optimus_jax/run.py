@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint_room import check_room, num_wanted, room_in
 from optimus_jax.config import Config
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
@@ -24,7 +25,7 @@ from optimus_jax.first_state import first_state, snapshots_of
 from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.cpu import return_freed_memory
-from optimus_jax.mesh.distributed import check_alike, together
+from optimus_jax.mesh.distributed import check_alike, is_writer, together
 from optimus_jax.mesh.engines import Launch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import planned_shapes
@@ -45,12 +46,14 @@ from optimus_jax.training.progress import Progress
 from optimus_jax.training.rate_change import RateChange
 from optimus_jax.training.report import start_report
 from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.saving import Retries
 from optimus_jax.training.signs_of_life import SignsOfLife
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
 from optimus_jax.training.trainer import Outcome, Trainer, described
+from optimus_jax.training.unfailing import unfailing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +91,15 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     topology = devices.topology
     checkpoints = Checkpoints(
         run.checkpoints, config.checkpoint, warn=display.message,
-        saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s))
+        saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s), limits=lambda: learning.limits)
     resume = resumed is not None
-    state = first_state(program, inputs, checkpoints, run, resume, display)
+    state, learning = first_state(program, inputs, checkpoints, run, resume, display)
     now = in_phase(config, phase_after(config, int(state.step)))
     if now != program.config:  # the newest checkpoint was damaged, and the one before it is of an earlier phase
         plan = plan_of(phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing)
         choice = replace(choice, plan=plan)
         program = program_of(now, choice)
-        state = first_state(program, inputs, checkpoints, run, resume, display)
+        state, learning = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
     if resumed is not None:
         resumed = resumed.from_step(first_step)
@@ -111,6 +114,8 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     with together():
         snapshots.forget_after(first_step)
         snapshots.prepare(num_bytes_of_host)
+        if is_writer() and (scarce := _room(config, run, state, first_step)) is not None:
+            display.message(scarce)
     started = time.perf_counter()
     progress.begin("compile")
     dealt = inputs.dealt(program, first_step)
@@ -120,16 +125,16 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     start_report(display, config=config, topology=topology, why=choice.why, program=program, data=inputs.data,
                  compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path, launch=devices.launch, evaluation=inputs.evaluation,
                  ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing))
-    tensorboard = TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1) if config.log.tensorboard and run.writer else None
-    metadata = {"config": config.to_json(), "data": inputs.data.identity}
-    detour = Detour(checkpoints, lambda program, step: described(program, step, metadata))
+    tensorboard = unfailing(TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1), "TensorBoard") if config.log.tensorboard and run.writer else None
+    metadata = {"config": config.to_json(derived=_derived(config, choice.plan, program)), "data": inputs.data.identity}
+    detour = Detour(checkpoints, lambda program, step: described(program, step, metadata, learning))
     controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, choice.tried_s, inputs, signs, run, display, detour)
-    with StopRequest() as stop:
+    with StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop:
         trainer = Trainer(
             program=program, train_step=train_step, topology=topology, loader=dealt.loader, eval_batches=dealt.eval_batches,
             bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata=metadata,
             checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop, overseer=controller,
-            progress=progress, snapshots=snapshots)
+            progress=progress, snapshots=snapshots, learning=learning, retries=Retries(display.here, is_alone=topology.num_processes == 1))
         try:
             with display, tensorboard or nullcontext():
                 try:
@@ -182,6 +187,7 @@ def _trained(trainer: Trainer, state: TrainState, step: int, inputs: Inputs, con
         with trainer.progress.during("switch"):
             if is_switch and controller is not None:
                 state, executable = controller.carry_out(state, step)
+                trainer.learning.forgive()
                 trainer = trainer.under(executable.program)
             if changes is not None and changes.is_due(step):
                 state, trainer = _in_next_phase(trainer, state, step, controller, changes)
@@ -249,6 +255,13 @@ def _tell_what_changes(config: Config, devices: Devices, plan: Plan, program: Pr
         return {}
     display.message(change.describe())
     return dict(change.rates)
+
+
+def _room(config: Config, run: RunDirectory, state: TrainState, first_step: int) -> str | None:
+    """What is to be said of the room for checkpoints. Raises CheckpointError if there is not enough."""
+    room = room_in(run.checkpoints)
+    wanted = num_wanted(config.checkpoint, first_step, config.steps, room.num_there if room is not None else 0)
+    return check_room(room, sum(leaf.nbytes for leaf in jax.tree.leaves(state)), wanted=wanted, num_processes=jax.process_count(), directory=run.checkpoints)
 
 
 def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:

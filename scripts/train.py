@@ -12,12 +12,12 @@ from optimus_jax.training.patient_stream import last_words, patient
 from optimus_jax.training.stopping import (
     EXIT_BROKEN,
     EXIT_INTERRUPT,
-    EXIT_MISTAKE,
     EXIT_RESTART,
     NOT_BEGUN,
     StoppedAtOnce,
     Terminated,
     end_when_asked,
+    exit_code_of,
     exit_when_asked,
     raise_when_asked,
 )
@@ -89,6 +89,7 @@ def settings(given: dict) -> dict:
 
 def main() -> int:
     """Exit code: 0 done or stopped by Ctrl-C and saved, 1 an error that nobody has foreseen, 2 the user's error, 75 stopped by SIGTERM or the like, or ended for a fault and worth restarting,
+    76 a run that no longer learns (NaN), which would come to the same end if it were started again as it was,
     130 ended by Ctrl-C before the first step or, asked twice, without saving."""
     show_every_character()
     sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
@@ -112,9 +113,9 @@ def main() -> int:
                                   **overrides).exit_code)
     except OptimusError as error:
         if is_one_of_several() and not error.is_everyones:
-            return end_now(f"error: {told(error)}", EXIT_MISTAKE)
+            return end_now(f"error: {told(error)}", exit_code_of(error))
         last_words(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
-        return end_in_order(EXIT_MISTAKE)
+        return end_in_order(exit_code_of(error))
     except FaultError as error:
         return end_now(f"fault: {told(error)}", EXIT_RESTART)
     except Exception as error:

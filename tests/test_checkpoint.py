@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import pathlib
 import resource
 import shutil
 import socket
@@ -23,7 +24,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optimus_jax import checkpoint_errors
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint import ABANDONED, Checkpoints, NotFiniteError
+from optimus_jax.checkpoint_room import Room, check_room, num_wanted, room_in
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError
 from optimus_jax.mesh.checksum import checksums
@@ -534,3 +536,85 @@ def test_nor_is_it_damage(tmp_path):
 
     with pytest.raises(ValueError, match="Gloo"):
         checkpoint_errors.on_every_process(read, tmp_path)
+
+
+def test_what_the_run_may_have_to_go_back_to_outlives_its_turn(tmp_path, warned):
+    limits = [2]
+    checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig(keep=2), warn=warned.append, limits=lambda: limits)
+    state = place({"w": np.ones((8,), np.float32)}, 1)
+    for step in range(1, 6):
+        checkpoints.save(step, state, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 4, 5]
+    limits[:] = [5]
+    checkpoints.save(6, state, {})
+    checkpoints.close()
+    assert checkpoints.steps() == [5, 6]
+    assert (checkpoints.holds(6), checkpoints.holds(5)) == (True, False)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, bad):
+    checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig())
+    with pytest.raises(NotFiniteError, match="'b/w'"):
+        checkpoints.save(1, place({"a": np.ones((8,), np.float32), "b": {"w": np.full((8,), bad, np.float32)}}, 1), {})
+    assert (checkpoints.steps(), checkpoints.holds(1)) == ([], False)
+
+
+def test_the_end_of_a_save_is_known_without_waiting(tmp_path):
+    values = {"w": np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)}
+    checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig())
+    assert not checkpoints.has_ended
+    with full_disk():
+        checkpoints.save(1, place(values, 1), {})
+        checkpoints._end.join()
+        assert checkpoints.has_ended
+        with pytest.raises(CheckpointError, match="step 1 failed"):
+            checkpoints.wait()
+    assert (checkpoints.has_ended, checkpoints.holds(1)) == (False, False)
+    checkpoints.save(1, place(values, 1), {})
+    checkpoints.close()
+    assert (checkpoints.steps(), checkpoints.holds(1)) == ([1], True)
+
+
+def test_later_checkpoints_are_moved_and_not_deleted(two_saved, opened, warned, tmp_path):
+    shutil.copytree(two_saved, tmp_path / "run")
+    checkpoints = opened()
+    assert checkpoints.latest(1).metadata == {"at": 1}
+    assert checkpoints.latest(7) is None
+    (moved,) = checkpoints.set_aside([2], ABANDONED)
+    assert (checkpoints.steps(), moved.is_dir(), moved.parent.name) == ([1], True, "abandoned")
+    assert warned == []
+
+
+def test_metadata_is_checked_before_arrays_are_read(two_saved, warned):
+    def refuse(metadata):
+        raise CheckpointError(f"of another model: {metadata['at']}")
+
+    checkpoints = Checkpoints(two_saved, CheckpointConfig(), warn=warned.append)
+    with pytest.raises(CheckpointError, match="another model: 2"):
+        checkpoints.restore(abstract(make_state()), check=refuse)
+
+
+ROOM = {"free_files": None, "used_bytes": 0, "num_there": 0}
+
+
+@pytest.mark.parametrize(("room", "wanted", "expected"), [
+    ({"free_bytes": 500}, 4, None), ({"free_bytes": 399}, 4, "4 of 100 bytes"), ({"free_bytes": 150}, 4, CheckpointError), ({"free_bytes": 95}, 1, "1 of 100 bytes"),
+    ({"free_bytes": 80}, 1, CheckpointError), ({"free_bytes": 50, "used_bytes": 300, "num_there": 3}, 4, CheckpointError),
+    ({"free_bytes": 120, "used_bytes": 300, "num_there": 3}, 4, None), ({"free_bytes": 500, "free_files": 10}, 4, CheckpointError), ({"free_bytes": 500, "free_files": 60}, 4, "60 files")])
+def test_room_is_judged_before_the_first_step(tmp_path, room, wanted, expected):
+    given = Room(**ROOM | room)
+    if expected is CheckpointError:
+        with pytest.raises(CheckpointError, match=r"no room for (.|\n)*100 bytes"):
+            check_room(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
+    else:
+        said = check_room(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
+        assert said is None if expected is None else expected in said
+
+
+def test_how_many_checkpoints_there_will_be():
+    many, few = CheckpointConfig(every=10, keep=3, keep_every=100), CheckpointConfig(every=500, keep=3)
+    assert num_wanted(many, 0, 1000, 0) == 3 + 10 + 1
+    assert [num_wanted(few, 0, steps, 0) for steps in (300, 1000, 5000)] == [1, 2, 4]
+    assert room_in(pathlib.Path("/")).free_bytes > 0

@@ -442,7 +442,7 @@ def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, ca
     assert max(losses(again)) < 7, "entropy of bytes, not a multiple of it"
 
 
-@pytest.mark.parametrize(("name", "size"), [("mlp_dim", 128), ("mlp_dim", 32), ("num_layers", 3), ("num_layers", 1)])
+@pytest.mark.parametrize(("name", "size"), [("mlp_dim", 128), ("mlp_dim", 32), ("num_layers", 3), ("num_layers", 1), ("norm_epsilon", 0.5)])
 def test_a_checkpoint_of_another_model_is_refused(uninterrupted, tmp_path, name, size):
     """Neither larger nor smaller: what is missing is not padding, what is too much is not damage."""
     run_dir = tmp_path / "other"

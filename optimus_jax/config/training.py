@@ -37,6 +37,10 @@ class OptimizerConfig:
     """Decoupled decay of matrices; norms and biases have none."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    max_skipped_steps: int = 5
+    """Steps in a row without an update (loss or gradient not finite) that end the run; 0: none do."""
+    loss_rise: float = 0.25
+    """Share that the loss may rise above its lowest for 20 steps (medians of 10) before that is said; 0: never."""
 
     def __post_init__(self) -> None:
         check_positive(self, "lr", "epsilon", "decay_steps")
@@ -47,7 +51,7 @@ class OptimizerConfig:
         for name in ("min_lr_ratio", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1", given=getattr(self, name), do="choose a value in [0, 1]"))
-        for name in ("warmup_steps", "weight_decay", "clip_norm"):
+        for name in ("warmup_steps", "weight_decay", "clip_norm", "max_skipped_steps", "loss_rise"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(explain(f"optimizer.{name} cannot be negative", given=getattr(self, name), do="choose 0 or more"))
         if (self.warmup_steps or 0) > (self.decay_steps or math.inf):
@@ -78,16 +82,20 @@ class CheckpointConfig:
     every: int = 500
     """Steps between checkpoints; the last step is always saved. 0: only at the end."""
     keep: int = 3
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; beside them the newest whose state is known to be good, if that is older."""
     keep_every: int | None = None
     """Checkpoints of steps divisible by this are kept for ever."""
     snapshot_every: int = 0
     """Steps between snapshots in host memory, which outlive the processes but not the host (docs/faults.md); 0: none."""
     snapshot_dir: str = "/dev/shm"
     """File system in memory that snapshots are written to; they need three times a host's share of the state there."""
+    resume_step: int | None = None
+    """Go on from the checkpoint of this step; later ones are moved to abandoned/ in the run directory. Holds for one start and is not saved."""
 
     def __post_init__(self) -> None:
         check_positive(self, "keep", "keep_every")
+        if self.resume_step is not None and self.resume_step < 0:
+            raise ConfigError(explain("checkpoint.resume_step is the step of a checkpoint", given=self.resume_step, do="name one in checkpoints/ of the run directory"))
         if self.snapshot_every < 0:
             raise ConfigError(explain("checkpoint.snapshot_every cannot be negative", given=self.snapshot_every, do="choose 0 or more steps"))
         local_path(self.snapshot_dir, what="checkpoint.snapshot_dir", do="name a file system in this host's memory, such as /dev/shm")

@@ -121,7 +121,8 @@ class Config:
             when it is resumed (resumed.py); a run that is begun from these settings derives anew.
         """
         value = dataclasses.asdict(dataclasses.replace(
-            self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False)))
+            self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False),
+            checkpoint=dataclasses.replace(self.checkpoint, resume_step=None)))
         return json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2) + "\n"
 
     @classmethod

@@ -90,6 +90,11 @@ class Controller:
         """The devices are free: measure links and compute."""
         self._signals.probe(step)
 
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether the plan is new: if it does not train it is taken back. All processes have begun and end a trial after the same step."""
+        return self._trial is not None
+
     def leaves(self, step: int) -> bool:
         """Whether the run is to go on under another plan after `step`."""
         self._look_ahead(step)

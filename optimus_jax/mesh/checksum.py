@@ -9,7 +9,7 @@ scrambled, and summed modulo 2^32. Hence
   hash knows indices only, never the shape.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +36,33 @@ def checksums(tree: Any) -> dict[str, int]:
     Args:
       tree: jax.Arrays of any sharding.
     """
+    return {name: found.checksum for name, found in examined(tree).items()}
+
+
+class Examined(NamedTuple):
+    """What was found out about an array."""
+
+    checksum: int
+    is_finite: bool
+    """Whether no element is NaN or infinite."""
+
+
+def examined(tree: Any) -> dict[str, Examined]:
+    """`checksums`, and whether every leaf is finite, by one pass over each."""
     # One leaf after the other. A single program for all of them compiles longer (parameters and
     # moments share theirs) and on a CPU holds scratch space as large as the whole tree; many
     # programs in flight at once run out of threads there, and their sums wait for one another for ever.
-    return {name: int(_checksum(on_devices(leaf))) for name, leaf in named_leaves(tree).items()}
+    return {name: Examined(int(found[0]), bool(found[1])) for name, leaf in named_leaves(tree).items() for found in [_examined(on_devices(leaf))]}
 
 
 @jax.jit
-def _checksum(x: Array) -> Array:
-    """uint32 []: the checksum of one array."""
+def _examined(x: Array) -> tuple[Array, Array]:
+    """uint32 []: the checksum of one array; bool []: whether it is finite."""
     bits = x.view(f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     weights = jnp.zeros_like(bits)
     for dim in range(x.ndim):
         weights = _scramble(weights + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim))
-    return jnp.sum(_scramble(bits * (weights | np.uint32(1))), dtype=jnp.uint32)
+    return jnp.sum(_scramble(bits * (weights | np.uint32(1))), dtype=jnp.uint32), jnp.isfinite(x).all()
 
 
 def _scramble(x: Array) -> Array:

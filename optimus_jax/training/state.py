@@ -5,9 +5,7 @@ can read what any other has saved.
 """
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +15,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from optimus_jax.config import ModelConfig, PrecisionConfig
-from optimus_jax.errors import CheckpointError, explain
+from optimus_jax.config import PrecisionConfig
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.memory_kinds import HOST_MEMORY, lies_on_host
 from optimus_jax.mesh.restack import is_stacked, restack, with_empty_slots_zero
@@ -130,19 +127,6 @@ def from_stored(stored: TrainState, shapes: ModelShapes, plan: Plan, shardings: 
 def may_be_padded(path: str) -> bool:
     """Whether a stored leaf has rows of zeros at the end, whose number is the plan's."""
     return path.endswith(VOCABULARY_LEAVES) or is_stacked(path)
-
-
-def check_stored_model(metadata: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise CheckpointError unless a checkpoint with this metadata is of a model of the same sizes.
-
-    Another number of layers, say, would pass for padding.
-    """
-    saved = json.loads(metadata["config"])["model"]
-    for name, size in dataclasses.asdict(model).items():
-        if isinstance(size, int) and saved.get(name) != size:
-            raise CheckpointError(explain(
-                "the checkpoint is of another model", given=f"saved with model.{name}={saved.get(name)}, asked for {size}",
-                do="use the model of the run that saved it, or start a new run"))
 
 
 def _stored_slots(shapes: ModelShapes, plan: Plan) -> tuple[int, ...]:

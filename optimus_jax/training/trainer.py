@@ -1,11 +1,18 @@
 """The loop: runs steps under one Plan, writes down what happened, and returns at a step boundary.
 
 A step's numbers are read only after the next step was dispatched, so that the devices never wait
-for the host.
+for the host; but where steps are slow (SLOW_STEP_S) a process on its own reads them before, so that a stop
+that is asked for comes after the step under way and not after the one behind it.
+
+At a step boundary the order is: numbers, save, evaluation, snapshot, probe. So a save has begun before anything that can
+fail, and what fails after it (or in a process on its own, anywhere) finds the state saved.
 """
 
 import math
+import statistics
 import time
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -13,7 +20,7 @@ from typing import Any, Literal, Protocol
 import jax
 from jax.sharding import Mesh
 
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint import Checkpoints, NotFiniteError
 from optimus_jax.config import Config
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.sampler import Batch as HostBatch
@@ -25,18 +32,23 @@ from optimus_jax.models.flops import step_flops
 from optimus_jax.snapshots import Snapshots
 from optimus_jax.training.display import Display
 from optimus_jax.training.evaluation import eval_rows
+from optimus_jax.training.learning import WINDOW_STEPS, Learning, Trouble, error_of, newest, saying, way_back
 from optimus_jax.training.numbers import perplexity_of
+from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.saving import Retries, Saving
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import Metrics, Program
 from optimus_jax.training.step_record import StepRecord
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.tensorboard import TensorBoardWriter
 
-Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase"]
+Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
-"""By the number that processes agree on: the larger wins. On `switch` they have agreed before they say so, and `phase` all know."""
+"""By the number that processes agree on: the larger wins. On `switch` they have agreed before they say so, and `phase` and `not learning` all know."""
+SLOW_STEP_S = 2.0
+"""From here on handing the next step to the devices only when they have ended the one before costs less than a thousandth."""
 
 
 class StepWatcher(Protocol):
@@ -60,6 +72,11 @@ class Overseer(StepWatcher, Protocol):
 
     def probe(self, step: int) -> None:
         """The devices have finished `step`, and are free."""
+        ...
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether the plan is new, and taken back if it does not train; the same answer in every process."""
         ...
 
     def leaves(self, step: int) -> bool:
@@ -106,6 +123,12 @@ class Trainer:
     """What this process is at, for those who watch it."""
     snapshots: Snapshots | None = None
     """The second tier, in host memory; None: there is none."""
+    learning: Learning = field(default_factory=Learning)
+    """Whether the run still learns."""
+    retries: Retries = field(default_factory=lambda: Retries(warnings.warn, is_alone=False))
+    """Of saves that fail."""
+    _last: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=1))
+    """The last step's numbers."""
 
     def train(self, state: TrainState) -> Outcome:
         """Run from the step after `state.step` to the config's last, or until asked to stop, and save then; or until another phase begins, or the
@@ -113,35 +136,47 @@ class Trainer:
 
         Raises:
           RunDirectoryError: a log cannot be written. The state of the step was saved first.
-          CheckpointError: a checkpoint cannot be written.
+          CheckpointError: a checkpoint cannot be written, after as many tries as there are.
+          LearningError: the run no longer learns. Checkpoints from before are there.
         """
         config, step, last_loss = self._config, int(state.step), math.nan
-        agree = Agreement(self.program.mesh) if self.topology.num_processes > 1 else None
+        agree = None if self._is_alone else Agreement(self.program.mesh)
         reason: Reason = "done"
         unread: _Unread | None = None
+        is_slow = True  # until a step was timed
         clock = time.perf_counter()
         self.progress.begin("step")
+        self.stop.ended(step)
         batches = self.loader.iterate(step + 1)
         try:
             while step < config.steps and reason == "done":
                 asked_at = time.perf_counter()
-                step, host_batch = next(batches)
+                upcoming, host_batch = next(batches)
                 loaded_at = time.perf_counter()
                 batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
+                if agree is None:
+                    if is_slow and unread is not None:
+                        before = clock
+                        last_loss, clock = self._record(unread, clock)
+                        unread, is_slow = None, clock - before >= SLOW_STEP_S
+                    if (reason := self._ending(upcoming)) != "done":
+                        break
+                else:
+                    self.stop.begins(upcoming)
                 has_ended = unread is not None and _is_ready(unread.metrics["loss"])
                 called_at = time.perf_counter()
-                self.progress.enter(step)
+                self.progress.enter(upcoming)
                 state, metrics = self.train_step(state, batch)
+                step = upcoming
                 if self.overseer is not None:
                     self.overseer.dispatched(data_wait_s=loaded_at - asked_at, dispatch_s=time.perf_counter() - called_at, batch=host_batch)
-                wish = _REASONS.index("fault" if self.run.failure else self.stop.reason or "done")
                 evaluates = self.eval_batches is not None and (_due(step, config.eval_every) or step == config.steps)
-                saves = _due(step, config.checkpoint.every) or step == config.steps
+                saves = _due(step, config.checkpoint.every) or step == config.steps or self.retries.is_due
                 snapshot_due = self.snapshots is not None and self.snapshots.is_due(step) and step < config.steps
                 # Alone, we can stop at once. Several processes stop a step later, at which all have read the wish.
                 probes = self.overseer is not None and self.overseer.is_probe_due(step)
-                reads_now = evaluates or saves or snapshot_due or probes or (agree is None and wish > 0)
-                agreed = wish if agree is None else agree(wish)
+                reads_now = evaluates or saves or snapshot_due or probes
+                agreed = 0 if agree is None else agree(_REASONS.index(self._asked))
                 # Collectives on a CPU are waited for when the next is dispatched: then this is the end of the step.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
                 if unread is not None and unread.finished_at is None:
@@ -149,20 +184,28 @@ class Trainer:
                 waiting = [unread, _Unread(step, metrics, agreed, finished_at)]
                 unread = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
+                    before = clock
                     last_loss, clock = self._record(item, clock)
+                    is_slow = clock - before >= SLOW_STEP_S
                     reason = _REASONS[max(_REASONS.index(reason), int(item.wish))]
-                if evaluates:
-                    with self.progress.during("evaluation"):
-                        self._evaluate(state, step)
-                if saves or reason != "done":
-                    self.save(state, step)
+                self._saving.look()
+                if self._trouble() is not None:
+                    reason = "not learning"
+                if saves and reason == "done":
+                    self._begin_save(state, step)
+                if evaluates and reason == "done":
+                    self._evaluate(state, step)
+                if self._trouble() is not None:
+                    reason = "not learning"
                 if snapshot_due and reason == "done" and self.snapshots is not None:
                     with self.progress.during("snapshot"):
                         self.snapshots.take(step, self._stored(state), self._described(step))
                 if probes and self.overseer is not None:
                     with self.progress.during("probe"):
                         self.overseer.probe(step)
-                if reason == "done" and step < config.steps and self.overseer is not None and self.overseer.leaves(step):
+                if agree is None and self._asked != "done":
+                    pass  # no other plan is begun: the run ends before the next step
+                elif reason == "done" and step < config.steps and self.overseer is not None and self.overseer.leaves(step):
                     reason = "switch"
                 elif reason == "done" and step < config.steps and step == self.last_step:
                     reason = "phase"
@@ -170,20 +213,62 @@ class Trainer:
                     clock = time.perf_counter()
             if unread is not None:
                 last_loss, clock = self._record(unread, clock)
+        except Exception as error:
+            self._rescue(state, step, error)
+            raise
         finally:
             batches.close()
         if reason in ("switch", "phase"):  # if a log could not be written, the first step under the next plan finds that out
             return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
-        with self.progress.during("write"):
-            self.checkpoints.wait()
+        return self._ended(Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss))
+
+    def _ended(self, outcome: Outcome) -> Outcome:
+        """Save what is not saved, write down how the run has ended, and raise what was wrong with it."""
+        state, reason, step = outcome.state, outcome.reason, outcome.last_step
+        if reason != "not learning":
+            try:
+                self._saving.finish(lambda: self.save(state, step), step)
+            except NotFiniteError as error:
+                self.learning.broken = error.leaf
+        elif not self._saving.ends_well():
+            self._say("a save that was under way has failed; older checkpoints are whole")
+        if (trouble := self._trouble(is_at_end=reason == "done")) is not None:
+            steps = self.checkpoints.steps()
+            good, last = newest(steps, self.learning.good_limit), self._last[-1] if self._last else None
+            error = error_of(self.learning, trouble, self._config, steps, step=step, last=last,
+                             lr=peak_learning_rate(self._config.optimizer, self.program.shapes.num_params))
+            self.run.log_event("fault", step, what=saying(self.learning, trouble), back_to=good)
+            self.run.log_event("end", step, reason="not learning", why=saying(self.learning, trouble), back_to=good)
+            raise error
         self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
         if self.run.failure:
-            self.display.message(f"stopped after step {step}, whose state is saved")
+            self._say(f"stopped after step {step}, whose state is saved")
         self.run.check()
         if reason == "fault":
             raise RunDirectoryError(explain("another process of this run cannot write its logs", given=f"stopped and saved at step {step}",
                                             do="see what process 0 has printed"))
-        return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
+        return outcome
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.topology.num_processes == 1
+
+    @property
+    def _asked(self) -> Reason:
+        """What this process wants the run to end for; `done`: nothing."""
+        return "fault" if self.run.failure else self.stop.reason or "done"
+
+    def _ending(self, upcoming: int) -> Reason:
+        """Why the run of a process on its own ends before step `upcoming`, which is announced otherwise; `done`: it does not."""
+        if self._trouble() is not None:
+            return "not learning"
+        return self._asked if self._asked != "done" or not self.stop.begins(upcoming) else "done"
+
+    def _trouble(self, *, is_at_end: bool = False) -> Trouble | None:
+        """Why the run no longer learns; None: it does, or is under a plan that is taken back for that."""
+        if self.overseer is not None and self.overseer.is_on_trial and not is_at_end:
+            return None
+        return self.learning.trouble(self._config.optimizer.max_skipped_steps, is_at_end=is_at_end)
 
     def under(self, program: Program) -> "Trainer":
         """The same run under another program, whose step is compiled; its batches are still to be given."""
@@ -213,24 +298,66 @@ class Trainer:
             plan=self.program.plan.digest, peak_bytes=_peak_bytes(self.program.mesh), skipped=bool(metrics["skipped"]),
             loss_scale=float(metrics["loss_scale"]) if self.program.plan.precision == "f16" else None)
         self.run.log_step(record)
+        self.stop.ended(item.step)
+        self._last.append(record)
         for watcher in self.watchers:
             watcher.step(record)
         if record.skipped:
-            self.display.message(f"step {item.step}: loss or gradient was not finite; the update was left out")
+            self._say(f"step {item.step}: loss or gradient was not finite; the update was left out")
+        self.learning.step(record)
+        if self.learning.rises(item.step, self._config.optimizer.loss_rise):
+            self._tell_of_rise(item.step)
         return record.loss, now
 
+    def _tell_of_rise(self, step: int) -> None:
+        since, best, steps = self.learning.above_since, self.learning.best, self.checkpoints.steps()
+        what = f"the loss has been far above its lowest since step {since}"
+        self._say(f"step {step}: {what} (lowest median of {WINDOW_STEPS} steps {best:.4f}, now {statistics.median(self.learning.recent):.4f}): the run may be diverging. "
+                  f"It goes on; to undo that, {way_back(self.learning, steps)}, with a lower --lr")
+        self.run.log_event("fault", step, what=what, lowest_loss=best, since=since, back_to=newest(steps, self.learning.good_limit))
+
     def _evaluate(self, state: TrainState, step: int) -> None:
-        assert self.eval_batches is not None
-        num_rows = eval_rows(self._config, self.program.plan)
-        sums = [self.program.eval_step(state.params, put_batch(batch, self.program.batch_sharding, num_rows))
-                for batch in self.eval_batches()]
-        losses, tokens = zip(*jax.device_get(sums), strict=True)
-        loss = float(sum(map(float, losses)) / sum(map(int, tokens)))
+        """Measure the held-out loss. What goes wrong with that costs no state, and of a process on its own not the run either."""
+        try:
+            with self.progress.during("evaluation"):
+                found = self._held_out(state)
+        except Exception as error:
+            if not self._is_alone:
+                raise
+            self._rescue(state, step, error)
+            self._say(f"step {step}: the evaluation has failed, so the held-out loss is unknown; the run goes on. {type(error).__name__}: {error}")
+            self.run.log_event("fault", step, what=f"the evaluation has failed: {type(error).__name__}: {error}")
+            return
+        if found is None:
+            self._say(f"step {step}: the evaluation is given up, as the run is asked to stop")
+            return
+        total, tokens = found
+        if not tokens:
+            self._say(f"step {step}: the held-out loss is unknown, for no token of the held-out text counts")
+            self.run.log_event("eval", step, loss=None, perplexity=None, bits_per_byte=None, tokens=0)
+            return
+        loss = total / tokens
         perplexity = perplexity_of(loss)
         bits = loss / math.log(2) if self.bits_per_token else None
-        self.run.log_event("eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=sum(map(int, tokens)))
+        self.run.log_event("eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=tokens)
         for watcher in self.watchers:
             watcher.evaluation(step, loss, perplexity, bits)
+        self.learning.evaluation(step, loss)
+        if self.learning.bad_evaluations:
+            self._say(f"step {step}: the held-out loss is not finite; if that of the next evaluation is not either, the run ends")
+
+    def _held_out(self, state: TrainState) -> tuple[float, int] | None:
+        """Sum of the held-out loss, and its tokens; None: a stop was asked for meanwhile, and nobody else takes part."""
+        assert self.eval_batches is not None
+        num_rows = eval_rows(self._config, self.program.plan)
+        sums: list[Any] = []
+        for batch in self.eval_batches():
+            if self._is_alone and self._asked != "done":
+                return None
+            sums.append(self.program.eval_step(state.params, put_batch(batch, self.program.batch_sharding, num_rows)))
+            jax.block_until_ready(sums[-2:-1])  # one runs while the next is made ready, and a stop need not wait for all
+        losses, tokens = zip(*jax.device_get(sums), strict=True)
+        return float(sum(map(float, losses))), sum(map(int, tokens))
 
     def save(self, state: TrainState, step: int) -> None:
         """Begin to save the state after `step`. Raises CheckpointError if it, or the one before it, cannot be written."""
@@ -239,18 +366,37 @@ class Trainer:
         with self.progress.during("save"):
             self.checkpoints.save(step, self._stored(state), self._described(step))
 
+    def _begin_save(self, state: TrainState, step: int) -> None:
+        """`save`; if that fails it is tried again later."""
+        try:
+            self._saving.begin(lambda: self.save(state, step))
+        except NotFiniteError as error:
+            self.learning.broken = error.leaf
+
+    def _rescue(self, state: TrainState, step: int, error: Exception) -> None:
+        """Save the state after `step`, if it is not saved, because of an error on its way. Before the first step there is nothing to lose."""
+        if step:
+            self._saving.rescue(lambda: self.save(state, step), state, step, error)
+
+    @property
+    def _saving(self) -> Saving:
+        return Saving(checkpoints=self.checkpoints, retries=self.retries, progress=self.progress, is_alone=self._is_alone, say=self._say)
+
+    def _say(self, text: str) -> None:
+        self.display.message(text)
+
     def _stored(self, state: TrainState) -> TrainState:
         """As on disk: where the plan has layers in another order, a copy of them, until they have been copied to the host."""
         program = self.program
         return to_stored(state, program.shapes, program.plan, program.state_shardings)
 
     def _described(self, step: int) -> dict[str, Any]:
-        return described(self.program, step, self.metadata)
+        return described(self.program, step, self.metadata, self.learning)
 
 
-def described(program: Program, step: int, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def described(program: Program, step: int, metadata: Mapping[str, Any], learning: Learning) -> dict[str, Any]:
     """What the checkpoint of a state under a program says, after `step`."""
-    return {"plan": program.plan.to_json(), "next_step": step + 1, "seed": program.config.seed, **metadata}
+    return {"plan": program.plan.to_json(), "next_step": step + 1, "seed": program.config.seed, "learning": learning.to_json(), **metadata}
 
 
 @dataclass(frozen=True)

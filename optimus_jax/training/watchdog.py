@@ -30,13 +30,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from optimus_jax.config import FaultConfig
-from optimus_jax.errors import OptimusError
 from optimus_jax.robust import deviation_from
 from optimus_jax.training.fault_log import write_fault
 from optimus_jax.training.patient_stream import last_words, stderr_that_never_waits
 from optimus_jax.training.progress import Activity, Progress
 from optimus_jax.training.signs_of_life import BEAT_S, Peer, SignsOfLife
-from optimus_jax.training.stopping import EXIT_MISTAKE, EXIT_RESTART, TERMINATING
+from optimus_jax.training.stopping import EXIT_RESTART, TERMINATING, exit_code_of
 
 FEWEST = 5
 """Durations from which a limit is made."""
@@ -155,8 +154,7 @@ class Watchdog:
             return
         self._is_closed = True
         if self._signs is not None:
-            exit_code = EXIT_MISTAKE if isinstance(failure, OptimusError) else EXIT_RESTART
-            self._signs.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure), exit_code)
+            self._signs.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure), exit_code_of(failure))
         if threading.current_thread() is threading.main_thread() and self._before == -1:
             signal.set_wakeup_fd(-1)
         self._told.setblocking(True)

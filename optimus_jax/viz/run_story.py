@@ -182,7 +182,9 @@ class RunStory:
         """Whether it goes on, as far as its lines say."""
         last = next((event for event in reversed(self.events) if event.get("event") in ("start", "resume", "end")), None)
         if last is not None and last.get("event") == "end":
-            return {"done": "done", "interrupt": "stopped by a person", "terminate": "stopped on request", "fault": "stopped for a fault"}.get(
+            return {"done": "done", "interrupt": "stopped by a person", "terminate": "stopped on request", "fault": "stopped for a fault",
+                    "not learning": f"ended, as it no longer learnt: {text(last, 'why') or 'the reason is unknown'}; " + (
+                        "no good checkpoint is from before" if number(last, "back_to") is None else f"the last good checkpoint is that of step {number(last, 'back_to'):.0f}")}.get(
                 reason := text(last, "reason") or "", f"ended: {reason or 'reason unknown'}")
         return "no end is recorded: under way, or killed" if self.steps or last is not None else "before its first step"
 

@@ -80,6 +80,18 @@ def test_a_python_that_cannot_be_started_is_a_mistake(script, tmp_path, mode, co
     assert not list(tmp_path.glob("*.mistake-*"))
 
 
+@pytest.mark.parametrize("code", [2, 76])
+def test_what_a_restart_would_only_repeat_is_not_started_again(script, tmp_path, code):
+    """One task ends with that, the others are killed for it, and srun's own code is theirs."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\nexit {code}\n")
+    python.chmod(0o755)
+    process = slurm(script, python=python, srun='while [ "$1" != bash ]; do shift; done\n"$@"\nexit 137')
+    said = process.communicate(timeout=20)[0]
+    assert (process.returncode, (tmp_path / "asked").exists()) == (code, False), said
+    assert not list(tmp_path.glob("*.mistake-*"))
+
+
 def test_a_python_that_was_there_before_is_on_a_node_that_lacks_a_mount(script, tmp_path):
     process = slurm(script, python=tmp_path / "python", srun='while [ "$1" != bash ]; do shift; done\n"$@"', restarts=3)
     said = process.communicate(timeout=20)[0]

@@ -20,6 +20,7 @@ from jobs import DEPLOY
 from optimus_jax.config import DistributedConfig
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.engines import find_launch
+from optimus_jax.training.stopping import EXIT_MISTAKE, EXIT_NOT_LEARNING
 
 NAMESPACE, JOB, JOBSET = "research", "optimus-train-0", "optimus"
 POD = {"metadata": {"name": f"{JOB}-1-abcde", "labels": {"job-name": JOB}, "ownerReferences": [
@@ -47,7 +48,7 @@ def test_the_manifest_says_what_detection_needs():
 def test_the_users_mistakes_are_not_started_again():
     job_set = documents()[-1]["spec"]
     [rule] = job_set["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == ("FailJob", "In", [2])
+    assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == ("FailJob", "In", [EXIT_MISTAKE, EXIT_NOT_LEARNING])
     assert rule["onExitCodes"]["containerName"] == job_set["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["name"]
     assert job_set["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
 

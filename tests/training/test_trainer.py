@@ -1,13 +1,18 @@
-"""What the loop writes down of time, on a clock that only steps and evaluations move."""
+"""What the loop does at step boundaries, on a clock that only steps and evaluations move."""
 
+import math
+import os
+import signal
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 from optimus_jax.config import Config
+from optimus_jax.errors import CheckpointError, LearningError
 from optimus_jax.training import trainer as trainer_module
 from optimus_jax.training.display import Display
+from optimus_jax.training.saving import PAUSES_S, Retries
 from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.trainer import Trainer
 
@@ -49,6 +54,10 @@ class Signals:
     def is_probe_due(self, step):
         return step == 4
 
+    @property
+    def is_on_trial(self):
+        return False
+
     def leaves(self, step):
         return False
 
@@ -57,44 +66,243 @@ class Signals:
         self.clock.wait(PROBE_S)
 
 
+class Saved:
+    """Checkpoints that only remember their steps; saves of some steps fail in the background, and are known to when they have ended."""
+
+    def __init__(self, clock, failing=()):
+        self.clock, self.failing, self.done, self.under_way, self.tried = clock, set(failing), [], None, []
+
+    def save(self, step, state, metadata):
+        self.wait()
+        self.clock.wait(SAVE_S)
+        self.under_way = step
+        self.tried.append(step)
+
+    def wait(self):
+        step, self.under_way = self.under_way, None
+        if step in self.failing:
+            raise CheckpointError(f"saving the checkpoint of step {step} failed")
+        if step is not None:
+            self.done.append(step)
+
+    @property
+    def has_ended(self):
+        return self.under_way is not None
+
+    def holds(self, step):
+        return step == self.under_way or step in self.done[-1:]
+
+    def steps(self):
+        return sorted(self.done)
+
+
+class Loop:
+    """A Trainer whose steps take STEP_S and do nothing."""
+
+    def __init__(self, monkeypatch, *, steps=6, several_processes=False, evaluate=None, overseer=None, failing=(), during=lambda step: None, loss=lambda step: 1.0,
+                 stop=None, step_s=STEP_S, **settings):
+        self.clock, self.records, self.events, self.told = Clock(), [], [], []
+        clock = self.clock
+        config = Config().with_values({"steps": steps, "eval_every": 2, "checkpoint.every": 3, **settings})
+        self.begun = []
+
+        def train_step(state, batch):
+            self.begun.append(len(self.begun) + 1)
+            during(len(self.begun))
+            clock.wait(step_s)
+            value = loss(len(self.begun))
+            metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "loss_scale"), Scalar(1))
+            return state, metrics | {"loss": Scalar(value), "skipped": not math.isfinite(value)}
+
+        class Agreement:
+            def __init__(self, mesh):
+                pass
+
+            def __call__(self, wish):
+                return wish
+
+        monkeypatch.setattr(trainer_module, "time", clock)
+        monkeypatch.setattr(trainer_module, "put_batch", lambda batch, *_: batch)
+        monkeypatch.setattr(trainer_module, "Agreement", Agreement)
+        monkeypatch.setattr(trainer_module, "to_stored", lambda state, *_: state)
+        monkeypatch.setattr(trainer_module, "peak_learning_rate", lambda *_: 0.3)
+        if evaluate is not None:
+            monkeypatch.setattr(Trainer, "_held_out", evaluate)
+
+        def batches(first):
+            for step in range(first, 100):
+                clock.wait(LOAD_S)
+                yield step, f"batch {step}"
+
+        run = SimpleNamespace(failure=None, log_step=self.records.append, log_event=lambda event, step, **fields: self.events.append((event, step, fields)), check=lambda: None)
+        plan = SimpleNamespace(precision="f32", digest="", to_json=str, num_devices=2)
+        display = Display()
+        display.message = self.told.append
+        self.checkpoints = Saved(clock, failing)
+        self.trainer = Trainer(
+            program=SimpleNamespace(config=config, plan=plan, mesh=SimpleNamespace(local_devices=[]), batch_sharding=None, shapes=SimpleNamespace(num_params=1), state_shardings=None),
+            train_step=train_step, topology=SimpleNamespace(num_processes=2 if several_processes else 1, num_devices=2, dense_peak_flops=lambda _: None),
+            loader=SimpleNamespace(iterate=batches), eval_batches=list, bits_per_token=False, metadata={}, checkpoints=self.checkpoints, run=run, display=display,
+            tensorboard=None, stop=stop or StopRequest(), overseer=overseer and overseer(clock),
+            retries=Retries(self.told.append, is_alone=not several_processes, clock=clock.perf_counter))
+
+    def train(self):
+        return self.trainer.train(SimpleNamespace(step=jnp.int32(0)))
+
+    def named(self, name):
+        return [(step, fields) for event, step, fields in self.events if event == name]
+
+
 @pytest.mark.parametrize("several_processes", [True, False])
 def test_evaluating_and_saving_are_no_part_of_a_steps_time(monkeypatch, several_processes):
     """Among several processes on a CPU a step is finished when it has been dispatched, and its numbers are read a step later."""
-    clock, records = Clock(), []
-    config = Config().with_values({"steps": 6, "eval_every": 2, "checkpoint.every": 3})
+    def evaluate(trainer, state):
+        loop.clock.wait(EVALUATION_S)
+        return 1.0, 1
 
-    def train_step(state, batch):
-        clock.wait(STEP_S)
-        return state, dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"), Scalar(1))
+    loop = Loop(monkeypatch, several_processes=several_processes, evaluate=evaluate, overseer=Signals)
+    assert loop.train().reason == "done"
+    told = loop.trainer.overseer.told
+    assert [record.step_time_s for record in loop.records] == [LOAD_S + STEP_S] * 6
+    assert [item for item in told if isinstance(item, tuple)] == [(LOAD_S, STEP_S, f"batch {step}") for step in range(1, 7)]
+    assert [item for item in told if not isinstance(item, tuple)] == [1, 2, 3, 4, "probe", 5, 6], "a probe runs when its step is known to be done"
 
-    class Agreement:
-        def __init__(self, mesh):
-            pass
 
-        def __call__(self, wish):
-            return wish
+def stopped(monkeypatch, capfd, number, *, at=4, **settings):
+    """A loop that gets a signal in a step, and what is said."""
+    with StopRequest(num_processes=2 if settings.get("several_processes") else 1, last_step=10) as stop:
+        loop = Loop(monkeypatch, steps=10, stop=stop, during=lambda step: os.kill(os.getpid(), number) if step == at else None,
+                    **{"eval_every": 0, "checkpoint.every": 0} | settings)
+        outcome = loop.train()
+    return loop, outcome, capfd.readouterr().err
 
-    monkeypatch.setattr(trainer_module, "time", clock)
-    monkeypatch.setattr(trainer_module, "put_batch", lambda *_: None)
-    monkeypatch.setattr(trainer_module, "Agreement", Agreement)
-    monkeypatch.setattr(trainer_module, "to_stored", lambda state, *_: state)
-    monkeypatch.setattr(Trainer, "_evaluate", lambda *_: clock.wait(EVALUATION_S))
-    def batches(first):
-        for step in range(first, 100):
-            clock.wait(LOAD_S)
-            yield step, f"batch {step}"
 
-    signals = Signals(clock)
-    run = SimpleNamespace(failure=None, log_step=records.append, log_event=lambda *_, **__: None, check=lambda: None)
-    plan = SimpleNamespace(precision="f32", digest="", to_json=str)
-    outcome = Trainer(
-        program=SimpleNamespace(config=config, plan=plan, mesh=SimpleNamespace(local_devices=[]), batch_sharding=None, shapes=None, state_shardings=None), train_step=train_step,
-        topology=SimpleNamespace(num_processes=2 if several_processes else 1, num_devices=2, dense_peak_flops=lambda _: None),
-        loader=SimpleNamespace(iterate=batches), eval_batches=list,
-        bits_per_token=False, metadata={},
-        checkpoints=SimpleNamespace(save=lambda *_: clock.wait(SAVE_S), wait=lambda: None), run=run, display=Display(),
-        tensorboard=None, stop=StopRequest(), overseer=signals).train(SimpleNamespace(step=jnp.int32(0)))
-    assert outcome.reason == "done"
-    assert [record.step_time_s for record in records] == [LOAD_S + STEP_S] * 6
-    assert [told for told in signals.told if isinstance(told, tuple)] == [(LOAD_S, STEP_S, f"batch {step}") for step in range(1, 7)]
-    assert [told for told in signals.told if not isinstance(told, tuple)] == [1, 2, 3, 4, "probe", 5, 6], "a probe runs when its step is known to be done"
+@pytest.fixture
+def handlers():
+    """Of before, brought back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, "terminate"), (signal.SIGINT, "interrupt")])
+@pytest.mark.parametrize(("step_s", "said"), [(STEP_S, "step 4 is finished and saved first"), (0.1, "steps 3 to 4 are finished and saved first")])
+def test_the_step_under_way_is_the_last(monkeypatch, capfd, number, reason, step_s, said):
+    """Where steps are slow only one is under way; otherwise the devices have the next already."""
+    loop, outcome, err = stopped(monkeypatch, capfd, number, step_s=step_s)
+    assert (outcome.reason, outcome.last_step, loop.begun, loop.checkpoints.done) == (reason, 4, [1, 2, 3, 4], [4])
+    assert said in err
+    assert [record.step for record in loop.records] == [1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_several_processes_stop_after_a_step_that_they_name(monkeypatch, capfd):
+    loop, outcome, err = stopped(monkeypatch, capfd, signal.SIGTERM, several_processes=True)
+    assert "up to step 6 at most, and saved first" in err
+    assert outcome.last_step <= 6
+    assert loop.checkpoints.done == [outcome.last_step]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_between_steps_begins_no_other(monkeypatch, capfd):
+    def evaluate(trainer, state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+
+    with StopRequest() as stop:
+        loop = Loop(monkeypatch, stop=stop, evaluate=evaluate)
+        outcome = loop.train()
+    assert (outcome.last_step, loop.begun, loop.checkpoints.done) == (2, [1, 2], [2])
+    assert "the state after step 2 is saved first" in capfd.readouterr().err
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)  # as in a switch of plans, after which another loop begins
+        loop = Loop(monkeypatch, stop=stop)
+        outcome = loop.train()
+    assert (outcome.last_step, loop.begun) == (0, [])
+
+
+@pytest.mark.parametrize("wrong", [ZeroDivisionError("of tokens"), ValueError("a batch that cannot be cut")])
+def test_an_evaluation_that_fails_costs_no_state_and_no_run(monkeypatch, wrong):
+    saved_before = []
+
+    def evaluate(trainer, state):
+        saved_before.append(list(loop.checkpoints.tried))
+        raise wrong
+
+    loop = Loop(monkeypatch, evaluate=evaluate)
+    assert loop.train().reason == "done"
+    assert loop.checkpoints.done[-1] == 6
+    assert saved_before[-1][-1] == 6, "the save of a step begins before its evaluation"
+    assert [step for step, _ in loop.named("fault")] == [2, 4, 6]
+    assert any("held-out loss is unknown" in text for text in loop.told)
+
+
+def test_a_held_out_text_without_a_token_that_counts_has_no_loss(monkeypatch):
+    loop = Loop(monkeypatch, evaluate=lambda trainer, state: (0.0, 0))
+    assert loop.train().reason == "done"
+    assert [fields["loss"] for _, fields in loop.named("eval")] == [None] * 3
+
+
+def test_an_error_of_the_loop_finds_the_state_saved(monkeypatch):
+    def fail(step):
+        if step == 5:
+            raise RuntimeError("a device is lost")
+
+    loop = Loop(monkeypatch, evaluate=lambda *_: (1.0, 1), during=fail, **{"checkpoint.every": 0})
+    with pytest.raises(RuntimeError, match="lost") as caught:
+        loop.train()
+    assert loop.checkpoints.done == [4]
+    assert "the state after step 4 is saved" in caught.value.__notes__[0]
+
+
+def test_a_save_that_fails_is_noticed_at_the_next_step_and_tried_again(monkeypatch):
+    loop = Loop(monkeypatch, steps=8, failing=[3], **{"eval_every": 0, "checkpoint.every": 3})
+    assert loop.train().reason == "done"
+    assert loop.checkpoints.tried == [3, 5, 6, 8]
+    assert loop.checkpoints.done == [5, 6, 8]
+    assert "step 3 failed" in loop.told[0]
+
+
+def test_saves_that_go_on_failing_end_the_run_in_the_end(monkeypatch):
+    loop = Loop(monkeypatch, steps=90, failing=range(99), **{"eval_every": 0, "checkpoint.every": 3})
+    with pytest.raises(CheckpointError, match="failed"):
+        loop.train()
+    assert len(loop.checkpoints.tried) == len(PAUSES_S) + 1
+
+
+def test_of_several_processes_one_that_cannot_write_says_so_at_the_next_step(monkeypatch):
+    loop = Loop(monkeypatch, several_processes=True, steps=90, failing=[3], **{"eval_every": 0, "checkpoint.every": 50})
+    loop.trainer.checkpoints.save(3, None, {})
+    with pytest.raises(CheckpointError, match="step 3 failed"):
+        loop.train()
+    assert len(loop.begun) <= 2
+
+
+@pytest.mark.parametrize("several_processes", [True, False])
+def test_a_run_that_no_longer_learns_ends_with_an_error(monkeypatch, several_processes):
+    loop = Loop(monkeypatch, steps=50, several_processes=several_processes, loss=lambda step: 1.0 if step < 10 else math.nan, evaluate=lambda *_: (1.0, 1))
+    with pytest.raises(LearningError, match=r"since step 10(.|\n)*checkpoint.resume_step=6"):
+        loop.train()
+    assert 14 <= len(loop.begun) <= 16
+    (_, said), = loop.named("end")
+    assert (said["reason"], said["back_to"]) == ("not learning", 6)
+
+
+def test_a_run_whose_last_steps_made_no_update_is_not_done(monkeypatch):
+    loop = Loop(monkeypatch, loss=lambda step: 1.0 if step < 5 else math.nan, evaluate=lambda *_: (1.0, 1))
+    with pytest.raises(LearningError, match="2 step"):
+        loop.train()
+    assert loop.checkpoints.done == [3, 6]
+    loop = Loop(monkeypatch, evaluate=lambda trainer, state: (math.nan, 5), eval_every=6)
+    with pytest.raises(LearningError, match="held-out loss is not finite"):
+        loop.train()
+
+
+def test_a_plan_on_trial_is_the_controllers_to_take_back(monkeypatch):
+    class OnTrial(Signals):
+        is_on_trial = True
+
+    loop = Loop(monkeypatch, steps=20, loss=lambda step: 1.0 if step < 5 or step > 15 else math.nan, evaluate=lambda *_: (1.0, 1), overseer=OnTrial)
+    assert loop.train().reason == "done"

@@ -1,0 +1,64 @@
+"""A checkpoint goes with the config that it was saved under, in all that is computed."""
+
+import dataclasses
+import json
+
+import pytest
+
+from optimus_jax.config import Config
+from optimus_jax.errors import CheckpointError
+from optimus_jax.presets import model_preset
+from optimus_jax.stored_config import check_stored_config
+
+SAVED = Config(model=model_preset("llama3.2-1b"))
+METADATA = {"config": SAVED.to_json()}
+OTHER = {"model.norm_epsilon": 0.5, "model.rope_theta": 1e4, "model.tied": False, "model.init_std": 0.5, "model.dropout": 0.1, "model.family": "gpt2", "model.rope_scaling.factor": 4.0,
+         "model.rope_scaling": None, "model.num_layers": 3, "data.global_batch": 8, "data.respect_documents": False, "data.eval_fraction": 0.5, "data.phases": "100:32", "seed": 5}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_changes_the_run_is_refused(name):
+    section = ".".join(name.split(".")[:2])
+    with pytest.raises(CheckpointError, match=f"saved with {section}="):
+        check_stored_config(METADATA, SAVED.with_values({name: OTHER[name]}))
+
+
+def test_every_field_of_a_model_is_compared_but_its_name():
+    fields = {field.name for field in dataclasses.fields(SAVED.model)}
+    assert fields - {name.split(".")[1] for name in OTHER if name.startswith("model.")} == {
+        "name", "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_length"}, "sizes are compared as num_layers is"
+
+
+def test_names_and_places_may_differ():
+    check_stored_config(METADATA, SAVED.with_values({"model.name": "mine", "data.sources": "/moved/a.txt", "data.tokenizer": "/moved/tokenizer.json", "steps": 7, "log.every": 3}))
+
+
+@pytest.mark.parametrize(("name", "value"), [("optimizer.beta2", 0.9), ("optimizer.lr", 0.1), ("precision.compute", "f16")])
+def test_what_may_change_is_said(name, value):
+    said = []
+    check_stored_config(METADATA, SAVED.with_values({name: value}), say=said.append)
+    assert len(said) == 1
+    assert f"{name} from" in said[0]
+    check_stored_config(METADATA, SAVED, say=said.append)
+    assert len(said) == 1
+
+
+def test_data_may_differ_where_that_is_allowed():
+    said = []
+    check_stored_config(METADATA, SAVED.with_values({"data.eval_fraction": 0.5, "data.allow_change": True}), say=said.append)
+    assert "data.eval_fraction" in said[0]
+    with pytest.raises(CheckpointError):
+        check_stored_config(METADATA, SAVED.with_values({"seed": 5, "data.allow_change": True}))
+
+
+def test_a_checkpoint_from_before_a_setting_was_there_has_its_default():
+    values = json.loads(METADATA["config"])
+    del values["model"]["dropout"], values["optimizer"]["max_skipped_steps"], values["data"]["phases"], values["controller"]
+    check_stored_config({"config": json.dumps(values)}, SAVED)
+    check_stored_config({"config": json.dumps(values | {"of another version": {}})}, SAVED)
+
+
+def test_sampling_needs_the_model_alone():
+    check_stored_config(METADATA, SAVED.with_values({"seed": 5, "data.global_batch": 8}), sections=("model.",))
+    with pytest.raises(CheckpointError, match="another model"):
+        check_stored_config(METADATA, SAVED.with_values({"model.norm_epsilon": 0.5}), sections=("model.",))
