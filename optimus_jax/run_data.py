@@ -26,10 +26,10 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
     Raises:
       DataError: it cannot be used, or another one is named than the run has.
     """
-    if (
-        run.tokenizer is None
-    ):  # begun before runs kept theirs: what ends a document was then found by the list alone
-        return load_tokenizer(config.tokenizer, config.eos, by_list=True)
+    if run.tokenizer is None:
+        # Before runs kept theirs, what ends a document was found by the list alone.
+        is_of_before = identity_in_run(run) is None
+        return load_tokenizer(config.tokenizer, config.eos, by_list=is_of_before)
     own = load_tokenizer(str(run.tokenizer), config.eos)
     if config.tokenizer != (begun := Config.from_json(run.config_text()).data.tokenizer):
         other = load_tokenizer(config.tokenizer, by_list=True)

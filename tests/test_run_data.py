@@ -8,11 +8,13 @@ import pytest
 from data.test_eos import SPEAK, unigram
 
 import optimus_jax
+from optimus_jax import api
 from optimus_jax.config import Config, DataConfig
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.errors import DataError
 from optimus_jax.generation import load_text_model
+from optimus_jax.request import make_config
 from optimus_jax.run_data import check_same_data, held_out_in_run, identity_in_run, tokenizer_of_run
 from optimus_jax.training.run_directory import RunDirectory
 
@@ -61,6 +63,12 @@ def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
         load_text_model(run_dir)
     with pytest.raises(DataError, match=r"a run keeps its tokenizer"):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=3, **{"data.allow_change": True})
+
+
+def test_where_data_lies_is_a_hosts_own_affair():
+    here, there = (api._settings(make_config("gpt2", {"data": f"/{host}/a.txt", "tokenizer": f"/{host}/t.json"})) for host in "ab")
+    assert here == there
+    assert here != api._settings(make_config("gpt2", {"data.text_field": "body"}))
 
 
 def begun(folder, *, begin=None, **data):

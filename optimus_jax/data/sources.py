@@ -23,6 +23,9 @@ from optimus_jax.errors import DataError, explain
 from optimus_jax.paths import Url, local_pattern, user_path
 from optimus_jax.store.local_copies import local_copies
 
+_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+"""Files of Hugging Face's datasets that say what others are."""
+
 
 def find_files(sources: Sequence[str], left_out: LeftOut | None = None) -> list[Path]:
     """The files behind all sources but `stdlib`.
@@ -54,7 +57,8 @@ def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: b
     for path in (path for _, paths in found for path in paths):
         if is_token_file(path):
             raise DataError(explain(f"{path} holds tokens, not text", given=" ".join(sources),
-                                    do="train on .bin files alone, one or several; to add texts, tokenize them too"))
+                                    do="train on .bin files alone, one or several; "
+                                       "to add texts, tokenize them too"))
     for source, paths in found:
         if source == STDLIB:
             yield from _read_stdlib()
@@ -127,14 +131,15 @@ def _files_in(folder: Path, left_out: LeftOut, above: tuple[str, ...] = ()) -> I
             raise DataError(explain("a folder holds several splits of a data set",
                                     given=f"{folder}: {', '.join(splits)}",
                                     do=f"name one to train on: {folder / splits[-1]}"))
-    if "dataset_info.json" in names or "state.json" in names:  # Hugging Face's datasets wrote it
-        yield from (folder / name for name in _shards(folder, names))
+    is_saved = "dataset_info.json" in names or "state.json" in names  # by Hugging Face's datasets
+    if is_saved and (shards := _shards(folder, names)):
+        yield from (folder / name for name in shards)
         return
     for name in names:
         path = folder / name
         if path.is_dir():
             yield from _files_in(path, left_out, (*above, real))
-        elif path.is_file() and name != "dataset_dict.json" and not _is_header(path):
+        elif path.is_file() and name not in _ABOUT and not _is_header(path):
             if has_format(path):
                 yield path
             else:

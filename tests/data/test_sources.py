@@ -3,6 +3,7 @@ import gzip
 import json
 import lzma
 import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -133,6 +134,10 @@ def test_a_folder_of_hugging_face_datasets_is_its_shards(tmp_path):
     assert read(tmp_path / "train") == ["one", "two\n"] * 2
     (tmp_path / "test" / "state.json").unlink()
     assert read(tmp_path / "test") == ["one", "two\n"] * 2
+    write(tmp_path / "in parquet" / "dataset_info.json", "{}")
+    pyarrow.parquet.write_table(TABLE, tmp_path / "in parquet" / "a.parquet")
+    assert read(tmp_path / "in parquet") == ["one", "two\n"]
+    shutil.rmtree(tmp_path / "in parquet")
     write(tmp_path / "dataset_dict.json", "{}")
     with pytest.raises(DataError, match=r"several splits of a data set\n.*test, train\n.*name one to train on: .*train"):
         read(tmp_path)
@@ -252,6 +257,13 @@ def test_a_parquet_column_must_exist_and_be_text(tmp_path, columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"no column of text named 'text'\n  given: (body: string|text: int64)\n"):
         read(tmp_path / "a.parquet")
+
+
+def test_zstd_is_an_extra(tmp_path, monkeypatch):
+    monkeypatch.delattr("backports.zstd")
+    monkeypatch.setitem(sys.modules, "backports.zstd", None)
+    with pytest.raises(DataError, match=r"pip install 'optimus-jax\[zstd\]', or decompress the file"):
+        read(write(tmp_path / "a.jsonl.zst", "x"))
 
 
 def test_parquet_is_an_extra(tmp_path, monkeypatch):
