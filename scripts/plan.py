@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
     flags.add_argument("--cluster", metavar="NAME:HOSTSxDEVICES", default=HERE,
                        help="such as h100:8x8, or a100:4 for one host (default: the devices that are here, measured once)")
+    flags.add_argument("--without", type=int, metavar="N", help="plan without N of its hosts, or of its devices if it is one host")
     flags.add_argument("--link", action="append", default=[], metavar="NAME=SPEED", help="another speed: inside=300GB/s, between=400Gb/s,5us or host=50GB/s")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help="examples per step, all devices (default: 8 for each)")
@@ -82,14 +83,17 @@ def find(given: dict) -> "Found":
     if given["json"] and ("explain" in given or given["rejected"]):
         raise ConfigError(explain("--json prints every plan with all of its terms", given="--json with --explain or --rejected",
                                   do="leave one of them out"))
-    asked = {"top": given["top"], "links": given["link"], "overrides": overrides(given)}
+    asked = {"top": given["top"], "links": given["link"], "overrides": overrides(given), "progress": show_pricing if sys.stderr.isatty() else None}
     if given["cluster"] == HERE:
+        if "without" in given:
+            raise ConfigError(explain("devices that are here are left out where the run starts", given=f"--without {given['without']}",
+                                      do="name a cluster with --cluster, or hide devices: --cpu-devices N, CUDA_VISIBLE_DEVICES"))
         here = measured_here(given)
         return look_for_plans(given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked)
     if given["profile"] or given["cpu_devices"] is not None:
         raise ConfigError(explain("only devices that are here can be measured", given=f"--cluster {given['cluster']}",
                                   do="leave out --cluster, or --profile and --cpu-devices"))
-    return look_for_plans(given["model"], given["cluster"], **asked)
+    return look_for_plans(given["model"], given["cluster"], without=given.get("without"), **asked)
 
 
 def measured_here(given: dict) -> "Here":
@@ -112,6 +116,11 @@ def measured_here(given: dict) -> "Here":
 def show_progress(text: str, share: float) -> None:
     """One line on the terminal, written over."""
     print(f"\r\x1b[Kmeasuring this machine: {share:4.0%} {text}"[:100], end="" if share < 1 else "\n", file=sys.stderr, flush=True)
+
+
+def show_pricing(text: str) -> None:
+    """Likewise; the next thing that is printed begins over it."""
+    print(f"\r\x1b[K{text}"[:100], end="\r", file=sys.stderr, flush=True)
 
 
 def compiled(found: "Found") -> "list[CompileReport | None]":
@@ -151,10 +160,24 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     console.print(table)
     if found.cluster.num_hosts > 1:
         console.print(f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False)
+    show_divisibility(found)
     device = f" --precision {best.plan.precision} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
     said = flags(best.plan)
     others = "".join(f" --set {entry}" for entry in given["set"] if entry.partition("=")[0] not in SAID_BY_FLAGS and f"--set {entry}" not in said)
     console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}", highlight=False, soft_wrap=True)
+
+
+def show_divisibility(found: "Found") -> None:
+    """What was lost with devices that are left out, and which numbers near those given divide better."""
+    said, batch = found.divisibility, found.config.data.global_batch
+    if found.lost is not None:
+        print(found.lost.describe())
+    if said.is_worth_saying:
+        print(f"note: {'; '.join(said.reasons)}.")
+        for other in said.batches:
+            print(f"  --global-batch {other.global_batch} ({other.global_batch / batch - 1:+.1%}): {other.describe()}")
+        for other in said.clusters:
+            print(f"  the same batch on {other.num_devices:,} devices, {found.cluster.num_devices - other.num_devices:,} left idle: {other.describe()}")
 
 
 def cells(ranked: "RankedPlan") -> list[str]:

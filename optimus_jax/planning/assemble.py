@@ -18,6 +18,7 @@ from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES
 from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.planning.divisors import divisors
 
 LOSS_CHUNK_TOKENS = 2048
 """For a whole vocabulary; as many times more for a part of it. A GPU wants large matmuls."""
@@ -189,5 +190,5 @@ def _microbatches(global_batch: int, axes: AxisSizes, *, interleaved: bool) -> i
         return 1
     rows = max(1, global_batch // (axes.data * axes.fsdp))
     wanted = MICROBATCHES_PER_STAGE * axes.pipe
-    legal = [n for n in range(1, rows + 1) if rows % n == 0 and (n % axes.pipe == 0 or not interleaved)]
+    legal = [n for n in divisors(rows) if n % axes.pipe == 0 or not interleaved]
     return min(legal, key=lambda n: (abs(n - wanted), n), default=axes.pipe)
