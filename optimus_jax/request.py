@@ -7,6 +7,7 @@ from typing import Any
 
 from optimus_jax.config import Config
 from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.json_input import read_json
 from optimus_jax.presets import model_preset
 from optimus_jax.settings import setting_names
 
@@ -60,10 +61,10 @@ def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | 
 def read_config(path: str | Path) -> Config:
     """The config in a file, such as a run's config.json. Raises ConfigError if there is none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(explain("a config cannot be read", given=f"{path}: {error}", do="give --config the config.json of a run")) from error
-    return Config.from_json(text)
+    return Config.from_value(value)
 
 
 def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -> Config:

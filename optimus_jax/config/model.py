@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from optimus_jax.config.checks import check_positive
+from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.errors import ConfigError, explain
 
 
@@ -63,6 +63,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads",
                         "head_dim", "mlp_dim", "max_length", "norm_epsilon", "rope_theta")
+        check_counts(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_length")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(explain(
                 "model.num_heads must be a multiple of model.num_kv_heads",

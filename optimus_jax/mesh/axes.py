@@ -34,6 +34,9 @@ MLP = "mlp"
 PAIR = "pair"
 """Two matrices kept as one: key and value, or gate and up."""
 
+MOST_DIGITS = 9
+"""Of the size of an axis: more devices are a slip of the pen, and Python refuses to read thousands of digits."""
+
 LOGICAL_AXES = (BATCH, LAYERS, VOCAB, EMBED, NORM, POSITIONS, HEADS, KV_HEADS, HEAD_DIM, MLP, PAIR)
 
 
@@ -70,7 +73,7 @@ class AxisSizes:
             name, _, size = (piece.strip() for piece in part.partition("="))
             if name not in MESH_AXES:
                 raise PlanError(explain(f"unknown mesh axis {name!r}", given=f"--mesh {text}", do=nearest(name, MESH_AXES)))
-            if name in sizes or not size.isdecimal():
+            if name in sizes or not size.isdecimal() or len(size) > MOST_DIGITS:
                 raise PlanError(explain(f"mesh axis {name!r} needs one whole number", given=f"--mesh {text}",
                                         do=f"write each axis once, such as {name}=2"))
             sizes[name] = int(size)

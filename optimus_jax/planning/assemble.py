@@ -162,7 +162,7 @@ def _check_schedule_name(name: str) -> None:
 def _read_table(path: str) -> tuple[str, Schedule]:
     """The text of a user's own table, and the schedule that it is."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_bytes().decode("utf-8-sig")
         return text, Schedule.from_json(text)
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "not text"

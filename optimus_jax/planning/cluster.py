@@ -23,7 +23,7 @@ INSIDE, BETWEEN, TO_HOST = LINKS = ("inside", "between", "host")
 """The names of a cluster's links, as in `--link between=50GB/s`."""
 MOST_DEVICES = 2**16
 """Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to enumerate."""
-_SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")
+_SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
 
 
 @dataclass(frozen=True, kw_only=True)
