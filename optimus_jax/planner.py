@@ -20,7 +20,7 @@ from optimus_jax.planning.layouts import Rejection
 from optimus_jax.planning.memory import MemoryEstimate
 from optimus_jax.planning.rates import Rates
 from optimus_jax.planning.search import Pricing, Ranking, search
-from optimus_jax.request import make_config
+from optimus_jax.request import dotted, make_config
 
 SEQUENCES_PER_DEVICE = 8
 """Of a global batch that nobody gave."""
@@ -154,7 +154,7 @@ def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Itera
         raise ConfigError(explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan"))
     whole = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
     where = whole if without is None else whole.without(without)
-    config = config_for(model, whole, overrides)  # a run that loses devices keeps its batch
+    config = config_for(model, whole, dotted(overrides))  # a run that loses devices keeps its batch
     rates = rates or Rates.of(where.accelerator)
     pricing = Pricing(config, where, rates, calibration or Calibration())
     ranking = search(pricing, top=top)

@@ -43,13 +43,13 @@ def changed(value: D, changes: Mapping[str, Any]) -> D:
         *parents, leaf = name.split(".")
         section, fields = tree, field_types(cls)
         for parent in parents:
-            inner = _dataclass_in(fields.get(parent))
+            inner = section_type(fields.get(parent))
             if inner is None:
                 raise ConfigError(explain(f"unknown setting {name!r}", given=parent, do=nearest(name, setting_names(cls))))
             if section[parent] is None:
                 section[parent] = {}
             section, fields = section[parent], field_types(inner)
-        if leaf not in fields or (_dataclass_in(fields[leaf]) and not isinstance(item, Mapping | None)):
+        if leaf not in fields or (section_type(fields[leaf]) and not isinstance(item, Mapping | None)):
             raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={shown(item)}", do=nearest(name, setting_names(cls))))
         section[leaf] = item
     return build(cls, tree)
@@ -65,12 +65,13 @@ def setting_names(cls: type, prefix: str = "") -> list[str]:
     """Every dotted name that `--set` takes."""
     names = []
     for name, kind in field_types(cls).items():
-        inner = _dataclass_in(kind)
+        inner = section_type(kind)
         names += setting_names(inner, f"{prefix}{name}.") if inner else [prefix + name]
     return names
 
 
-def _dataclass_in(kind: Any) -> type | None:
+def section_type(kind: Any) -> type | None:
+    """The dataclass that a field is, or may be; None: it is a value."""
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 

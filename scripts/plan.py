@@ -8,21 +8,20 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
 import json
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.command_line import Parser, run, settings
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.presets import PRESETS
-from optimus_jax.request import SHORT_NAMES
 
 if TYPE_CHECKING:
     from optimus_jax.planner import Found, RankedPlan
     from optimus_jax.planning.compile_check import CompileReport
     from optimus_jax.planning.here import Here
 
-USER_ERROR = 2
 WIDE = 160
 """Columns of a table that goes into a file."""
 HERE = "here"
@@ -31,12 +30,11 @@ SAID_BY_FLAGS = ("parallel.mesh", "parallel.microbatches", "parallel.remat", "pa
 """Settings that a plan's own flags give."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Every flag; only those given on the command line appear in the parsed result, but for the first few."""
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         description="Rank all layouts of a model on a cluster, which need not be there. Times and bytes are predictions.",
-        argument_default=argparse.SUPPRESS, allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+        argument_default=SUPPRESS, words={"top": "top_k num_plans", "cluster": "hardware topology"})
     flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
     flags.add_argument("--cluster", metavar="NAME:HOSTSxDEVICES", default=HERE,
                        help="such as h100:8x8, or a100:4 for one host (default: the devices that are here, measured once)")
@@ -62,14 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def overrides(given: dict) -> dict:
-    """Settings from parsed flags; `--set` entries by their dotted names."""
-    result = {name: value for name, value in given.items() if name in SHORT_NAMES and name != "cpu_devices"}
-    for entry in given["set"]:
-        name, equals, value = entry.partition("=")
-        if not equals:
-            raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
-        result[name] = value
-    return result
+    """Settings from parsed flags, by their dotted names."""
+    return settings(given, leave=("cpu_devices",))
 
 
 def find(given: dict) -> "Found":
@@ -163,7 +155,8 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     show_divisibility(found)
     device = f" --precision {best.plan.precision} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
     said = flags(best.plan)
-    others = "".join(f" --set {entry}" for entry in given["set"] if entry.partition("=")[0] not in SAID_BY_FLAGS and f"--set {entry}" not in said)
+    further = settings({"set": given["set"]}, note=lambda _: None)
+    others = "".join(f" --set {name}={value}" for name, value in further.items() if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said)
     console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}", highlight=False, soft_wrap=True)
 
 
@@ -218,22 +211,17 @@ def show_terms(ranked: "RankedPlan") -> None:
     console.print(memory)
 
 
-def main() -> int:
-    """Exit code: 0 done, 2 the user's error."""
-    given = vars(parser().parse_args())
-    try:
-        found = find(given)
-        if given.get("explain", 1) > len(found.plans):
-            raise ConfigError(explain("there are not so many plans", given=f"--explain {given['explain']}, {len(found.plans)} found",
-                                      do=f"give a rank from 1 to {len(found.plans)}"))
-        reports = compiled(found) if given["compile"] else [None] * len(found.plans)
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+def main() -> None:
+    given = parser().read()
+    found = find(given)
+    if given.get("explain", 1) > len(found.plans):
+        raise ConfigError(explain("there are not so many plans", given=f"--explain {given['explain']}, {len(found.plans)} found",
+                                  do=f"give a rank from 1 to {len(found.plans)}"))
+    reports = compiled(found) if given["compile"] else [None] * len(found.plans)
     if given["json"]:
         print(json.dumps([ranked.as_json() | ({"compiled_bytes": report.total_bytes, "compiled_fits": report.fits} if report else {})
                           for ranked, report in zip(found.plans, reports, strict=True)], indent=2))
-        return 0
+        return
     show(given, found, reports)
     if (rank := given.get("explain")) is not None:
         show_terms(found.plans[rank - 1])
@@ -241,8 +229,7 @@ def main() -> int:
         for rejection in found.rejections:
             print(f"not {rejection.layouts}: {rejection.reason}")
         print(f"of the {found.num_priced} legal layouts, those slower than the plans above were not asked whether they fit")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -8,21 +8,20 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
 from pathlib import Path
 
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.command_line import Parser, run
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.viz.run_report import run_report
 
-USER_ERROR = 2
 PAGE = "report.html"
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
+def parser() -> Parser:
+    """Every flag."""
+    flags = Parser(
         description="Write one self-contained HTML page about a run: loss, step time and plans, decisions and their reasons, predictions against "
-                    "measurements, memory, switches. The run may still be under way.", allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+                    "measurements, memory, switches. The run may still be under way.", words={"run_dir": "run_dir run dir", "out": "output output_file"})
     flags.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run, such as one under runs/")
     flags.add_argument("--out", metavar="FILE.html", help=f"where to write the page; one that is there is replaced (default: RUN_DIR/{PAGE})")
     return flags
@@ -34,26 +33,20 @@ def write_page(run_dir: Path, out: Path) -> None:
         raise ConfigError(explain("the name of a page ends in .html", given=f"--out {out}", do=f"use --out {out.with_suffix('.html')}"))
     text = run_report(run_dir)
     temporary = out.with_name(out.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, out)
-
-
-def main() -> int:
-    """Exit code: 0 done, 2 the user's error."""
-    given = parser().parse_args()
-    run_dir = Path(given.run_dir)
-    out = Path(given.out) if given.out is not None else run_dir / PAGE
     try:
-        write_page(run_dir, out)
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, out)
     except OSError as error:
-        print("error: " + explain("the page cannot be written", given=error, do="name another place with --out FILE.html"), file=sys.stderr)
-        return USER_ERROR
+        raise ConfigError(explain("the page cannot be written", given=error, do="name another place with --out FILE.html")) from error
+
+
+def main() -> None:
+    given = parser().read()
+    run_dir = Path(given["run_dir"])
+    out = Path(given["out"]) if given["out"] is not None else run_dir / PAGE
+    write_page(run_dir, out)
     print(f"wrote {out}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

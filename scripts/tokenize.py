@@ -8,32 +8,33 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
+from argparse import ArgumentDefaultsHelpFormatter
 from pathlib import Path
 
+from optimus_jax.command_line import Parser, run
 from optimus_jax.data.sources import read_documents
 from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
 from optimus_jax.data.tokens import write_token_file
-from optimus_jax.errors import OptimusError
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("sources", nargs="+", metavar="FILE", help="text, JSONL or Parquet file, glob, or `stdlib`")
-    parser.add_argument("--tokenizer", default="bytes", help="`bytes`, or path of a tokenizer.json")
-    parser.add_argument("--out", type=Path, required=True, help="NAME.bin to write; it must not exist")
-    parser.add_argument("--text-field", default="text", help="name of the text in a JSONL line or Parquet column")
-    args = parser.parse_args()
-    try:
-        tokenizer = load_tokenizer(args.tokenizer)
-        documents = read_documents(args.sources, args.text_field)
-        header = write_token_file(args.out, encode_documents(tokenizer, documents), tokenizer)
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{args.out}: {header.num_documents:,} documents, {header.num_tokens:,} tokens of {header.dtype}")
-    return 0
+def parser() -> Parser:
+    """Every flag."""
+    flags = Parser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter,
+                   words={"sources": "input inputs data files input_files train_file", "out": "output output_file output_path output_prefix save_path", "text_field": "text_column json_keys key"})
+    flags.add_argument("sources", nargs="+", metavar="FILE", help="text, JSONL or Parquet file, glob, or `stdlib`")
+    flags.add_argument("--tokenizer", default="bytes", help="`bytes`, or path of a tokenizer.json")
+    flags.add_argument("--out", type=Path, required=True, help="NAME.bin to write; it must not exist")
+    flags.add_argument("--text-field", default="text", help="name of the text in a JSONL line or Parquet column")
+    return flags
+
+
+def main() -> None:
+    given = parser().read()
+    tokenizer = load_tokenizer(given["tokenizer"])
+    documents = read_documents(given["sources"], given["text_field"])
+    header = write_token_file(given["out"], encode_documents(tokenizer, documents), tokenizer)
+    print(f"{given['out']}: {header.num_documents:,} documents, {header.num_tokens:,} tokens of {header.dtype}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

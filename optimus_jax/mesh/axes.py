@@ -6,6 +6,7 @@ dimension of an array. `mesh/rules.py` maps the second onto the first.
 
 from dataclasses import dataclass
 
+from optimus_jax.config.aliases import AXIS_OF
 from optimus_jax.errors import PlanError, explain, nearest
 
 PIPE, DATA, FSDP, TENSOR = MESH_AXES = ("pipe", "data", "fsdp", "tensor")
@@ -72,7 +73,8 @@ class AxisSizes:
         for part in text.split(","):
             name, _, size = (piece.strip() for piece in part.partition("="))
             if name not in MESH_AXES:
-                raise PlanError(explain(f"unknown mesh axis {name!r}", given=f"--mesh {text}", do=nearest(name, MESH_AXES)))
+                raise PlanError(explain(f"unknown mesh axis {name!r}", given=f"--mesh {text}",
+                                        do=f"write {AXIS_OF[name.lower()]}={size or 'N'}" if name.lower() in AXIS_OF else nearest(name, MESH_AXES)))
             if name in sizes or not size.isdecimal() or len(size) > MOST_DIGITS:
                 raise PlanError(explain(f"mesh axis {name!r} needs one whole number", given=f"--mesh {text}",
                                         do=f"write each axis once, such as {name}=2"))
