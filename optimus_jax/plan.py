@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from optimus_jax.config import AttentionKernel, ModelConfig, MomentPrecision, Offload, Precision, RematPolicy
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.json_input import parse_json
-from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, AxisSizes
+from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, LOGICAL_AXES, MESH_AXES, AxisSizes
 from optimus_jax.mesh.rules import (
     Rules,
     active_rules,
@@ -244,7 +244,11 @@ class Plan:
             value["rules"] = tuple((logical, tuple(axes)) for logical, axes in value["rules"])
             if (pipeline := value["pipeline"]) is not None:
                 value["pipeline"] = Pipelining(**{**pipeline, "layers_per_stage": tuple(pipeline["layers_per_stage"])})
-            return with_right_types(cls(**value))
+            plan = with_right_types(cls(**value))
+            for logical, axes in plan.rules:
+                if logical not in LOGICAL_AXES or not set(axes) <= set(MESH_AXES):
+                    raise ValueError(f"rules has {logical}={','.join(axes)}")
+            return plan
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(explain("this is not a plan", given=shown(error), do="use a plan.json that this version wrote")) from error
 

@@ -61,6 +61,14 @@ def test_every_target_is_there_and_no_word_is_one_of_ours():
         assert target in known_settings()
 
 
+def test_the_page_about_names_has_the_whole_table():
+    rows: dict[str, list[str]] = {}
+    for name, target in ALIASES.items():
+        rows.setdefault(target, []).append(f"`{name}`")
+    page = (SCRIPTS["train"].parents[1] / "docs" / "names.md").read_text(encoding="utf-8")
+    assert page.endswith("|---|---|\n" + "".join(f"| `{target}` | {', '.join(words)} |\n" for target, words in rows.items()))
+
+
 @pytest.mark.parametrize("value", [None, "4", "0.03", "none", "bf16"])
 def test_advice_names_what_there_is(value):
     everything = {"cpu_devices": "8", "global_batch": "64", "steps": "100", "lr": "1e-3", "tp_size": "4", "gradient_accumulation_steps": "2"}
@@ -120,7 +128,7 @@ def test_values_of_other_frameworks_and_axes_are_answered():
 
 def test_arguments_of_train_have_other_names_too(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(OptimusError, match="already|not free|there is a run|exists"):
+    with pytest.raises(OptimusError, match=r"already|not free|there is a run|exists"):
         optimus_jax.train("gpt2-nano", output_dir=tmp_path)
     with pytest.raises(ConfigError, match="run_dir is given two values"):
         optimus_jax.train("gpt2-nano", run_dir="a", output_dir="b")
@@ -171,7 +179,7 @@ def test_so_it_is_in_python_and_in_json(tmp_path):
         optimus_jax.find_plans("gpt2-nano", "h100:8", global_batch=8, **{"data.global_batch": 16})
     for text in ('{"optimizer": {"lr": 1, "learning_rate": 2}}', '{"lr": 1, "optimizer": {"lr": 2}}', '{"steps": 1, "steps": 2}'):
         (tmp_path / "c.json").write_text(text)
-        with pytest.raises(ConfigError, match="two values|stands twice"):
+        with pytest.raises(ConfigError, match=r"two values|stands twice"):
             read_config(tmp_path / "c.json")
 
 

@@ -159,9 +159,8 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
     fewest = 2 if parallel.schedule == REPEATING else 1
     if num_layers < axes.pipe * fewest:
         yield Rejection(layouts=str(axes), reason=f"{num_layers} layers cannot fill {axes.pipe} stages x {fewest} visits")
-    for repeats in range(fewest, num_layers // axes.pipe + 1):
-        if repeats > 1 and num_layers % (axes.pipe * repeats):
-            continue
+    visits = divisors(num_layers // axes.pipe) if num_layers % axes.pipe == 0 else (1,) if num_layers > axes.pipe else ()
+    for repeats in (each for each in visits if each >= fewest):
         yield Pipelining(
             schedule=REPEATING if repeats > 1 else "1f1b", repeats=repeats, send_slack=parallel.send_slack, table=None,
             keep_residuals=parallel.stage_residuals != "recompute", layers_per_stage=layers_per_stage(num_layers, axes.pipe * repeats))
