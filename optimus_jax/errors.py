@@ -89,7 +89,7 @@ def likeness(name: str, word: str) -> float:
     """Of two spellings, from 0 to 1; a section in front of `word` may be missing in `name`, and counts for nothing where both have it."""
     section = name.rpartition(".")[0]
     pairs = [(leaf_of(name), leaf_of(word))] if section == word.rpartition(".")[0] or not section else [(name, word)]
-    return max(difflib.SequenceMatcher(None, *("_".join(_parts(each)) for each in pair)).ratio() for pair in [*pairs, *([] if section else [(name, word)])])
+    return max(difflib.SequenceMatcher(None, "_".join(_parts(one)), "_".join(_parts(other))).ratio() for one, other in [*pairs, *([] if section else [(name, word)])])
 
 
 def leaf_of(name: str) -> str:

@@ -177,7 +177,7 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
     parameter = target or (word(name) if word(name) in PARAMETERS else None)
     advice = f"write --{parameter.replace('_', '-')} {value}, or {parameter}= in Python: it is no setting" if parameter else advice_for(name, value, others)
     raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={shown(value)}",
-                              do=advice or spelled_like(name, [*names, *SHORT_NAMES], value, others) or _choices(name)))
+                              do=advice or spelled_like(name, [*SHORT_NAMES, *names], value, others) or _choices(name)))
 
 
 def _choices(name: str) -> str:

@@ -87,6 +87,10 @@ def build(cls: type[T], value: Any, path: str = "") -> T:
                                       do=nearest(name, kinds)))
     separators = {field.name: field.metadata[SEPARATOR] for field in dataclasses.fields(typing.cast(Any, cls)) if SEPARATOR in field.metadata}
     value = {name: _split(item, separators[name]) if name in separators and isinstance(item, str) else item for name, item in value.items()}
+    missing = [field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.name not in value
+               and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING]
+    if missing:
+        raise ConfigError(explain(f"{path.rstrip('.') or 'a config'} is not complete", given=shown(dict(value)), do="give " + ", ".join(missing)))
     return cls(**{name: _convert(kinds[name], item, path + name) for name, item in value.items()})
 
 

@@ -20,7 +20,7 @@ from optimus_jax.config.aliases import ADVICE, ALIASES
 from optimus_jax.control.journal import plan_to_resume, switches
 from optimus_jax.control.simulated.replay import recorded
 from optimus_jax.control.simulated.scenarios import Scenario, library
-from optimus_jax.errors import ConfigError, OptimusError
+from optimus_jax.errors import OptimusError, PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.schedule import Schedule
@@ -40,7 +40,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 HERE = Topology(num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=2**34)
 JUNK: list[Any] = [None, True, False, 0, -1, 1, 2, 3, 10**9, 2**31, 2**62, 10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf"), "", " ", "none", "auto", "-1", "1e400", "9" * 5000,
                    "\0", "\ud800", "\u00e9", "a" * 10_000, "a=b", ",", "x.json", [], {}, [None], [[]], {"a": {}}, [1, "a"], {"": 0}, [[[[[[[[1]]]]]]]]]
-NOWHERE = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NOWHERE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -149,7 +149,7 @@ def run_files(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:.*damaged:UserWarning")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=SEEDS)
 def test_a_run_directory(seed, tmp_path_factory, run_files):
     """What report.py, simulate.py --replay and a resume read before anything expensive."""
@@ -179,11 +179,24 @@ def parser_of(name):
     return module.parser()
 
 
+@pytest.mark.parametrize("settings", [
+    {"num_layers": 10**9}, {"global_batch": 2**31 - 1}, {"steps": 2**31}, {"global_batch": "9" * 30}, {"mesh": "data=" + "9" * 5000}, {"phases": "9" * 5000 + ":3"},
+    {"mesh": "pipe=4", "parallel.repeats": 10**9}])
+def test_a_slip_of_the_pen_is_answered_at_once(settings):
+    with contextlib.suppress(OptimusError):
+        choose_plan(make_config("llama3.2-1b", settings), HERE)
+
+
+def test_a_table_of_gigabytes_is_refused():
+    with pytest.raises(PlanError, match="tasks at most"):
+        make_schedule("1f1b", 8, 10**9)
+
+
 PARSERS = {path.stem: parser_of(path.stem) for path in SCRIPTS.glob("*.py")}
 WORDS = [*ALIASES, *ADVICE]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(seed=SEEDS)
 def test_arguments(seed):
     draw = random.Random(seed)
@@ -200,7 +213,8 @@ def test_arguments(seed):
         try:
             given = parser.read(arguments)
             make_config("gpt2-nano", command_line.settings(given, note=lambda _: None))
-        except ConfigError as error:
-            assert len(str(error).splitlines()) >= 3, "what, given, do"
-        except OptimusError:
-            pass
+        except OptimusError as error:
+            said = str(error)
+        else:
+            said = "\n\n"
+        assert said.count("\n") >= 2, "what, given, do"

@@ -26,7 +26,7 @@ from optimus_jax.errors import PlanError, RunDirectoryError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.settings import shown, with_right_types
 from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.run_files import json_object
+from optimus_jax.training.run_files import explained, json_object
 
 Ending = Literal["kept", "stopped", "taken back", "failed", "died"]
 """The new plan was kept; the run ended in its first steps; it was taken back after them; the move failed; the process ended unawares."""
@@ -161,7 +161,9 @@ class Journal:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     """Whole records. One that lacks only its newline is whole: the next to be written will give it one, and the record must not say another thing then."""
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+    with explained(path):
+        content = path.read_bytes() if path.exists() else b""
+    for line in content.split(b"\n"):
         if (values := json_object(line)) is not None and "record" in values:
             yield values
 
