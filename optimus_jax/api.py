@@ -48,8 +48,10 @@ from optimus_jax.planning.here import Here, known_devices, measure_devices
 from optimus_jax.planning.phase_plans import plans_ahead
 from optimus_jax.request import (
     SAVED_WITH_A_RUN,
+    dotted,
     make_config,
     named_settings,
+    parameters,
     read_config,
     repeated_config,
     resumed_config,
@@ -109,11 +111,15 @@ def train(model: str | None = None, *, config: Config | UserPath | None = None, 
       resume: go on with the run in `run_dir` from its newest good checkpoint; `auto`: if there is one, and begin it otherwise, so that
         a job that is started again can use the same words each time.
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list of paths)
-        or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which takes text as `--set` does.
+        or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which takes text as `--set` does. Words of other frameworks
+        that mean the same (`learning_rate`, `max_steps`, `output_dir`) are taken for ours, with a note (config/aliases.py).
     Raises:
       OptimusError: something that the user can mend; its text says how.
       FaultError: of several processes, another one or the network has failed; the run is worth resuming.
     """
+    asked, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
+    model, config, run_dir = asked["model"], asked["config"], asked["run_dir"]
+    overrides = dotted(overrides)
     is_repeated = resume == "auto"
     stored, run_dir = _place_of(run_dir, config, overrides)
     resume = bool(resume) and (not is_repeated or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun))

@@ -6,6 +6,7 @@ Python raises.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -46,6 +47,10 @@ class LearningError(OptimusError):
     is_everyones = True
 
 
+class OutputError(OptimusError):
+    """What a script prints cannot be written."""
+
+
 class FaultError(Exception):
     """A machine, the network or another process has failed, and nobody can mend it here: the run is worth starting again (exit code 75)."""
 
@@ -58,5 +63,50 @@ def explain(what: str, *, given: object, do: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint naming the known word that is closest to `name`, else all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else "choose one of: " + ", ".join(known)
+    close = closest(name, known)
+    return f"did you mean {close!r}?" if close is not None else "choose one of: " + ", ".join(known)
+
+
+ALIKE, ALIKE_IF_SHORT, SHORT = 0.68, 0.5, 4
+"""Least likeness of two spellings; a word of up to SHORT letters is half another one after a single slip."""
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known word that `name` was probably meant to be; None: none is like it.
+
+    First the same words in another order or writing, or without their section; then the beginning of one alone; then likeness.
+    """
+    known = list(known)
+    parts = _parts(name)
+    if not parts or len(name) > 200:  # no slip of a finger; likeness takes the square of the length
+        return None
+    leaf, plain = parts[-len(_parts(name.rpartition(".")[2])):] or parts, "_".join(parts)
+    tests = (lambda other, own: other == parts, lambda other, own: sorted(other) == sorted(parts), lambda other, own: sorted(own) == sorted(parts),
+             lambda other, own: own == leaf)
+    for is_meant in tests:
+        if found := [word for word in known if is_meant(_parts(word), _parts(word.rpartition(".")[2]))]:
+            return found[0]
+    if len(plain) > SHORT and len(found := [word for word in known if any("_".join(_parts(each)).startswith(plain) for each in (word, word.rpartition(".")[2]))]) == 1:
+        return found[0]
+    best = max(known, key=lambda word: likeness(name, word), default=None)
+    if best is None:
+        return None
+    is_one_slip = len(leaf_of(name)) <= SHORT and abs(len(leaf_of(name)) - len(leaf_of(best))) <= 1
+    return best if likeness(name, best) >= (ALIKE_IF_SHORT if is_one_slip else ALIKE) else None
+
+
+def likeness(name: str, word: str) -> float:
+    """Of two spellings, from 0 to 1; a section in front of `word` may be missing in `name`, and counts for nothing where both have it."""
+    section = name.rpartition(".")[0]
+    pairs = [(leaf_of(name), leaf_of(word))] if section == word.rpartition(".")[0] or not section else [(name, word)]
+    return max(difflib.SequenceMatcher(None, "_".join(_parts(one)), "_".join(_parts(other))).ratio() for one, other in [*pairs, *([] if section else [(name, word)])])
+
+
+def leaf_of(name: str) -> str:
+    """A dotted name without its section, a flag without its dashes."""
+    return name.rpartition(".")[2].lstrip("-")
+
+
+def _parts(name: str) -> list[str]:
+    """The words that a name consists of: `--seq-len` and `SEQ_LEN` have the same."""
+    return [part for part in re.split(r"[^0-9a-z]+", name.lower()) if part]

@@ -7,13 +7,13 @@ and names, no arrays and no devices, and survives JSON unchanged.
 import dataclasses
 import hashlib
 import json
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optimus_jax.config import AttentionKernel, ModelConfig, MomentPrecision, Offload, Precision, RematPolicy
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, AxisSizes
+from optimus_jax.json_input import parse_json
+from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, LOGICAL_AXES, MESH_AXES, AxisSizes
 from optimus_jax.mesh.rules import (
     Rules,
     active_rules,
@@ -23,6 +23,7 @@ from optimus_jax.mesh.rules import (
 from optimus_jax.mesh.slots import layer_slots
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
+from optimus_jax.settings import shown, with_right_types
 
 ZERO_STAGES = {
     0: "nothing",
@@ -238,20 +239,18 @@ class Plan:
     def from_json(cls, text: str) -> "Plan":
         """The inverse of `to_json`. Raises PlanError for what is not a Plan."""
         try:
-            value = json.loads(text)
+            value = parse_json(text)
             value["axes"] = AxisSizes(**value["axes"])
             value["rules"] = tuple((logical, tuple(axes)) for logical, axes in value["rules"])
             if (pipeline := value["pipeline"]) is not None:
                 value["pipeline"] = Pipelining(**{**pipeline, "layers_per_stage": tuple(pipeline["layers_per_stage"])})
-            plan = cls(**value)
-            for name, kind in typing.get_type_hints(cls).items():
-                options = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
-                given = getattr(plan, name)
-                if (kind is int and type(given) is not int) or (options and given not in options):
-                    raise ValueError(f"{name}={given!r}")
+            plan = with_right_types(cls(**value))
+            for logical, axes in plan.rules:
+                if logical not in LOGICAL_AXES or not set(axes) <= set(MESH_AXES):
+                    raise ValueError(f"rules has {logical}={','.join(axes)}")
+            return plan
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(explain("this is not a plan", given=repr(error), do="use a plan.json that this version wrote")) from error
-        return plan
+            raise PlanError(explain("this is not a plan", given=shown(error), do="use a plan.json that this version wrote")) from error
 
 
 def check_devices(axes: AxisSizes, num_devices: int) -> None:

@@ -15,12 +15,13 @@ from optimus_jax.planning.assemble import check_words
 from optimus_jax.planning.calibrate import Calibration
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.cost import Prediction
+from optimus_jax.planning.divisibility import Alternative, Divisibility, Progress, divisibility
 from optimus_jax.planning.explain import flags, gib, why_best, why_not
 from optimus_jax.planning.layouts import Rejection
 from optimus_jax.planning.memory import MemoryEstimate
 from optimus_jax.planning.rates import Rates
 from optimus_jax.planning.search import Pricing, Ranking, search
-from optimus_jax.request import make_config
+from optimus_jax.request import dotted, make_config
 
 SEQUENCES_PER_DEVICE = 8
 """Of a global batch that nobody gave."""
@@ -37,6 +38,12 @@ class RankedPlan:
     memory: MemoryEstimate
     why: str
     """Why it wins, or what makes it lose against the winner."""
+    batch_advice: tuple[Alternative, ...] = ()
+    """Batches near the one asked for that the devices divide better, with what the best plan for each would give; the same in every plan of a ranking."""
+    cluster_advice: tuple[Alternative, ...] = ()
+    """Fewer hosts of the cluster on which the same batch would be faster, likewise."""
+    lost: "Lost | None" = None
+    """What leaving devices out costs; None: none were left out."""
 
     @property
     def axes(self) -> AxisSizes:
@@ -70,7 +77,39 @@ class RankedPlan:
             "step_time_s": prediction.step_time_s, "step_time_interval_s": [prediction.low_s, prediction.high_s],
             "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "memory_bytes": self.memory_bytes,
             "memory": dataclasses.asdict(self.memory), "bubble": prediction.bubble, "communication": prediction.communication,
-            "terms_s": {term.name: term.time_s for term in prediction.terms}, "why": self.why, "flags": flags(self.plan)}
+            "terms_s": {term.name: term.time_s for term in prediction.terms}, "why": self.why, "flags": flags(self.plan),
+            "batch_advice": [other.as_json() for other in self.batch_advice], "cluster_advice": [other.as_json() for other in self.cluster_advice],
+            "lost": self.lost and self.lost.as_json()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """What a cluster loses with some of its devices, the batch unchanged."""
+
+    before: Cluster
+    """With all of them."""
+    num_devices: int
+    """That are left out."""
+    tokens_per_s_before: float | None
+    """Of the best plan for all of them; None: there is none."""
+    tokens_per_s: float
+    """Of the best plan for those that are left."""
+
+    @property
+    def share(self) -> float | None:
+        """Of tokens per second, what is lost."""
+        return None if self.tokens_per_s_before is None else 1 - self.tokens_per_s / self.tokens_per_s_before
+
+    def as_json(self) -> dict[str, Any]:
+        """What `scripts/plan.py --json` prints."""
+        return {"num_devices": self.num_devices, "tokens_per_s_before": self.tokens_per_s_before, "tokens_per_s": self.tokens_per_s, "share": self.share}
+
+    def describe(self) -> str:
+        """One line for people."""
+        devices = f"without {self.num_devices:,} of {self.before.num_devices:,} devices ({self.num_devices / self.before.num_devices:.1%})"
+        if self.tokens_per_s_before is None:
+            return f"{devices}: {self.tokens_per_s:,.0f} tokens/s; with all of them no plan was found"
+        return f"{devices}: {self.tokens_per_s_before:,.0f} -> {self.tokens_per_s:,.0f} tokens/s, {-(self.share or 0.0):+.1%}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +124,13 @@ class Found:
     """Best first, at least one."""
     rejections: tuple[Rejection, ...]
     num_priced: int
+    divisibility: Divisibility
+    """What does not divide, and what would."""
+    lost: Lost | None = None
 
 
 def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iterable[str] = (), rates: Rates | None = None,
-               **overrides: Any) -> list[RankedPlan]:
+               without: int | None = None, **overrides: Any) -> list[RankedPlan]:
     """The best plans for a model on a cluster, best first. Needs no accelerator.
 
     Args:
@@ -97,28 +139,37 @@ def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iter
       top: how many.
       links: speeds that replace the cluster's usual ones, such as `between=50GB/s`.
       rates: how fast its devices are; None: what is known of their kind.
+      without: plan for the cluster without so many hosts, or devices where it has one host; the global batch stays what it is on all of them.
       overrides: settings as for `train`; those of the layout are then kept. Precision is bf16 on GPUs unless given, the global
         batch SEQUENCES_PER_DEVICE for each device.
     Raises:
       OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
     """
-    return look_for_plans(model, cluster, top=top, links=links, rates=rates, overrides=overrides).plans
+    return look_for_plans(model, cluster, top=top, links=links, rates=rates, without=without, overrides=overrides).plans
 
 
-def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Iterable[str] = (), rates: Rates | None = None,
-                   calibration: Calibration | None = None, overrides: dict[str, Any]) -> Found:
+def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Iterable[str] = (), rates: Rates | None = None, without: int | None = None,
+                   calibration: Calibration | None = None, progress: Progress | None = None, overrides: dict[str, Any]) -> Found:
     """`find_plans` with everything that it looked at."""
     check_jax_settings()
     if top < 1:
         raise ConfigError(explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan"))
-    where = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
-    config = config_for(model, where, overrides)
+    whole = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
+    where = whole if without is None else whole.without(without)
+    config = config_for(model, whole, dotted(overrides))  # a run that loses devices keeps its batch
     rates = rates or Rates.of(where.accelerator)
     pricing = Pricing(config, where, rates, calibration or Calibration())
     ranking = search(pricing, top=top)
+    divided = divisibility(pricing, ranking.best[0] if ranking.best else None, may_leave_hosts=isinstance(cluster, str), progress=progress)
     if not ranking.best:
-        raise PlanError(_nothing_found(pricing, ranking))
-    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking), rejections=ranking.rejections, num_priced=ranking.num_priced)
+        raise PlanError(_nothing_found(pricing, ranking, divided))
+    lost = None
+    if without is not None:
+        before = search(dataclasses.replace(pricing, cluster=whole), top=1).best
+        lost = Lost(before=whole, tokens_per_s_before=before[0].prediction.tokens_per_s if before else None, tokens_per_s=ranking.best[0].prediction.tokens_per_s,
+                    num_devices=whole.num_devices - where.num_devices)
+    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking, divided, lost), rejections=ranking.rejections,
+                 num_priced=ranking.num_priced, divisibility=divided, lost=lost)
 
 
 def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
@@ -133,26 +184,32 @@ def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
 _GLOBAL_BATCH = {"global_batch", "data.global_batch"}
 
 
-def ranked(ranking: Ranking) -> list[RankedPlan]:
+def ranked(ranking: Ranking, divided: Divisibility, lost: Lost | None = None) -> list[RankedPlan]:
     """The ranking's best with a sentence for each."""
     return [RankedPlan(
         rank=rank, plan=candidate.plan, prediction=candidate.prediction, memory=candidate.memory,
+        batch_advice=divided.batches, cluster_advice=divided.clusters, lost=lost,
         why=why_best(candidate.prediction, ranking.num_priced) if rank == 1 else why_not(candidate.prediction, ranking.best[0].prediction))
         for rank, candidate in enumerate(ranking.best, start=1)]
 
 
-def _nothing_found(pricing: Pricing, ranking: Ranking) -> str:
+def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) -> str:
     """The commonest reasons, and what would help."""
     config, cluster = pricing.config, pricing.cluster
     capacity = cluster.accelerator.memory_bytes
     too_large = [rejection for rejection in ranking.rejections if rejection.needs_bytes is not None]
+    if divided.batches or divided.clusters:
+        sizes = [f"--global-batch {other.global_batch}" for other in divided.batches]
+        sizes += [f"--cluster {other.cluster.shape}, which leaves {cluster.num_devices - other.num_devices} devices idle" for other in divided.clusters]
+        return explain(f"no layout of {config.model.name} is legal and fits on {cluster.num_devices} devices", given="; ".join(divided.reasons),
+                       do="give what does have a plan: " + ", or ".join(sizes))
     if too_large:
         least = min(too_large, key=lambda rejection: rejection.needs_bytes or 0)
         return explain(
             f"no layout of {config.model.name} fits {cluster.accelerator.name} devices",
             given=f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device; the least, {least.layouts}, {least.reason}",
             do=_in_smaller_moments(pricing) + "give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer fixed settings")
-    reasons = dict.fromkeys(rejection.reason for rejection in ranking.rejections)
+    reasons = dict.fromkeys([*divided.reasons, *(rejection.reason for rejection in ranking.rejections)])
     unknown = [name for name, link in (("inside", cluster.inside), ("between", cluster.between)) if link is not None and link.bytes_per_s is None]
     return explain(f"no layout of {config.model.name} is legal on {cluster.num_devices} devices", given="; ".join(list(reasons)[:3]),
                    do="change the --global-batch, the number of devices, or the settings that were fixed"

@@ -1,14 +1,18 @@
 """From what a user types, at the command line or in Python, to a Config."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from optimus_jax.config import Config
-from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.config import DERIVED, Config
+from optimus_jax.config.aliases import PARAMETERS, VALUES, advice_for, alias_of, spelled_like, word
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.json_input import read_json
 from optimus_jax.paths import UserPath
 from optimus_jax.presets import model_preset
-from optimus_jax.settings import setting_names, value_of
+from optimus_jax.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.store.local_copies import local_file
 
 SHORT_NAMES = {
@@ -57,16 +61,16 @@ def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | 
     """
     # In one go: only the whole has to make sense.
     preset = {} if model is None else {"model": dataclasses.asdict(model_preset(model))}
-    return _with_whole_paths((base or Config()).with_values(preset | _dotted(overrides)))
+    return _with_whole_paths((base or Config()).with_values(preset | dotted(overrides)))
 
 
 def read_config(path: UserPath) -> Config:
     """The config in a file or object, such as a run's config.json, without the place where that run works. Raises OptimusError if there is none."""
     try:
-        text = local_file(path, what="--config").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        value = read_json(local_file(path, what="--config"))
+    except (OSError, ValueError) as error:
         raise ConfigError(explain("a config cannot be read", given=f"{path}: {error}", do="give --config the config.json of a run")) from error
-    return Config.from_json(text).with_values({"store.local_dir": None})
+    return Config.from_value(_in_our_words(value, say)).with_values({"store.local_dir": None})
 
 
 def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -> Config:
@@ -79,7 +83,7 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
       ConfigError: a change would make it another run.
     """
     old, derived = Config.from_json(text), Config.derived_in(text)
-    settings = _dotted(overrides)
+    settings = dotted(overrides)
     new = _with_whole_paths(old.with_values(settings))
     changed = [name for name in settings if _is_fixed(name) and _is_changed(name, old, new, derived)]
     if model is not None and model != old.model.name:
@@ -119,7 +123,7 @@ def _is_fixed(name: str) -> bool:
 
 def named_settings(overrides: Mapping[str, Any]) -> frozenset[str]:
     """The dotted names of what a user has named. Raises ConfigError for an unknown one."""
-    return frozenset(_dotted(overrides))
+    return frozenset(dotted(overrides))
 
 
 def typed(changes: Mapping[str, Any]) -> str:
@@ -139,16 +143,128 @@ def _text(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    known = {*SHORT_NAMES, *setting_names(Config)}
-    unknown = [name for name in overrides if "." not in name and name not in known]
-    if unknown:
-        raise ConfigError(explain(f"unknown setting {unknown[0]!r}", given=f"{unknown[0]}={overrides[unknown[0]]}",
-                                  do=nearest(unknown[0], known)))
-    # A comma separates paths only in text that --set has: a string given in Python is one path.
-    found = {SHORT_NAMES.get(name, name): (value,) if name == "data" and isinstance(value, str) else value
-             for name, value in overrides.items()}
-    return _of_one_name(found)
+Entry = tuple[str, Any, str]
+"""Of a setting: the name and the value that were given, and both as they were typed."""
+
+
+def say(text: str) -> None:
+    """A note for people, who asked for something in other words than ours."""
+    print(f"note: {text}", file=sys.stderr)
+
+
+def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) -> dict[str, Any]:
+    """Settings by their dotted names, whatever they were called.
+
+    Args:
+      entries: names are short (`lr`), dotted (`optimizer.lr`) or another framework's (`learning_rate`).
+      note: is told what a word of another framework is taken as.
+    Raises:
+      ConfigError: a name is unknown, or a setting has two values.
+    """
+    entries = list(entries)
+    others = {word(name): value for name, value, _ in entries}
+    found: dict[str, tuple[Any, str]] = {}
+    for name, value, typed in entries:
+        target, is_ours = _target(name, value, others)
+        if not is_ours:
+            note(f"{name} is taken as {target}")
+        if target == "data.sources" and name != target and isinstance(value, str):
+            value = (value,)  # a comma separates paths only in text that --set has: a string given in Python is one path
+        if isinstance(value, str) and (ours := VALUES.get(target, {}).get(value.strip().lower())) is not None:
+            raise ConfigError(explain(f"unknown value for {target}", given=typed, do=f"did you mean {ours!r}?"))
+        if target in found and not _same(found[target][0], value):
+            raise ConfigError(explain(f"{target} is given two values", given=f"{found[target][1]} and {typed}", do="give one of them"))
+        found[target] = value, typed
+    return _of_one_name({target: value for target, (value, _) in found.items()})
+
+
+def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool]:
+    """The dotted name of a setting, and whether the word is one of ours. Raises ConfigError for one that is unknown."""
+    names = known_settings()
+    for own in (name, name.replace("-", "_")):
+        if own in SHORT_NAMES:
+            return SHORT_NAMES[own], True
+        if own in names or any(each.startswith(f"{own}.") for each in names):
+            return own, True
+    target = alias_of(name)
+    if target is not None and target not in PARAMETERS:
+        return target, False
+    parameter = target or (word(name) if word(name) in PARAMETERS else None)
+    advice = f"write --{parameter.replace('_', '-')} {value}, or {parameter}= in Python: it is no setting" if parameter else advice_for(name, value, others)
+    raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={shown(value)}",
+                              do=advice or spelled_like(name, [*SHORT_NAMES, *names], value, others) or _choices(name)))
+
+
+def _choices(name: str) -> str:
+    """The settings of the section that was named; else those with a short name, and the sections."""
+    own = [each for each in known_settings() if each.startswith(f"{name.partition('.')[0]}.")]
+    sections = dict.fromkeys(f"{each.partition('.')[0]}.*" for each in known_settings() if "." in each)
+    return "choose one of: " + ", ".join(own or [*SHORT_NAMES, *sections])
+
+
+@functools.cache
+def known_settings() -> dict[str, None]:
+    """Every dotted name."""
+    return dict.fromkeys(setting_names(Config))
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two values, as typed, are the same."""
+    if isinstance(value, list | tuple) or isinstance(other, list | tuple):
+        return [*map(str, value)] == [*map(str, other)] if isinstance(value, list | tuple) and isinstance(other, list | tuple) else False
+    try:
+        return str(value) == str(other) or float(value) == float(other)
+    except (TypeError, ValueError):
+        return False
+
+
+def parameters(overrides: Mapping[str, Any], given: Mapping[str, Any], *, note: Callable[[str], None] = say) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `train` that were given by another framework's word, such as `output_dir`, and the settings that are left.
+
+    Args:
+      given: arguments that were given by our own names; None: not given.
+    Raises:
+      ConfigError: one is given two values.
+    """
+    found, rest = dict(given), dict(overrides)
+    for name, value in overrides.items():
+        if (target := alias_of(name)) in PARAMETERS:
+            if found.get(target) is not None and not _same(found[target], value):
+                raise ConfigError(explain(f"{target} is given two values", given=f"{target}={found[target]} and {name}={value}", do="give one of them"))
+            note(f"{name} is taken as {target}")
+            found[target] = value
+            del rest[name]
+    return found, rest
+
+
+def dotted(overrides: Mapping[str, Any], *, note: Callable[[str], None] = say) -> dict[str, Any]:
+    """`canonical` of settings given in Python."""
+    return canonical(((name, value, f"{name}={shown(value)}") for name, value in overrides.items()), note=note)
+
+
+def _in_our_words(value: Any, note: Callable[[str], None]) -> Any:
+    """What a config's JSON says, its names as ours. Raises ConfigError."""
+    if not isinstance(value, Mapping):
+        return value
+    kinds, entries, result = field_types(Config), [], {}
+    for name, item in value.items():
+        if name in kinds and isinstance(item, Mapping) and (section := section_type(kinds[name])) is not None:
+            own = field_types(section)
+            result[name] = {inner: each for inner, each in item.items() if inner in own}
+            entries += [(f"{name}.{inner}", each) for inner, each in item.items() if inner not in own]
+        elif name in kinds or name == DERIVED:
+            result[name] = item
+        else:
+            entries.append((name, item))
+    for target, item in canonical(((name, item, f"{name}: {shown(item)}") for name, item in entries), note=note).items():
+        section, _, leaf = target.rpartition(".")
+        place = result.setdefault(section, {}) if section else result
+        if not isinstance(place, dict) or "." in section:
+            raise ConfigError(explain(f"unknown setting {target!r} here", given=shown(item), do=f"write it inside {section!r}"))
+        if leaf in place and not _same(place[leaf], item):
+            raise ConfigError(explain(f"{target} is given two values", given=f"{shown(place[leaf])} and {shown(item)}", do="give one of them"))
+        place[leaf] = item
+    return result
 
 
 EVAL_EXAMPLES, OLD_EVAL_EXAMPLES = "evaluation.examples", "eval_batches"

@@ -5,6 +5,7 @@ it, is converted to the type of the field that it is for.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import types
@@ -17,6 +18,10 @@ from optimus_jax.errors import ConfigError, explain, nearest
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+MOST_SHOWN = 300
+"""Characters of a value in an error."""
+LARGEST_INT = 2**63 - 1
+"""Of a setting: what a machine's integers hold."""
 SEPARATOR = "separator"
 """Of a field's metadata: what stands between the items of its text, where that is no comma."""
 
@@ -38,14 +43,14 @@ def changed(value: D, changes: Mapping[str, Any]) -> D:
         *parents, leaf = name.split(".")
         section, fields = tree, field_types(cls)
         for parent in parents:
-            inner = _dataclass_in(fields.get(parent))
+            inner = section_type(fields.get(parent))
             if inner is None:
                 raise ConfigError(explain(f"unknown setting {name!r}", given=parent, do=nearest(name, setting_names(cls))))
             if section[parent] is None:
                 section[parent] = {}
             section, fields = section[parent], field_types(inner)
-        if leaf not in fields or (_dataclass_in(fields[leaf]) and not isinstance(item, Mapping | None)):
-            raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={item}", do=nearest(name, setting_names(cls))))
+        if leaf not in fields or (section_type(fields[leaf]) and not isinstance(item, Mapping | None)):
+            raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={shown(item)}", do=nearest(name, setting_names(cls))))
         section[leaf] = item
     return build(cls, tree)
 
@@ -67,12 +72,13 @@ def setting_names(cls: type, prefix: str = "") -> list[str]:
     """Every dotted name that `--set` takes."""
     names = []
     for name, kind in field_types(cls).items():
-        inner = _dataclass_in(kind)
+        inner = section_type(kind)
         names += setting_names(inner, f"{prefix}{name}.") if inner else [prefix + name]
     return names
 
 
-def _dataclass_in(kind: Any) -> type | None:
+def section_type(kind: Any) -> type | None:
+    """The dataclass that a field is, or may be; None: it is a value."""
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
@@ -81,18 +87,66 @@ def build(cls: type[T], value: Any, path: str = "") -> T:
     """`cls` from plain JSON values; every name and type is checked."""
     kinds = field_types(cls)
     if not isinstance(value, Mapping):
-        raise ConfigError(explain(f"{path or 'a config'} has fields of its own", given=value, do="give " + ", ".join(kinds)))
+        raise ConfigError(explain(f"{path or 'a config'} has fields of its own", given=shown(value), do="give " + ", ".join(kinds)))
     for name in value:
         if name not in kinds:
-            raise ConfigError(explain(f"unknown setting {path + name!r}", given=f"{path}{name}={value[name]}",
+            raise ConfigError(explain(f"unknown setting {path + name!r}", given=f"{path}{name}={shown(value[name])}",
                                       do=nearest(name, kinds)))
     separators = {field.name: field.metadata[SEPARATOR] for field in dataclasses.fields(typing.cast(Any, cls)) if SEPARATOR in field.metadata}
     value = {name: _split(item, separators[name]) if name in separators and isinstance(item, str) else item for name, item in value.items()}
+    missing = [field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.name not in value
+               and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING]
+    if missing:
+        raise ConfigError(explain(f"{path.rstrip('.') or 'a config'} is not complete", given=shown(dict(value)), do="give " + ", ".join(missing)))
     return cls(**{name: _convert(kinds[name], item, path + name) for name, item in value.items()})
 
 
 def _split(text: str, separator: str) -> list[str]:
     return [item for item in text.split(separator) if item]
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return field_types(cls)
+
+
+def with_right_types(value: D) -> D:
+    """The value, whose fields came from JSON as they are. Raises TypeError, naming the field, if one is not of its type."""
+    for name, kind in _hints(type(value)).items():
+        if not _is_a(kind, given := getattr(value, name)):
+            raise TypeError(f"{name}={shown(given, quoted=True)}")
+        if dataclasses.is_dataclass(given) and not isinstance(given, type):
+            with_right_types(given)
+    return value
+
+
+def _is_a(kind: Any, value: Any) -> bool:
+    """Whether a value is of a type as a field has it. An int is a float, a bool is no int."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or kind is object:
+        return True
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_a(option, value) for option in options)
+    if origin is Literal:
+        return any(value == option and type(value) is type(option) for option in options)
+    if origin is tuple and len(options) == 2 and options[1] is Ellipsis:
+        return isinstance(value, tuple) and all(_is_a(options[0], item) for item in value)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(options) and all(map(_is_a, options, value))
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping) and all(_is_a(options[0], name) and _is_a(options[1], item) for name, item in value.items())
+    if kind in (int, float):
+        return not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
+    return isinstance(value, kind)
+
+
+def shown(value: object, *, quoted: bool = False) -> str:
+    """A value for an error's text, which it must not overflow or fail in."""
+    try:
+        text = value if isinstance(value, str) and value.isprintable() and not quoted else repr(value)
+    except (ValueError, RecursionError):  # an int of more digits than Python converts; lists without end
+        return f"a {type(value).__name__} that cannot be written out"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 
 
 def _convert(kind: Any, value: Any, name: str) -> Any:
@@ -111,7 +165,7 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
     if origin is Literal:
         if value in options:
             return value
-        raise ConfigError(explain(f"unknown value for {name}", given=value, do=nearest(str(value), map(str, options))))
+        raise ConfigError(explain(f"unknown value for {name}", given=shown(value), do=nearest(str(value)[:MOST_SHOWN], map(str, options))))
     if origin is tuple and isinstance(value, str | tuple | list):
         items = _split(value, ",") if isinstance(value, str) else value
         return tuple(_convert(options[0], item, name) for item in items)
@@ -124,10 +178,22 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
             number = float(value)
             if kind is float and math.isfinite(number):
                 return number
-            if kind is int and number.is_integer():
+            if kind is int and isinstance(value, int) and abs(value) <= LARGEST_INT:
+                return value  # not by way of a float, which has 53 bits
+            if kind is int and number.is_integer() and abs(number) < LARGEST_INT:
                 return int(number)
+        elif kind is str and isinstance(value, str):
+            return _text(value)
         elif origin is None and isinstance(value, kind):
             return value
     except (TypeError, ValueError, OverflowError):
         pass
-    raise ConfigError(explain(f"{name} has the wrong type", given=f"{value!r} ({type(value).__name__})", do=f"give a value of type {kind.__name__}"))
+    raise ConfigError(explain(f"{name} has the wrong type", given=f"{shown(value, quoted=True)} ({type(value).__name__})", do=f"give a value of type {kind.__name__}"))
+
+
+def _text(value: str) -> str:
+    """A text, unless no file could have it as its name and no stream show it. Raises ValueError."""
+    os.fsencode(value)  # half a surrogate pair; what Python makes of undecodable bytes in an argument passes
+    if "\0" in value:
+        raise ValueError
+    return value

@@ -22,6 +22,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from optimus_jax.json_input import parse_json, read_json
+
 Bounds = tuple[tuple[int, int], ...]
 """Of a piece in its leaf: start and stop along each dimension."""
 Key = tuple[str, Bounds]
@@ -130,9 +132,9 @@ def as_array(content: bytes, dtype: str, bounds: Bounds) -> np.ndarray:
 
 def _manifest(path: Path) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        wrapped = json.loads(path.read_text(encoding="utf-8"))
+        wrapped = read_json(path)
         if zlib.crc32(wrapped["content"].encode()) == wrapped["crc32"]:
-            return json.loads(wrapped["content"])
+            return parse_json(wrapped["content"])
     return None
 
 

@@ -8,22 +8,20 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
 from collections.abc import Iterator
 
-from optimus_jax.environment import import_jax, show_every_character
-from optimus_jax.errors import OptimusError
+from optimus_jax.command_line import Parser, run
+from optimus_jax.environment import import_jax
 
-USER_ERROR = 2
-INTERRUPTED = 130
-NO_READER = 141
-"""What a shell has for a program that ended because nobody read on (128 + SIGPIPE)."""
+WORDS = {"run": "run_dir model_path model_dir checkpoint_path ckpt_dir out_dir", "prompt": "prompt_text input_text",
+         "max_new_tokens": "max_tokens max_gen_len max_generated_tokens num_tokens length", "temperature": "temp", "num_samples": "num_return_sequences n_samples",
+         "top_k": "topk", "top_p": "topp"}
+"""What its flags are called elsewhere."""
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description="Go on with a text by a trained model.", allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+def parser() -> Parser:
+    """Every flag."""
+    flags = Parser(description="Go on with a text by a trained model.", words=WORDS)
     flags.add_argument("--run", metavar="DIR", required=True, help="directory or URL of a run")
     flags.add_argument("--prompt", metavar="TEXT", required=True, help="what to go on from; printed before what is made")
     flags.add_argument("--max-new-tokens", metavar="N", type=int, default=200, help="most tokens to make (default: %(default)s)")
@@ -55,29 +53,18 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def main() -> int:
-    """Exit code: 0 done, 2 the user's error, 130 Ctrl-C, 141 nobody read on."""
-    args = parser().parse_args()
-    show_every_character()
-    try:
-        import_jax()
-        from optimus_jax.generation import load_text_model  # after parsing: --help need not wait for JAX
+def main() -> None:
+    given = parser().read()
+    import_jax()  # after parsing: --help need not wait for it
+    from optimus_jax.generation import load_text_model
 
-        model = load_text_model(args.run, args.step, warn=note)
-        pieces = model.generate(args.prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-                                top_p=args.top_p, seed=args.seed, num_samples=args.num_samples, past_trained_length=args.past_trained_length, warn=note)
-        note(f"{model.config.name} after step {model.step}")
-        show(args.prompt, pieces)
-    except OptimusError as error:
-        note(f"error: {error}")
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # as of `| head`: who reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer must go somewhere
-        return NO_READER
-    return 0
+    model = load_text_model(given["run"], given["step"], warn=note)
+    pieces = model.generate(given["prompt"], max_new_tokens=given["max_new_tokens"], temperature=given["temperature"], top_k=given["top_k"],
+                            top_p=given["top_p"], seed=given["seed"], num_samples=given["num_samples"],
+                            past_trained_length=given["past_trained_length"], warn=note)
+    note(f"{model.config.name} after step {model.step}")
+    show(given["prompt"], pieces)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

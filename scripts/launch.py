@@ -1,5 +1,6 @@
 """Run a script as several processes on this machine. `python scripts/launch.py --processes 2 --cpu-devices 4 -- train.py --model gpt2-nano`"""
 
+import math
 import os
 import sys
 
@@ -8,63 +9,60 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
+from argparse import REMAINDER
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
+from optimus_jax.command_line import MISTAKE, Parser
+from optimus_jax.environment import show_every_character
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.local_launch import run_processes
 from optimus_jax.paths import local_path
-from optimus_jax.training.patient_stream import patient
+from optimus_jax.training.patient_stream import open_closed_streams, patient
 
-USER_ERROR = 2
-
-
-class Flags(argparse.ArgumentParser):
-    """Whose errors read like all others here."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(explain(message, given=" ".join(sys.argv[1:]) or "nothing", do="see --help"))
+WORDS = {"processes": "nproc_per_node nproc num_processes n np num_procs"}
+"""What its flags are called elsewhere."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Every flag; what is started stands after `--`."""
-    flags = Flags(
-        usage="launch.py --processes N [flags] -- SCRIPT [flags of the script]", allow_abbrev=False,
+    flags = Parser(
+        usage="launch.py --processes N [flags] -- SCRIPT [flags of the script]", words=WORDS,
         description="Run a Python script as several processes of one run on this machine. Ends when all have ended, with 0 or the exit code of the first "
-                    "that failed; SIGINT, SIGTERM and SIGUSR1 are passed on to all, and a terminal that closes as SIGTERM.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+                    "that failed; SIGINT, SIGTERM and SIGUSR1 are passed on to all, and a terminal that closes as SIGTERM.")
     flags.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
     flags.add_argument("--cpu-devices", type=int, metavar="N", help="passed on to the script: virtual CPU devices of each process (default: not passed on)")
     flags.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds the others may take to end when one has failed (default: 20)")
     flags.add_argument("script", metavar="SCRIPT", help="a path, or the name of one of scripts/")
-    flags.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its flags")
+    flags.add_argument("arguments", nargs=REMAINDER, metavar="...", help="its flags")
     return flags
 
 
-def command(given: argparse.Namespace) -> list[str]:
+def command(given: dict[str, Any]) -> list[str]:
     """What each process runs. Raises ConfigError for what cannot be run."""
-    if given.processes < 1 or given.grace < 0:
-        raise ConfigError(explain("there is at least one process, and no negative time", given=f"--processes {given.processes} --grace {given.grace:g}",
+    if given["processes"] < 1 or not 0 <= given["grace"] < math.inf:
+        raise ConfigError(explain("there is at least one process, and no negative time", given=f"--processes {given['processes']} --grace {given['grace']:g}",
                                   do="give --processes 1 or more, --grace 0 or more"))
-    path = local_path(given.script, what="SCRIPT")
+    path = local_path(given["script"], what="SCRIPT")
     places = [path, Path(folder) / path]
     script = next((path for path in places if path.is_file()), None)
     if script is None:
-        raise ConfigError(explain("there is no such script", given=given.script, do=f"give a path, or one of: {', '.join(sorted(path.name for path in Path(folder).glob('*.py')))}"))
-    devices = [] if given.cpu_devices is None else ["--cpu-devices", str(given.cpu_devices)]
-    return [sys.executable, str(script), *given.arguments, *devices]
+        raise ConfigError(explain("there is no such script", given=given["script"], do=f"give a path, or one of: {', '.join(sorted(path.name for path in Path(folder).glob('*.py')))}"))
+    devices = [] if given["cpu_devices"] is None else ["--cpu-devices", str(given["cpu_devices"])]
+    return [sys.executable, str(script), *given["arguments"], *devices]
 
 
 def main() -> int:
     """Exit code: that of the processes, or 2 for the user's error."""
+    open_closed_streams()
+    show_every_character()
     sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
     try:
-        given = parser().parse_args()
-        return run_processes(command(given), given.processes, grace_s=given.grace)
+        given = parser().read()
+        return run_processes(command(given), given["processes"], grace_s=given["grace"])
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return MISTAKE
 
 
 if __name__ == "__main__":

@@ -8,22 +8,21 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
 import json
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from optimus_jax.environment import import_jax, show_every_character
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.command_line import Parser, run, settings
+from optimus_jax.environment import import_jax
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.presets import PRESETS
-from optimus_jax.request import SHORT_NAMES
 
 if TYPE_CHECKING:
     from optimus_jax.planner import Found, RankedPlan
     from optimus_jax.planning.compile_check import CompileReport
     from optimus_jax.planning.here import Here
 
-USER_ERROR = 2
 WIDE = 160
 """Columns of a table that goes into a file."""
 HERE = "here"
@@ -32,15 +31,15 @@ SAID_BY_FLAGS = ("parallel.mesh", "parallel.microbatches", "parallel.remat", "pa
 """Settings that a plan's own flags give."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Every flag; only those given on the command line appear in the parsed result, but for the first few."""
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         description="Rank all layouts of a model on a cluster, which need not be there. Times and bytes are predictions.",
-        argument_default=argparse.SUPPRESS, allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+        argument_default=SUPPRESS, words={"top": "top_k num_plans", "cluster": "hardware topology"})
     flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
     flags.add_argument("--cluster", metavar="NAME:HOSTSxDEVICES", default=HERE,
                        help="such as h100:8x8, or a100:4 for one host (default: the devices that are here, measured once)")
+    flags.add_argument("--without", type=int, metavar="N", help="plan without N of its hosts, or of its devices if it is one host")
     flags.add_argument("--link", action="append", default=[], metavar="NAME=SPEED", help="another speed: inside=300GB/s, between=400Gb/s,5us or host=50GB/s")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help="examples per step, all devices (default: 8 for each)")
@@ -62,14 +61,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def overrides(given: dict) -> dict:
-    """Settings from parsed flags; `--set` entries by their dotted names."""
-    result = {name: value for name, value in given.items() if name in SHORT_NAMES and name != "cpu_devices"}
-    for entry in given["set"]:
-        name, equals, value = entry.partition("=")
-        if not equals:
-            raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
-        result[name] = value
-    return result
+    """Settings from parsed flags, by their dotted names."""
+    return settings(given, leave=("cpu_devices",))
 
 
 def find(given: dict) -> "Found":
@@ -84,14 +77,17 @@ def find(given: dict) -> "Found":
     if given["json"] and ("explain" in given or given["rejected"]):
         raise ConfigError(explain("--json prints every plan with all of its terms", given="--json with --explain or --rejected",
                                   do="leave one of them out"))
-    asked = {"top": given["top"], "links": given["link"], "overrides": overrides(given)}
+    asked = {"top": given["top"], "links": given["link"], "overrides": overrides(given), "progress": show_pricing if sys.stderr.isatty() else None}
     if given["cluster"] == HERE:
+        if "without" in given:
+            raise ConfigError(explain("devices that are here are left out where the run starts", given=f"--without {given['without']}",
+                                      do="name a cluster with --cluster, or hide devices: --cpu-devices N, CUDA_VISIBLE_DEVICES"))
         here = measured_here(given)
         return look_for_plans(given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked)
     if given["profile"] or given["cpu_devices"] is not None:
         raise ConfigError(explain("only devices that are here can be measured", given=f"--cluster {given['cluster']}",
                                   do="leave out --cluster, or --profile and --cpu-devices"))
-    return look_for_plans(given["model"], given["cluster"], **asked)
+    return look_for_plans(given["model"], given["cluster"], without=given.get("without"), **asked)
 
 
 def measured_here(given: dict) -> "Here":
@@ -117,6 +113,11 @@ def measured_here(given: dict) -> "Here":
 def show_progress(text: str, share: float) -> None:
     """One line on the terminal, written over."""
     print(f"\r\x1b[Kmeasuring this machine: {share:4.0%} {text}"[:100], end="" if share < 1 else "\n", file=sys.stderr, flush=True)
+
+
+def show_pricing(text: str) -> None:
+    """Likewise; the next thing that is printed begins over it."""
+    print(f"\r\x1b[K{text}"[:100], end="\r", file=sys.stderr, flush=True)
 
 
 def compiled(found: "Found") -> "list[CompileReport | None]":
@@ -156,10 +157,25 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     console.print(table)
     if found.cluster.num_hosts > 1:
         console.print(f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False)
+    show_divisibility(found)
     device = f" --precision {best.plan.precision} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
     said = flags(best.plan)
-    others = "".join(f" --set {entry}" for entry in given["set"] if entry.partition("=")[0] not in SAID_BY_FLAGS and f"--set {entry}" not in said)
+    further = settings({"set": given["set"]}, note=lambda _: None)
+    others = "".join(f" --set {name}={value}" for name, value in further.items() if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said)
     console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}", highlight=False, soft_wrap=True)
+
+
+def show_divisibility(found: "Found") -> None:
+    """What was lost with devices that are left out, and which numbers near those given divide better."""
+    said, batch = found.divisibility, found.config.data.global_batch
+    if found.lost is not None:
+        print(found.lost.describe())
+    if said.is_worth_saying:
+        print(f"note: {'; '.join(said.reasons)}.")
+        for other in said.batches:
+            print(f"  --global-batch {other.global_batch} ({other.global_batch / batch - 1:+.1%}): {other.describe()}")
+        for other in said.clusters:
+            print(f"  the same batch on {other.num_devices:,} devices, {found.cluster.num_devices - other.num_devices:,} left idle: {other.describe()}")
 
 
 def cells(ranked: "RankedPlan") -> list[str]:
@@ -200,23 +216,17 @@ def show_terms(ranked: "RankedPlan") -> None:
     console.print(memory)
 
 
-def main() -> int:
-    """Exit code: 0 done, 2 the user's error."""
-    given = vars(parser().parse_args())
-    show_every_character()
-    try:
-        found = find(given)
-        if given.get("explain", 1) > len(found.plans):
-            raise ConfigError(explain("there are not so many plans", given=f"--explain {given['explain']}, {len(found.plans)} found",
-                                      do=f"give a rank from 1 to {len(found.plans)}"))
-        reports = compiled(found) if given["compile"] else [None] * len(found.plans)
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+def main() -> None:
+    given = parser().read()
+    found = find(given)
+    if given.get("explain", 1) > len(found.plans):
+        raise ConfigError(explain("there are not so many plans", given=f"--explain {given['explain']}, {len(found.plans)} found",
+                                  do=f"give a rank from 1 to {len(found.plans)}"))
+    reports = compiled(found) if given["compile"] else [None] * len(found.plans)
     if given["json"]:
         print(json.dumps([ranked.as_json() | ({"compiled_bytes": report.total_bytes, "compiled_fits": report.fits} if report else {})
                           for ranked, report in zip(found.plans, reports, strict=True)], indent=2))
-        return 0
+        return
     show(given, found, reports)
     if (rank := given.get("explain")) is not None:
         show_terms(found.plans[rank - 1])
@@ -224,8 +234,7 @@ def main() -> int:
         for rejection in found.rejections:
             print(f"not {rejection.layouts}: {rejection.reason}")
         print(f"of the {found.num_priced} legal layouts, those slower than the plans above were not asked whether they fit")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

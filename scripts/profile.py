@@ -8,24 +8,20 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
 import json
 
-from optimus_jax.environment import import_jax, show_every_character
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.command_line import Parser, run, settings
+from optimus_jax.environment import import_jax
 from optimus_jax.presets import PRESETS
 
-USER_ERROR = 2
 
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Every flag."""
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         description="Count what a model's step consists of (parameters, FLOPs, activations by kind of layer), and what a data set holds "
-                    "(documents, packing, batches that make sense). Needs no accelerator.", allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+                    "(documents, packing, batches that make sense). Needs no accelerator.")
     flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
-    flags.add_argument("--data", action="append", default=[], metavar="PATH", help="files, globs, folders, or stdlib (default: no data)")
+    flags.add_argument("--data", nargs="+", metavar="PATH", help="files, globs, folders, URLs or stdlib (default: no data)")
     flags.add_argument("--tokenizer", metavar="PATH", help="bytes, or a tokenizer.json (default: bytes)")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help="examples per step (default: 16)")
@@ -36,45 +32,32 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def main() -> int:
-    """Exit code: 0 done, 2 the user's error."""
-    given = vars(parser().parse_args())
-    show_every_character()
-    try:
-        # After parsing: --help need not wait for JAX.
-        import_jax()
-        from optimus_jax.data.dataset import load_data
-        from optimus_jax.planning.data_profile import profile_data
-        from optimus_jax.planning.model_profile import profile_model
-        from optimus_jax.request import make_config
+def main() -> None:
+    given = parser().read()
+    # After parsing: --help need not wait for JAX.
+    import_jax()
+    from optimus_jax.data.dataset import load_data
+    from optimus_jax.planning.data_profile import profile_data
+    from optimus_jax.planning.model_profile import profile_model
+    from optimus_jax.request import make_config
 
-        asked = {name: given[name] for name in ("tokenizer", "seq_len", "global_batch", "steps", "precision") if given[name] is not None}
-        for entry in given["set"]:
-            name, equals, value = entry.partition("=")
-            if not equals:
-                raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
-            asked[name] = value
-        config = make_config(given["model"], asked | ({"data": given["data"]} if given["data"] else {}))
-        precision = "f32" if config.precision.compute == "auto" else config.precision.compute
-        kernel = "xla" if config.parallel.attention == "auto" else config.parallel.attention
-        model = profile_model(config.model, seq_len=config.seq_len, precision=precision, kernel=kernel)
-        data = None
-        if given["data"]:
-            stream = load_data(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size, model_name=config.model.name).train
-            data = profile_data(stream, seq_len=config.seq_len, respect_documents=config.data.respect_documents)
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+    config = make_config(given["model"], settings(given))
+    precision = "f32" if config.precision.compute == "auto" else config.precision.compute
+    kernel = "xla" if config.parallel.attention == "auto" else config.parallel.attention
+    model = profile_model(config.model, seq_len=config.seq_len, precision=precision, kernel=kernel)
+    data = None
+    if given["data"]:
+        stream = load_data(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size, model_name=config.model.name).train
+        data = profile_data(stream, seq_len=config.seq_len, respect_documents=config.data.respect_documents)
     if given["json"]:
         print(json.dumps({"model": json.loads(model.to_json()), "data": data and json.loads(data.to_json())}, indent=2))
-        return 0
+        return
     print(model.describe(), end="")
     if data is not None:
         print(f"\n{data.describe()}", end="")
         for warning in data.warnings(global_batch=config.data.global_batch, steps=config.steps):
             print(f"note: {warning}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -8,24 +8,22 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
 from pathlib import Path
 
-from optimus_jax.environment import show_every_character
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.command_line import Parser, run
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.paths import local_path, user_path
 from optimus_jax.stored_run import run_to_read
 from optimus_jax.viz.run_report import run_report
 
-USER_ERROR = 2
 PAGE = "report.html"
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
+def parser() -> Parser:
+    """Every flag."""
+    flags = Parser(
         description="Write one self-contained HTML page about a run: loss, step time and plans, decisions and their reasons, predictions against "
-                    "measurements, memory, switches. The run may still be under way.", allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+                    "measurements, memory, switches. The run may still be under way.", words={"run_dir": "run_dir run dir", "out": "output output_file"})
     flags.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run, such as one under runs/, or its URL")
     flags.add_argument("--out", metavar="FILE.html", help=f"where to write the page; one that is there is replaced (default: RUN_DIR/{PAGE}, for a URL ./{PAGE})")
     return flags
@@ -37,8 +35,11 @@ def write_page(run_dir: Path, out: Path) -> None:
         raise ConfigError(explain("the name of a page ends in .html", given=f"--out {out}", do=f"use --out {out.with_suffix('.html')}"))
     text = run_report(run_dir)
     temporary = out.with_name(out.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, out)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        raise ConfigError(explain("the page cannot be written", given=error, do="name another place with --out FILE.html")) from error
 
 
 def note(text: str) -> None:
@@ -46,24 +47,14 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def main() -> int:
-    """Exit code: 0 done, 2 the user's error."""
-    given = parser().parse_args()
-    show_every_character()
-    try:
-        run = user_path(given.run_dir, what="RUN_DIR")
-        home = run if isinstance(run, Path) else Path()  # a page about a run in a store is written here
-        out = home / PAGE if given.out is None else local_path(given.out, what="--out")
-        write_page(run_to_read(given.run_dir, what="RUN_DIR", checkpoint="none", say=note), out)
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as error:
-        print("error: " + explain("the page cannot be written", given=error, do="name another place with --out FILE.html"), file=sys.stderr)
-        return USER_ERROR
+def main() -> None:
+    given = parser().read()
+    run_dir = user_path(given["run_dir"], what="RUN_DIR")
+    home = run_dir if isinstance(run_dir, Path) else Path()  # a page about a run in a store is written here
+    out = home / PAGE if given["out"] is None else local_path(given["out"], what="--out")
+    write_page(run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=note), out)
     print(f"wrote {out}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -8,11 +8,12 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
+from argparse import SUPPRESS
 from pathlib import Path
 
-from optimus_jax.environment import import_jax, show_every_character
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.command_line import Parser, run
+from optimus_jax.environment import import_jax
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.paths import local_path
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.chart import picture, text
@@ -20,15 +21,15 @@ from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES, make_schedule
 from optimus_jax.store.local_copies import local_file
 
-USER_ERROR = 2
 DESCRIBING = ("schedule", "stages", "microbatches", "repeats", "slack")
 """Flags that say which schedule is meant."""
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description="Show a pipeline schedule as a chart, with what it costs, and write its table.", argument_default=argparse.SUPPRESS,
-        allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+def parser() -> Parser:
+    """Every flag."""
+    flags = Parser(
+        description="Show a pipeline schedule as a chart, with what it costs, and write its table.", argument_default=SUPPRESS,
+                   words={"stages": "num_stages pipe pp pp_size pipeline_parallel_size pipeline_model_parallel_size", "picture": "plot svg out output"})
     flags.add_argument("--schedule", metavar="NAME", help=", ".join(SCHEDULES) + " (default: 1f1b)")
     flags.add_argument("--stages", metavar="N", type=int, help="devices along pipe")
     flags.add_argument("--microbatches", metavar="N", type=int, help="microbatches of a step")
@@ -47,7 +48,10 @@ def schedule_of(given: dict) -> Schedule:
         if describing:
             raise ConfigError(explain("a table says itself which schedule it is", given=" ".join([*describing, "--table"]),
                                       do=f"leave out {' '.join(describing)}, or --table"))
-        return Schedule.from_json(local_file(given["table"], what="--table").read_text())
+        try:
+            return Schedule.from_json(local_file(given["table"], what="--table").read_bytes())
+        except OSError as error:
+            raise ConfigError(explain("a table cannot be read", given=error, do="name another file")) from error
     for name in ("stages", "microbatches"):
         if name not in given:
             raise ConfigError(explain(f"how many {name}?", given=" ".join(describing) or "no flags", do=f"give --{name} N, or --table FILE.json"))
@@ -77,30 +81,29 @@ def write_table(schedule: Schedule, path: Path) -> None:
             file.write(schedule.to_json())
     except FileExistsError as error:
         raise ConfigError(explain("a table is never overwritten", given=f"--json {path}, which is there", do="use another name, or remove it")) from error
+    except OSError as error:
+        raise ConfigError(explain("a table cannot be written", given=error, do="name another file")) from error
     print(f"wrote {path}; train with: --mesh pipe={schedule.num_stages},... --microbatches {schedule.num_microbatches} --schedule {path}")
 
 
-def main() -> int:
-    """Exit code: 0 done, 2 the user's error."""
-    given = vars(parser().parse_args())
-    show_every_character()
+def draw(schedule: Schedule, path: Path) -> None:
+    """Write the chart as a picture."""
     try:
-        schedule = schedule_of(given)
-        print(text(schedule), facts(schedule), sep="")
-        if "json" in given:
-            write_table(schedule, local_path(given["json"], what="--json"))
-        if "picture" in given:
-            path = local_path(given["picture"], what="--picture")
-            picture(schedule, path)
-            print(f"wrote {path}")
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except (OSError, UnicodeDecodeError) as error:
-        print("error: " + explain("a file cannot be read or written", given=error, do="name another one"), file=sys.stderr)
-        return USER_ERROR
-    return 0
+        picture(schedule, path)
+    except OSError as error:
+        raise ConfigError(explain("a picture cannot be written", given=error, do="name another file")) from error
+    print(f"wrote {path}")
+
+
+def main() -> None:
+    given = parser().read()
+    schedule = schedule_of(given)
+    print(text(schedule), facts(schedule), sep="")
+    if "json" in given:
+        write_table(schedule, local_path(given["json"], what="--json"))
+    if "picture" in given:
+        draw(schedule, local_path(given["picture"], what="--picture"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -8,14 +8,14 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-import argparse
 import json
+from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
-from optimus_jax.environment import import_jax, show_every_character
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.command_line import Parser, run, settings
+from optimus_jax.environment import import_jax
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.presets import PRESETS
-from optimus_jax.request import SHORT_NAMES
 
 if TYPE_CHECKING:
     from optimus_jax.control.simulated.comparison import Estimate, Row
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from optimus_jax.planning.cluster import Cluster
     from optimus_jax.planning.rates import Rates
 
-USER_ERROR = 2
 WIDE = 160
 """Columns of a table that goes into a file."""
 HERE = "here"
@@ -36,12 +35,11 @@ CLUSTER = "h100:8x8"
 """Unless another is named, or a recorded run tells."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Every flag; only those given on the command line appear in the parsed result, but for the first few."""
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         description="Try the controller, and other ways to steer a run, on a simulated cluster. All figures are simulated.",
-        argument_default=argparse.SUPPRESS, allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+        argument_default=SUPPRESS)
     flags.add_argument("--scenario", metavar="NAME|FILE.json", default="link-quarter", help="what happens (default: link-quarter; --list names all)")
     flags.add_argument("--model", metavar="NAME", default="gpt2-xl", help=", ".join(PRESETS) + " (default: gpt2-xl)")
     flags.add_argument("--cluster", metavar="NAME:HOSTSxDEVICES", help="up to 1,024 devices, or here (default: h100:8x8, or here to replay a run on virtual devices)")
@@ -93,13 +91,7 @@ def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -
     from optimus_jax.request import make_config
 
     cluster, rates, calibration = hardware(given)
-    overrides = {} if recording else {"global_batch": 8 * cluster.num_devices}
-    overrides |= {name: value for name, value in given.items() if name in SHORT_NAMES and name != "cpu_devices"}
-    for entry in given["set"]:
-        name, equals, value = entry.partition("=")
-        if not equals:
-            raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
-        overrides[name] = value
+    overrides = ({} if recording else {"data.global_batch": 8 * cluster.num_devices}) | settings(given, leave=("cpu_devices",))
     # What is typed counts more than what the scenario says of its first phase.
     import dataclasses
 
@@ -174,15 +166,9 @@ def show_events(outcomes: "dict[str, Outcome]") -> None:
             print(f"  {moment.time_s:8,.0f} s, step {moment.step:5d}: {moment.kind} {moment.plan.describe()} ({delays} s): {moment.why}")
 
 
-def main() -> int:
-    """Exit code: 0 done, 2 the user's error."""
-    given = vars(parser().parse_args())
-    show_every_character()
-    try:
-        import_jax()  # after parsing: --help need not wait for it
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+def main() -> None:
+    given = parser().read()
+    import_jax()  # after parsing: --help need not wait for it
     from rich.console import Console
     from rich.progress import track
 
@@ -191,33 +177,28 @@ def main() -> int:
     from optimus_jax.control.simulated.scenarios import library
     from optimus_jax.control.simulated.setup import check_seeds
 
-    try:
-        if given["list"]:
-            for scenario in library().values():
-                print(f"{scenario.name:22} {scenario.about}")
-            return 0
-        scenario, recording = scenario_of(given)
-        given = with_cluster(given, recording)
-        if given["show"]:
-            print(scenario.to_json(), end="")
-            return 0
-        check_seeds(given["seeds"])
-        setup, methods, searcher = setup_of(given, scenario, recording), methods_of(given), PooledSearch()
-        # On standard error, and on a terminal alone.
-        runs = [run_all(setup, seed, searcher, methods) for seed in track(range(given["seeds"]), "seeds", console=Console(stderr=True), transient=True)]
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+    if given["list"]:
+        for scenario in library().values():
+            print(f"{scenario.name:22} {scenario.about}")
+        return
+    scenario, recording = scenario_of(given)
+    given = with_cluster(given, recording)
+    if given["show"]:
+        print(scenario.to_json(), end="")
+        return
+    check_seeds(given["seeds"])
+    setup, methods, searcher = setup_of(given, scenario, recording), methods_of(given), PooledSearch()
+    # On standard error, and on a terminal alone.
+    runs = [run_all(setup, seed, searcher, methods) for seed in track(range(given["seeds"]), "seeds", console=Console(stderr=True), transient=True)]
     if given["json"]:
         print(json.dumps({"simulated": True, "scenario": scenario.name, "cluster": given["cluster"], "model": setup.told[0].config.model.name, "steps": setup.num_steps,
                           "start": setup.start.describe(), "tried": [plan.describe() for plan in setup.tried], "seeds": given["seeds"], "methods": [row.as_json() for row in rows(runs)],
-                          "runs": [{name: outcome.as_json() for name, outcome in run.items()} for run in runs]}, indent=2))
-        return 0
+                          "runs": [{name: outcome.as_json() for name, outcome in each.items()} for each in runs]}, indent=2))
+        return
     show(given, setup, rows(runs))
     if given["events"]:
         show_events(runs[0])
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -8,7 +8,7 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-from optimus_jax.training.patient_stream import last_words, patient
+from optimus_jax.training.patient_stream import last_words, open_closed_streams, patient
 from optimus_jax.training.stopping import (
     EXIT_BROKEN,
     EXIT_INTERRUPT,
@@ -25,26 +25,25 @@ from optimus_jax.training.stopping import (
 if __name__ == "__main__":
     exit_when_asked()
 
-import argparse
 import traceback
+from argparse import SUPPRESS
 from typing import Literal, NoReturn
 
+from optimus_jax.command_line import Parser, settings
 from optimus_jax.config import Config
 from optimus_jax.environment import import_jax, show_every_character
-from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain, nearest
+from optimus_jax.errors import FaultError, OptimusError
 from optimus_jax.presets import PRESETS
-from optimus_jax.request import SHORT_NAMES
 
 RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Every flag; only those given on the command line appear in the parsed result."""
     default = Config()
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         usage="train.py --model NAME | --config FILE [flags]   or   train.py --run-dir DIR --resume [flags]",
-        description="Train a GPT or Llama on any data x fsdp x tensor x pipe mesh.", argument_default=argparse.SUPPRESS,
-        allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+        description="Train a GPT or Llama on any data x fsdp x tensor x pipe mesh.", argument_default=SUPPRESS)
     flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
     flags.add_argument("--config", metavar="FILE", help="a run's config.json, or its URL, to begin with; flags change it (default: none)")
     flags.add_argument("--data", nargs="+", metavar="PATH", help="files, globs, folders, URLs or `stdlib` (default: stdlib)")
@@ -76,30 +75,15 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def settings(given: dict) -> dict:
-    """Settings from parsed flags; `--set` entries by their dotted names."""
-    result = {name: value for name, value in given.items() if name in SHORT_NAMES}
-    for entry in given.get("set", []):
-        name, equals, value = entry.partition("=")
-        if not equals:
-            raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
-        result[name] = value
-    return result
-
-
 def main() -> int:
     """Exit code: 0 done or stopped by Ctrl-C and saved, 1 an error that nobody has foreseen, 2 the user's error, 75 stopped by SIGTERM or the like, or ended for a fault and worth restarting,
     76 a run that no longer learns (NaN), which would come to the same end if it were started again as it was,
     130 ended by Ctrl-C before the first step or, asked twice, without saving."""
+    open_closed_streams()
     show_every_character()
     sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
-    flags = parser()
-    parsed, unknown = flags.parse_known_args()
-    given = vars(parsed)
     try:
-        if unknown:
-            known = [name for action in flags._actions for name in action.option_strings]
-            raise ConfigError(explain(f"unknown argument {unknown[0]!r}", given=" ".join(unknown), do=nearest(unknown[0], known)))
+        given = parser().read()
         overrides = settings(given)
         # After parsing: --help need not wait for JAX.
         import_jax()

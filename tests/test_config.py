@@ -31,7 +31,7 @@ from optimus_jax.settings import setting_names
 shares = st.floats(0, 1, exclude_max=True)
 sizes = st.integers(1, 10_000)
 positive = st.floats(1e-12, 1e6)
-texts = st.text(st.characters(codec="utf-8", exclude_characters=","), min_size=1).filter(lambda text: text.lower() != "none")
+texts = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), min_size=1).filter(lambda text: text.lower() != "none")
 paths = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), max_size=20).map("./{}x".format)
 
 

@@ -5,7 +5,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from optimus_jax.config.checks import check_positive
+from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.paths import Url, user_path
 
@@ -28,13 +28,14 @@ class PhaseConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "after_step", "global_batch", "seq_len")
+        check_counts(self, "after_step", "global_batch", "seq_len")
         if self.global_batch is None and self.seq_len is None:
             raise ConfigError(explain("a phase changes nothing", given=f"after_step={self.after_step}", do="give it a global_batch, a seq_len, or both"))
 
     @classmethod
     def parse(cls, text: str) -> "PhaseConfig":
         """The inverse of `str`. Raises ConfigError for other text."""
-        match = re.fullmatch(r"(\d+):(\d+)?(?:x(\d+))?", text.strip())
+        match = re.fullmatch(r"(\d{1,10}):(\d{1,10})?(?:x(\d{1,10}))?", text.strip())
         if match is None:
             raise ConfigError(explain("a phase is written AFTER_STEP:BATCHxTOKENS", given=text,
                                       do="write 200:64 or 200:64x512, or 200:x512 for longer examples only; commas between phases"))
@@ -74,6 +75,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "seq_len", "global_batch")
+        check_counts(self, "seq_len", "global_batch")
         if not self.sources:
             raise ConfigError(explain("no data was named", given="data.sources=()", do="name `stdlib` or at least one file"))
         for source in self.sources:

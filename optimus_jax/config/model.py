@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-from optimus_jax.config.checks import check_positive
+from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.errors import ConfigError, explain
+
+MOST_LAYERS = 10_000
+"""More are a slip of the pen, and too many to share out over stages one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads",
                         "head_dim", "mlp_dim", "max_length", "norm_epsilon", "rope_theta")
+        check_counts(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_length")
+        if self.num_layers > MOST_LAYERS:
+            raise ConfigError(explain("model.num_layers is too large", given=self.num_layers, do=f"choose {MOST_LAYERS:,} or less"))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(explain(
                 "model.num_heads must be a multiple of model.num_kv_heads",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from optimus_jax import settings
-from optimus_jax.config.checks import check_positive
+from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.layout import ParallelConfig, PrecisionConfig
 from optimus_jax.config.model import ModelConfig
@@ -20,6 +20,7 @@ from optimus_jax.config.training import (
     OptimizerConfig,
 )
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.json_input import JSONInputError, parse_json
 
 LEAST_SHARE_IN_BF16 = 2.0**-8
 """Half of the widest gap between numbers of 8 significant bits: a moment that is to change by a smaller share of itself may round to what it was."""
@@ -60,6 +61,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_positive(self, "steps", "eval_batches", "cpu_devices")
+        check_counts(self, "steps", "eval_batches", "cpu_devices")
         if not 0 <= self.seed < 2**31:  # it is an int32 where weights are drawn
             raise ConfigError(explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}"))
         if self.eval_every < 0 or self.checkpoint.every < 0:
@@ -126,15 +128,18 @@ class Config:
         return json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Config":
+    def from_json(cls, text: str | bytes) -> "Config":
         """The inverse of `to_json`. Raises ConfigError for unknown keys and wrong types."""
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
+            value = parse_json(text)
+        except JSONInputError as error:
             raise ConfigError(explain("a config is not JSON", given=str(error), do="restore the file, or start a new run")) from error
-        if isinstance(value, dict):
-            value.pop(DERIVED, None)
-        return settings.build(cls, value)
+        return cls.from_value(value)
+
+    @classmethod
+    def from_value(cls, value: Any) -> "Config":
+        """The same from the value that the JSON is of."""
+        return settings.build(cls, {name: item for name, item in value.items() if name != DERIVED} if isinstance(value, Mapping) else value)
 
     @classmethod
     def derived_in(cls, text: str) -> dict[str, Any]:

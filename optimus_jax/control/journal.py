@@ -22,9 +22,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from optimus_jax.errors import RunDirectoryError, explain
+from optimus_jax.errors import PlanError, RunDirectoryError, explain
 from optimus_jax.plan import Plan
+from optimus_jax.settings import shown, with_right_types
 from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.training.run_files import explained, json_object
 
 Ending = Literal["kept", "stopped", "taken back", "failed", "died"]
 """The new plan was kept; the run ended in its first steps; it was taken back after them; the move failed; the process ended unawares."""
@@ -57,17 +59,25 @@ class SwitchRecord:
 
 
 def switches(run_dir: Path) -> list[SwitchRecord]:
-    """Every switch of a run, in order. Lines that a crash has torn are passed over."""
+    """Every switch of a run, in order. Lines that a crash has torn are passed over.
+
+    Raises:
+      RunDirectoryError: a whole line says something else than a switch.
+    """
     records: list[SwitchRecord] = []
     for values in _read(run_dir / "switches.jsonl"):
-        if values["record"] == "begin":
-            records.append(SwitchRecord(
-                step=values["step"], source=_plan(values["source"]), target=_plan(values["target"]), why=values["why"],
-                ending=None, ended_step=None, ended_why="", costs_s={}, by_choice=values.get("by_choice", True)))  # runs from before it was written
-        elif records and records[-1].ending is None:
-            ended = values["record"] == "end"
-            records[-1] = replace(records[-1], costs_s=values.get("costs_s", {}), **(
-                {"ending": values["ending"], "ended_step": values["step"], "ended_why": values["why"]} if ended else {}))
+        try:
+            if values["record"] == "begin":
+                records.append(with_right_types(SwitchRecord(
+                    step=values["step"], source=_plan(values["source"]), target=_plan(values["target"]), why=values["why"],
+                    ending=None, ended_step=None, ended_why="", costs_s={}, by_choice=values.get("by_choice", True))))  # runs from before it was written
+            elif records and records[-1].ending is None:
+                ended = values["record"] == "end"
+                records[-1] = with_right_types(replace(records[-1], costs_s=values.get("costs_s", {}), **(
+                    {"ending": values["ending"], "ended_step": values["step"], "ended_why": values["why"]} if ended else {})))
+        except (KeyError, TypeError, PlanError) as error:
+            raise RunDirectoryError(explain("a record of a switch is damaged", given=f"{run_dir / 'switches.jsonl'}: {shown(error)}",
+                                            do="restore the file, or move it away: the run then goes on with plan.json")) from error
     return records
 
 
@@ -151,12 +161,10 @@ class Journal:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     """Whole records. One that lacks only its newline is whole: the next to be written will give it one, and the record must not say another thing then."""
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and "record" in values:
+    with explained(path):
+        content = path.read_bytes() if path.exists() else b""
+    for line in content.split(b"\n"):
+        if (values := json_object(line)) is not None and "record" in values:
             yield values
 
 

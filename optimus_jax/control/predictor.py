@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from optimus_jax.json_input import read_json
 from optimus_jax.planning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.calibrate import Calibration, Matrix, Vector
 from optimus_jax.planning.cost import NINE_IN_TEN
@@ -137,7 +138,7 @@ class Predictor:
     def load(self, path: Path) -> None:
         """Take what `save` has kept, as a run's worth older; a warning if the file is damaged, nothing if there is none."""
         try:
-            found = [_evidence(each) for each in json.loads(path.read_text(encoding="utf-8"))["evidence"]]
+            found = [_evidence(each) for each in read_json(path)["evidence"]]
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -4,10 +4,11 @@ They are named in a file of the run directory, `lost_devices.json`: a list of de
 device can be used again its id is taken out of the list, or the file is removed.
 """
 
-import json
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+
+from optimus_jax.json_input import parse_json
 
 FILE = "lost_devices.json"
 POLL_S = 1.0
@@ -50,7 +51,7 @@ class ReportedDevices:
             self._complain(f"is not followed ({error}); it has to be a list of device ids such as [3, 7]")
             return
         try:
-            ids = json.loads(text)
+            ids = parse_json(text)
             if not isinstance(ids, list) or not all(type(each) is int for each in ids):
                 raise ValueError("no list of numbers")
         except ValueError as error:

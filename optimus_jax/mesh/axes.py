@@ -6,6 +6,7 @@ dimension of an array. `mesh/rules.py` maps the second onto the first.
 
 from dataclasses import dataclass
 
+from optimus_jax.config.aliases import AXIS_OF
 from optimus_jax.errors import PlanError, explain, nearest
 
 PIPE, DATA, FSDP, TENSOR = MESH_AXES = ("pipe", "data", "fsdp", "tensor")
@@ -33,6 +34,9 @@ MLP = "mlp"
 """Hidden width of the feed-forward block."""
 PAIR = "pair"
 """Two matrices kept as one: key and value, or gate and up."""
+
+MOST_DIGITS = 9
+"""Of the size of an axis: more devices are a slip of the pen, and Python refuses to read thousands of digits."""
 
 LOGICAL_AXES = (BATCH, LAYERS, VOCAB, EMBED, NORM, POSITIONS, HEADS, KV_HEADS, HEAD_DIM, MLP, PAIR)
 
@@ -69,8 +73,9 @@ class AxisSizes:
         for part in text.split(","):
             name, _, size = (piece.strip() for piece in part.partition("="))
             if name not in MESH_AXES:
-                raise PlanError(explain(f"unknown mesh axis {name!r}", given=f"--mesh {text}", do=nearest(name, MESH_AXES)))
-            if name in sizes or not size.isdecimal():
+                raise PlanError(explain(f"unknown mesh axis {name!r}", given=f"--mesh {text}",
+                                        do=f"write {AXIS_OF[name.lower()]}={size or 'N'}" if name.lower() in AXIS_OF else nearest(name, MESH_AXES)))
+            if name in sizes or not size.isdecimal() or len(size) > MOST_DIGITS:
                 raise PlanError(explain(f"mesh axis {name!r} needs one whole number", given=f"--mesh {text}",
                                         do=f"write each axis once, such as {name}=2"))
             sizes[name] = int(size)

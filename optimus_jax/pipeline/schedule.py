@@ -297,7 +297,7 @@ class Schedule:
             "backward": None if self.is_forward_only else self.backward.tolist(), "head": self.head.tolist()})
 
     @classmethod
-    def from_json(cls, text: str) -> "Schedule":
+    def from_json(cls, text: str | bytes) -> "Schedule":
         """The inverse of `to_json`, validated. Raises PlanError for what is not a schedule, or not one that can be run."""
         value = read_schedule(text)
         forward, backward = np.array(value["forward"], np.int32), value["backward"]

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from optimus_jax.errors import PlanError, explain, nearest
+from optimus_jax.json_input import parse_json
 
 COUNTS = ("stages", "microbatches", "repeats", "latency")
 TABLES = ("forward", "backward")
@@ -29,14 +30,14 @@ def _write(entry: Any) -> str:
     return "[\n    " + ",\n    ".join(map(json.dumps, entry)) + "\n  ]" if is_table else json.dumps(entry)
 
 
-def read_schedule(text: str) -> dict[str, Any]:
+def read_schedule(text: str | bytes) -> dict[str, Any]:
     """The inverse of `write_schedule`, defaults filled in; types and shapes are right, what the numbers mean is not looked at.
 
     Raises:
       PlanError: not JSON, a key too many or too few, or a value of the wrong type.
     """
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise PlanError(explain("this schedule is not JSON", given=error, do="see optimus_jax/pipeline/schedule_json.py")) from error
     if not isinstance(value, dict):

@@ -14,6 +14,8 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], Schedule]] = {
     "interleaved": interleaved,
 }
 """Builders (stages, microbatches, repeats, latency) of schedules for training."""
+MOST_TASKS = 2**26
+"""Of a table that is built; more are a slip of the pen, and gigabytes."""
 REPEATING = ("interleaved",)
 """Those that take more than one repeat."""
 
@@ -25,4 +27,7 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, num_repeats
     if num_repeats != 1 and name not in REPEATING:
         raise PlanError(explain(f"schedule {name!r} visits each device once", given=f"repeats={num_repeats}",
                                 do=f"set repeats=1, or choose schedule {' or '.join(REPEATING)}"))
+    if num_stages * num_microbatches * num_repeats > MOST_TASKS:
+        raise PlanError(explain(f"a schedule has {MOST_TASKS:,} tasks at most", given=f"stages={num_stages}, microbatches={num_microbatches}, repeats={num_repeats}",
+                                do="use fewer"))
     return SCHEDULES[name](num_stages, num_microbatches, num_repeats, latency)

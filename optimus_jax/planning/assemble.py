@@ -17,6 +17,7 @@ from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES
 from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.planning.divisors import divisors
 from optimus_jax.store.local_copies import local_file
 
 LOSS_CHUNK_TOKENS = 2048
@@ -161,7 +162,7 @@ def _check_schedule_name(name: str) -> None:
 def _read_table(path: str) -> tuple[str, Schedule]:
     """The text of a user's own table, and the schedule that it is."""
     try:
-        text = local_file(path, what="--schedule").read_text()
+        text = local_file(path, what="--schedule").read_bytes().decode("utf-8-sig")
         return text, Schedule.from_json(text)
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "not text"
@@ -189,5 +190,5 @@ def _microbatches(global_batch: int, axes: AxisSizes, *, interleaved: bool) -> i
         return 1
     rows = max(1, global_batch // (axes.data * axes.fsdp))
     wanted = MICROBATCHES_PER_STAGE * axes.pipe
-    legal = [n for n in range(1, rows + 1) if rows % n == 0 and (n % axes.pipe == 0 or not interleaved)]
+    legal = [n for n in divisors(rows) if n % axes.pipe == 0 or not interleaved]
     return min(legal, key=lambda n: (abs(n - wanted), n), default=axes.pipe)

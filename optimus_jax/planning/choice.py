@@ -18,11 +18,14 @@ from optimus_jax.mesh.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan, check_devices
 from optimus_jax.planning.assemble import DEFAULT_ZERO, can_offload, check_words, plan_for, recomputing_more
+from optimus_jax.planning.divisibility import divisibility, near_batches
+from optimus_jax.planning.divisors import divisors
 from optimus_jax.planning.explain import gib, why_best
 from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.neighbours import with_neighbours
 from optimus_jax.planning.search import USABLE_SHARE, Candidate, Pricing, fits, on_the_host, search
 
+GLOBAL_BATCH = "data.global_batch"
 RANKED = 10
 """Candidates that a start looks at."""
 
@@ -51,15 +54,15 @@ def choose_plan(config: Config, topology: Topology, pricing: Pricing | None = No
     """
     check_words(config, topology)
     try:
-        return _choice(config, topology, pricing)
+        return _choice(config, topology, pricing, may_change_batch=not GLOBAL_BATCH.startswith(kept))
     except PlanError as error:
         # Without the pricing: what the rule accepts the search does too, and this is tried often.
         raise with_neighbours(error, config, topology, lambda other, devices: _choice(other, devices, None), kept=kept) from error
 
 
-def _choice(config: Config, topology: Topology, pricing: Pricing | None) -> Choice:
+def _choice(config: Config, topology: Topology, pricing: Pricing | None, *, may_change_batch: bool = False) -> Choice:
     if config.parallel.mesh == "auto" and topology.num_devices > 1:
-        return _by_rule(config, topology) if pricing is None else _by_search(config, topology, pricing)
+        return _by_rule(config, topology, may_change_batch=may_change_batch) if pricing is None else _by_search(config, topology, pricing, may_change_batch=may_change_batch)
     if config.parallel.mesh == "auto":
         return _on_axes(config, AxisSizes(), topology, "auto: there is one device")
     axes = AxisSizes.parse(config.parallel.mesh)
@@ -78,8 +81,15 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
     raise PlanError(_no_room(config, plan, memory, topology))
 
 
-def _by_rule(config: Config, topology: Topology) -> Choice:
-    """Without rates: whole copies if they fit, else shards."""
+def _by_rule(config: Config, topology: Topology, *, may_change_batch: bool) -> Choice:
+    """Without rates: whole copies if they fit, else shards; what the batch cannot be split over is said, and which near it could."""
+    choice = _by_plain_rule(config, topology)
+    near = near_batches(config.data.global_batch, topology.num_devices) if may_change_batch and choice.plan.axes.tensor * choice.plan.axes.pipe > 1 else []
+    over = " or ".join(f"--global-batch {batch} over {math.gcd(batch, topology.num_devices)}" for batch in near)
+    return dataclasses.replace(choice, why=f"{choice.why}; {over} of them") if near else choice
+
+
+def _by_plain_rule(config: Config, topology: Topology) -> Choice:
     zero = config.parallel.zero
     if zero:
         return _on_legal(config, _legal(config, topology, FSDP), topology, f"auto: zero={zero} was asked for, and is over fsdp")
@@ -106,8 +116,8 @@ def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
     """
     num_devices, first = topology.num_devices, None
     on_host = num_devices // (topology.num_hosts or topology.num_processes)
-    for ways in _divisors(num_devices):
-        for tensor in _divisors(math.gcd(num_devices // ways, on_host)):
+    for ways in reversed(divisors(num_devices)):
+        for tensor in reversed(divisors(math.gcd(num_devices // ways, on_host))):
             axes = AxisSizes(**{axis: ways, TENSOR: tensor, PIPE: num_devices // ways // tensor})
             try:
                 plan_for(config, axes, topology).validate(config.model, global_batch=config.data.global_batch)
@@ -119,12 +129,7 @@ def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
     raise first
 
 
-def _divisors(number: int) -> list[int]:
-    """The largest first."""
-    return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]
-
-
-def _by_search(config: Config, topology: Topology, pricing: Pricing) -> Choice:
+def _by_search(config: Config, topology: Topology, pricing: Pricing, *, may_change_batch: bool) -> Choice:
     """The fastest of all legal layouts that fit."""
     ranking = search(pricing, top=RANKED)
     if not ranking.best:
@@ -133,8 +138,11 @@ def _by_search(config: Config, topology: Topology, pricing: Pricing) -> Choice:
         raise PlanError(_no_room(config, plan, _estimate(config, plan), topology))
     best = ranking.best[0]
     best.plan.validate(config.model, global_batch=config.data.global_batch)
+    divided = divisibility(pricing, best, may_change_batch=may_change_batch, may_leave_hosts=False)
+    said = "".join(f"; {reason}" for reason in divided.reasons) if divided.is_worth_saying else ""
+    said += "".join(f"; --global-batch {other.global_batch} is predicted to give {other.describe()}" for other in divided.batches)
     return Choice(plan=best.plan, memory=best.memory, ranked=ranking.best,
-                  why=f"auto: predicted to be {why_best(best.prediction, ranking.num_priced)}; rates: {pricing.rates.source}")
+                  why=f"auto: predicted to be {why_best(best.prediction, ranking.num_priced)}; rates: {pricing.rates.source}{said}")
 
 
 def _estimate(config: Config, plan: Plan) -> MemoryEstimate:

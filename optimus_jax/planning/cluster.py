@@ -23,7 +23,7 @@ INSIDE, BETWEEN, TO_HOST = LINKS = ("inside", "between", "host")
 """The names of a cluster's links, as in `--link between=50GB/s`."""
 MOST_DEVICES = 2**16
 """Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to enumerate."""
-_SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")
+_SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,11 @@ class Cluster:
     def num_devices(self) -> int:
         """Devices of all hosts."""
         return self.num_hosts * self.devices_per_host
+
+    @property
+    def shape(self) -> str:
+        """As `parse` reads it, such as `h100:8x8`."""
+        return f"{self.accelerator.name}:" + (f"{self.num_hosts}x" if self.num_hosts > 1 else "") + str(self.devices_per_host)
 
     def __str__(self) -> str:
         devices = f"{self.num_devices} x {self.accelerator.name}, {self.inside}"
@@ -119,6 +124,20 @@ class Cluster:
             speeds[name] = with_speed(link, speed)
         return replace(self, inside=speeds.get(INSIDE, self.inside), between=speeds.get(BETWEEN, self.between),
                        to_host=speeds.get(TO_HOST, self.to_host))
+
+    def without(self, number: int) -> "Cluster":
+        """What is left after losing `number` hosts, or devices where there is one host: whoever loses a device of many hosts drains its host.
+
+        Raises:
+          ConfigError: nothing is left, or nothing is lost.
+        """
+        units, unit = (self.num_hosts, "host") if self.num_hosts > 1 else (self.devices_per_host, "device")
+        if not 0 < number < units:
+            raise ConfigError(explain(f"--without takes a number of {unit}s that leaves some", given=f"--without {number} of {units} {unit}{'s' * (units > 1)}",
+                                      do=f"give 1 to {units - 1}" if units > 1 else f"leave it out: there is one {unit}"))
+        if unit == "device":
+            return replace(self, devices_per_host=units - number)
+        return replace(self, num_hosts=units - number, between=self.between if units - number > 1 else None)
 
     def topology(self) -> Topology:
         """What the trainer would find there: one process for each host."""

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from optimus_jax.errors import ConfigError
+from optimus_jax.json_input import parse_json
 from optimus_jax.mesh.distributed import of_first_process
 from optimus_jax.mesh.hosts import count_hosts, devices_by_host
 from optimus_jax.planning.cluster import Cluster
@@ -104,7 +105,7 @@ class HardwareProfile:
     @classmethod
     def from_json(cls, text: str) -> "HardwareProfile":
         """Raises ConfigError, TypeError or ValueError if it is not a profile."""
-        profile = build(cls, json.loads(text))
+        profile = build(cls, parse_json(text))
         if any(not 0 < each.time_s < math.inf for each in (*profile.probed.matmuls, *profile.probed.passes, *profile.probed.host_copies, *profile.probed.collectives)):
             raise ValueError("a time in it is not above 0")
         return profile

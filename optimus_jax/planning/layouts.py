@@ -32,6 +32,7 @@ from optimus_jax.planning.assemble import (
     loss_chunk_tokens,
     pipelining,
 )
+from optimus_jax.planning.divisors import divisors
 
 REPEATING = "interleaved"
 """The schedule with repeats."""
@@ -52,9 +53,9 @@ class Rejection:
 
 def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:
     """Every way to write `num_devices` as pipe * data * fsdp * tensor."""
-    for pipe in _divisors(num_devices):
-        for data in _divisors(num_devices // pipe):
-            for fsdp in _divisors(num_devices // pipe // data):
+    for pipe in divisors(num_devices):
+        for data in divisors(num_devices // pipe):
+            for fsdp in divisors(num_devices // pipe // data):
                 yield AxisSizes(pipe=pipe, data=data, fsdp=fsdp, tensor=num_devices // pipe // data // fsdp)
 
 
@@ -158,9 +159,8 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
     fewest = 2 if parallel.schedule == REPEATING else 1
     if num_layers < axes.pipe * fewest:
         yield Rejection(layouts=str(axes), reason=f"{num_layers} layers cannot fill {axes.pipe} stages x {fewest} visits")
-    for repeats in range(fewest, num_layers // axes.pipe + 1):
-        if repeats > 1 and num_layers % (axes.pipe * repeats):
-            continue
+    visits = divisors(num_layers // axes.pipe) if num_layers % axes.pipe == 0 else (1,) if num_layers > axes.pipe else ()
+    for repeats in (each for each in visits if each >= fewest):
         yield Pipelining(
             schedule=REPEATING if repeats > 1 else "1f1b", repeats=repeats, send_slack=parallel.send_slack, table=None,
             keep_residuals=parallel.stage_residuals != "recompute", layers_per_stage=layers_per_stage(num_layers, axes.pipe * repeats))
@@ -171,16 +171,12 @@ def _microbatches(config: Config, rows: int, axes: AxisSizes, pipeline: Pipelini
     repeats = 1 if pipeline is None else pipeline.repeats
     unit = axes.pipe if repeats > 1 and pipeline is not None and pipeline.table is None else 1
     asked = fixed_microbatches(config, pipeline)
-    legal = [number for number in ([asked] if asked is not None else _divisors(rows)) if rows % number == 0 and number % unit == 0]
+    legal = [number for number in ([asked] if asked is not None else divisors(rows)) if rows % number == 0 and number % unit == 0]
     if legal:
         return legal
     asked_for = "" if asked is None else f", and microbatches={asked} was asked for"
     stages = f" and are multiples of {unit} stages" if unit > 1 else ""
     return Rejection(layouts=f"{axes}, repeats={repeats}", reason=f"microbatches divide {rows} rows{stages}{asked_for}")
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _first_line(error: PlanError) -> str:

@@ -17,6 +17,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.tables import SCHEDULES
 from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import fixed_microbatches, plan_for
+from optimus_jax.planning.divisors import divisors
 from optimus_jax.planning.layouts import axis_sizes
 
 DOUBLING = 0.1
@@ -108,8 +109,8 @@ def _microbatches(config: Config, topology: Topology) -> Iterator[Move]:
             yield Move(changes={"parallel.microbatches": None}, distance=1)
         return
     rows, rest = divmod(config.data.global_batch, plan.batch_ways())
-    for number in range(1, rows + 1) if not rest else ():
-        if rows % number == 0 and number != plan.microbatches:
+    for number in divisors(rows) if not rest else ():
+        if number != plan.microbatches:
             yield Move(changes={"parallel.microbatches": number}, distance=1 + DOUBLING * _doublings(number, plan.microbatches))
 
 

@@ -15,6 +15,7 @@ from optimus_jax.phases import Phase, in_phase, phases_of
 from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import fixed_microbatches
 from optimus_jax.planning.choice import choose_plan
+from optimus_jax.planning.divisors import divisors
 from optimus_jax.planning.memory import estimate_memory
 from optimus_jax.planning.search import Pricing, fits
 
@@ -59,7 +60,7 @@ def _on_same_layout(config: Config, plan: Plan) -> Iterator[Plan]:
     """The plan itself, then with the nearest numbers of microbatches, then with more recomputing where that was left open."""
     yield plan
     rows, fixed = config.data.global_batch // plan.batch_ways(), fixed_microbatches(config, plan.pipeline)
-    numbers = [fixed] if fixed else [number for number in range(1, rows + 1) if rows % number == 0]
+    numbers = [fixed] if fixed else list(divisors(rows))
     numbers.sort(key=lambda number: (abs(math.log(number / plan.microbatches)), number))
     policies = REMAT_POLICIES[REMAT_POLICIES.index(plan.remat):] if config.parallel.remat == "auto" else (plan.remat,)
     for remat in policies:

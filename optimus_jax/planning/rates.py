@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from optimus_jax.errors import PlanError, explain
+from optimus_jax.json_input import parse_json
 from optimus_jax.mesh.accelerators import Accelerator, accelerator_of_kind
 from optimus_jax.planning.hardware import HardwareProfile
 from optimus_jax.planning.measurements import ALL_REDUCE, PERMUTE, MatmulTime
@@ -176,7 +177,7 @@ class Rates:
     def from_json(cls, text: str) -> "Rates":
         """The inverse of `to_json`. Raises PlanError for what are not rates."""
         try:
-            value = json.loads(text)
+            value = parse_json(text)
             corrections = tuple(Correction(**{**each, "place": tuple(each["place"])}) for each in value.pop("corrections"))
             return cls(**value, corrections=corrections)
         except (KeyError, TypeError, ValueError) as error:

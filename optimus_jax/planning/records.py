@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from optimus_jax.json_input import parse_json
 from optimus_jax.planning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.calibrate import NOISE, Calibration
+from optimus_jax.settings import with_right_types
 
 KEPT = 500
 """Records that are read, the newest."""
@@ -52,16 +54,16 @@ def calibration_of(records: Sequence[Record]) -> Calibration:
 def read_records(path: Path) -> list[Record]:
     """The newest records of a file; none if there is no file. A line that is none is left out with a warning."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         warnings.warn(f"earlier measurements cannot be read and do not count: {error}", stacklevel=2)
         return []
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = Record(**json.loads(line))
+            record = with_right_types(Record(**parse_json(line)))
             if not 0 < record.measured_s < math.inf or not 0 < record.predicted_s < math.inf or min(record.terms_s.values()) < 0:
                 raise ValueError("times are finite and above 0")
             records.append(record)

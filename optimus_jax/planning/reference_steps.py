@@ -20,6 +20,7 @@ import jax
 
 from optimus_jax.config import Config
 from optimus_jax.errors import ConfigError, PlanError
+from optimus_jax.json_input import parse_json
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.distributed import of_first_process
 from optimus_jax.mesh.topology import Topology
@@ -31,6 +32,7 @@ from optimus_jax.planning.kept import write_whole
 from optimus_jax.planning.probes import Agenda, Progress
 from optimus_jax.planning.rates import Rates
 from optimus_jax.planning.trial import Trial, run_trial
+from optimus_jax.settings import with_right_types
 
 NUM_STEPS = 8
 """Timed of each; the shortest counts, as in probes."""
@@ -118,7 +120,7 @@ def read_steps(path: Path) -> tuple[ReferenceStep, ...]:
     if not text:
         return ()
     try:
-        found = tuple(ReferenceStep(**each) for each in json.loads(text))
+        found = tuple(with_right_types(ReferenceStep(**each)) for each in parse_json(text))
         for step in found:
             Config().with_values(step.settings)
             if not 0 < step.step_time_s < math.inf:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_jax.training.run_directory import FAULTS, RunDirectory
-from optimus_jax.training.run_files import append
+from optimus_jax.training.run_files import append, event_of
 
 
 def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> None:
@@ -51,10 +51,8 @@ def read_faults(run_directory: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted((run_directory / FAULTS).glob("*.jsonl")):
         for line in path.read_bytes().split(b"\n")[:-1]:
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
+            if (event := event_of(line)) is not None:
+                found.append(event)
     return sorted(found, key=lambda event: event["time_s"])
 
 

@@ -2,11 +2,15 @@
 
 import contextlib
 import functools
+import io
 import os
 import stat
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
+
+from optimus_jax.errors import OutputError, explain
 
 LAST_WORDS_S = 5.0
 """How long standard error may take for what has to be said: who should read it may have stopped."""
@@ -45,13 +49,48 @@ def stderr_that_never_waits() -> int:
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
+def open_closed_streams() -> None:
+    """Lead standard streams that are closed (`>&-`) to nowhere.
+
+    Python has None for them, and the next file that is opened would have their number: what C code then says on standard error
+    would be written into it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="replace"))  # noqa: SIM115 - for as long as Python runs
+
+
 def patient(stream: TextIO) -> TextIO:
     """The same stream, whose `write` and `flush` never fail for the machine's reasons.
 
     When one would, for nobody reads any more or a disk is full, the file descriptor leads to nowhere from then on, so that nothing
     else that has it fails either, nor Python when it empties its buffers at its end. A run's record is in its directory.
     """
+    _replace_unknown(stream)
     return cast(TextIO, _Patient(stream))
+
+
+def _replace_unknown(stream: TextIO) -> None:
+    """Show another character for one that the stream lacks, as a terminal without Unicode does, instead of failing."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="replace")
+
+
+def reporting(stream: TextIO) -> TextIO:
+    """The same stream, for a script whose result is what it prints: trouble is an error in words, or BrokenPipeError if nobody reads on.
+
+    From then on it leads to nowhere, as a patient one does. A character that it lacks is shown as another.
+    """
+    _replace_unknown(stream)
+    return cast(TextIO, _Reporting(stream))
 
 
 class _Patient:
@@ -77,3 +116,25 @@ class _Patient:
     def _lead_nowhere(self) -> None:
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
+
+
+class _Reporting(_Patient):
+    def write(self, text: str) -> int:
+        with self._told():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._told():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self._lead_nowhere()
+            raise
+        except OSError as error:
+            self._lead_nowhere()
+            raise OutputError(explain("standard output takes nothing more, and what was printed is not whole", given=error.strerror or error,
+                                      do="make room, or send the output elsewhere")) from error

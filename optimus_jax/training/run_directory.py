@@ -28,10 +28,10 @@ from optimus_jax.training.run_files import (
     append,
     complete_lines,
     cut_torn_line,
+    event_of,
     explained,
     failure_of,
     finite,
-    json_object,
     replace,
     unfinished,
 )
@@ -244,7 +244,12 @@ class RunDirectory:
 
     def plan_text(self) -> str | None:
         """The plan in use, or None if the run ended before it had one."""
-        return self._plan.read_text(encoding="utf-8") if self._plan.exists() else None
+        with explained(self._plan):
+            try:
+                return self._plan.read_text(encoding="utf-8") if self._plan.exists() else None
+            except UnicodeDecodeError as error:
+                raise RunDirectoryError(explain("a run's plan cannot be read", given=f"{self._plan}: {error}",
+                                                do="restore the file, or remove it: the layout is then chosen anew")) from error
 
     def log_step(self, record: StepRecord) -> None:
         """Append a step. One that is recorded is left out: who runs steps again calls `go_back_to` first."""
@@ -302,7 +307,7 @@ class RunDirectory:
 
     def events(self) -> list[dict[str, Any]]:
         """Every recorded event, in order; as `metrics`."""
-        return self._read(self._events, json_object)
+        return self._read(self._events, event_of)
 
     def _read(self, path: Path, parse: Callable[[bytes], T | None]) -> list[T]:
         with explained(path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import math
 import os
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_jax.errors import RunDirectoryError, explain
+from optimus_jax.json_input import JSONInputError, parse_json
 
 
 def finite(value: Any) -> Any:
@@ -89,9 +89,17 @@ def failure_of(path: Path, error: OSError) -> RunDirectoryError:
         do="make room, raise the limit or mend the permissions; then start again, with --resume if the run had begun"))
 
 
+def event_of(line: bytes) -> dict[str, Any] | None:
+    """A line of a log of events; None for what is none: every event says what it is, when, and after which step."""
+    values = json_object(line)
+    if values is None or not isinstance(values.get("event"), str) or type(values.get("step")) is not int or type(values.get("time_s")) not in (int, float):
+        return None
+    return values
+
+
 def json_object(line: bytes) -> dict[str, Any] | None:
     try:
-        values = json.loads(line)
-    except ValueError:
+        values = parse_json(line, finite=False)
+    except JSONInputError:
         return None
     return values if isinstance(values, dict) else None

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from optimus_jax.json_input import parse_json
 from optimus_jax.training.patient_stream import last_words
 from optimus_jax.training.progress import Progress
 from optimus_jax.training.run_directory import SIGNS
@@ -169,7 +170,7 @@ class SignsOfLife:
 def _told(text: str) -> dict[str, Any]:
     """What a file says of its process; nothing if it is half of one, or gone."""
     try:
-        values = json.loads(text)
-    except ValueError:
+        values = parse_json(text)
+        return {name: values[name] for name in ("state", "why", "exit_code", "host", "doing", "doing_s", "entered", "done")}
+    except (ValueError, KeyError, TypeError):
         return {}
-    return {name: values[name] for name in ("state", "why", "exit_code", "host", "doing", "doing_s", "entered", "done")}

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from optimus_jax.settings import with_right_types
 from optimus_jax.training.run_files import json_object
 
 
@@ -38,6 +39,10 @@ class StepRecord:
     """f16 only: factor on the loss."""
 
 
+NUMBERS = [field.name for field in dataclasses.fields(StepRecord) if field.type in (float, "float")]
+"""Fields that are null in a log where they were not finite."""
+
+
 def values_of(record: StepRecord) -> dict[str, Any]:
     """The fields of a line; `skipped` and `loss_scale` appear only where they say something."""
     values = dataclasses.asdict(record)
@@ -56,13 +61,12 @@ def record_of(line: bytes) -> StepRecord | None:
     values = json_object(line)
     if values is None:
         return None
-    for name in ("loss", "grad_norm"):
+    for name in NUMBERS:
         if name in values and values[name] is None:
             values[name] = math.nan
     # Another version's further fields are none of ours.
     known = {field.name: values[field.name] for field in dataclasses.fields(StepRecord) if field.name in values}
     try:
-        record = StepRecord(**known)
+        return with_right_types(StepRecord(**known))
     except TypeError:
         return None
-    return record if type(record.step) is int and isinstance(record.loss, float | int) else None

@@ -7,7 +7,6 @@ a comparison holds one of each.
 
 import bisect
 import contextlib
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.json_input import parse_json
 from optimus_jax.plan import Plan
 from optimus_jax.training.run_directory import RunDirectory
 from optimus_jax.training.step_record import StepRecord
@@ -112,7 +112,7 @@ class RunStory:
                                       do="name the directory of a run, such as one under runs/"))
         config: object = None
         try:
-            config = json.loads(run.config_text())
+            config = parse_json(run.config_text(), finite=False)
         except (OSError, OptimusError, ValueError) as error:
             troubles.append(f"config.json: {error}")
         current = None

@@ -5,7 +5,6 @@ factor holds for every plan alike, in the same step. So a replay shows what a po
 of a real machine; whether another plan would have escaped them it cannot show.
 """
 
-import json
 import math
 import statistics
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from optimus_jax.config import Config
 from optimus_jax.control.journal import switches
 from optimus_jax.control.simulated.scenarios import Scenario
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.json_input import parse_json
 from optimus_jax.plan import Plan
 
 FEWEST = 10
@@ -70,7 +70,7 @@ def _usual_s(times_s: list[float]) -> float:
 def _step(line: str) -> tuple[str, float] | None:
     """Plan and time of a line of metrics.jsonl; None for one that is torn or of no use."""
     try:
-        value = json.loads(line)
+        value = parse_json(line, finite=False)
         digest, time_s = str(value["plan"]), float(value["step_time_s"])
     except (ValueError, KeyError, TypeError):
         return None

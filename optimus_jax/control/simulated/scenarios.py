@@ -21,6 +21,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.checks import check_not_negative, check_positive
 from optimus_jax.control.simulated.events import EVENTS, Event, PhaseEvent
 from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.json_input import JSONInputError, parse_json
 from optimus_jax.store.local_copies import local_file
 
 LIBRARY = "scenarios.json"
@@ -171,19 +172,19 @@ class Scenario:
         return json.dumps({**dataclasses.asdict(self), "events": events}, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = "a scenario") -> "Scenario":
+    def from_json(cls, text: str | bytes, where: str = "a scenario") -> "Scenario":
         """From what `to_json` writes, or a part of it. Raises ConfigError, naming the field."""
         try:
-            return _scenario(json.loads(text))
-        except json.JSONDecodeError as error:
+            return _scenario(parse_json(text))
+        except JSONInputError as error:
             raise ConfigError(explain(f"{where} is not JSON", given=error, do="mend the file")) from error
 
 
 def read_scenario(path: str | Path) -> Scenario:
     """From a file. Raises ConfigError."""
     try:
-        text = local_file(path, what="--scenario").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = local_file(path, what="--scenario").read_bytes()
+    except OSError as error:
         raise ConfigError(explain("a scenario cannot be read", given=f"{path}: {error}", do="name a JSON file")) from error
     return Scenario.from_json(text, str(path))
 
@@ -214,7 +215,7 @@ def _scenario(value: object) -> Scenario:
 def _event(value: object, path: str) -> Event:
     kind = str(value.get("kind")) if isinstance(value, Mapping) else ""
     if not isinstance(value, Mapping) or kind not in EVENTS:
-        raise ConfigError(explain(f"{path} is of no known kind", given=value, do=nearest(kind, EVENTS)))
+        raise ConfigError(explain(f"{path} is of no known kind", given=settings.shown(value), do=nearest(kind, EVENTS)))
     return typing.cast(Event, _build(EVENTS[kind], {name: item for name, item in value.items() if name != "kind"}, path))
 
 
@@ -225,5 +226,5 @@ def _build(cls: type[Built], value: Mapping[str, object], path: str) -> Built:
     missing = [each.name for each in dataclasses.fields(typing.cast(typing.Any, cls))
                if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING and each.name not in value]
     if missing:
-        raise ConfigError(explain(f"{path} is not complete", given=dict(value), do="give " + ", ".join(missing)))
+        raise ConfigError(explain(f"{path} is not complete", given=settings.shown(dict(value)), do="give " + ", ".join(missing)))
     return settings.build(cls, value, f"{path}.")

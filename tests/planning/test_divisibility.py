@@ -1,0 +1,100 @@
+"""Batches and clusters that divide better: which are near, and that what is said of them is what a search finds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_jax.config import Config
+from optimus_jax.errors import ConfigError, PlanError
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.planner import find_plans, look_for_plans
+from optimus_jax.planning.choice import choose_plan
+from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.divisibility import MOST_BATCHES, NEAR, WORTH_SAYING, near_batches, smaller_clusters
+from optimus_jax.planning.divisors import divisors, prime_factors
+from optimus_jax.planning.rates import Rates
+from optimus_jax.planning.search import Pricing
+from optimus_jax.presets import model_preset
+
+
+@given(number=st.integers(1, 5000))
+def test_divisors_and_factors(number):
+    assert list(divisors(number)) == [each for each in range(1, number + 1) if number % each == 0]
+    assert math.prod(prime**power for prime, power in prime_factors(number).items()) == number
+
+
+def test_a_batch_by_a_slip_of_the_pen_does_not_hang():
+    assert len(divisors(2 * 3 * 1_000_000_007)) == 8
+
+
+@given(batch=st.integers(1, 5000), num_devices=st.integers(1, 2048))
+def test_near_batches_are_near_and_divide_better(batch, num_devices):
+    found = near_batches(batch, num_devices)
+    ways = [math.gcd(each, num_devices) for each in (batch, *found)]
+    assert ways == sorted(set(ways)), "each is worth more than any that is nearer"
+    assert len(found) <= MOST_BATCHES
+    assert all(1 / NEAR <= each / batch <= NEAR for each in found)
+    if math.gcd(batch, num_devices) == num_devices:
+        assert not found
+
+
+def test_the_batch_and_not_the_cluster_is_named_as_the_reason():
+    found = look_for_plans("llama3-8b", "h100:5x8", top=2, overrides={"global_batch": 64, "seq_len": 1024})
+    best = found.plans[0]
+    assert 80 in near_batches(64, 40)
+    assert [other.global_batch for other in best.batch_advice] == [other.global_batch for other in found.divisibility.batches] != []
+    for other in best.batch_advice:
+        [said] = find_plans("llama3-8b", "h100:5x8", top=1, global_batch=other.global_batch, seq_len=1024)
+        assert said.plan == other.plan
+        assert other.gain == pytest.approx(said.prediction.tokens_per_s / best.prediction.tokens_per_s - 1)
+        assert other.gain >= WORTH_SAYING
+    assert all(ranked.as_json()["batch_advice"] == [other.as_json() for other in best.batch_advice] for ranked in found.plans)
+    assert "64 can be split over 8 of 40 (2^3 x 5) devices" in found.divisibility.reasons[0]
+    assert "the factor 5 divides neither the batch nor the 32 heads" in found.divisibility.reasons[1]
+
+
+def test_what_divides_is_not_searched_again():
+    said = []
+    found = look_for_plans("gpt2", "h100:2x8", top=1, progress=said.append, overrides={"global_batch": 64})
+    assert not said
+    assert not found.divisibility.is_worth_saying
+
+
+def test_hosts_are_left_out_and_what_is_lost_is_said():
+    [whole] = find_plans("llama3-8b", "h100:8x8", top=1, global_batch=64, seq_len=1024)
+    found = look_for_plans("llama3-8b", "h100:8x8", top=1, without=1, overrides={"global_batch": 64, "seq_len": 1024})
+    assert (found.cluster.num_hosts, found.cluster.num_devices, found.config.data.global_batch) == (7, 56, 64)
+    assert found.lost is not None
+    assert found.lost.tokens_per_s_before == pytest.approx(whole.prediction.tokens_per_s)
+    assert found.plans[0].as_json()["lost"]["num_devices"] == 8
+    assert "without 8 of 64 devices (12.5%)" in found.lost.describe()
+    assert found.divisibility.batches, "7 divides 63 and 70"
+    assert look_for_plans("gpt2", "h100:8", top=1, without=1, overrides={"global_batch": 7}).cluster.devices_per_host == 7
+
+
+def test_without_counts_hosts_or_the_devices_of_one():
+    assert Cluster.parse("h100:2x8").without(1).between is None
+    for shape, number in (("h100:4x8", 4), ("h100:4x8", 0), ("h100:8", 8), ("h100:1", 1), ("h100:8", -1)):
+        with pytest.raises(ConfigError, match="--without"):
+            Cluster.parse(shape).without(number)
+
+
+def test_where_nothing_is_legal_what_would_be_is_named():
+    assert [each.num_hosts for each in smaller_clusters(Cluster.parse("h100:127x8"), Config(model=model_preset("llama3.3-70b")).with_values({"data.global_batch": 8192}))] == [120, 112]
+    with pytest.raises(PlanError, match=r"do:    give what does have a plan: --global-batch 13"):
+        find_plans("gpt2-nano", "h100:13", global_batch=12, **{"model.num_heads": 8})
+
+
+def test_a_run_is_told_too_unless_its_batch_is_fixed():
+    config = Config(model=model_preset("llama3-8b")).with_values({"data.global_batch": 64, "data.seq_len": 1024})
+    cluster = Cluster.parse("h100:5x8")
+    topology = replace(cluster.topology(), host_bytes_per_device=None)
+    pricing = Pricing(config, cluster, Rates.of(cluster.accelerator))
+    assert "--global-batch 80 is predicted to give" in choose_plan(config, topology, pricing).why
+    assert "--global-batch" not in choose_plan(config, topology, pricing, kept=("model.", "data.", "seed")).why
+    small = Topology(num_devices=6, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)
+    nano = Config(model=model_preset("gpt2-nano")).with_values({"data.global_batch": 16})
+    assert "--global-batch 18 over 6 of them" in choose_plan(nano, small).why

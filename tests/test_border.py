@@ -1,0 +1,220 @@
+"""Whatever a user's files and flags say, the answer is a value or an OptimusError: drawn damage, in this process."""
+
+import contextlib
+import copy
+import importlib.util
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from viz.sample_run import PLAN, write_run
+
+from optimus_jax import command_line
+from optimus_jax.config import Config
+from optimus_jax.config.aliases import ADVICE, ALIASES
+from optimus_jax.control.journal import plan_to_resume, switches
+from optimus_jax.control.simulated.replay import recorded
+from optimus_jax.control.simulated.scenarios import Scenario, library
+from optimus_jax.errors import OptimusError, PlanError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.pipeline.schedule import Schedule
+from optimus_jax.pipeline.tables import make_schedule
+from optimus_jax.plan import Plan
+from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.choice import choose_plan
+from optimus_jax.planning.hardware import HardwareProfile
+from optimus_jax.planning.records import read_records
+from optimus_jax.presets import model_preset
+from optimus_jax.request import make_config, read_config, resumed_config
+from optimus_jax.training.fault_log import take_over
+from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.viz.run_report import run_report
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+HERE = Topology(num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=2**34)
+JUNK: list[Any] = [None, True, False, 0, -1, 1, 2, 3, 10**9, 2**31, 2**62, 10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf"), "", " ", "none", "auto", "-1", "1e400", "9" * 5000,
+                   "\0", "\ud800", "\u00e9", "a" * 10_000, "a=b", ",", "x.json", [], {}, [None], [[]], {"a": {}}, [1, "a"], {"": 0}, [[[[[[[[1]]]]]]]]]
+NOWHERE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container with each of its keys."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(value[key])
+
+
+def damaged(text: str, draw: random.Random) -> bytes:
+    """JSON with some values replaced, left out, renamed or moved; or its text cut, repeated or overwritten."""
+    value = copy.deepcopy(json.loads(text))
+    for _ in range(draw.randint(1, 3)):
+        if not (found := list(places(value))):
+            break
+        container, key = draw.choice(found)
+        match draw.randint(0, 3):
+            case 0:
+                del container[key]
+            case 1 if isinstance(container, dict):
+                container[draw.choice(["x", "", "learning_rate", "batch_size", "\0", *ALIASES])] = container.pop(key)
+            case _:
+                container[key] = copy.deepcopy(draw.choice(JUNK))
+    content = json.dumps(value).encode()
+    match draw.randint(0, 9):
+        case 0:
+            content = content[:draw.randint(0, len(content))]
+        case 1:
+            content = b"\xef\xbb\xbf" + content
+        case 2:
+            place = draw.randint(0, len(content))
+            content = content[:place] + bytes(draw.choices(range(256), k=3)) + content[place:]
+        case 3:
+            content = content.replace(b": ", b": " + b"[" * draw.choice([1, 100, 100_000]), 1)
+        case 4:
+            content = json.dumps(draw.choice(JUNK)).encode()
+    return content
+
+
+SEEDS = st.integers(0, 2**32)
+CONFIG = make_config("llama3.2-1b", {"phases": "200:64,400:128x512", "mesh": "data=2,tensor=2"}).to_json()
+
+
+@NOWHERE
+@given(seed=SEEDS)
+def test_a_config(seed, tmp_path):
+    content = damaged(CONFIG, random.Random(seed))
+    (tmp_path / "config.json").write_bytes(content)
+    with contextlib.suppress(OptimusError):
+        config = read_config(tmp_path / "config.json")
+        assert Config.from_json(config.to_json()) == config
+        choose_plan(config, HERE)
+    with contextlib.suppress(OptimusError):
+        resumed_config(content.decode("utf-8", errors="ignore"), None, {})
+
+
+@NOWHERE
+@given(seed=SEEDS)
+def test_a_plan(seed):
+    config = Config(model=model_preset("gpt2-nano"))
+    text = PLAN.to_json() if seed % 2 else plan_for(config, AxisSizes(pipe=2, data=2), HERE).to_json()
+    with contextlib.suppress(OptimusError):
+        plan = Plan.from_json(damaged(text, random.Random(seed)))
+        assert Plan.from_json(plan.to_json()) == plan
+        plan.describe()
+        plan.validate(config.model, global_batch=16)
+
+
+@NOWHERE
+@given(seed=SEEDS)
+def test_a_schedule_and_a_scenario(seed):
+    draw = random.Random(seed)
+    with contextlib.suppress(OptimusError):
+        Schedule.from_json(damaged(make_schedule("interleaved", 2, 2, 2, 1).to_json(), draw)).bubble()
+    with contextlib.suppress(OptimusError):
+        scenario = Scenario.from_json(damaged(draw.choice(list(library().values())).to_json(), draw))
+        scenario.to_json()
+        scenario.configs(Config())
+
+
+@NOWHERE
+@given(seed=SEEDS)
+def test_what_is_kept_about_the_hardware(seed, tmp_path):
+    draw = random.Random(seed)
+    line = json.dumps({"model": "m", "plan": "p", "measured_at": "now", "measured_s": 0.5, "terms_s": {"a": 0.25, "b": 0.25}})
+    (tmp_path / "records.jsonl").write_bytes(damaged(line, draw) + b"\n" + line.encode() + b"\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)
+        assert 1 <= len(read_records(tmp_path / "records.jsonl")) <= 2
+    with contextlib.suppress(OptimusError, ValueError, TypeError):  # as its reader expects
+        HardwareProfile.from_json(damaged('{"setting": {}, "measured_at": "", "probed": {}, "fits": [], "nvml": {}}', draw).decode("utf-8", errors="ignore"))
+
+
+@pytest.fixture(scope="module")
+def run_files(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "run"
+    run = write_run(path)
+    run.close()
+    plan = json.loads(PLAN.to_json())
+    (path / "switches.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (
+        {"record": "begin", "step": 3, "source": plan, "target": plan, "why": "w", "by_choice": True}, {"record": "commit", "step": 3, "plan": "p", "costs_s": {"move": 1.0}},
+        {"record": "end", "step": 8, "ending": "kept", "why": "w", "costs_s": {"move": 1.0}})))
+    (path / "faults").mkdir()
+    (path / "faults" / "1.jsonl").write_text(json.dumps({"event": "fault", "step": 1, "time_s": 1.0, "process": 1}) + "\n")
+    return {file.relative_to(path): file.read_text() for file in path.rglob("*") if file.suffix in (".json", ".jsonl")}
+
+
+@pytest.mark.filterwarnings("ignore:.*damaged:UserWarning")
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS)
+def test_a_run_directory(seed, tmp_path_factory, run_files):
+    """What report.py, simulate.py --replay and a resume read before anything expensive."""
+    draw, path = random.Random(seed), tmp_path_factory.mktemp("damaged")
+    for name, text in run_files.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        lines = text.splitlines() if name.suffix == ".jsonl" else [text]
+        broken = draw.sample(range(len(lines)), k=min(3, len(lines))) if draw.random() < 0.5 else []
+        (path / name).write_bytes(b"".join((damaged(line, draw) if number in broken else line.encode()) + b"\n" for number, line in enumerate(lines)))
+    if draw.random() < 0.2:
+        victim = draw.choice(["plan.json", "config.json", "metrics.jsonl", "events.jsonl", "switches.jsonl"])
+        (path / victim).unlink()
+        (path / victim).mkdir()
+    slow = [run_report] if seed % 5 == 0 else []
+    for read in (*slow, switches, plan_to_resume, recorded, lambda path: take_over(RunDirectory(path, writer=False)),
+                 lambda path: [(event["time_s"], event["step"]) for event in RunDirectory(path, writer=False).events() if event["event"] == "start"]):
+        with contextlib.suppress(OptimusError):
+            read(path)
+
+
+def parser_of(name):
+    spec = importlib.util.spec_from_file_location(f"border_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.parser()
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_layers": 10**9}, {"global_batch": 2**31 - 1}, {"steps": 2**31}, {"global_batch": "9" * 30}, {"mesh": "data=" + "9" * 5000}, {"phases": "9" * 5000 + ":3"},
+    {"mesh": "pipe=4", "parallel.repeats": 10**9}])
+def test_a_slip_of_the_pen_is_answered_at_once(settings):
+    with contextlib.suppress(OptimusError):
+        choose_plan(make_config("llama3.2-1b", settings), HERE)
+
+
+def test_a_table_of_gigabytes_is_refused():
+    with pytest.raises(PlanError, match="tasks at most"):
+        make_schedule("1f1b", 8, 10**9)
+
+
+PARSERS = {path.stem: parser_of(path.stem) for path in SCRIPTS.glob("*.py")}
+WORDS = [*ALIASES, *ADVICE]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=SEEDS)
+def test_arguments(seed):
+    draw = random.Random(seed)
+    parser = PARSERS[draw.choice(list(PARSERS))]
+    values = [*(value for value in map(str, JUNK) if "\0" not in value), "--", "-", "=", "--=", "-x", "---x", "gpt2-nano", "h100:8", "data=2", "--model=", "\udcff"]
+    flags = [flag for flag in parser.flags() if flag != "--help"]
+    arguments = [draw.choice([
+        draw.choice(flags or ["x"]), draw.choice(values), f"--{draw.choice(WORDS)}", f"--{draw.choice(WORDS)}={draw.choice(values)}",
+        f"{draw.choice(flags or ['x']).replace('-', '_')}={draw.choice(values)}", f"{draw.choice(WORDS)}={draw.choice(values)}"]) for _ in range(draw.randint(0, 8))]
+    if draw.random() < 0.5 and "--model" in flags:
+        arguments = ["--model", "gpt2-nano", *arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_line, "say", lambda _: None)
+        try:
+            given = parser.read(arguments)
+            make_config("gpt2-nano", command_line.settings(given, note=lambda _: None))
+        except OptimusError as error:
+            said = str(error)
+        else:
+            said = "\n\n"
+        assert said.count("\n") >= 2, "what, given, do"
