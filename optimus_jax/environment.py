@@ -4,13 +4,17 @@ JAX reads its settings from variables when it is imported, and raises what it ra
 have. Both end here in a ConfigError that names the variable.
 """
 
+import contextlib
+import hashlib
 import io
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.kept import cache_directory
 
 
 def _is(*values: object) -> Callable[[object], bool]:
@@ -76,7 +80,7 @@ def check_jax_settings() -> None:
 
 
 def check_xla_flags() -> None:
-    """XLA ends the process where it does not know one of XLA_FLAGS: another one tries it first.
+    """XLA ends the process where it does not know one of XLA_FLAGS: another one tries them first, once for a version of jaxlib.
 
     Raises:
       ConfigError: XLA does not take them.
@@ -86,10 +90,20 @@ def check_xla_flags() -> None:
         return
     import subprocess
 
+    # Half a second that only the first run of several pays.
+    taken = cache_directory() / "xla_flags" / hashlib.sha256(f"{version('jaxlib')} {flags}".encode(errors="replace")).hexdigest()[:16]
+    is_kept = all(flag.startswith("--") for flag in flags.split())  # a file of flags may change
+    with contextlib.suppress(OSError):
+        if is_kept and taken.exists():
+            return
     tried = subprocess.run([sys.executable, "-c", _TRY_FLAGS], capture_output=True, text=True, errors="replace", check=False,
                            env={"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)})
-    if tried.returncode == 0 or "parse_flags_from_env" not in tried.stderr:
-        return  # they are taken, or this says nothing about them
+    if tried.returncode == 0 or "parse_flags_from_env" not in tried.stderr:  # else it says nothing about them
+        if tried.returncode == 0 and is_kept:
+            with contextlib.suppress(OSError):
+                taken.parent.mkdir(parents=True, exist_ok=True)
+                taken.touch()
+        return
     said = [line.partition("] ")[2] for line in tried.stderr.splitlines() if re.match(r"[EF]\d{4} ", line)]
     raise ConfigError(explain("XLA does not take XLA_FLAGS, and would end this process", given=f"XLA_FLAGS={flags}: {said[0] if said else 'no reason given'}",
                               do="leave out or mend that flag; other versions of jaxlib have other flags"))

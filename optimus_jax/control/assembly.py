@@ -17,12 +17,12 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.reported import ReportedDevices
 from optimus_jax.control.switch import Switcher
 from optimus_jax.errors import PlanError
+from optimus_jax.kept import cache_directory
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.phases import phases_of
 from optimus_jax.plan import Plan
 from optimus_jax.planning.hardware import kept_profile
 from optimus_jax.planning.here import Here
-from optimus_jax.planning.kept import cache_directory
 from optimus_jax.planning.search import Pricing, Ranking
 from optimus_jax.training.display import Display
 from optimus_jax.training.run_directory import RunDirectory

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from optimus_jax.json_input import read_json
+from optimus_jax.kept import write_whole
 from optimus_jax.planning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.calibrate import Calibration, Matrix, Vector
 from optimus_jax.planning.cost import NINE_IN_TEN
-from optimus_jax.planning.kept import write_whole
 
 ANOTHER_RUN = 0.1
 """Standard deviation of levels from one run to the next on the same hardware, as a logarithm: it may find other neighbours, another driver, another room temperature."""

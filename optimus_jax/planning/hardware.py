@@ -23,10 +23,10 @@ import numpy as np
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.json_input import parse_json
+from optimus_jax.kept import cache_directory, write_whole
 from optimus_jax.mesh.distributed import of_first_process
 from optimus_jax.mesh.hosts import count_hosts, devices_by_host
 from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.kept import cache_directory, write_whole
 from optimus_jax.planning.links import Link
 from optimus_jax.planning.measurements import (
     ALL_REDUCE,

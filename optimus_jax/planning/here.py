@@ -14,12 +14,12 @@ import jax
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError
+from optimus_jax.kept import cache_directory
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.calibrate import Calibration
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.hardware import HardwareProfile, kept_profile, profile_hardware, profile_path
-from optimus_jax.planning.kept import cache_directory
 from optimus_jax.planning.probes import Progress
 from optimus_jax.planning.rates import Rates
 from optimus_jax.planning.records import Record, append_record, calibration_of, read_records

@@ -21,6 +21,7 @@ import jax
 from optimus_jax.config import Config
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.json_input import parse_json
+from optimus_jax.kept import write_whole
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.distributed import of_first_process
 from optimus_jax.mesh.topology import Topology
@@ -28,7 +29,6 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.assemble import plan_for
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.fit import Sample, fit_to_steps
-from optimus_jax.planning.kept import write_whole
 from optimus_jax.planning.probes import Agenda, Progress
 from optimus_jax.planning.rates import Rates
 from optimus_jax.planning.trial import Trial, run_trial

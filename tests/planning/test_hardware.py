@@ -14,10 +14,10 @@ import jax
 import pytest
 
 from optimus_jax.errors import ConfigError
+from optimus_jax.kept import cache_directory
 from optimus_jax.planning import hardware
 from optimus_jax.planning.cluster import Cluster
 from optimus_jax.planning.hardware import HardwareProfile, Setting, profile_hardware
-from optimus_jax.planning.kept import cache_directory
 from optimus_jax.planning.measurements import (
     ALL_REDUCE,
     CollectiveFit,
