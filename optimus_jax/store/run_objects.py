@@ -9,6 +9,7 @@ What belongs to processes that are alive stays local: the lock, signs of life, u
 so do checkpoints that were found damaged.
 """
 
+import contextlib
 import json
 import re
 import zlib
@@ -24,6 +25,9 @@ _LOCAL = frozenset({"lock", "progress", "damaged", CHECKPOINTS})
 _UNFINISHED = (".tmp", ".part")
 _MANIFEST = re.compile(rf"{CHECKPOINTS}/(\d+)\.json")
 _BLOCK_BYTES = 1 << 24
+
+Identity = tuple[int, int]
+"""Of a directory: what tells it from another one of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +81,24 @@ def complete_steps(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name)))
 
 
+def local_checkpoints(directory: Path) -> dict[int, Identity]:
+    """Complete checkpoints of a run's directory by step, oldest first.
+
+    A step that is saved again, as by a run that has gone back, is another one.
+    """
+    found = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in (directory / CHECKPOINTS).iterdir():
+            if path.name.isdecimal():  # Orbax renames what is whole
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    found[int(path.name)] = status.st_ino, status.st_mtime_ns
+    return dict(sorted(found.items()))
+
+
 def local_steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints of a run's directory, oldest first."""
-    try:
-        names = [path.name for path in (directory / CHECKPOINTS).iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(int(name) for name in names if name.isdecimal())  # Orbax renames what is whole
+    return list(local_checkpoints(directory))
 
 
 def files_below(directory: Path) -> dict[str, Path]:
