@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from optimus_jax.store.lease import LEASE
+
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
@@ -125,7 +127,7 @@ def plain_files(directory: Path) -> dict[str, Path]:
 
 def is_plain(name: str) -> bool:
     """Whether an object is a plain file of a run, to be fetched with it."""
-    return name.partition("/")[0] not in (*_LOCAL, "writer.json")
+    return name.partition("/")[0] not in (*_LOCAL, LEASE)
 
 
 @dataclass(frozen=True, kw_only=True)
