@@ -26,10 +26,12 @@ from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import (
     CHECKPOINTS,
     CONFIG,
+    Identity,
     Manifest,
     Piece,
     complete_steps,
     files_below,
+    local_checkpoints,
     local_steps,
     manifest_name,
     plain_files,
@@ -81,6 +83,9 @@ class Mirror:
         self._every_s, self._keep, self._keep_every, self._warn = every_s, keep, keep_every, warn
         self._sent: dict[str, _Signature] = {}
         self._complete: set[int] | None = None
+        """Steps that are complete in the store; None: it has to be asked."""
+        self._same: dict[int, Identity] = {}
+        """Those of which the directory has, or had, the same."""
         self._uploaded: set[int] = set()
         self._left: tuple[int, int] = 0, 0
         self._failure: Exception | None = None
@@ -115,6 +120,8 @@ class Mirror:
             raise StoreError(str(lost_to(self._objects.url, self._directory)))
         if self._failure is not None:
             raise self._error(f"failed {FINAL_TRIES} times") from self._failure
+        if (self._directory / CONFIG).exists():
+            say(f"uploaded: all of the run is in {self._objects.url}")
 
     @property
     def is_lost(self) -> bool:
@@ -189,24 +196,28 @@ class Mirror:
             )
 
     def _has_new_checkpoint(self) -> bool:
-        return any(step not in (self._complete or ()) for step in local_steps(self._directory))
+        return bool(self._waiting())
+
+    def _waiting(self) -> list[int]:
+        """Steps of checkpoints here that the store does not have, oldest first."""
+        here = local_checkpoints(self._directory)
+        return [step for step, which in here.items() if self._same.get(step) != which]
 
     def _upload_what_is_new(self) -> None:
         if not (self._directory / CONFIG).exists():
             self._take_back()
             return
         if self._complete is None:
-            self._complete = self._look_up()
-        waiting = [step for step in local_steps(self._directory) if step not in self._complete]
-        for step in reversed(waiting):  # the newest counts most
+            self._complete, self._same = self._look_up()
+        for step in reversed(self._waiting()):  # the newest counts most
             self._upload_checkpoint(step)
         self._upload_plain_files()
         self._rotate(set(local_steps(self._directory)))
 
-    def _look_up(self) -> set[int]:
-        """Steps that are complete in the store and, where the directory has them too, the same."""
-        sizes = self._objects.sizes()
-        complete = set()
+    def _look_up(self) -> tuple[set[int], dict[int, Identity]]:
+        """Steps that are complete in the store, and those of which the directory has the same."""
+        sizes, same = self._objects.sizes(), {}
+        checkpoints = local_checkpoints(self._directory)
         for step in complete_steps(sizes):
             files = files_below(self._directory / CHECKPOINTS / str(step))
             here = {name: path.stat().st_size for name, path in files.items()}
@@ -216,18 +227,20 @@ class Mirror:
                 for name, size in sizes.items()
                 if name.startswith(prefix)
             }
-            if not here or all(there.get(name) == size for name, size in here.items()):
-                complete.add(step)
-        return complete
+            if step in checkpoints and here == there:
+                same[step] = checkpoints[step]
+        return set(complete_steps(sizes)), same
 
     def _upload_checkpoint(self, step: int) -> None:
         """Its files, then what the logs say until then, then the manifest."""
         assert self._complete is not None
+        which = local_checkpoints(self._directory).get(step)
         with self._pinned(step) as folder:
-            if folder is None:
+            if folder is None or which is None:
                 return
             files = files_below(folder)
             self._objects.delete([manifest_name(step)])  # that of a course which the run has left
+            self._complete.discard(step)
             prefix = f"{CHECKPOINTS}/{step}/"
             stray = self._objects.sizes(prefix.rstrip("/")).keys() - {
                 prefix + name for name in files
@@ -255,6 +268,7 @@ class Mirror:
         pieces = {name: pieces[name] for name in sorted(pieces)}
         self._objects.write(manifest_name(step), Manifest(step=step, pieces=pieces).to_json())
         self._complete.add(step)
+        self._same[step] = which
         self._uploaded.add(step)
 
     @contextlib.contextmanager
@@ -296,7 +310,7 @@ class Mirror:
     def _rotate(self, local: set[int]) -> None:
         """Delete what neither the directory nor the settings keep, once a newer is complete."""
         assert self._complete is not None
-        if not self._uploaded or not local or max(local) not in self._complete:
+        if not self._uploaded or not local or max(local) not in self._same:
             return
         newest = max(local)
         left = {step for step in self._complete - local if step > newest}  # of a course left behind

@@ -9,12 +9,15 @@ What belongs to processes that are alive stays local: the lock, signs of life, u
 so do checkpoints that were found damaged.
 """
 
+import contextlib
 import json
 import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from optimus_jax.store.lease import LEASE
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
@@ -24,6 +27,9 @@ _LOCAL = frozenset({"lock", "progress", "damaged", CHECKPOINTS})
 _UNFINISHED = (".tmp", ".part")
 _MANIFEST = re.compile(rf"{CHECKPOINTS}/(\d+)\.json")
 _BLOCK_BYTES = 1 << 24
+
+Identity = tuple[int, int]
+"""Of a directory: what tells it from another one of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +83,24 @@ def complete_steps(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name)))
 
 
+def local_checkpoints(directory: Path) -> dict[int, Identity]:
+    """Complete checkpoints of a run's directory by step, oldest first.
+
+    A step that is saved again, as by a run that has gone back, is another one.
+    """
+    found = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in (directory / CHECKPOINTS).iterdir():
+            if path.name.isdecimal():  # Orbax renames what is whole
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    found[int(path.name)] = status.st_ino, status.st_mtime_ns
+    return dict(sorted(found.items()))
+
+
 def local_steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints of a run's directory, oldest first."""
-    try:
-        names = [path.name for path in (directory / CHECKPOINTS).iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(int(name) for name in names if name.isdecimal())  # Orbax renames what is whole
+    return list(local_checkpoints(directory))
 
 
 def files_below(directory: Path) -> dict[str, Path]:
@@ -110,7 +127,7 @@ def plain_files(directory: Path) -> dict[str, Path]:
 
 def is_plain(name: str) -> bool:
     """Whether an object is a plain file of a run, to be fetched with it."""
-    return name.partition("/")[0] not in (*_LOCAL, "writer.json")
+    return name.partition("/")[0] not in (*_LOCAL, LEASE)
 
 
 @dataclass(frozen=True, kw_only=True)

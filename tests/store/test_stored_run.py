@@ -99,19 +99,23 @@ def saved(directory, step, content="weights"):
     unfinished.rename(directory / "checkpoints" / str(step))
 
 
-def mirrored(run, keep=2, keep_every=None, warn=pytest.fail, lease=None):
-    """Everything that is there is uploaded."""
-    mirror = Mirror(
+def mirror_of(run, keep=2, keep_every=None, warn=pytest.fail, lease=None, every_s=1e9):
+    return Mirror(
         run.directory,
         run.objects,
         staging=run._staging,
         lease=lease,
-        every_s=1e9,
+        every_s=every_s,
         keep=keep,
         keep_every=keep_every,
         warn=warn,
         settle_s=0,
     )
+
+
+def mirrored(run, keep=2, keep_every=None, warn=pytest.fail, lease=None):
+    """Everything that is there is uploaded."""
+    mirror = mirror_of(run, keep, keep_every, warn, lease)
     mirror.finish(lambda text: None)
 
 
@@ -212,6 +216,25 @@ def test_what_is_newer_here_stays_and_is_uploaded(run):
     assert content_of(run.directory) == before
 
 
+def test_a_step_that_is_saved_again_is_uploaded_again(run):
+    started(run.directory, (1.0, 0))
+    saved(run.directory, 4)
+    saved(run.directory, 6)
+    mirrored(run)
+    started(run.directory, (1.0, 0), (2.0, 4))
+    shutil.rmtree(run.directory / "checkpoints" / "6")
+    mirror = mirror_of(run, every_s=1e-3)
+    deadline_s = time.monotonic() + 30
+    while mirror._complete is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    saved(run.directory, 6, "other weights")
+    mirror.finish(lambda text: None)
+    shutil.rmtree(run.directory)
+    run.fetch(lambda text: None)
+    data = run.directory / "checkpoints" / "6" / "state" / "d" / "data"
+    assert data.read_text() == "other weights of 6"
+
+
 def test_a_checkpoint_that_only_the_store_has_is_fetched(run):
     started(run.directory, (1.0, 0), step=9)
     saved(run.directory, 8)
@@ -307,34 +330,14 @@ def test_ctrl_c_gives_up_an_upload_at_the_end(run, monkeypatch):
     monkeypatch.setattr(mirrors, "_LEAST_BACKOFF_S", 60.0)
     started(run.directory, (1.0, 0))
     run.objects.num_failures = 10**6
-    mirror = Mirror(
-        run.directory,
-        run.objects,
-        staging=run._staging,
-        lease=None,
-        every_s=1e9,
-        keep=2,
-        keep_every=None,
-        warn=lambda text: os.kill(os.getpid(), signal.SIGINT),
-        settle_s=0,
-    )
+    mirror = mirror_of(run, warn=lambda text: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(StoreError, match="given up by Ctrl-C"):
         mirror.finish(lambda text: None)
 
 
 def test_a_run_that_was_discarded_leaves_its_name_free(run):
     started(run.directory, (1.0, 0))
-    mirror = Mirror(
-        run.directory,
-        run.objects,
-        staging=run._staging,
-        lease=None,
-        every_s=1e-3,
-        keep=2,
-        keep_every=None,
-        warn=pytest.fail,
-        settle_s=0,
-    )
+    mirror = mirror_of(run, every_s=1e-3)
     deadline_s = time.monotonic() + 30
     while "events.jsonl" not in run.objects.done and time.monotonic() < deadline_s:
         time.sleep(0.01)
