@@ -62,6 +62,10 @@ class InTurns:
     def is_probe_due(self, step: int) -> bool:
         return self._looks and self._controller.is_probe_due(step)
 
+    @property
+    def is_on_trial(self) -> bool:
+        return self._controller.is_on_trial
+
     def leaves(self, step: int) -> bool:
         return self._looks and self._controller.leaves(step)
 

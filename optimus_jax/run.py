@@ -129,12 +129,17 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     metadata = {"config": config.to_json(derived=_derived(config, choice.plan, program)), "data": inputs.data.identity}
     detour = Detour(checkpoints, lambda program, step: described(program, step, metadata, learning))
     controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, choice.tried_s, inputs, signs, run, display, detour)
+
+    def tell_of_failed_save(text: str) -> None:
+        display.here(text)
+        run.log_event("fault", progress.at.done, what=text.splitlines()[0])
+
     with StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop:
         trainer = Trainer(
             program=program, train_step=train_step, topology=topology, loader=dealt.loader, eval_batches=dealt.eval_batches,
             bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata=metadata,
             checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop, overseer=controller,
-            progress=progress, snapshots=snapshots, learning=learning, retries=Retries(display.here, is_alone=topology.num_processes == 1))
+            progress=progress, snapshots=snapshots, learning=learning, retries=Retries(tell_of_failed_save, is_alone=topology.num_processes == 1))
         try:
             with display, tensorboard or nullcontext():
                 try:

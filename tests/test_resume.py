@@ -26,6 +26,7 @@ from optimus_jax.errors import (
     ConfigError,
     DataError,
     FaultError,
+    LearningError,
     OptimusError,
     PlanError,
     RunDirectoryError,
@@ -408,6 +409,25 @@ def test_events_tell_the_story(uninterrupted):
     events = [json.loads(line) for line in (uninterrupted[1] / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "plan", "compile", "checkpoint", "end"]
     assert events[-1]["reason"] == "done"
+
+
+def test_a_run_that_no_longer_learns_can_go_back(uninterrupted, tmp_path, capsys):
+    run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
+    with pytest.raises(LearningError, match=rf"no longer learns(.|\n)*since step {STEPS + 2}(.|\n)*checkpoint.resume_step={STEPS}"):
+        optimus_jax.train(run_dir=run_dir, resume=True, steps=30, lr=1e30, checkpoint_every=1, progress="plain", **{"optimizer.clip_norm": 0.0, "checkpoint.keep": 2})
+    steps = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+    assert steps[0] == STEPS, "it would have been deleted long ago"
+    assert len(steps) == 4, "the two newest, that one, and the last from before the first step that was left out"
+    assert [record.skipped for record in RunDirectory(run_dir, writer=False).metrics()[-5:]] == [True] * 5
+    with pytest.raises(ConfigError, match="--resume auto"):
+        optimus_jax.train(run_dir=run_dir, resume="auto", **{"checkpoint.resume_step": STEPS})
+    capsys.readouterr()
+    result = optimus_jax.train(run_dir=run_dir, resume=True, steps=STEPS + 1, lr=1e-2, **{"checkpoint.resume_step": STEPS, "optimizer.clip_norm": 1.0})
+    said = capsys.readouterr().out
+    assert f"resumed from the checkpoint of step {STEPS}, which was asked for" in said
+    assert (result.reason, losses(result)[:STEPS]) == ("done", uninterrupted[0])
+    assert sorted(int(path.name) for path in (run_dir / "abandoned").iterdir()) == steps[1:]
+    assert Config.from_json((run_dir / "config.json").read_text()).checkpoint.resume_step is None, "it is for one start"
 
 
 def test_a_run_is_not_overwritten(uninterrupted, text):

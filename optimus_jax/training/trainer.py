@@ -24,8 +24,8 @@ from optimus_jax.checkpoint import Checkpoints, NotFiniteError
 from optimus_jax.config import Config
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.sampler import Batch as HostBatch
-from optimus_jax.errors import RunDirectoryError, explain
-from optimus_jax.mesh.distributed import Agreement
+from optimus_jax.errors import OptimusError, RunDirectoryError, explain
+from optimus_jax.mesh.distributed import Agreement, of_all_processes
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
@@ -317,12 +317,12 @@ class Trainer:
         self.run.log_event("fault", step, what=what, lowest_loss=best, since=since, back_to=newest(steps, self.learning.good_limit))
 
     def _evaluate(self, state: TrainState, step: int) -> None:
-        """Measure the held-out loss. What goes wrong with that costs no state, and of a process on its own not the run either."""
+        """Measure the held-out loss. What goes wrong with that costs no state, and not the run either unless one of several processes has had it alone."""
         try:
             with self.progress.during("evaluation"):
                 found = self._held_out(state)
         except Exception as error:
-            if not self._is_alone:
+            if not (self._is_alone or (isinstance(error, OptimusError) and error.is_everyones)):
                 raise
             self._rescue(state, step, error)
             self._say(f"step {step}: the evaluation has failed, so the held-out loss is unknown; the run goes on. {type(error).__name__}: {error}")
@@ -348,16 +348,29 @@ class Trainer:
 
     def _held_out(self, state: TrainState) -> tuple[float, int] | None:
         """Sum of the held-out loss, and its tokens; None: a stop was asked for meanwhile, and nobody else takes part."""
-        assert self.eval_batches is not None
         num_rows = eval_rows(self._config, self.program.plan)
         sums: list[Any] = []
-        for batch in self.eval_batches():
+        for batch in self._held_out_batches():
             if self._is_alone and self._asked != "done":
                 return None
             sums.append(self.program.eval_step(state.params, put_batch(batch, self.program.batch_sharding, num_rows)))
             jax.block_until_ready(sums[-2:-1])  # one runs while the next is made ready, and a stop need not wait for all
         losses, tokens = zip(*jax.device_get(sums), strict=True)
         return float(sum(map(float, losses))), sum(map(int, tokens))
+
+    def _held_out_batches(self) -> list[HostBatch]:
+        """All of an evaluation, cut before the first is used: if one process cannot, none begins what it would wait in for that one."""
+        assert self.eval_batches is not None
+        batches, failure = [], None
+        try:
+            batches = list(self.eval_batches())
+        except Exception as error:
+            failure = error
+        if any(of_all_processes(int(failure is not None))):
+            error = OptimusError("held-out batches cannot be made, " + ("by another process" if failure is None else f"{type(failure).__name__}: {failure}"))
+            error.is_everyones = True
+            raise error from failure
+        return batches
 
     def save(self, state: TrainState, step: int) -> None:
         """Begin to save the state after `step`. Raises CheckpointError if it, or the one before it, cannot be written."""

@@ -104,7 +104,7 @@ class Loop:
         self.clock, self.records, self.events, self.told = Clock(), [], [], []
         clock = self.clock
         config = Config().with_values({"steps": steps, "eval_every": 2, "checkpoint.every": 3, **settings})
-        self.begun = []
+        self.begun, self.state = [], SimpleNamespace(step=jnp.int32(0))
 
         def train_step(state, batch):
             self.begun.append(len(self.begun) + 1)
@@ -147,7 +147,7 @@ class Loop:
             retries=Retries(self.told.append, is_alone=not several_processes, clock=clock.perf_counter))
 
     def train(self):
-        return self.trainer.train(SimpleNamespace(step=jnp.int32(0)))
+        return self.trainer.train(self.state)
 
     def named(self, name):
         return [(step, fields) for event, step, fields in self.events if event == name]
@@ -237,6 +237,25 @@ def test_an_evaluation_that_fails_costs_no_state_and_no_run(monkeypatch, wrong):
     assert saved_before[-1][-1] == 6, "the save of a step begins before its evaluation"
     assert [step for step, _ in loop.named("fault")] == [2, 4, 6]
     assert any("held-out loss is unknown" in text for text in loop.told)
+
+
+@pytest.mark.parametrize("several_processes", [True, False])
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_batches_that_one_process_cannot_make_are_waited_for_by_none(monkeypatch, several_processes, fails_here):
+    def cut():
+        if fails_here:
+            raise OSError("the file is gone")
+        yield None
+
+    monkeypatch.setattr(trainer_module, "of_all_processes", lambda number: [number, int(several_processes)])
+    loop = Loop(monkeypatch, several_processes=several_processes)
+    object.__setattr__(loop.trainer, "eval_batches", cut)
+    loop.trainer.program.eval_step = lambda params, batch: (Scalar(8), Scalar(4))
+    loop.state = SimpleNamespace(step=jnp.int32(0), params=None)
+    assert loop.train().reason == "done"
+    assert loop.checkpoints.done[-1] == 6
+    assert len(loop.named("fault")) == (3 if fails_here or several_processes else 0)
+    assert [fields["loss"] for _, fields in loop.named("eval")] == ([] if fails_here or several_processes else [2.0] * 3)
 
 
 def test_a_held_out_text_without_a_token_that_counts_has_no_loss(monkeypatch):

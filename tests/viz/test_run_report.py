@@ -122,7 +122,7 @@ def test_a_plan_that_another_decision_overtook_was_not_measured(tmp_path):
     assert measured == [None, pytest.approx(0.21, abs=0.02), None], "steps before a decision do not tell how it came out"
 
 
-@pytest.mark.parametrize(("reason", "status"), [("done", "done"), ("terminate", "stopped on request"), ("odd", "ended: odd"), (None, "under way, or killed")])
+@pytest.mark.parametrize(("reason", "status"), [("done", "done"), ("terminate", "stopped on request"), ("not learning", "it no longer learnt"), ("odd", "ended: odd"), (None, "under way, or killed")])
 def test_status(tmp_path, reason, status):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     run.log_event("start", 0)
