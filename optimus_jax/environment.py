@@ -1,7 +1,7 @@
 """What a program of ours needs of its environment before it uses JAX, told in words where it lacks it.
 
-JAX reads its settings from variables when it is imported, and raises what it raises; some of its settings no run of ours can
-have. Both end here in a ConfigError that names the variable.
+JAX reads its settings from variables when it is imported, and raises what it raises: that ends here in a ConfigError that names
+the variable. Which of the settings that it does take a run can have is decided in mesh/jax_settings.py.
 """
 
 import contextlib
@@ -10,45 +10,18 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.kept import cache_directory
 
 
-def _is(*values: object) -> Callable[[object], bool]:
-    return lambda value: value in values
-
-
-_TRANSFERS = (_is(None, "allow", "log", "log_explicit"), "a run moves batches, metrics and states between host and devices")
-_FINITE = (_is(False), "a step that is not finite is left out and counted, and JAX would end the run with a traceback")
-_CHECKS = (_is("ignore"), "a step is compiled without the checks that it asks for; one that is not finite is left out and counted")
-_ALLOWED: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "jax_disable_jit": (_is(False), "a step is one compiled program"),
-    "jax_no_tracing": (_is(False), "every program of a run is traced"),
-    "jax_no_execution": (_is(False), "programs that are not executed train nothing"),
-    "jax_auto_pcast": (_is(True), "shard_map casts between the axes that a value varies over"),
-    "jax_scan3": (_is(False), "layers run in a scan, whose new implementation lacks what they need"),
-    "jax_custom_vjp3": (_is(False), "kernels have gradients of their own, which its new implementation does not take"),
-    "jax_debug_nans": _FINITE,
-    "jax_debug_infs": _FINITE,
-    "jax_error_checking_behavior_nan": _CHECKS,
-    "jax_error_checking_behavior_oob": _CHECKS,
-    "jax_error_checking_behavior_divide": _CHECKS,
-    "jax_transfer_guard": _TRANSFERS,
-    "jax_transfer_guard_host_to_device": _TRANSFERS,
-    "jax_transfer_guard_device_to_device": _TRANSFERS,
-    "jax_transfer_guard_device_to_host": _TRANSFERS,
-}
-"""Settings of JAX with which a step cannot be traced, compiled or run: the values that can be, and why the others cannot."""
-
-
 def import_jax() -> None:
     """Import JAX. Call it before whatever imports it too.
 
     Raises:
-      ConfigError: a variable holds what JAX cannot read or what no run can have, or JAX is not installed as it should be.
+      ConfigError: a variable holds what JAX cannot read, or JAX is not installed as it should be.
     """
     try:
         import jax  # noqa: F401
@@ -59,24 +32,17 @@ def import_jax() -> None:
         raise ConfigError(explain(
             "JAX cannot be imported in this environment", given=f"{listed}{': ' if listed else ''}{type(error).__name__}: {_first_line(error)}",
             do=f"mend or unset {' or '.join(blamed)}" if blamed else "install it again: pip install optimus-jax")) from error
-    check_jax_settings()
+    check_dump_folder()
 
 
-def check_jax_settings() -> None:
-    """Raises ConfigError if JAX has a setting with which no run works, whether a variable or the program has set it."""
-    import jax
-
+def check_dump_folder() -> None:
+    """Raises ConfigError if JAX is told to write its programs where it cannot."""
     if (folder := os.environ.get("JAX_DUMP_IR_TO", "")) and folder != "sponge":
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
             raise ConfigError(explain("JAX cannot write its programs where it is to", given=f"JAX_DUMP_IR_TO={folder}: {error.strerror}",
                                       do="name a folder that can be written, or unset JAX_DUMP_IR_TO")) from error
-    for name, (is_allowed, why) in _ALLOWED.items():
-        value = getattr(jax.config, name, None)
-        if value is not None and not is_allowed(value):
-            raise ConfigError(explain(f"{name} cannot be {value} in a run: {why}", given=f"{_setter(name)}={value}",
-                                      do=f"unset {name.upper()}, or leave jax.config.{name} as JAX has it"))
 
 
 def check_xla_flags() -> None:
@@ -130,11 +96,6 @@ def show_every_character() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
-
-
-def _setter(name: str) -> str:
-    """Who has set it: the variable, or the program."""
-    return name.upper() if name.upper() in os.environ else f"jax.config.{name}"
 
 
 def _first_line(error: BaseException) -> str:

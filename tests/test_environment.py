@@ -6,44 +6,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
 import pytest
 
-from optimus_jax.environment import check_jax_settings, check_xla_flags, import_jax, number_of
+from optimus_jax.environment import check_dump_folder, check_xla_flags, import_jax, number_of
 from optimus_jax.errors import ConfigError
 from optimus_jax.kept import cache_directory
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def setting():
-    """Sets one of JAX's, until the test ends."""
-    before = {}
-
-    def change(name, value):
-        before[name] = getattr(jax.config, name)
-        jax.config.update(name, value)
-    yield change
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("jax_disable_jit", True), ("jax_no_tracing", True), ("jax_no_execution", True), ("jax_transfer_guard", "disallow"),
-    ("jax_transfer_guard_device_to_host", "disallow_explicit"), ("jax_scan3", True), ("jax_custom_vjp3", True), ("jax_auto_pcast", False), ("jax_debug_nans", True), ("jax_error_checking_behavior_nan", "raise")])
-def test_settings_of_jax_with_which_no_run_works(setting, name, value):
-    check_jax_settings()
-    setting(name, value)
-    with pytest.raises(ConfigError, match=rf"{name} cannot be {value} in a run(.|\n)*unset {name.upper()}"):
-        check_jax_settings()
-
-
 def test_programs_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAX_DUMP_IR_TO", str(tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match="JAX_DUMP_IR_TO="):
-        check_jax_settings()
+        check_dump_folder()
 
 
 @pytest.mark.parametrize("text", ["abc", "-1", "0", "nan", "inf", "1,5"])

@@ -15,9 +15,10 @@ import pynvml
 from jax._src import xla_bridge
 from jax._src.xla_bridge import backends_are_initialized
 
-from optimus_jax.environment import check_jax_settings, check_xla_flags, number_of
+from optimus_jax.environment import check_xla_flags, number_of
 from optimus_jax.errors import ConfigError, FaultError, explain
 from optimus_jax.mesh.gpu_sharing import num_gpus
+from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.mesh.topology import HOST_MEMORY_SHARE
 
 GPU_MEMORY_SHARE = "0.92"

@@ -52,6 +52,7 @@ REFUSED: Mapping[str, Refused] = {
     "jax_auto_pcast": Refused((True,), _NOT_OURS),
     "jax_remat3": Refused((False,), _NOT_OURS),
     "jax_scan3": Refused((False,), _NOT_OURS),
+    "jax_custom_vjp3": Refused((False,), _NOT_OURS),
     "jax_debug_key_reuse": Refused((False,), _NOT_OURS),
     "eager_constant_folding": Refused((False,), _NOT_OURS),
     "jax_error_checking_behavior_divide": Refused(("ignore",), _NOT_OURS),
@@ -93,7 +94,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_enable_checks", "jax_check_tracer_leaks", "jax_allow_f16_reductions", "check_vma", "jax_thread_guard",
         "jax_array_garbage_collection_guard", "jax_debug_leaked_clients_on_clear_backends"),
     "tracing by other ways to the same numbers": (
-        "jax_custom_vjp3", "jax_embedded_constants_max_bytes", "jax_ragged_dot_use_ragged_dot_instruction",
+        "jax_embedded_constants_max_bytes", "jax_ragged_dot_use_ragged_dot_instruction",
         "jax_refs_to_pins", "jax_remove_size_one_mesh_axis_from_type", "jax_softmax_custom_jvp", "jax_use_direct_linearize",
         "jax_use_shardy_partitioner", "jax_use_simplified_jaxpr_constants", "jax_remove_custom_partitioning_ptr_from_cache_key"),
     "how long XLA thinks, and what it keeps: the order of additions at most": (

@@ -35,8 +35,9 @@ def test_jax_as_it_comes_is_not_spoken_of():
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("jax_enable_x64", True), ("jax_threefry_partitionable", False), ("jax_debug_nans", True), ("jax_debug_infs", True), ("jax_no_tracing", True),
-    ("jax_debug_key_reuse", True), ("jax_auto_pcast", False), ("jax_transfer_guard_host_to_device", "disallow"),
+    ("jax_enable_x64", True), ("jax_threefry_partitionable", False), ("jax_debug_nans", True), ("jax_debug_infs", True), ("jax_no_tracing", True), ("jax_disable_jit", True),
+    ("jax_no_execution", True), ("jax_scan3", True), ("jax_custom_vjp3", True), ("jax_transfer_guard", "disallow"),
+    ("jax_error_checking_behavior_nan", "raise"), ("jax_debug_key_reuse", True), ("jax_auto_pcast", False), ("jax_transfer_guard_host_to_device", "disallow"),
     ("jax_default_matmul_precision", "F16_F16_F16")])
 def test_what_breaks_a_run_is_refused(setting, monkeypatch, name, value):
     setting(name, value)
