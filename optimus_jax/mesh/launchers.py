@@ -178,5 +178,7 @@ LAUNCHERS = (
     Launcher(name="Volcano", index=("VC_TASK_INDEX", "VK_TASK_INDEX"), is_exported=True),
     Launcher(name="pbsdsh", index=("PBS_NODENUM",), is_exported=True),
     Launcher(name="local ranks", index=("LOCAL_RANK", "MPT_LRANK"), is_exported=True),
+    Launcher(name="ranks of nodes", index=("NODE_RANK",), is_exported=True),
+    Launcher(name="ranks of tasks", index=("PMIX_RANK", "SLURM_PROCID", "DMLC_RANK", "RANK_ID"), is_exported=True),
 )
 """All of them but two: TPU pods and the indexed Jobs of Kubernetes, whose count only the API server has, are found by JAX."""

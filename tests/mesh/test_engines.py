@@ -135,7 +135,7 @@ def test_the_shell_of_an_allocation_is_alone_in_it(found):
 
 
 def test_a_batch_script_without_srun_says_so(found):
-    launch = found(STEP, without=["SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"])
+    launch = found(STEP, {"SLURM_PROCID": "0"}, without=["SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"])
     assert launch.is_alone
     assert launch.why == "in SLURM job 12, and not started by srun, which would start its 4 tasks"
 
@@ -285,6 +285,7 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
     # Each of four tasks would train a run of its own; four tasks would all be process 0.
     (STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "SLURM has started 4 processes"), (STEP | TORCH | {"WORLD_SIZE": "2", "RANK": "0"}, "SLURM has started 4"),
     (STEP | TORCH | {"RANK": "0"}, "do not agree"), (MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"}, "OMPI_MCA_orte_hnp_uri"),
+    ({"PMIX_RANK": "1"}, "PMIX_RANK=1"), ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1"), ({"NODE_RANK": "1"}, "NODE_RANK=1"),
     ({"JAX_LOCAL_DEVICE_IDS": "abc"}, "JAX_LOCAL_DEVICE_IDS=abc")])
 def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(found, monkeypatch, environment, named):
     monkeypatch.setattr(engines, "common_parent", lambda variable: None)
@@ -298,7 +299,7 @@ def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(found, monkeyp
 
 @pytest.mark.parametrize("environment", [
     {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "", "RANK": ""}, {"RANK": "0"},
-    {"LOCAL_RANK": "0"}, {"PMI_SIZE": "1"}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, {"NUM_PROCESSES": "8"},
+    {"LOCAL_RANK": "0"}, {"NODE_RANK": "0"}, {"SLURM_PROCID": "0"}, {"PMI_SIZE": "1"}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, {"NUM_PROCESSES": "8"},
     {"PROCESS_ID": "17"}, {"NNODES": "4"}, {"TF_CONFIG": '{"environment": "cloud"}'}, {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
     {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, {"PBS_NODENUM": "0"}, {"VC_TASK_INDEX": "0"}, TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0",
     "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "h:1"},
