@@ -56,5 +56,5 @@ def _differing(saved: Config, config: Config, sections: tuple[str, ...]) -> dict
     names = [name for name in setting_names(Config) if name.startswith(sections) and name not in NAMES_ONLY and not name.startswith("model.rope_scaling.")]
     names += ["model.rope_scaling"] if any("model.".startswith(section) for section in sections) else []
     pairs = {name: (value_of(saved, name), value_of(config, name)) for name in names}
-    # A value that a checkpoint does not say is the one that the run has derived.
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not (name in OPEN and pair[0] == OPEN[name])}
+    # A value that is left open is the one that the run has derived.
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not (name in OPEN and OPEN[name] in pair)}

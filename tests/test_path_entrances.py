@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import optimus_jax
+from optimus_jax.command_line import run
 from optimus_jax.config import Config
 from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.errors import ConfigError, OptimusError
@@ -52,10 +53,9 @@ def script(name, *arguments, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     spec.loader.exec_module(module)
-    try:
-        return module.main()
-    except SystemExit as end:
-        return end.code
+    for stream in ("stdout", "stderr"):  # put back when the test ends
+        monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    return run(module.main)
 
 
 @pytest.mark.parametrize("typed", LITERAL)

@@ -127,7 +127,8 @@ def test_what_is_impossible_is_said_before_anything_is_measured(tmp_path, monkey
     ended = plan("--model", "gpt2-nano", "--cpu-devices", "2", "--set", "parallel.offload=optimizer")
     assert ended.returncode == 2
     assert "no host's memory beside that of the devices" in ended.stderr
-    assert not list(tmp_path.rglob("*")), "a profile takes a minute or two"
+    measured = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "xla_flags"]
+    assert not measured, "a profile takes a minute or two"
 
 
 @pytest.mark.parametrize("settings", ["parallel.offload=optimizer", "parallel.rules=mlp=none"])

@@ -177,7 +177,7 @@ BY_ENGINE = pytest.mark.parametrize(("engine", "is_repeated", "is_fault"), [
 def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(uninterrupted, tmp_path, monkeypatch, engine, is_repeated, is_fault, is_begun):
     """Who holds it may be a process of the last start that is just being ended, or has died with its host."""
     monkeypatch.setattr(api, "PATIENCE_S", 0.0)
-    run_dir, launch = uninterrupted[1] if is_begun else tmp_path, Launch(engine=engine, why="")
+    run_dir, launch = uninterrupted[1] if is_begun else tmp_path, Launch(engine=engine, why="", restarts=engine != "flags")
     holder = RunDirectory.resume(run_dir) if is_begun else RunDirectory.create(run_dir, "gpt2-nano")
     with contextlib.closing(holder), pytest.raises(FaultError if is_fault else RunDirectoryError, match=f"process {os.getpid()} on "):
         api._opened(partial(RunDirectory.resume, run_dir) if is_begun else partial(RunDirectory.create, run_dir, "gpt2-nano"), launch, is_repeated)
@@ -186,7 +186,7 @@ def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(uninterrupted, tmp
 @BY_ENGINE
 def test_a_run_that_another_process_has_begun_meanwhile_is_gone_on_with(uninterrupted, engine, is_repeated, is_fault):
     with pytest.raises(FaultError if is_fault else ConfigError, match="already holds a run"):
-        api._new_directory(uninterrupted[1], Config(), Launch(engine=engine, why=""), Display(), is_repeated)
+        api._new_directory(uninterrupted[1], Config(), Launch(engine=engine, why="", restarts=engine != "flags"), Display(), is_repeated)
 
 
 def test_changed_data_is_noticed(text, tmp_path, capsys):

@@ -11,7 +11,7 @@ from optimus_jax.presets import model_preset
 from optimus_jax.stored_config import check_stored_config
 
 SAVED = Config(model=model_preset("llama3.2-1b"))
-METADATA = {"config": SAVED.to_json()}
+METADATA = {"config": SAVED.to_json(derived={"optimizer.lr": 3e-4, "precision.compute": "bf16"})}
 OTHER = {"model.norm_epsilon": 0.5, "model.rope_theta": 1e4, "model.tied": False, "model.init_std": 0.5, "model.dropout": 0.1, "model.family": "gpt2", "model.rope_scaling.factor": 4.0,
          "model.rope_scaling": None, "model.num_layers": 3, "data.global_batch": 8, "data.respect_documents": False, "data.eval_fraction": 0.5, "data.phases": "100:32", "seed": 5}
 

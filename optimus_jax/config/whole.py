@@ -149,7 +149,7 @@ class Config:
           ConfigError: the text is not a config's.
         """
         cls.from_json(text)
-        derived = json.loads(text).get(DERIVED, {})
+        derived = parse_json(text).get(DERIVED, {})
         if not isinstance(derived, dict):
             raise ConfigError(explain("what a run has derived has names", given=f"{DERIVED}: {derived!r}",
                                       do="restore the run's config.json, or start a new run"))

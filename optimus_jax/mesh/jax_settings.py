@@ -144,7 +144,7 @@ def check_jax_settings() -> list[str]:
     for flag in _xla_flags():
         name, _, value = flag.lstrip("-").partition("=")
         if name in NEEDED_FLAGS and value.lower() in ("false", "0"):
-            raise ConfigError(explain(f"an option of XLA is none that a run can have: {NEEDED_FLAGS[name]}",
+            raise ConfigError(explain(f"a run cannot use this option of XLA: {NEEDED_FLAGS[name]}",
                                       given=f"{flag} in XLA_FLAGS", do=f"take {name} out of XLA_FLAGS"))
     return [f"{name}={values[name]}: {what}" for name, what in SAID.items() if values[name] not in (None, "default")]
 
@@ -161,5 +161,5 @@ def _xla_flags() -> list[str]:
 def _refusal(name: str, value: object, do: str, why: str) -> ConfigError:
     variable = name.upper()
     said, unset = (f"{variable}={os.environ[variable]} in the environment, ", f"unset {variable}, or ") if variable in os.environ else ("", "")
-    return ConfigError(explain(f"a setting of JAX is none that a run can have: {why}", given=f"{said}{name}={value!r} in jax.config",
+    return ConfigError(explain(f"a run cannot use this setting of JAX: {why}", given=f"{said}{name}={value!r} in jax.config",
                                do=f"{unset}call {do} before"))

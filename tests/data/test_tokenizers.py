@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents, load_tokenizer, token_dtype
 from optimus_jax.errors import DataError
+from optimus_jax.paths import PathError
 
 # Half a surrogate pair is no text; sources let none through.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -119,7 +120,7 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "a\0b", "n" * 300):
-        with pytest.raises(DataError, match=r"a tokenizer file cannot be read"):
+        with pytest.raises((DataError, PathError), match=r"a tokenizer file cannot be read|--tokenizer (holds a NUL|is too long)"):
             load_tokenizer(str(tmp_path / name))
     (tmp_path / "spiece.model").write_bytes(b"\n\x0e\xff")
     with pytest.raises(DataError, match=r"spiece.model is not a tokenizer(.|\n)*AutoTokenizer.from_pretrained"):

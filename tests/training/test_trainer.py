@@ -135,7 +135,7 @@ class Loop:
                 yield step, f"batch {step}"
 
         run = SimpleNamespace(failure=None, log_step=self.records.append, log_event=lambda event, step, **fields: self.events.append((event, step, fields)), check=lambda: None)
-        plan = SimpleNamespace(precision="f32", digest="", to_json=str, num_devices=2)
+        plan = SimpleNamespace(precision="f32", digest="", to_json=str, num_devices=2, batch_ways=lambda: 2, pipeline=None)
         display = Display()
         display.message = self.told.append
         self.checkpoints = Saved(clock, failing)
