@@ -292,7 +292,7 @@ def _url(text: str, scheme: str, rest: str, what: str) -> Path | Url:
                 f"{what} is a {scheme}:// URL, which is not supported",
                 given=text,
                 do="mount or copy it and give a path of this machine, or use a URL of "
-                + ", ".join(SCHEMES),
+                + ", ".join(name for name, each in SCHEMES.items() if each.package),
             )
         )
     path = rest.rstrip("/")

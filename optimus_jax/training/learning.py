@@ -189,16 +189,18 @@ def newest(steps: Iterable[int], limit: int) -> int | None:
     return max((step for step in steps if step <= limit), default=None)
 
 
-def error_of(learning: Learning, trouble: Trouble, config: Config, steps: Iterable[int], *, step: int, last: StepRecord | None, lr: float) -> LearningError:
+def error_of(learning: Learning, trouble: Trouble, config: Config, steps: Iterable[int], *, step: int, last: StepRecord | None,
+             lr: float, usual_lr: float) -> LearningError:
     """The error that ends a run after `step`.
 
     Args:
       steps: of all checkpoints that are there.
       last: the last step's numbers; None: none was run now.
       lr: peak learning rate of the run.
+      usual_lr: of a model of this size.
     """
     numbers = "" if last is None else f"; loss {last.loss:g}, gradient norm {last.grad_norm:g}, learning rate {last.lr:g}"
-    changes = [f"a lower peak learning rate, such as --lr {lr / 3:.2g} (it is {lr:.2g})"]
+    changes = [f"a lower peak learning rate, such as --lr {min(lr / 3, usual_lr):.2g} (it is {lr:.2g})"]
     if not config.optimizer.clip_norm:
         changes.append("clipping, --set optimizer.clip_norm=1 (it is 0, which does not clip)")
     if last is not None and last.loss_scale is not None:

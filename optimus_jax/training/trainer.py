@@ -235,8 +235,9 @@ class Trainer:
         if (trouble := self._trouble(is_at_end=reason == "done")) is not None:
             steps = self.checkpoints.steps()
             good, last = newest(steps, self.learning.good_limit), self._last[-1] if self._last else None
-            error = error_of(self.learning, trouble, self._config, steps, step=step, last=last,
-                             lr=peak_learning_rate(self._config.optimizer, self.program.shapes.num_params))
+            optimizer, num_params = self._config.optimizer, self.program.shapes.num_params
+            error = error_of(self.learning, trouble, self._config, steps, step=step, last=last, lr=peak_learning_rate(optimizer, num_params),
+                             usual_lr=peak_learning_rate(replace(optimizer, lr=None), num_params))
             self.run.log_event("fault", step, what=saying(self.learning, trouble), back_to=good)
             self.run.log_event("end", step, reason="not learning", why=saying(self.learning, trouble), back_to=good)
             raise error

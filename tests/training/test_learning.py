@@ -59,14 +59,14 @@ def test_what_to_go_back_to_is_from_before_the_update_that_broke_it():
     """The state after step 4 has failed in steps 5 to 7, so the last that is known to be good is that after step 3."""
     learning = after(*(record(step) for step in range(1, 5)), *(record(step, NAN, NAN) for step in range(5, 8)))
     assert (learning.good_limit, sorted(learning.limits)) == (3, [3, 4])
-    text = str(error_of(learning, "no update", Config().with_values({"optimizer.clip_norm": 0.0}), [2, 4, 5, 6], step=7, last=record(7, NAN, NAN), lr=0.3))
+    text = str(error_of(learning, "no update", Config().with_values({"optimizer.clip_norm": 0.0}), [2, 4, 5, 6], step=7, last=record(7, NAN, NAN), lr=0.3, usual_lr=0.2))
     assert "no update in 3 step(s) in a row, since step 5" in text
     assert "checkpoint of step 2" in text
     assert "checkpoint.resume_step=2" in text
     assert "--lr 0.1 (it is 0.3)" in text
     assert "clip_norm=1" in text
     never = after(*(record(step, NAN, NAN) for step in range(1, 4)))
-    assert "begin a new run: there is no checkpoint" in str(error_of(never, "no update", Config(), [], step=3, last=None, lr=0.3))
+    assert "begin a new run: there is no checkpoint" in str(error_of(never, "no update", Config(), [], step=3, last=None, lr=0.3, usual_lr=0.2))
 
 
 @pytest.mark.parametrize(("learning", "trouble"), [
