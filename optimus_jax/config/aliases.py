@@ -19,7 +19,7 @@ PARAMETERS = ("model", "config", "run_dir")
 _ALIASES = {
     "model": "model_name",
     "run_dir": "output_dir out_dir output_directory",
-    "steps": "max_steps train_iters max_iters train_steps num_train_steps total_steps num_steps training_steps total_training_steps num_iterations max_train_steps",
+    "steps": "max_steps train_iters max_iters train_steps num_train_steps total_steps num_steps training_steps total_training_steps num_iterations max_train_steps iters num_iters iterations n_steps",
     "seed": "random_seed rng_seed manual_seed",
     "eval_every": "eval_interval eval_freq eval_frequency evaluation_interval steps_per_eval",
     "data.sources": "train_file train_files",
@@ -257,13 +257,13 @@ _ADVICE: dict[str, Advice] = {
     "num_train_epochs num_epochs epochs max_epochs": "write --steps N: {value} x tokens of the data / (--global-batch x --seq-len); scripts/profile.py --data counts them",
     "train_samples num_train_samples": _samples,
     "train_tokens num_tokens max_tokens total_tokens target_tokens": "write --steps N: tokens / (--global-batch x --seq-len)",
-    "context_length context_len context_size": "write --seq-len {value} for the tokens of an example, and --set model.max_length={value} for positions of the model",
+    "context_length context_len context_size ctx_len": "write --seq-len {value} for the tokens of an example, and --set model.max_length={value} for positions of the model",
     "warmup_ratio warmup_fraction lr_warmup_fraction warmup_steps_fraction warmup": _share_of_steps,
     "min_lr min_learning_rate lr_min end_lr final_lr": _least_lr,
-    "lr_scheduler_type lr_scheduler lr_decay_style lr_schedule decay_type scheduler": "write --set optimizer.schedule={value} (cosine, linear, wsd, constant); it ends at "
+    "lr_scheduler_type lr_scheduler lr_decay_style lr_schedule decay_type scheduler lr_decay": "write --set optimizer.schedule={value} (cosine, linear, wsd, constant); it ends at "
                                                                                    "optimizer.min_lr_ratio of the peak, 0.1 unless set",
     "lr_decay_iters lr_decay_steps decay_steps warmdown_ratio": "leave it out: the rate decays until --steps; with --set optimizer.schedule=wsd over optimizer.decay_fraction",
-    "optim optimizer_name optimizer_type": "leave it out: the optimizer is AdamW, with the settings optimizer.*",
+    "optim optimizer optimizer_name optimizer_type": "leave it out: the optimizer is AdamW, with the settings optimizer.*",
     "bf16 bfloat16": "write --precision bf16",
     "fp16 float16 half": "write --precision f16",
     "fp32 float32 tf32": "write --precision f32",
@@ -271,13 +271,13 @@ _ADVICE: dict[str, Advice] = {
     "ckpt_dir save_dir checkpoint_dir checkpoint_path save_path save checkpoints_path base_output_directory dump_folder exp_dir log_dir logging_dir work_dir":
         "write --run-dir {value}, a directory for each run; checkpoints lie in its checkpoints/",
     "run_name exp_name experiment_name job_name": "write --run-dir runs/{value}",
-    "resume_from_checkpoint resume_from load load_checkpoint_path resume_ckpt init_from load_dir": "write --run-dir DIR --resume, with the directory of the run",
+    "resume_from_checkpoint resume_from load load_checkpoint_path resume_ckpt init_from load_dir ckpt": "write --run-dir DIR --resume, with the directory of the run",
     "auto_resume auto_resume_from_checkpoints": "write --run-dir DIR --resume auto",
     "overwrite_output_dir": "a run is never overwritten: name another --run-dir",
     "model_name_or_path base_model model_id pretrained_model_name_or_path model_path hf_path pretrained": "write --model NAME, such as gpt2 or llama3-8b; weights are drawn anew",
     "config_file config_name config_path yaml": "write --config FILE.json, the config.json of a run",
     "model_type architecture": "write --model NAME, or --set model.family=gpt2 or llama",
-    "dataset dataset_name dataset_path datasets": "write --data PATH...: text, JSONL, Parquet or token files, or `stdlib`; data sets by name are not downloaded",
+    "dataset dataset_name dataset_path datasets hf_dataset": "write --data PATH...: text, JSONL, Parquet or token files, or `stdlib`; data sets by name are not downloaded",
     "data_path data_dir train_data_path train_data data_prefix dataset_dir corpus input_file": "write --data {value}, files or globs",
     "validation_file valid_data_path eval_data val_file eval_dataset validation_data": "leave it out: a share of the documents of --data is held out, --set data.eval_fraction=0.01",
     "validation_split_percentage": _percent,
@@ -286,7 +286,7 @@ _ADVICE: dict[str, Advice] = {
     "num_workers dataloader_num_workers preprocessing_num_workers": "leave it out: loading needs no number of workers",
     "shuffle data_seed": "leave it out: the order of the data follows from --seed",
     "packing": "leave it out: documents are always packed; --set data.respect_documents keeps them apart",
-    _DEVICES: "leave it out: all devices are used (CUDA_VISIBLE_DEVICES hides some; --cpu-devices {value} makes virtual ones; scripts/plan.py takes --cluster h100:{value})",
+    _DEVICES: "leave it out: all devices are used (CUDA_VISIBLE_DEVICES hides some; --cpu-devices {value} makes virtual ones; the planner takes a cluster such as h100:{value})",
     "world_size nnodes num_nodes num_machines nodes": "leave it out where a launcher starts the processes, or write --coordinator HOST:PORT --num-processes {value} --process-id I",
     "master_addr main_process_ip rdzv_endpoint coordinator_address": "write --coordinator {value}:PORT --num-processes N --process-id I, or let a launcher say so",
     "master_port main_process_port": "write --coordinator HOST:{value} --num-processes N --process-id I, or let a launcher say so",
@@ -304,7 +304,7 @@ _ADVICE: dict[str, Advice] = {
     "attn_implementation flash_attention flash_attn use_flash_attn use_flash_attention flash_attention_2 attention attention_backend sdp":
         "leave it out: on GPUs cuDNN's attention is used in bf16 and f16; --set parallel.attention=xla or cudnn fixes it",
     "compile torch_compile jit use_compile": "leave it out: every step is compiled",
-    "wandb use_wandb wandb_project wandb_entity wandb_run_name wandb_name wandb_mode wandb_log mlflow comet clearml neptune aim trackio swanlab use_mlflow":
+    "wandb use_wandb project wandb_project wandb_entity wandb_run_name wandb_name wandb_mode wandb_log mlflow comet clearml neptune aim trackio swanlab use_mlflow":
         "not supported; every step is in metrics.jsonl of the run directory, and --set log.tensorboard=true writes for TensorBoard",
     "report_to log_with logger tracker": _tracker,
     "tensorboard use_tensorboard enable_tensorboard tensorboard_dir": "write --set log.tensorboard=true; it lies in the run directory",
