@@ -199,6 +199,7 @@ def test_settings_left_open_are_derived():
     ({"distributed.process_id": 1}, r"needs all three distributed settings"),
     ({"distributed.coordinator": "h:1", "distributed.num_processes": 2, "distributed.process_id": 2}, r"process-id must lie below(.|\n)*0 to 1"),
     ({"distributed.coordinator": "h:1", "distributed.num_processes": 0, "distributed.process_id": 0}, r"num_processes must be positive"),
+    ({"distributed.coordinator": "h:1", "distributed.num_processes": 10**9, "distributed.process_id": 0}, r"no run has so many processes"),
     *(({"distributed.coordinator": address, "distributed.num_processes": 2, "distributed.process_id": 0}, r"a host and a port(.|\n)*HOST:PORT")
       for address in ("foo", "foo:", ":1", "foo:bar", "foo:0", "foo:65536")),
 ])

@@ -8,6 +8,9 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.paths import local_path
 from optimus_jax.settings import SEPARATOR
 
+MOST_PROCESSES = 10**6
+"""Each of them is named if it does not come."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
@@ -30,6 +33,9 @@ class DistributedConfig:
             raise ConfigError(explain("a run of several processes needs all three distributed settings",
                                       given=self, do="give --coordinator HOST:PORT --num-processes N --process-id I"))
         check_positive(self, "num_processes")
+        if (self.num_processes or 0) >= MOST_PROCESSES:
+            raise ConfigError(explain("no run has so many processes", given=f"--num-processes {self.num_processes}",
+                                      do="give the number that is started, one for each host or device"))
         if self.coordinator is not None and not is_host_and_port(self.coordinator):
             raise ConfigError(explain("--coordinator names a host and a port", given=self.coordinator,
                                       do="give HOST:PORT, such as 10.0.0.1:1234"))
