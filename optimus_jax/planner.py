@@ -154,6 +154,8 @@ def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Itera
     check_jax_settings()
     if top < 1:
         raise ConfigError(explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan"))
+    if not isinstance(cluster, str | Cluster):
+        raise ConfigError(explain("a cluster is a name and a size, or a Cluster", given=f"cluster={cluster!r}", do="give one such as h100:8x8"))
     whole = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
     where = whole if without is None else whole.without(without)
     config = config_for(model, whole, dotted(overrides))  # a run that loses devices keeps its batch

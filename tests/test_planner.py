@@ -57,6 +57,8 @@ def test_unknown_names_and_speeds_are_errors_that_say_what_to_do():
         find_plans("gpt2", "h1oo:8")
     with pytest.raises(OptimusError, match="nothing is known of how fast"):
         find_plans("gpt2", "cpu:8")
+    with pytest.raises(ConfigError, match="give one such as h100:8x8"):
+        find_plans("gpt2", 8)  # pyright: ignore[reportArgumentType]
     unknown = Cluster.parse("h100:2x8")
     assert unknown.between is not None
     unknown = replace(unknown, between=replace(unknown.between, bytes_per_s=None))
