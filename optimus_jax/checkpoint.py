@@ -58,6 +58,11 @@ from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.mesh.checksum import checksums, examined, named_leaves
 from optimus_jax.mesh.distributed import of_first_process
 
+_REMEDIES = {
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)", errno.ENOSPC: "make room", errno.EDQUOT: "make room within the quota",
+    errno.ENOENT: "see whether somebody has removed or unmounted it", errno.EACCES: "mend its permissions", errno.EPERM: "mend its permissions",
+    errno.EROFS: "mount it so that it can be written", errno.ENOTDIR: "remove the file that has taken its place"}
+"""By what the system says: what to do about a save that has failed."""
 STATE = "state"
 MANIFEST = "manifest"
 ASIDE, ABANDONED = "damaged", "abandoned"
@@ -385,7 +390,7 @@ class Checkpoints:
         step, num_bytes = self._saving
         steps, reason = self.steps(), in_one_line(error)
         # A limit on the size of a file is met however much room there is.
-        remedy = "raise the limit on the size of a file (ulimit -f)" if os.strerror(errno.EFBIG) in reason else "make room"
+        remedy = next((do for number, do in _REMEDIES.items() if os.strerror(number) in reason), "see whether there is room, and whether it can be written")
         return CheckpointError(explain(
             f"saving the checkpoint of step {step} failed: {reason}",
             given=f"{num_bytes:,} bytes to write before compression, {free} free, in {self._directory}",

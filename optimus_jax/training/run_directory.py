@@ -77,11 +77,15 @@ class RunDirectory:
         """What --run-dir takes to go on with it."""
         self.writer = writer
         self.failure: RunDirectoryError | None = None
-        """Why a log could not be written, the first time that it could not."""
+        """Why the run has to end, once its state is saved."""
         self._warn = warn
         self._told: set[str] = set()
         self._last_step = 0
         self._unwritten: list[tuple[Path, bytes]] = []
+        self._log_error: RunDirectoryError | None = None
+        """Why lines are waiting; None: none are."""
+        self._written: dict[Path, bytes] = {}
+        """Files without which the run could not be resumed, as they are to be."""
         self._lock: RunLock | None = None
         self._is_new = self._is_made_here = False
 
@@ -193,8 +197,8 @@ class RunDirectory:
     def write_config(self, text: str) -> None:
         """Put the config in place; from here on the directory is a run."""
         if self.writer:
-            with explained(self._config):
-                replace(self._config, text.encode())
+            self._replace(self._config, text.encode())
+            with explained(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
 
     def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
@@ -202,8 +206,7 @@ class RunDirectory:
         if self.writer and self.tokenizer is None:
             assert set(files) <= set(TOKENIZER_FILES), files.keys()
             for name, content in sorted(files.items(), reverse=True):  # tokenizer.json, which says that there is one, comes last
-                with explained(self.path / name):
-                    replace(self.path / name, content)
+                self._replace(self.path / name, content)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -229,8 +232,30 @@ class RunDirectory:
     def write_plan(self, text: str) -> None:
         """Put the plan now in use in place of the one before."""
         if self.writer:
-            with explained(self._plan):
-                replace(self._plan, text.encode())
+            self._replace(self._plan, text.encode())
+
+    def put_back(self) -> None:
+        """Write again what somebody has removed of the files that a resume needs: a checkpoint without them is worth little. Says so.
+
+        Raises:
+          RunDirectoryError: they cannot be written, or another process has taken the place.
+        """
+        gone = [path for path in self._written if not path.exists()]
+        if not gone:
+            return
+        with explained(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is not None and not (self.path / LOCK).exists():  # it was the lock of a file that is gone
+            self._lock.release()
+            self._lock = RunLock(self.path / LOCK, self._warn)
+        for path in gone:
+            self._replace(path, self._written[path])
+        self._warn(f"{', '.join(path.name for path in gone)} of the run had been removed while it goes on, and are written again; what else was in {self.path} is lost")
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        with explained(path):
+            replace(path, content)
+        self._written[path] = content
 
     def config_text(self) -> str:
         """The config as it was written. Raises RunDirectoryError if it is there and cannot be read."""
@@ -271,9 +296,12 @@ class RunDirectory:
             self._append(self._events, {"event": event, "step": step, "time_s": time.time(), **fields})
 
     def check(self) -> None:
-        """Raise `failure`, if there was one."""
+        """Raise `failure`, if there was one, or what keeps lines from being written, if they still cannot be."""
         if self.failure is not None:
             raise self.failure
+        self._write_lines()
+        if self._log_error is not None:
+            raise self._log_error
 
     def go_back_to(self, step: int) -> int:
         """Move the lines of later steps to metrics.abandoned.jsonl: the run goes on from here, perhaps on another course.
@@ -319,15 +347,25 @@ class RunDirectory:
         return [item for item in found if item is not None]
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Append a line, after those that could not be written before. Trouble is kept in `failure`: a log that cannot
-        be written must not cost the state, which the trainer saves before it raises."""
+        """Append a line, after those that could not be written before. A log that cannot be written costs neither the run nor its state:
+        lines wait in memory, which is said, and are written as soon as that is possible; `check` raises at the end if it is not."""
         self._unwritten.append((path, json.dumps(finite(values), allow_nan=False).encode() + b"\n"))
+        self._write_lines()
+
+    def _write_lines(self) -> None:
         try:
             while self._unwritten:
                 append(*self._unwritten[0])
                 del self._unwritten[0]
         except OSError as error:
-            self.failure = self.failure or failure_of(self._unwritten[0][0], error)
+            is_new = self._log_error is None
+            self._log_error = failure_of(self._unwritten[0][0], error)
+            if is_new:
+                self._warn(f"{self._log_error}\n  the run goes on: lines wait in memory, and are written when that is possible again")
+        else:
+            if self._log_error is not None:
+                self._log_error = None
+                self._warn("the logs of the run are written again, and no line is missing")
 
     @property
     def _config(self) -> Path:

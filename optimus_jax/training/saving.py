@@ -19,6 +19,9 @@ from optimus_jax.training.progress import Progress
 PAUSES_S = (0.0, 10.0, 30.0, 60.0)
 """After a save that has failed, until it is tried again: after the first, the second and so on. One more failure is an error."""
 
+_LOOK_S = 0.2
+"""Between two looks whether there is still time to wait."""
+
 
 class Retries:
     """When a save is tried again.
@@ -27,10 +30,12 @@ class Retries:
       warn: told of each failure that is not the last.
       is_alone: whether no other process takes part in saves.
       clock: seconds that only grow.
+      sleep: lets so many seconds go by.
     """
 
-    def __init__(self, warn: Callable[[str], object], *, is_alone: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._warn, self._clock = warn, clock
+    def __init__(self, warn: Callable[[str], object], *, is_alone: bool, clock: Callable[[], float] = time.monotonic,
+                 sleep: Callable[[float], object] = time.sleep) -> None:
+        self._warn, self._clock, self._sleep = warn, clock, sleep
         self._pauses_s = PAUSES_S if is_alone else ()
         self._failed = 0
         self._due_s: float | None = None
@@ -44,6 +49,17 @@ class Retries:
         self._due_s = self._clock() + pause_s
         when = "after the next step" if not pause_s else f"in {pause_s:.0f} s"
         self._warn(f"{error}\n  the run goes on, and saves again {when}: failure {self._failed}, and number {len(self._pauses_s) + 1} in a row ends it")
+
+    @property
+    def pauses_s(self) -> tuple[float, ...]:
+        """Between tries of a save that the run's end waits for."""
+        return self._pauses_s
+
+    def rest(self, pause_s: float, is_hurried: Callable[[], bool]) -> None:
+        """Let the pause go by, or as much of it as there is time for."""
+        until_s = self._clock() + pause_s
+        while self._clock() < until_s and not is_hurried():
+            self._sleep(min(_LOOK_S, pause_s))
 
     def succeeded(self) -> None:
         """A save is complete."""
@@ -90,9 +106,15 @@ class Saving:
         except CheckpointError as error:
             self.retries.failed(error)
 
-    def finish(self, save: Callable[[], object], step: int) -> None:
-        """Have the state after `step` saved, whole; a process on its own tries twice. Raises CheckpointError."""
-        for is_last in (not self.is_alone, True):
+    def finish(self, save: Callable[[], object], step: int, *, is_hurried: Callable[[], bool]) -> None:
+        """Have the state after `step` saved, whole. A process on its own tries as often as during the run, and twice where somebody waits for its end.
+
+        Args:
+          is_hurried: whether a stop was asked for.
+        Raises:
+          CheckpointError: none of the tries was of use.
+        """
+        for pause_s in (*self.retries.pauses_s, None):
             try:
                 if not self.checkpoints.holds(step):
                     save()
@@ -102,9 +124,10 @@ class Saving:
             except NotFiniteError:
                 raise
             except CheckpointError as error:
-                if is_last:
+                if pause_s is None or (pause_s and is_hurried()):
                     raise
-                self.say(f"{error}\n  it is tried once more")
+                self.say(f"{error}\n  it is tried again {f'in {pause_s:.0f} s; Ctrl-C gives up' if pause_s else 'now'}")
+                self.retries.rest(pause_s, is_hurried)
 
     def ends_well(self) -> bool:
         """Wait until nothing is being written; whether that went well."""

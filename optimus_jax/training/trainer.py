@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -135,7 +136,7 @@ class Trainer:
         overseer asks for another plan, and leave the rest to what comes next.
 
         Raises:
-          RunDirectoryError: a log cannot be written. The state of the step was saved first.
+          RunDirectoryError: a log could not be written to the end, or the run has to end for its directory. The state of the step was saved first.
           CheckpointError: a checkpoint cannot be written, after as many tries as there are.
           LearningError: the run no longer learns. Checkpoints from before are there.
         """
@@ -227,7 +228,7 @@ class Trainer:
         state, reason, step = outcome.state, outcome.reason, outcome.last_step
         if reason != "not learning":
             try:
-                self._saving.finish(lambda: self.save(state, step), step)
+                self._saving.finish(lambda: self.save(state, step), step, is_hurried=lambda: self.stop.reason is not None)
             except NotFiniteError as error:
                 self.learning.broken = error.leaf
         elif not self._saving.ends_well():
@@ -246,7 +247,7 @@ class Trainer:
             self._say(f"stopped after step {step}, whose state is saved")
         self.run.check()
         if reason == "fault":
-            raise RunDirectoryError(explain("another process of this run cannot write its logs", given=f"stopped and saved at step {step}",
+            raise RunDirectoryError(explain("another process of this run cannot write its run directory", given=f"stopped and saved at step {step}",
                                             do="see what process 0 has printed"))
         return outcome
 
@@ -377,6 +378,8 @@ class Trainer:
         """Begin to save the state after `step`. Raises CheckpointError if it, or the one before it, cannot be written."""
         with self.progress.during("write"):
             self.checkpoints.wait()
+            with suppress(RunDirectoryError):  # whoever cannot write there cannot save there either, and says so
+                self.run.put_back()
         with self.progress.during("save"):
             self.checkpoints.save(step, self._stored(state), self._described(step))
 

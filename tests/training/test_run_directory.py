@@ -6,6 +6,7 @@ import json
 import math
 import re
 import resource
+import shutil
 import tempfile
 import typing
 from collections.abc import Iterator
@@ -42,8 +43,14 @@ records = st.lists(values, min_size=1, max_size=5).map(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    run = RunDirectory.create(tmp_path / "run", "gpt2")
+def told() -> list[str]:
+    """What a run has warned of."""
+    return []
+
+
+@pytest.fixture
+def run(tmp_path: Path, told: list[str]) -> Iterator[RunDirectory]:
+    run = RunDirectory.create(tmp_path / "run", "gpt2", warn=told.append)
     run.write_config("{}")
     yield run
     run.close()
@@ -316,7 +323,7 @@ def test_a_line_is_not_added_to_a_torn_one(tmp_path: Path):
     assert path.read_bytes() == b"to"
 
 
-def test_lines_wait_for_room_and_the_error_is_kept(run: RunDirectory):
+def test_lines_wait_for_room_and_end_no_run(run: RunDirectory, told: list[str]):
     run.log_step(record(1))
     size = (run.path / "metrics.jsonl").stat().st_size
     with full_disk(size + 20):
@@ -324,12 +331,32 @@ def test_lines_wait_for_room_and_the_error_is_kept(run: RunDirectory):
         run.log_event("eval", 2)
         run.log_step(record(3))
         assert (run.path / "metrics.jsonl").stat().st_size == size, "no torn line"
-    assert run.failure is not None
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl of the run cannot be read or written(.|\n)*do: "):
-        run.check()
+        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl of the run cannot be read or written(.|\n)*do: "):
+            run.check()
+        assert len(told) == 1, "once, and not at every step"
+    assert run.failure is None
+    run.check()
+    assert told[1:] == ["the logs of the run are written again, and no line is missing"]
     run.log_step(record(4))
     assert [item.step for item in run.metrics()] == [1, 2, 3, 4]
     assert [event["event"] for event in run.events()] == ["eval"]
+
+
+def test_a_directory_that_is_removed_is_put_back(run: RunDirectory, told: list[str]):
+    run.write_plan("{}")
+    run.log_step(record(1))
+    shutil.rmtree(run.path)
+    run.log_step(record(2))
+    run.put_back()
+    assert (run.config_text(), run.plan_text()) == ("{}", "{}")
+    assert "had been removed" in told[-1]
+    run.check()
+    assert [item.step for item in run.metrics()] == [2]
+    with pytest.raises(RunDirectoryError, match="in use by process"):
+        RunDirectory.resume(run.path)
+    num_told = len(told)
+    run.put_back()
+    assert len(told) == num_told
 
 
 def test_a_config_that_does_not_fit_on_the_disk_is_an_error(run: RunDirectory):

@@ -134,7 +134,7 @@ class Loop:
                 clock.wait(LOAD_S)
                 yield step, f"batch {step}"
 
-        run = SimpleNamespace(failure=None, log_step=self.records.append, log_event=lambda event, step, **fields: self.events.append((event, step, fields)), check=lambda: None)
+        run = SimpleNamespace(failure=None, log_step=self.records.append, log_event=lambda event, step, **fields: self.events.append((event, step, fields)), check=lambda: None, put_back=lambda: None)
         plan = SimpleNamespace(precision="f32", digest="", to_json=str, num_devices=2, batch_ways=lambda: 2, pipeline=None)
         display = Display()
         display.message = self.told.append
@@ -144,7 +144,7 @@ class Loop:
             train_step=train_step, topology=SimpleNamespace(num_processes=2 if several_processes else 1, num_devices=2, dense_peak_flops=lambda _: None),
             loader=SimpleNamespace(iterate=batches), eval_batches=list, bits_per_token=False, metadata={}, checkpoints=self.checkpoints, run=run, display=display,
             tensorboard=None, stop=stop or StopRequest(), overseer=overseer and overseer(clock),
-            retries=Retries(self.told.append, is_alone=not several_processes, clock=clock.perf_counter))
+            retries=Retries(self.told.append, is_alone=not several_processes, clock=clock.perf_counter, sleep=clock.wait))
 
     def train(self):
         return self.trainer.train(self.state)
@@ -289,6 +289,30 @@ def test_saves_that_go_on_failing_end_the_run_in_the_end(monkeypatch):
     with pytest.raises(CheckpointError, match="failed"):
         loop.train()
     assert len(loop.checkpoints.tried) == len(PAUSES_S) + 1
+
+
+@pytest.mark.parametrize("is_hurried", [True, False])
+def test_the_last_save_is_tried_as_often_as_there_is_time_for(monkeypatch, is_hurried):
+    loop = Loop(monkeypatch, steps=4, failing=[4], **{"eval_every": 0, "checkpoint.every": 0})
+    began_s = loop.clock.perf_counter()
+
+    def told(text):  # the disk has room again after the third failure
+        loop.told.append(text)
+        if text.count("failed") and len(loop.checkpoints.tried) == 3:
+            loop.checkpoints.failing.clear()
+
+    def rested_s():
+        return loop.clock.perf_counter() - began_s - len(loop.checkpoints.tried) * SAVE_S
+
+    monkeypatch.setattr(loop.trainer.display, "message", told)
+    if is_hurried:
+        with pytest.raises(CheckpointError, match="failed"):
+            loop.trainer._saving.finish(lambda: loop.trainer.save(loop.state, 4), 4, is_hurried=lambda: True)
+        assert (len(loop.checkpoints.tried), rested_s()) == (2, 0)
+    else:
+        loop.trainer._saving.finish(lambda: loop.trainer.save(loop.state, 4), 4, is_hurried=lambda: False)
+        assert (loop.checkpoints.steps(), len(loop.checkpoints.tried)) == ([4], 4)
+        assert sum(PAUSES_S[:3]) <= rested_s() < sum(PAUSES_S[:3]) + 1
 
 
 def test_of_several_processes_one_that_cannot_write_says_so_at_the_next_step(monkeypatch):
