@@ -142,11 +142,11 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, name: str, value: str | None, others: Mapping[str, Any]) -> str:
         flags = self.flags()
         advice = advice_for(name, value, others)
-        if advice is not None:  # unless it speaks of what this script does not have
-            return advice if set(_MENTIONED.findall(advice)) <= set(flags) else nearest(name, flags)
-        if SET in flags and closest(name, flags) is None and (setting := closest(name.lstrip("-"), known_settings())) is not None:
+        if advice is None and SET in flags and closest(name, flags) is None and (setting := closest(name.lstrip("-"), known_settings())) is not None:
             return f"did you mean {SET} {setting}={value or 'VALUE'}?"
-        return spelled_like(name, flags, value, others) or nearest(name, flags)
+        advice = advice or spelled_like(name, flags, value, others)
+        # A hint is of no use if it speaks of flags that this script does not have.
+        return advice if advice is not None and set(_MENTIONED.findall(advice)) <= set(flags) else nearest(name, flags)
 
 
 class _Once(argparse.Action):

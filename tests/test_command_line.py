@@ -118,6 +118,17 @@ def test_words_that_mean_something_else_are_answered(arguments, message):
     assert re.search(message, refused(PARSERS["train"](), *arguments))
 
 
+@pytest.mark.parametrize("script", PARSERS)
+def test_a_hint_names_only_flags_of_its_script(script):
+    parser = PARSERS[script]()
+    for name in [*ADVICE, *ALIASES, "cpu_devices", "num_device", "resum", "wandbb"]:
+        flag = f"--{name.replace('_', '-')}"
+        if flag in parser.flags():
+            continue
+        hint = parser._hint(flag, "1", {})
+        assert set(re.findall(r"--[a-z][a-z-]*", hint)) <= set(parser.flags()), (flag, hint)
+
+
 def test_values_of_other_frameworks_and_axes_are_answered():
     for given, message in ({"precision": "bfloat16"}, "'bf16'"), ({"remat": "minimal"}, "'dots'"), ({"lr_scheduler": "x"}, "optimizer.schedule=x"):
         with pytest.raises(ConfigError, match=message):
