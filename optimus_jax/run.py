@@ -298,7 +298,7 @@ def _compiled(program: Program, state: TrainState, loader: BatchLoader, topology
 
 def _say_goodbye(display: Display, outcome: Outcome, run: RunDirectory) -> None:
     if outcome.reason == "done":
-        display.message(f"done: {outcome.last_step} steps, in {run.path}")
+        display.message(f"done: {outcome.last_step} steps, in {run.address}")
     else:
         everyone = "python scripts/train.py" if jax.process_count() == 1 else "as many processes as you like, started as these were, of train.py"
         display.message(f"stopped after step {outcome.last_step} and saved; go on with: {everyone} --run-dir {run.address} --resume")

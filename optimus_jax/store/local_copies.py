@@ -82,7 +82,9 @@ def local_copies(
             explain(
                 "there is no object of that name, and none that it matches",
                 given=url,
-                do=f"check it; for all objects of a folder give a glob such as '{url}/*.jsonl'",
+                do="check it"
+                if objects.is_pattern
+                else f"check it; for all objects of a folder give a glob such as '{url}/*.jsonl'",
             )
         )
     root = cache_directory() / "data"

@@ -153,7 +153,7 @@ class Objects:
     def matches(self) -> list[Found]:
         """The object that the URL names, or those that it matches as a glob, sorted as paths."""
         with self._explained("read"):
-            if not self._is_pattern:
+            if not self.is_pattern:
                 infos = [self._fs.info(self._root)]
             elif self.url.scheme not in ("http", "https") and self._fs.isfile(self._root):
                 infos = [self._fs.info(self._root)]  # its name has characters of a glob
@@ -171,7 +171,7 @@ class Objects:
                 return None
 
     @property
-    def _is_pattern(self) -> bool:
+    def is_pattern(self) -> bool:
         """Whether it may be a glob; in a web address `?` begins what is asked for."""
         return self.url.scheme not in ("http", "https") and glob.has_magic(self.url.path)
 

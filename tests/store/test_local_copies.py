@@ -58,6 +58,13 @@ def test_a_glob_is_read_in_the_order_that_files_have(bucket, tmp_path):
     assert list(read_documents([f"memory://{name}/corpus/**/*.txt"], "text")) == here
 
 
+@pytest.mark.parametrize(("key", "is_advised"), [("corpus", True), ("corpus/*.txt", False)])
+def test_a_glob_is_advised_where_none_was_given(bucket, key, is_advised):
+    with pytest.raises(StoreError) as error:
+        local_copies(Url("memory", f"{bucket[0]}/{key}"))
+    assert ("*.jsonl" in str(error.value)) == is_advised
+
+
 def test_what_is_fetched_is_whole_or_not_there(bucket, monkeypatch):
     name, put = bucket
     put("x.txt", b"whole")
