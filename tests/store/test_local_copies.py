@@ -60,6 +60,7 @@ def test_a_glob_is_read_in_the_order_that_files_have(bucket, tmp_path):
 
 @pytest.mark.parametrize(("key", "is_advised"), [("corpus", True), ("corpus/*.txt", False)])
 def test_a_glob_is_advised_where_none_was_given(bucket, key, is_advised):
+    bucket[1]("corpus/a.jsonl", b"{}")
     with pytest.raises(StoreError) as error:
         local_copies(Url("memory", f"{bucket[0]}/{key}"))
     assert ("*.jsonl" in str(error.value)) == is_advised
