@@ -3,7 +3,7 @@
     pip install 'optimus-jax[plan-gpu]'
     python benchmarks/compile_for_gpu.py --model llama3-8b --mesh pipe=4,tensor=2 --microbatches 8
 
-Prints one JSON object: what `optimus_jax.planning.compile_check` finds beside what the planner estimates.
+Prints one JSON object: what `optimus_jax.planning.ahead_of_time.compile_check` finds beside what the planner estimates.
 The compiler lays out memory and orders collectives as on the device, but nothing runs: there is no time in it.
 """
 
@@ -13,13 +13,13 @@ import json
 import jax
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.compile_check import check
-from optimus_jax.planning.memory import estimate_memory
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.ahead_of_time.compile_check import check
+from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import plan_for
 
 DEVICES_PER_HOST = 8
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from optimus_jax.paths import path_argument
+from optimus_jax.system.paths import path_argument
 
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
 COMMON = {"gpt": ["--set", "model.num_layers=2", "--set", "model.embed_dim=256", "--set", "model.num_heads=4", "--set", "model.num_kv_heads=4",

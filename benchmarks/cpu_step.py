@@ -33,8 +33,8 @@ STEPS, WARMUP = 10, 2
 def measure(mesh: str, settings: dict[str, str]) -> dict:
     """Run STEPS steps under one mesh in this process."""
     started = time.perf_counter()
+    from optimus_jax.devices.cpu import restart_with_huge_pages, return_freed_memory, use_cpu_devices
     from optimus_jax.mesh.axes import AxisSizes
-    from optimus_jax.mesh.cpu import restart_with_huge_pages, return_freed_memory, use_cpu_devices
 
     restart_with_huge_pages()
     axes = AxisSizes.parse(mesh)
@@ -46,7 +46,7 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     from optimus_jax.mesh.build import build_mesh, discover
     from optimus_jax.mesh.sharding import put_batch
     from optimus_jax.models.shapes import planned_shapes
-    from optimus_jax.planning.assemble import plan_for
+    from optimus_jax.planning.search.assemble import plan_for
     from optimus_jax.training.step import build_program
 
     model = ModelConfig(name="bench", vocab_size=8192, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4,

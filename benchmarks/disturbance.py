@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from optimus_jax.paths import path_argument
-from optimus_jax.training.stopping import EXIT_RESTART
+from optimus_jax.faults.stopping import EXIT_RESTART
+from optimus_jax.system.paths import path_argument
 
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
 GLOBAL_BATCH = 8

@@ -79,7 +79,7 @@ def serve() -> None:
     assert specification.loader is not None
     train = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(train)
-    import optimus_jax.api  # noqa: F401
+    import optimus_jax.run.api  # noqa: F401
 
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     heard, woken = os.pipe()

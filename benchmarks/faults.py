@@ -29,7 +29,7 @@ from fault_job import NAMESPACES, SNAPSHOT_EVERY, Clock, Job, StoodStill, ip, na
 from fault_kinds import CASES, RESTARTED, Case, cases_for, place_for
 from fault_processes import Server
 
-from optimus_jax.paths import path_argument
+from optimus_jax.system.paths import path_argument
 
 
 def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[float]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import regret
 
-from optimus_jax.paths import path_argument
+from optimus_jax.system.paths import path_argument
 
 TAUGHT = (1, 2, 4, 8, 16)
 """Plans that are run before the others are foretold."""
@@ -62,7 +62,7 @@ def scored(queries: Sequence, log_times: np.ndarray, taught: int) -> Score:
     from statistics import NormalDist
 
     from optimus_jax.control.predictor import Predictor
-    from optimus_jax.planning.cost import NINE_IN_TEN
+    from optimus_jax.planning.cost.cost import NINE_IN_TEN
 
     cost_model = np.array([math.log(query.predicted_s) for query in queries])
     errors, inside, compared, claims = [], [], [], []
@@ -95,7 +95,7 @@ def main() -> int:
     if not args.plans.exists():
         print(f"error: {args.plans} is not there; measure it: python benchmarks/regret.py measure --out {args.plans}", file=sys.stderr)
         return 2
-    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
 
     use_cpu_devices(regret.NUM_DEVICES)
     from optimus_jax.control.deciding.prices import query

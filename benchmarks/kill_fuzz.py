@@ -40,18 +40,18 @@ import numpy as np
 from kill_processes import Kill, Task, Victims
 from kill_victim import MODEL, MOVE_BYTES, SCENES, START, STEPS, config_of, phase_of, plan_of, run, use_devices
 
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.control.executables import Executable, compile_plan
 from optimus_jax.control.journal import SwitchRecord, plan_to_resume, switches
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.loader import BatchLoader
-from optimus_jax.mesh.checksum import checksums
-from optimus_jax.mesh.reshard import Move
 from optimus_jax.mesh.sharding import local_rows, put_batch
-from optimus_jax.paths import path_argument
 from optimus_jax.plan import Plan
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.reshard.checksum import checksums
+from optimus_jax.reshard.reshard import Move
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.system.paths import path_argument
 from optimus_jax.training.state import abstract_stored_state, may_be_padded, to_stored
 
 MOST_KILLS = 6

@@ -26,9 +26,9 @@ from kill_processes import Task
 
 import optimus_jax.control.chair as chair_module
 import optimus_jax.control.switch as switch_module
-from optimus_jax import api
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Config
+from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.canary import Verdict
@@ -37,19 +37,19 @@ from optimus_jax.control.journal import Journal
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.control.preparation import Preparation
 from optimus_jax.control.switch import Switcher
+from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
-from optimus_jax.mesh.cpu import use_cpu_devices
-from optimus_jax.mesh.reshard import Move
-from optimus_jax.mesh.shard_sums import ShardSums
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.here import Here
-from optimus_jax.planning.links import Link
-from optimus_jax.planning.rates import Rates
-from optimus_jax.request import make_config
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.reshard.reshard import Move
+from optimus_jax.reshard.shard_sums import ShardSums
+from optimus_jax.run import api
+from optimus_jax.run_directory.directory import RunDirectory
 
 DEVICES = 8
 STEPS = 24

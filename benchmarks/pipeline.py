@@ -40,7 +40,7 @@ def built(mesh: str, microbatches: int, settings: dict, *, num_layers: int = NUM
     from optimus_jax.mesh.axes import AxisSizes
     from optimus_jax.mesh.build import build_mesh, discover
     from optimus_jax.models.shapes import planned_shapes
-    from optimus_jax.planning.assemble import plan_for
+    from optimus_jax.planning.search.assemble import plan_for
     from optimus_jax.training.step import build_program
 
     axes = AxisSizes.parse(mesh)
@@ -62,7 +62,7 @@ def memory(microbatches: tuple[int, ...]) -> None:
     """A table of temporary bytes per device, and of what the rings alone take."""
     import jax.numpy as jnp
 
-    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.pipeline.buffers import Buffers
 
     use_cpu_devices(STAGES)
@@ -108,7 +108,7 @@ def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tupl
 
 def ticks(microbatches: tuple[int, ...]) -> None:
     """Work of a step by schedule, beside the same model's on one device."""
-    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
 
     use_cpu_devices(STAGES)
     one, _, shapes = built("data=1", 1, {})
@@ -132,7 +132,7 @@ def path(microbatches: tuple[int, ...]) -> None:
     the other, backward ticks likewise; the head by what a microbatch more costs beyond one tick of each.
     No other schedule is used for that: their times are foretold.
     """
-    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.pipeline.schedule import lay_out
     from optimus_jax.pipeline.tables import make_schedule
 
@@ -195,7 +195,7 @@ def processes(microbatches: tuple[int, ...]) -> None:
 
 def worker(count: int, process_id: int, port: int) -> None:
     """One of the two processes."""
-    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
 
     use_cpu_devices(1)
     import jax

@@ -8,7 +8,7 @@
 
 Rows are iteration times of GPT under Megatron on A100s, published by vTrain (Bang et al., MICRO 2024,
 https://github.com/VIA-Research/vTrain). They are read from a folder and are no part of this project. A row is turned
-into (ModelConfig, Plan, Cluster) and priced by `optimus_jax.planning.cost.predict`, as the planner's own candidates
+into (ModelConfig, Plan, Cluster) and priced by `optimus_jax.planning.cost.cost.predict`, as the planner's own candidates
 are; only the style is Megatron's. What the rows do not say is told from them, and written where it is used.
 """
 
@@ -26,12 +26,12 @@ from published import published_report, rank_report
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
-from optimus_jax.paths import path_argument
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.fit import FITTED, Sample, fit_rates
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.style import MEGATRON
+from optimus_jax.planning.cost.implementation_profile import MEGATRON
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.learning.fit import FITTED, Sample, fit_rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.system.paths import path_argument
 
 DEVICES_PER_HOST = 8
 NETWORK = "between=12.5GB/s"

@@ -22,12 +22,12 @@ from compile_for_gpu import asked
 
 from optimus_jax.config import Config
 from optimus_jax.errors import OptimusError
-from optimus_jax.paths import path_argument
 from optimus_jax.plan import Plan
-from optimus_jax.planning.compile_check import HEADROOM_SHARE, check
-from optimus_jax.planning.layouts import axis_sizes
-from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
-from optimus_jax.planning.search import USABLE_SHARE
+from optimus_jax.planning.ahead_of_time.compile_check import HEADROOM_SHARE, check
+from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.search.layouts import axis_sizes
+from optimus_jax.planning.search.search import USABLE_SHARE
+from optimus_jax.system.paths import path_argument
 
 STUDIED = """
 gpt2-xl      1024 2  data=8

@@ -21,11 +21,11 @@ from optimus_jax.mesh.axes import DATA, TENSOR, AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.cost import term_times
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.search import Candidate, Pricing, search
-from optimus_jax.planning.style import MEGATRON, OURS, Style
+from optimus_jax.planning.cost.cost import term_times
+from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, Style
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.search import Candidate, Pricing, search
 
 FILE = Path(__file__).with_name("published.json")
 GUESSED_ROWS = (1, 2, 4, 8, 16)

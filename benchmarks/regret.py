@@ -19,7 +19,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from optimus_jax.paths import path_argument
+from optimus_jax.system.paths import path_argument
 
 NUM_DEVICES = 8
 NUM_STEPS = 4
@@ -49,7 +49,7 @@ def plans_of(name: str) -> list:
     """All legal plans on the devices that are here."""
     from optimus_jax.mesh.build import discover
     from optimus_jax.plan import Plan
-    from optimus_jax.planning.layouts import layouts
+    from optimus_jax.planning.search.layouts import layouts
 
     return [layout for layout in layouts(config_of(name), discover()) if isinstance(layout, Plan)]
 
@@ -81,7 +81,7 @@ def run_all(out: Path, todo: list, number: int, num_steps: int) -> None:
     """Try each and append a line."""
     from rich.progress import track
 
-    from optimus_jax.planning.trial import run_trial
+    from optimus_jax.planning.trials.trial import run_trial
 
     with out.open("a") as file:
         for name, plan in track(todo, f"round {number}, {len(todo)} plans"):
@@ -109,7 +109,7 @@ def measured_in(out: Path, name: str, *, first: bool) -> dict[str, float]:
 def measured_here():
     """What is known of this machine, without what earlier steps have taught."""
     from optimus_jax.mesh.build import discover
-    from optimus_jax.planning.here import measure_devices
+    from optimus_jax.planning.local_cluster import measure_devices
 
     return measure_devices(discover())
 
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--out", type=path_argument, default=Path("plans.jsonl"), help="JSON Lines of measurements")
     parser.add_argument("--limit", type=int, help="measure at most this many now")
     args = parser.parse_args()
-    from optimus_jax.mesh.cpu import restart_with_huge_pages, use_cpu_devices
+    from optimus_jax.devices.cpu import restart_with_huge_pages, use_cpu_devices
 
     restart_with_huge_pages()
     use_cpu_devices(NUM_DEVICES)

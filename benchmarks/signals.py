@@ -22,9 +22,9 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control.health import DeviceMemory, GpuHealth
 from optimus_jax.control.heartbeats import Heartbeats
 from optimus_jax.control.sources import Signals
-from optimus_jax.training.progress import Progress
-from optimus_jax.training.signs_of_life import SignsOfLife
-from optimus_jax.training.step_record import StepRecord
+from optimus_jax.faults.heartbeat import SignsOfLife
+from optimus_jax.faults.progress import Progress
+from optimus_jax.run_directory.step_record import StepRecord
 
 NUM_GPUS = 8
 
@@ -82,7 +82,7 @@ def rounds() -> dict[str, float]:
     from optimus_jax.control.live import Probes
     from optimus_jax.mesh.axes import MESH_AXES
     from optimus_jax.mesh.build import discover
-    from optimus_jax.planning.cluster import Cluster
+    from optimus_jax.planning.profiles.cluster import Cluster
 
     cluster = Cluster.of(discover())
     mesh = jax.make_mesh((1, len(jax.devices()) // 2, 1, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4)

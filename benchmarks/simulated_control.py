@@ -6,7 +6,7 @@
 A line goes into the --out file for every seed that is done; called again, it goes on from there. (The lines belong to the code that wrote
 them: after a change, begin another file.)
 
-The cluster's truth is hidden from what decides, and lies off what it is told (optimus_jax/control/simulated/scenarios.py). Targets:
+The cluster's truth is hidden from what decides, and lies off what it is told (optimus_jax/simulation/scenarios.py). Targets:
 70% of the oracle's gain where there is one; 20% less time than the static default where something disturbs the run; no switch where
 nothing changes or little is left; 2 at most while a link flaps; 1% over the best static plan at most where nothing changes.
 """
@@ -23,17 +23,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from optimus_jax.control.simulated.comparison import AUTO, METHODS, ORACLE, Result, Row, rows, run_all
-from optimus_jax.control.simulated.contenders import PooledSearch
-from optimus_jax.control.simulated.events import PhaseEvent
-from optimus_jax.control.simulated.scenarios import Scenario, library, read_scenario, scenario_named
-from optimus_jax.control.simulated.setup import Setup
+from optimus_jax.config.request import make_config
 from optimus_jax.errors import OptimusError
-from optimus_jax.paths import path_argument
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.search import Pricing
-from optimus_jax.request import make_config
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.search import Pricing
+from optimus_jax.simulation.comparison import AUTO, METHODS, ORACLE, Result, Row, rows, run_all
+from optimus_jax.simulation.contenders import PooledSearch
+from optimus_jax.simulation.events import PhaseEvent
+from optimus_jax.simulation.scenarios import Scenario, library, read_scenario, scenario_named
+from optimus_jax.simulation.setup import Setup
+from optimus_jax.system.paths import path_argument
 
 UNDISTURBED, SHORT, FLAPPING = ("stationary",), ("short",), ("link-flapping",)
 TEACHES_NOTHING = (*UNDISTURBED, *SHORT, *FLAPPING, "slow-data", "lying-metrics")

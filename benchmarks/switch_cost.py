@@ -45,7 +45,7 @@ def config_of(settings: dict):
 def plan_of(config):
     from optimus_jax.mesh.axes import AxisSizes
     from optimus_jax.mesh.build import discover
-    from optimus_jax.planning.assemble import plan_for
+    from optimus_jax.planning.search.assemble import plan_for
 
     return plan_for(config, AxisSizes.parse(config.parallel.mesh), discover())
 
@@ -104,8 +104,8 @@ def phases() -> None:
     from optimus_jax.control.executables import compile_plan
     from optimus_jax.control.journal import Journal
     from optimus_jax.control.switch import Switcher
-    from optimus_jax.mesh.cpu import use_cpu_devices
-    from optimus_jax.training.run_directory import RunDirectory
+    from optimus_jax.devices.cpu import use_cpu_devices
+    from optimus_jax.run_directory.directory import RunDirectory
 
     use_cpu_devices(DEVICES)
     config = config_of(JOURNEY[0])
@@ -165,10 +165,10 @@ def moves() -> None:
 
     from optimus_jax.config import ControlConfig
     from optimus_jax.control.executables import layout_of
+    from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.mesh.build import build_mesh
-    from optimus_jax.mesh.cpu import use_cpu_devices
-    from optimus_jax.mesh.reshard import Move
     from optimus_jax.models.shapes import planned_shapes
+    from optimus_jax.reshard.reshard import Move
     from optimus_jax.training.step import build_program
 
     use_cpu_devices(DEVICES)
@@ -206,10 +206,10 @@ def restart() -> None:
     """The first change by a checkpoint and a new process."""
     import jax.numpy as jnp
 
-    from optimus_jax.checkpoint import Checkpoints
+    from optimus_jax.checkpoint.checkpoints import Checkpoints
     from optimus_jax.config import CheckpointConfig
     from optimus_jax.control.executables import compile_plan
-    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.training.state import to_stored
 
     use_cpu_devices(DEVICES)
@@ -234,10 +234,10 @@ def restart() -> None:
 
 def restored(directory: str) -> None:
     """The new process, until it could take a step."""
-    from optimus_jax.checkpoint import Checkpoints
+    from optimus_jax.checkpoint.checkpoints import Checkpoints
     from optimus_jax.config import CheckpointConfig
     from optimus_jax.control.executables import compile_plan
-    from optimus_jax.mesh.cpu import use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded
 
     use_cpu_devices(DEVICES)
@@ -251,7 +251,7 @@ def restored(directory: str) -> None:
 
 
 def main() -> None:
-    from optimus_jax.mesh.cpu import restart_with_huge_pages
+    from optimus_jax.devices.cpu import restart_with_huge_pages
 
     restart_with_huge_pages()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -23,7 +23,7 @@ from typing import Any
 import control
 import numpy as np
 
-from optimus_jax.paths import path_argument
+from optimus_jax.system.paths import path_argument
 
 BLOCK = 20
 """Steps."""
@@ -72,7 +72,7 @@ class InTurns:
 
 def watched_in_turns(out: Path) -> None:
     """Run scripts/train.py with this process's other arguments; when each block began goes to `out`."""
-    from optimus_jax import run
+    from optimus_jax.run import program as run
 
     watchers: list[InTurns] = []
     make = run.make_controller

@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optimus_jax.api import RunResult, train
     from optimus_jax.config import Config
     from optimus_jax.plan import Plan
-    from optimus_jax.planner import RankedPlan, find_plans
+    from optimus_jax.planning.api import RankedPlan, find_plans
+    from optimus_jax.run.api import RunResult, train
 
 __version__ = "0.1.0"
-_HOMES = {"train": "api", "RunResult": "api", "Config": "config", "Plan": "plan", "RankedPlan": "planner", "find_plans": "planner"}
+_HOMES = {"train": "run.api", "RunResult": "run.api", "Config": "config", "Plan": "plan", "RankedPlan": "planning.api", "find_plans": "planning.api"}
 
 __all__ = ["Config", "Plan", "RankedPlan", "RunResult", "find_plans", "train"]
 

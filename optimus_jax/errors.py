@@ -1,6 +1,6 @@
 """Errors that a user can act on.
 
-Every OptimusError is the user's to mend (exit code 2 at the command line; training/stopping.py has the others), so its text says
+Every OptimusError is the user's to mend (exit code 2 at the command line; faults/stopping.py has the others), so its text says
 what happened, what was given and what to do. A mistake of ours is an `assert` or whatever
 Python raises.
 """

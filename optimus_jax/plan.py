@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optimus_jax.config import AttentionKernel, ModelConfig, MomentPrecision, Offload, Precision, RematPolicy
+from optimus_jax.config.settings import shown, with_right_types
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.json_input import parse_json
 from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, LOGICAL_AXES, MESH_AXES, AxisSizes
 from optimus_jax.mesh.rules import (
     Rules,
@@ -23,7 +23,7 @@ from optimus_jax.mesh.rules import (
 from optimus_jax.mesh.slots import layer_slots
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
-from optimus_jax.settings import shown, with_right_types
+from optimus_jax.system.json_input import parse_json
 
 ZERO_STAGES = {
     0: "nothing",
@@ -134,7 +134,7 @@ class Plan:
     def validate(self, model: ModelConfig, *, global_batch: int) -> None:
         """Raise PlanError if `model` cannot be trained this way.
 
-        Its text says what would have to hold. What to change, planning/neighbours.py finds out, which knows what is fixed.
+        Its text says what would have to hold. What to change, planning/search/suggestions.py finds out, which knows what is fixed.
         """
         check_rules(self.rules, self.axes, model)
         self._check_stages(model)

@@ -10,8 +10,8 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 
 from collections.abc import Iterator
 
-from optimus_jax.command_line import Parser, run
-from optimus_jax.environment import import_jax
+from optimus_jax.run.command_line import Parser, run
+from optimus_jax.system.environment import import_jax
 
 WORDS = {"run": "run_dir model_path model_dir checkpoint_path ckpt_dir out_dir", "prompt": "prompt_text input_text",
          "max_new_tokens": "max_tokens max_gen_len max_generated_tokens num_tokens length", "temperature": "temp", "num_samples": "num_return_sequences n_samples",
@@ -56,7 +56,7 @@ def note(text: str) -> None:
 def main() -> None:
     given = parser().read()
     import_jax()  # after parsing: --help need not wait for it
-    from optimus_jax.generation import load_text_model
+    from optimus_jax.inference.generation import load_text_model
 
     model = load_text_model(given["run"], given["step"], warn=note)
     pieces = model.generate(given["prompt"], max_new_tokens=given["max_new_tokens"], temperature=given["temperature"], top_k=given["top_k"],

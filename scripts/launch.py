@@ -13,12 +13,12 @@ from argparse import REMAINDER
 from pathlib import Path
 from typing import Any
 
-from optimus_jax.command_line import MISTAKE, Parser
-from optimus_jax.environment import show_every_character
+from optimus_jax.cluster.local_launch import run_processes
 from optimus_jax.errors import ConfigError, OptimusError, explain
-from optimus_jax.local_launch import run_processes
-from optimus_jax.paths import local_path
-from optimus_jax.training.patient_stream import open_closed_streams, patient
+from optimus_jax.run.command_line import MISTAKE, Parser
+from optimus_jax.system.environment import show_every_character
+from optimus_jax.system.paths import local_path
+from optimus_jax.system.resilient_io import open_closed_streams, patient
 
 WORDS = {"processes": "nproc_per_node nproc num_processes n np num_procs"}
 """What its flags are called elsewhere."""

@@ -13,15 +13,15 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from optimus_jax.command_line import Parser, run, settings
-from optimus_jax.environment import import_jax
+from optimus_jax.config.presets import PRESETS
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.presets import PRESETS
+from optimus_jax.run.command_line import Parser, run, settings
+from optimus_jax.system.environment import import_jax
 
 if TYPE_CHECKING:
-    from optimus_jax.planner import Found, RankedPlan
-    from optimus_jax.planning.compile_check import CompileReport
-    from optimus_jax.planning.here import Here
+    from optimus_jax.planning.ahead_of_time.compile_check import CompileReport
+    from optimus_jax.planning.api import Found, RankedPlan
+    from optimus_jax.planning.local_cluster import Here
 
 WIDE = 160
 """Columns of a table that goes into a file."""
@@ -69,7 +69,7 @@ def find(given: dict) -> "Found":
     """Search as the flags say."""
     # After parsing: --help need not wait for JAX.
     import_jax()
-    from optimus_jax.planner import look_for_plans
+    from optimus_jax.planning.api import look_for_plans
 
     if given["top"] < 1 or not 1 <= given.get("explain", 1) <= given["top"]:
         raise ConfigError(explain("ranks count from 1 to --top", given=f"--top {given['top']}, --explain {given.get('explain', 1)}",
@@ -92,12 +92,12 @@ def find(given: dict) -> "Found":
 
 def measured_here(given: dict) -> "Here":
     """The cluster that is here and how fast it is."""
-    from optimus_jax.mesh.backend import warning_of_cpu
+    from optimus_jax.devices.backend import warning_of_cpu
+    from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.mesh.build import discover
-    from optimus_jax.mesh.cpu import use_cpu_devices
-    from optimus_jax.planner import config_for
-    from optimus_jax.planning.cluster import Cluster
-    from optimus_jax.planning.here import measure_devices
+    from optimus_jax.planning.api import config_for
+    from optimus_jax.planning.local_cluster import measure_devices
+    from optimus_jax.planning.profiles.cluster import Cluster
 
     if given["cpu_devices"] is not None:
         if given["cpu_devices"] < 1:
@@ -122,7 +122,7 @@ def show_pricing(text: str) -> None:
 
 def compiled(found: "Found") -> "list[CompileReport | None]":
     """A report for each plan; None where compiling was not asked for."""
-    from optimus_jax.planning.compile_check import check
+    from optimus_jax.planning.ahead_of_time.compile_check import check
 
     reports: list[CompileReport | None] = []
     for ranked in found.plans:
@@ -136,7 +136,7 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     from rich.console import Console
     from rich.table import Table
 
-    from optimus_jax.planning.explain import flags
+    from optimus_jax.planning.search.explain import flags
 
     console = Console()
     if not console.is_terminal:
@@ -149,7 +149,7 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
         table.add_column(name, justify="left" if name in ("mesh", "schedule", "remat", "why") else "right", overflow="fold")
     if any(reports):
         table.add_column("compiled GiB")
-        from optimus_jax.planning.compile_check import CAVEATS
+        from optimus_jax.planning.ahead_of_time.compile_check import CAVEATS
 
         console.print(f"compiled, not run: {'; '.join(CAVEATS)}", highlight=False)
     for ranked, report in zip(found.plans, reports, strict=True):
@@ -180,7 +180,7 @@ def show_divisibility(found: "Found") -> None:
 
 def cells(ranked: "RankedPlan") -> list[str]:
     """A row of the table."""
-    from optimus_jax.planning.explain import seconds, whole_over_tensor
+    from optimus_jax.planning.search.explain import seconds, whole_over_tensor
 
     plan, prediction = ranked.plan, ranked.prediction
     pipeline = plan.pipeline
@@ -200,7 +200,7 @@ def show_terms(ranked: "RankedPlan") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from optimus_jax.planning.explain import gib, term_rows
+    from optimus_jax.planning.search.explain import gib, term_rows
 
     console = Console()
     if not console.is_terminal:

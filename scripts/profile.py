@@ -10,9 +10,9 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 
 import json
 
-from optimus_jax.command_line import Parser, run, settings
-from optimus_jax.environment import import_jax
-from optimus_jax.presets import PRESETS
+from optimus_jax.config.presets import PRESETS
+from optimus_jax.run.command_line import Parser, run, settings
+from optimus_jax.system.environment import import_jax
 
 
 def parser() -> Parser:
@@ -36,10 +36,10 @@ def main() -> None:
     given = parser().read()
     # After parsing: --help need not wait for JAX.
     import_jax()
+    from optimus_jax.config.request import make_config
     from optimus_jax.data.dataset import load_data
-    from optimus_jax.planning.data_profile import profile_data
-    from optimus_jax.planning.model_profile import profile_model
-    from optimus_jax.request import make_config
+    from optimus_jax.planning.profiles.data_profile import profile_data
+    from optimus_jax.planning.profiles.model_profile import profile_model
 
     config = make_config(given["model"], settings(given))
     precision = "f32" if config.precision.compute == "auto" else config.precision.compute

@@ -10,11 +10,11 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 
 from pathlib import Path
 
-from optimus_jax.command_line import Parser, run
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.paths import local_path, user_path
-from optimus_jax.stored_run import run_to_read
-from optimus_jax.viz.run_report import run_report
+from optimus_jax.report.run_report import run_report
+from optimus_jax.run.command_line import Parser, run
+from optimus_jax.run.stored_run import run_to_read
+from optimus_jax.system.paths import local_path, user_path
 
 PAGE = "report.html"
 

@@ -11,15 +11,15 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 from argparse import SUPPRESS
 from pathlib import Path
 
-from optimus_jax.command_line import Parser, run
-from optimus_jax.environment import import_jax
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.paths import local_path
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.chart import picture, text
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES, make_schedule
+from optimus_jax.run.command_line import Parser, run
 from optimus_jax.store.local_copies import local_file
+from optimus_jax.system.environment import import_jax
+from optimus_jax.system.paths import local_path
 
 DESCRIBING = ("schedule", "stages", "microbatches", "repeats", "slack")
 """Flags that say which schedule is meant."""
@@ -58,7 +58,7 @@ def schedule_of(given: dict) -> Schedule:
     name, repeats = given.get("schedule", "1f1b"), given.get("repeats", 1)
     if name in REPEATING and "repeats" not in given:
         import_jax()
-        from optimus_jax.planning.assemble import DEFAULT_REPEATS  # here, because JAX comes with it
+        from optimus_jax.planning.search.assemble import DEFAULT_REPEATS  # here, because JAX comes with it
 
         repeats = DEFAULT_REPEATS
     return make_schedule(name, given["stages"], given["microbatches"], repeats, 2 if "slack" in given else 1)

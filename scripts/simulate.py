@@ -12,20 +12,20 @@ import json
 from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
-from optimus_jax.command_line import Parser, run, settings
-from optimus_jax.environment import import_jax
+from optimus_jax.config.presets import PRESETS
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.presets import PRESETS
+from optimus_jax.run.command_line import Parser, run, settings
+from optimus_jax.system.environment import import_jax
 
 if TYPE_CHECKING:
-    from optimus_jax.control.simulated.comparison import Estimate, Row
-    from optimus_jax.control.simulated.outcome import Outcome
-    from optimus_jax.control.simulated.replay import Recording
-    from optimus_jax.control.simulated.scenarios import Scenario
-    from optimus_jax.control.simulated.setup import Setup
-    from optimus_jax.planning.calibrate import Calibration
-    from optimus_jax.planning.cluster import Cluster
-    from optimus_jax.planning.rates import Rates
+    from optimus_jax.planning.cost.rates import Rates
+    from optimus_jax.planning.learning.calibrate import Calibration
+    from optimus_jax.planning.profiles.cluster import Cluster
+    from optimus_jax.simulation.comparison import Estimate, Row
+    from optimus_jax.simulation.outcome import Outcome
+    from optimus_jax.simulation.replay import Recording
+    from optimus_jax.simulation.scenarios import Scenario
+    from optimus_jax.simulation.setup import Setup
 
 WIDE = 160
 """Columns of a table that goes into a file."""
@@ -61,9 +61,9 @@ def parser() -> Parser:
 
 def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
     """By name, from a file, or from a recorded run."""
-    from optimus_jax.control.simulated.replay import recorded
-    from optimus_jax.control.simulated.scenarios import read_scenario, scenario_named
-    from optimus_jax.stored_run import run_to_read
+    from optimus_jax.run.stored_run import run_to_read
+    from optimus_jax.simulation.replay import recorded
+    from optimus_jax.simulation.scenarios import read_scenario, scenario_named
 
     if "replay" in given:
         recording = recorded(run_to_read(given["replay"], what="--replay", checkpoint="none", say=note))
@@ -86,9 +86,9 @@ def with_cluster(given: dict, recording: "Recording | None") -> dict:
 
 def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -> "Setup":
     """The scenario for this model, or for a recorded run's, on this cluster."""
-    from optimus_jax.control.simulated.setup import Setup
-    from optimus_jax.planning.search import Pricing
-    from optimus_jax.request import make_config
+    from optimus_jax.config.request import make_config
+    from optimus_jax.planning.search.search import Pricing
+    from optimus_jax.simulation.setup import Setup
 
     cluster, rates, calibration = hardware(given)
     overrides = ({} if recording else {"data.global_batch": 8 * cluster.num_devices}) | settings(given, leave=("cpu_devices",))
@@ -102,16 +102,16 @@ def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -
 
 def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
     """The cluster, and what is known of it."""
-    from optimus_jax.planning.calibrate import Calibration
-    from optimus_jax.planning.cluster import Cluster
-    from optimus_jax.planning.rates import Rates
+    from optimus_jax.planning.cost.rates import Rates
+    from optimus_jax.planning.learning.calibrate import Calibration
+    from optimus_jax.planning.profiles.cluster import Cluster
 
     if given["cluster"] != HERE:
         cluster = Cluster.parse(given["cluster"], given["link"])
         return cluster, Rates.of(cluster.accelerator), Calibration()
+    from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.mesh.build import discover
-    from optimus_jax.mesh.cpu import use_cpu_devices
-    from optimus_jax.planning.here import measure_devices
+    from optimus_jax.planning.local_cluster import measure_devices
 
     if "cpu_devices" in given:
         use_cpu_devices(given["cpu_devices"])
@@ -121,8 +121,8 @@ def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
 
 def methods_of(given: dict) -> tuple[str, ...]:
     """Those asked for, with what they are compared with."""
-    from optimus_jax.control.simulated.comparison import BEST_STATIC, DEFAULT_STATIC, METHODS, ORACLE, STAY
     from optimus_jax.errors import nearest
+    from optimus_jax.simulation.comparison import BEST_STATIC, DEFAULT_STATIC, METHODS, ORACLE, STAY
 
     asked = given.get("policy", METHODS)
     for name in asked:
@@ -172,10 +172,10 @@ def main() -> None:
     from rich.console import Console
     from rich.progress import track
 
-    from optimus_jax.control.simulated.comparison import rows, run_all
-    from optimus_jax.control.simulated.contenders import PooledSearch
-    from optimus_jax.control.simulated.scenarios import library
-    from optimus_jax.control.simulated.setup import check_seeds
+    from optimus_jax.simulation.comparison import rows, run_all
+    from optimus_jax.simulation.contenders import PooledSearch
+    from optimus_jax.simulation.scenarios import library
+    from optimus_jax.simulation.setup import check_seeds
 
     if given["list"]:
         for scenario in library().values():

@@ -10,14 +10,14 @@ if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 
 from argparse import ArgumentDefaultsHelpFormatter
 
-from optimus_jax.command_line import Parser, run
 from optimus_jax.config.data import BYTES
 from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.sources import read_documents
 from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
 from optimus_jax.data.tokens import write_token_file
 from optimus_jax.errors import DataError
-from optimus_jax.paths import local_path
+from optimus_jax.run.command_line import Parser, run
+from optimus_jax.system.paths import local_path
 
 FLAGS = {"--set data.text_field=": "--text-field ", "--set data.skip_bad_lines=true": "--skip-bad-lines", "--set data.eos=": "--eos "}
 

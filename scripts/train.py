@@ -8,8 +8,7 @@ import sys
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-from optimus_jax.training.patient_stream import last_words, open_closed_streams, patient
-from optimus_jax.training.stopping import (
+from optimus_jax.faults.stopping import (
     EXIT_BROKEN,
     EXIT_INTERRUPT,
     EXIT_RESTART,
@@ -21,6 +20,7 @@ from optimus_jax.training.stopping import (
     exit_when_asked,
     raise_when_asked,
 )
+from optimus_jax.system.resilient_io import last_words, open_closed_streams, patient
 
 if __name__ == "__main__":
     exit_when_asked()
@@ -29,11 +29,11 @@ import traceback
 from argparse import SUPPRESS
 from typing import Literal, NoReturn
 
-from optimus_jax.command_line import Parser, settings
 from optimus_jax.config import Config
-from optimus_jax.environment import import_jax, show_every_character
+from optimus_jax.config.presets import PRESETS
 from optimus_jax.errors import FaultError, OptimusError
-from optimus_jax.presets import PRESETS
+from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.system.environment import import_jax, show_every_character
 
 RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
 
@@ -87,8 +87,8 @@ def main() -> int:
         overrides = settings(given)
         # After parsing: --help need not wait for JAX.
         import_jax()
-        from optimus_jax.api import train
-        from optimus_jax.mesh.cpu import restart_with_huge_pages
+        from optimus_jax.devices.cpu import restart_with_huge_pages
+        from optimus_jax.run.api import train
 
         if "cpu_devices" in given:
             restart_with_huge_pages()
@@ -134,7 +134,7 @@ def end_in_order(code: int) -> int:
     end_when_asked(code)
     last_words("", after=(sys.stdout, sys.stderr))
     if is_one_of_several():
-        from optimus_jax.mesh.distributed import leave
+        from optimus_jax.cluster.distributed import leave
 
         if not leave():
             return end_now("this process has come to its end, and leaves without another one that has not", code)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.reshard.checksum import named_leaves
 
 F32_RELATIVE = 1e-5
 """Loss, gradients and two optimizer steps under any plan against one device: sums of float32 in another order.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from optimus_jax.planning.hlo_groups import groups_of
+from optimus_jax.planning.ahead_of_time.hlo_groups import groups_of
 
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from plans import LLAMA, VOCAB_SIZE, build, case
 
-from optimus_jax.mesh import piece_programs, shard_sums
-from optimus_jax.mesh.checksum import named_leaves
-from optimus_jax.mesh.reshard import Layout
-from optimus_jax.mesh.restack import is_stacked
 from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.reshard import piece_programs, shard_sums
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.reshard.reshard import Layout
+from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.training.state import abstract_state
 
 MODEL = replace(LLAMA, num_layers=10)

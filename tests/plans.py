@@ -21,7 +21,7 @@ from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import plan_for
+from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Batch, Program, build_program
 

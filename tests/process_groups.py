@@ -18,10 +18,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import optimus_jax
-from optimus_jax import inputs, run
-from optimus_jax.mesh import hosts
-from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.devices import hosts
 from optimus_jax.mesh.sharding import local_rows
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.run import inputs
+from optimus_jax.run import program as run
 from optimus_jax.training.trainer import Trainer
 
 save = Trainer.save

@@ -14,27 +14,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from viz.sample_run import PLAN, write_run
 
-from optimus_jax import command_line
 from optimus_jax.config import Config
 from optimus_jax.config.aliases import ADVICE, ALIASES
+from optimus_jax.config.presets import model_preset
+from optimus_jax.config.request import make_config, read_config, resumed_config
 from optimus_jax.control.journal import plan_to_resume, switches
-from optimus_jax.control.simulated.replay import recorded
-from optimus_jax.control.simulated.scenarios import Scenario, library
 from optimus_jax.errors import OptimusError, PlanError
+from optimus_jax.faults.fault_log import take_over
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.choice import choose_plan
-from optimus_jax.planning.hardware import HardwareProfile
-from optimus_jax.planning.records import read_records
-from optimus_jax.presets import model_preset
-from optimus_jax.request import make_config, read_config, resumed_config
-from optimus_jax.training.fault_log import take_over
-from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.viz.run_report import run_report
+from optimus_jax.planning.learning.records import read_records
+from optimus_jax.planning.profiles.hardware import HardwareProfile
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.report.run_report import run_report
+from optimus_jax.run import command_line
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.simulation.replay import recorded
+from optimus_jax.simulation.scenarios import Scenario, library
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HERE = Topology(num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=2**34)

@@ -8,8 +8,8 @@ import pytest
 from helpers import fitted, host_leaves
 from plans import build, case, in_order, model_for
 
-from optimus_jax.mesh.restack import is_stacked
 from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.reshard.restack import is_stacked
 
 ONE = case("data=1", zero=0)
 

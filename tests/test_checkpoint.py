@@ -23,12 +23,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optimus_jax import checkpoint_errors
-from optimus_jax.checkpoint import ABANDONED, Checkpoints, NotFiniteError
-from optimus_jax.checkpoint_room import Room, check_room, num_wanted, room_in
+from optimus_jax.checkpoint import errors as checkpoint_errors
+from optimus_jax.checkpoint.checkpoints import ABANDONED, Checkpoints, NotFiniteError
+from optimus_jax.checkpoint.disk_space import Room, check_room, num_wanted, room_in
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError
-from optimus_jax.mesh.checksum import checksums
+from optimus_jax.reshard.checksum import checksums
 
 METADATA = {"plan": {"axes": {"data": 2}, "schedule": "1f1b"}, "tokens": 123456789012, "lr": 0.1, "seed": None}
 
@@ -466,7 +466,7 @@ import pathlib, sys
 import jax, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig
 
 address, process, directory = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 import optimus_jax
-from optimus_jax import command_line
-from optimus_jax.command_line import INTERRUPTED, MISTAKE, NO_READER, Parser, run, settings
 from optimus_jax.config import Config, aliases
 from optimus_jax.config.aliases import ADVICE, ALIASES, AXIS_OF, PARAMETERS, VALUES, advice_for, alias_of
+from optimus_jax.config.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
+from optimus_jax.config.settings import field_types
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, closest
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
-from optimus_jax.settings import field_types
-from optimus_jax.training.patient_stream import reporting
+from optimus_jax.run import command_line
+from optimus_jax.run.command_line import INTERRUPTED, MISTAKE, NO_READER, Parser, run, settings
+from optimus_jax.system.resilient_io import reporting
 
 SCRIPTS = {path.stem: path for path in (Path(__file__).parents[1] / "scripts").glob("*.py")}
 

@@ -21,12 +21,12 @@ from optimus_jax.config import (
     PrecisionConfig,
     RopeScaling,
 )
+from optimus_jax.config.presets import PRESETS, model_preset
+from optimus_jax.config.request import SHORT_NAMES, make_config, read_config, repeated_config, resumed_config
+from optimus_jax.config.settings import setting_names
 from optimus_jax.errors import ConfigError
 from optimus_jax.models.families import FAMILIES, check_family, family_of
 from optimus_jax.models.shapes import model_shapes
-from optimus_jax.presets import PRESETS, model_preset
-from optimus_jax.request import SHORT_NAMES, make_config, read_config, repeated_config, resumed_config
-from optimus_jax.settings import setting_names
 
 shares = st.floats(0, 1, exclude_max=True)
 sizes = st.integers(1, 10_000)

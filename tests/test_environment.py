@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from optimus_jax.environment import check_dump_folder, check_xla_flags, import_jax, number_of
 from optimus_jax.errors import ConfigError
-from optimus_jax.kept import cache_directory
+from optimus_jax.system.cache import cache_directory
+from optimus_jax.system.environment import check_dump_folder, check_xla_flags, import_jax, number_of
 
 ROOT = Path(__file__).parents[1]
 

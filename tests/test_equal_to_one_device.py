@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import MESH_AXES
-from optimus_jax.mesh.checksum import named_leaves
+from optimus_jax.reshard.checksum import named_leaves
 
 FIRST_MOMENT, SECOND_MOMENT = "opt_state/0/mu/", "opt_state/0/nu/"
 TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}

@@ -103,7 +103,7 @@ def changed(tmp_path, change):
 
 def test_processes_with_directories_of_their_own_do_not_train(tmp_path):
     """Each would have a part of every checkpoint, and nobody a whole one."""
-    script = changed(tmp_path, "from optimus_jax.training import shared_directory\nshared_directory.PATIENCE_S = 0.5")
+    script = changed(tmp_path, "from optimus_jax.run_directory import shared as shared_directory\nshared_directory.PATIENCE_S = 0.5")
     processes, end = several(script, "--steps", "2", directories=[tmp_path / "a", tmp_path / "b"])
     (first, first_code), (second, second_code) = map(end, processes)
     assert (first_code, second_code) == (2, 2), first + second
@@ -127,8 +127,8 @@ def test_who_never_comes_to_its_end_is_not_waited_for(tmp_path, is_told_to_end):
     """The run is done then, and its exit code says so, also where the launcher does not wait either."""
     script = changed(tmp_path, f"""
 import threading
-from optimus_jax import api
-from optimus_jax.mesh import distributed
+from optimus_jax.run import api
+from optimus_jax.cluster import distributed
 if {is_told_to_end}:
     leave = distributed.leave
     distributed.GOODBYE_S = 1000.0
@@ -157,7 +157,7 @@ api.train = stop_after""")
 def test_a_death_while_processes_are_being_connected_is_told_at_once(tmp_path):
     """Without waiting for `connect_s`; who is connected sees it too."""
     script = changed(tmp_path, """
-from optimus_jax.mesh import distributed
+from optimus_jax.cluster import distributed
 joining = distributed._joining
 def die_or_join(*arguments):
     if sys.argv[-1] == "2":

@@ -17,11 +17,10 @@ from helpers import F32_RELATIVE, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus_jax.api import train
 from optimus_jax.config import ModelConfig
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import CheckpointError, ConfigError, DataError
-from optimus_jax.generation import (
+from optimus_jax.inference.generation import (
     Sampling,
     TextModel,
     _Detokenizer,
@@ -37,6 +36,7 @@ from optimus_jax.generation import (
 )
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.transformer import Pass
+from optimus_jax.run.api import train
 
 F32 = jnp.dtype(jnp.float32)
 SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
@@ -351,7 +351,7 @@ def test_the_script_ends_quietly_when_nobody_reads_on():
     """As of `| head -c 1`: the pipe is closed while text is still being made."""
     program = f"""
 import os, runpy, sys
-from optimus_jax import generation
+from optimus_jax.inference import generation
 class Model:
     config, step = type("", (), {{"name": "tiny"}}), 1
     def generate(self, prompt, **_):

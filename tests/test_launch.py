@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus_jax.local_launch import _forwarding
+from optimus_jax.cluster.local_launch import _forwarding
 
 LAUNCH = Path(__file__).parents[1] / "scripts" / "launch.py"
 TOLD = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_ID", "NUM_LOCAL")

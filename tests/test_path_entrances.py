@@ -10,16 +10,16 @@ import jax
 import pytest
 
 import optimus_jax
-from optimus_jax.command_line import run
 from optimus_jax.config import Config
+from optimus_jax.config.request import read_config
 from optimus_jax.data.tokenizers import load_tokenizer
+from optimus_jax.devices.cpu import leave_compilation_cache
 from optimus_jax.errors import ConfigError, OptimusError
-from optimus_jax.generation import load_text_model
-from optimus_jax.mesh.cpu import leave_compilation_cache
-from optimus_jax.paths import path_argument
-from optimus_jax.request import read_config
-from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.viz.run_report import run_report
+from optimus_jax.inference.generation import load_text_model
+from optimus_jax.report.run_report import run_report
+from optimus_jax.run.command_line import run
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.system.paths import path_argument
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 LITERAL = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus_jax.paths import (
+from optimus_jax.system.paths import (
     SCHEMES,
     PathError,
     Url,

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.config import Config, PhaseConfig
+from optimus_jax.config.phases import in_phase, phase_after, phases_of
 from optimus_jax.errors import ConfigError
-from optimus_jax.phases import in_phase, phase_after, phases_of
 
 
 def config_of(text, **data):

@@ -20,8 +20,8 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.gpipe import forward_only
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Plan, check_devices
-from optimus_jax.planning.choice import choose_plan
-from optimus_jax.planning.neighbours import NAMED
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.planning.search.suggestions import NAMED
 
 MODEL = listed.GPT
 PLAN = listed.make_plan(listed.make_config(MODEL, listed.case("data=2,fsdp=4", zero=3, microbatches=2)))

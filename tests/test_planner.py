@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import optimus_jax
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import ConfigError, OptimusError, PlanError
 from optimus_jax.mesh.build import discover
 from optimus_jax.pipeline.tables import make_schedule
-from optimus_jax.planner import find_plans
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.here import Here
-from optimus_jax.planning.rates import Rates
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.api import find_plans
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.profiles.cluster import Cluster
 
 PLAN = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "plan.py")]
 CONTRACT = {"rank", "axes", "schedule", "microbatches", "remat", "zero", "step_time_s", "step_time_interval_s", "tokens_per_s", "mfu", "memory_bytes",
@@ -154,8 +154,8 @@ def run(tmp_path, **overrides):
 
 def test_a_run_tries_the_best_and_goes_on_with_the_plan_it_had(tmp_path, monkeypatch):
     here = profiled(discover(), tmp_path)
-    monkeypatch.setattr("optimus_jax.api.known_devices", lambda topology: here)
-    monkeypatch.setattr("optimus_jax.planning.measure.expected_gain", lambda *args: 1e9)  # a run for which trying pays
+    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: here)
+    monkeypatch.setattr("optimus_jax.planning.trials.measure.expected_gain", lambda *args: 1e9)  # a run for which trying pays
     result = run(tmp_path, steps=1)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     trials = [event for event in events if event["event"] == "decision"]
@@ -164,7 +164,7 @@ def test_a_run_tries_the_best_and_goes_on_with_the_plan_it_had(tmp_path, monkeyp
     assert len(here.records.read_text().splitlines()) == 3
     assert any("fastest of 3" in event.get("why", "") for event in events)
 
-    monkeypatch.setattr("optimus_jax.api.known_devices", lambda topology: None)  # the rule would say data=8
+    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: None)  # the rule would say data=8
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=2)
     assert resumed.plan == result.plan
     moved = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=3, mesh="tensor=8")
@@ -174,7 +174,7 @@ def test_a_run_tries_the_best_and_goes_on_with_the_plan_it_had(tmp_path, monkeyp
 
 def test_a_short_run_tries_nothing(tmp_path, monkeypatch):
     here = profiled(discover(), tmp_path)
-    monkeypatch.setattr("optimus_jax.api.known_devices", lambda topology: here)
+    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: here)
     run(tmp_path, steps=1)
     assert '"decision"' not in (tmp_path / "run" / "events.jsonl").read_text()
     assert not here.records.exists()

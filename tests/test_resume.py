@@ -18,8 +18,8 @@ from helpers import F32_RELATIVE, fitted, host_leaves
 from plans import in_order, make_plan
 
 import optimus_jax
-from optimus_jax import api, run
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
+from optimus_jax.cluster.launch import Launch
 from optimus_jax.config import CheckpointConfig, Config
 from optimus_jax.errors import (
     CheckpointError,
@@ -31,19 +31,20 @@ from optimus_jax.errors import (
     PlanError,
     RunDirectoryError,
 )
-from optimus_jax.first_plan import on_what_is_there
-from optimus_jax.generation import load_text_model
+from optimus_jax.faults.stopping import EXIT_RESTART
+from optimus_jax.inference.generation import load_text_model
 from optimus_jax.mesh.build import build_mesh
-from optimus_jax.mesh.engines import Launch
-from optimus_jax.mesh.restack import is_stacked
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import planned_shapes
-from optimus_jax.training import run_directory
-from optimus_jax.training.display import Display
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.reshard.restack import is_stacked
+from optimus_jax.run import api
+from optimus_jax.run import program as run
+from optimus_jax.run.display import Display
+from optimus_jax.run.first_plan import on_what_is_there
+from optimus_jax.run_directory import directory as run_directory
+from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, to_stored
 from optimus_jax.training.step import build_program
-from optimus_jax.training.stopping import EXIT_RESTART
 
 STEPS = 7
 TINY = {

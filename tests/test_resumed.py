@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from optimus_jax.config import Config
+from optimus_jax.config.request import make_config, named_settings, repeated_config, resumed_config
 from optimus_jax.errors import ConfigError
-from optimus_jax.request import make_config, named_settings, repeated_config, resumed_config
-from optimus_jax.resumed import Resumed, derived_values
+from optimus_jax.run.rate_change import RateChange
+from optimus_jax.run.resumed import Resumed, derived_values
 from optimus_jax.training.optimizer import learning_rate
-from optimus_jax.training.rate_change import RateChange
 
 NUM_PARAMS = 33_000
 PEAK = 2e-3

@@ -8,15 +8,15 @@ import pytest
 from data.test_eos import SPEAK, unigram
 
 import optimus_jax
-from optimus_jax import api
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.request import make_config
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.errors import DataError
-from optimus_jax.generation import load_text_model
-from optimus_jax.request import make_config
-from optimus_jax.run_data import check_same_data, held_out_in_run, identity_in_run, tokenizer_of_run
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.inference.generation import load_text_model
+from optimus_jax.run import api
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.run_directory.run_data import check_same_data, held_out_in_run, identity_in_run, tokenizer_of_run
 
 TEXTS = [f"Hello world {'wd' * (n % 7)}" for n in range(40)] + [SPEAK] * 5
 TINY = {"mesh": "data=8", "global_batch": 8, "seq_len": 16, "eval_every": 0, "progress": "plain", "model.vocab_size": 64, "model.num_layers": 1,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from optimus_jax.config.request import make_config
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
-from optimus_jax.request import make_config
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SCREEN_LINES, SCREEN_COLUMNS = 40, 120
@@ -117,9 +117,9 @@ ONE_LAYER = ("--model", "gpt2-nano", "--set", "model.num_layers=1", "--seq-len",
              "--progress", "plain")
 SIGNALS = """
 import os, signal
-from optimus_jax.training.display import PlainDisplay
+from optimus_jax.run.display import PlainDisplay
 from optimus_jax.training.trainer import Trainer
-from optimus_jax import run
+from optimus_jax.run import program as run
 compiled = run._compiled
 """
 
@@ -148,8 +148,8 @@ def test_an_unreachable_coordinator_is_given_up_in_words(tmp_path):
 
 
 def test_sigterm_is_heard_while_processes_connect(tmp_path):
-    ended = driven("import os, signal\nfrom optimus_jax.mesh import reporting\n"
-                   "reporting.socket.create_connection = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n",
+    ended = driven("import os, signal\nfrom optimus_jax.cluster import rendezvous_client\n"
+                   "rendezvous_client.socket.create_connection = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n",
                    "--model", "gpt2-nano", "--coordinator", "127.0.0.1:9", "--num-processes", 2, "--process-id", 1, "--run-dir", tmp_path / "run")
     assert ended.returncode == 75
     assert ended.stderr.endswith("\nstopped before training had begun\n")

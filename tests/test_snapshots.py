@@ -9,11 +9,11 @@ import pytest
 from helpers import host_leaves
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optimus_jax import snapshot_files as files
-from optimus_jax import snapshots as snapshots_module
+from optimus_jax.checkpoint import snapshot_files as files
+from optimus_jax.checkpoint import snapshots as snapshots_module
+from optimus_jax.checkpoint.snapshots import Snapshots, bytes_of_host
 from optimus_jax.errors import CheckpointError, ConfigError
-from optimus_jax.mesh.checksum import named_leaves
-from optimus_jax.snapshots import Snapshots, bytes_of_host
+from optimus_jax.reshard.checksum import named_leaves
 
 METADATA = {"plan": "p", "next_step": 5}
 SPECS = {"table": PartitionSpec("x", "y"), "bias": PartitionSpec("y"), "half": PartitionSpec(None, "x"), "step": PartitionSpec()}

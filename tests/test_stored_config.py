@@ -6,9 +6,9 @@ import json
 import pytest
 
 from optimus_jax.config import Config
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import CheckpointError
-from optimus_jax.presets import model_preset
-from optimus_jax.stored_config import check_stored_config
+from optimus_jax.run.stored_config import check_stored_config
 
 SAVED = Config(model=model_preset("llama3.2-1b"))
 METADATA = {"config": SAVED.to_json(derived={"optimizer.lr": 3e-4, "precision.compute": "bf16"})}

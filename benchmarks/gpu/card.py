@@ -9,11 +9,11 @@ import jax
 from cases import Case
 from ours import config_of
 
+from optimus_jax.devices.backend import gpu_memory_share
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.backend import gpu_memory_share
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.memory import estimate_memory
+from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.search.assemble import plan_for
 
 F32_STATE, BF16_STATE = 16, 8
 """Bytes a parameter: weight, gradient and two moments."""

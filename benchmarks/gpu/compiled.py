@@ -20,11 +20,11 @@ from rows import commit_here, is_of_commit, rows_of
 from optimus_jax.errors import OptimusError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.models.flops import step_flops
-from optimus_jax.paths import path_argument
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.compile_check import check
-from optimus_jax.planning.memory import estimate_memory
+from optimus_jax.planning.ahead_of_time.compile_check import check
+from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.system.paths import path_argument
 
 GIB = 2**30
 

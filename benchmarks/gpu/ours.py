@@ -13,14 +13,14 @@ import numpy as np
 from cases import STEPS, WARMUP, Case, check_losses, read_case
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.control.executables import compile_plan
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.flops import step_flops
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.memory import estimate_memory
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.search.assemble import plan_for
 
 KERNELS = {"cudnn": r"__cudnn\$fmha", "triton": r"__triton", "cublas": r"__cublas\$"}
 """Of custom calls in the compiled step."""

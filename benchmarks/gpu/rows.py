@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
-from optimus_jax.mesh.accelerators import accelerator_of_kind
+from optimus_jax.devices.accelerators import accelerator_of_kind
 
 NAMES = {"ours": "optimus_jax", "eager": "PyTorch, eager", "compile": "PyTorch, torch.compile", "matmul": "matrix product alone"}
 CONVENTION = ("Model FLOPs, for all alike (optimus_jax/models/flops.py): 6 for each token and element of a matrix that it is multiplied by (projections, feed-forward and head; not the embedding's rows), "

@@ -29,7 +29,7 @@ from card import NO_CARD, Card, flags_of, has_no_room
 from cases import CASES, EXPERIMENTS, SMOKE, Case, as_argument
 from rows import NAMES, commit_here, has_figures, identity, is_done, is_known, report, rows_of, table
 
-from optimus_jax.paths import path_argument
+from optimus_jax.system.paths import path_argument
 
 HERE = Path(__file__).resolve().parent
 LONGEST_S = {"compile": 330.0}

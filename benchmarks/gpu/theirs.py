@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile  # pyright: ignore[reportMi
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # pyright: ignore[reportMissingImports]
 
+from optimus_jax.config.presets import model_preset
 from optimus_jax.models.flops import step_flops
-from optimus_jax.presets import model_preset
 
 UNMASKED = "sdpa_without_masks"
 """A name for which transformers knows no way to make masks, and so makes none."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.paths import Url, user_path
+from optimus_jax.system.paths import Url, user_path
 
 STDLIB = "stdlib"
 """The source that every machine has: the .py files of Python's own library."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.paths import user_path
+from optimus_jax.system.paths import user_path
 
 Precision = Literal["f32", "bf16", "f16"]
 PrecisionChoice = Literal["auto", "f32", "bf16", "f16"]

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from optimus_jax.config.checks import check_not_negative, check_positive, is_address, is_host_and_port
+from optimus_jax.config.settings import SEPARATOR
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.paths import local_path
-from optimus_jax.settings import SEPARATOR
+from optimus_jax.system.paths import local_path
 
 MOST_PROCESSES = 10**6
 """Each of them is named if it does not come."""
@@ -14,7 +14,7 @@ MOST_PROCESSES = 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How processes find one another; what is left open, the environment says (mesh/engines.py)."""
+    """How processes find one another; what is left open, the environment says (cluster/launch.py)."""
 
     coordinator: str | None = None
     """HOST:PORT that process 0 listens on."""

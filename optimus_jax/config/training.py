@@ -6,7 +6,7 @@ from typing import Literal
 
 from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.paths import local_path
+from optimus_jax.system.paths import local_path
 
 LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from optimus_jax import settings
+from optimus_jax.config import settings
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.layout import ParallelConfig, PrecisionConfig
@@ -20,7 +20,7 @@ from optimus_jax.config.training import (
     OptimizerConfig,
 )
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.json_input import JSONInputError, parse_json
+from optimus_jax.system.json_input import JSONInputError, parse_json
 
 LEAST_SHARE_IN_BF16 = 2.0**-8
 """Half of the widest gap between numbers of 8 significant bits: a moment that is to change by a smaller share of itself may round to what it was."""
@@ -120,7 +120,7 @@ class Config:
 
         Args:
           derived: what a run made of the settings left open, by dotted name. It belongs to that run, which keeps it
-            when it is resumed (resumed.py); a run that is begun from these settings derives anew.
+            when it is resumed (run/resumed.py); a run that is begun from these settings derives anew.
         """
         value = dataclasses.asdict(dataclasses.replace(
             self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False),

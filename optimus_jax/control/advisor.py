@@ -33,7 +33,7 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation
 from optimus_jax.plan import Plan
-from optimus_jax.planning.search import Pricing
+from optimus_jax.planning.search.search import Pricing
 
 LEAD_S = 180.0
 """Before a phase begins, its plan is chosen: time enough to compile."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from optimus_jax.config import Config, ParallelConfig
+from optimus_jax.config.phases import phases_of
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.deciding.candidates import search_now
@@ -17,16 +18,15 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.reported import ReportedDevices
 from optimus_jax.control.switch import Switcher
 from optimus_jax.errors import PlanError
-from optimus_jax.kept import cache_directory
+from optimus_jax.faults.heartbeat import SignsOfLife
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.phases import phases_of
 from optimus_jax.plan import Plan
-from optimus_jax.planning.hardware import kept_profile
-from optimus_jax.planning.here import Here
-from optimus_jax.planning.search import Pricing, Ranking
-from optimus_jax.training.display import Display
-from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.signs_of_life import SignsOfLife
+from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.profiles.hardware import kept_profile
+from optimus_jax.planning.search.search import Pricing, Ranking
+from optimus_jax.run.display import Display
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.system.cache import cache_directory
 
 COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
 """What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs. For GPUs a guess, until the first switch."""

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from optimus_jax.control.signals import FEW
-from optimus_jax.planning.hardware import HardwareProfile
-from optimus_jax.planning.measurements import ALL_REDUCE
+from optimus_jax.planning.profiles.hardware import HardwareProfile
+from optimus_jax.planning.profiles.measurements import ALL_REDUCE
 from optimus_jax.robust import median_of_sorted
 
 PROFILE = "the hardware profile"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from optimus_jax.mesh.distributed import of_first_process
+from optimus_jax.cluster.distributed import of_first_process
 from optimus_jax.plan import Plan
 
 PAUSE_S, MOST_STEPS = 1.0, 8

@@ -1,7 +1,7 @@
 """The way of a state over the disk, where devices have no room for it to move from one layout to another in memory.
 
 It costs two passes over the disk, and leaves a checkpoint. The state is there, whole, before anything is deleted, and what comes back
-is checked against its checksums (checkpoint.py); every plan can read it.
+is checked against its checksums (checkpoint/checkpoints.py); every plan can read it.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.control.executables import Executable
 from optimus_jax.training.state import TrainState, abstract_stored_state, from_stored, may_be_padded, to_stored
 from optimus_jax.training.step import Program

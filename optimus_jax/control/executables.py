@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.build import build_mesh
-from optimus_jax.mesh.exchange import Device
-from optimus_jax.mesh.reshard import Layout
-from optimus_jax.mesh.shard_sums import ShardSums
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.compile_report import check_executable
-from optimus_jax.planning.explain import gib
+from optimus_jax.planning.ahead_of_time.compile_report import check_executable
+from optimus_jax.planning.search.explain import gib
+from optimus_jax.reshard.exchange import Device
+from optimus_jax.reshard.reshard import Layout
+from optimus_jax.reshard.shard_sums import ShardSums
 from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.state import TrainState, abstract_state
 from optimus_jax.training.step import Program, build_program

@@ -23,7 +23,7 @@ from optimus_jax.control.signals import (
     THROTTLED_SHARE,
     UTILISATION,
 )
-from optimus_jax.planning.nvml import Driver
+from optimus_jax.planning.profiles.nvml import Driver
 
 SLOWED_BY = {
     "nvmlClocksThrottleReasonSwPowerCap": "power cap", "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from optimus_jax.control.signals import HEARTBEAT_AGE_S
-from optimus_jax.training.signs_of_life import SignsOfLife
+from optimus_jax.faults.heartbeat import SignsOfLife
 
 
 class Heartbeats:

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from optimus_jax.config.settings import shown, with_right_types
 from optimus_jax.errors import PlanError, RunDirectoryError, explain
 from optimus_jax.plan import Plan
-from optimus_jax.settings import shown, with_right_types
-from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.run_files import explained, json_object
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.run_directory.files import explained, json_object
 
 Ending = Literal["kept", "stopped", "taken back", "failed", "died"]
 """The new plan was kept; the run ended in its first steps; it was taken back after them; the move failed; the process ended unawares."""

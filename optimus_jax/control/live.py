@@ -15,10 +15,10 @@ from optimus_jax.control.heartbeats import Heartbeats
 from optimus_jax.control.mesh_probes import MeshProbes
 from optimus_jax.control.rounds import Budget, Rounds
 from optimus_jax.control.sources import Signals
+from optimus_jax.faults.heartbeat import SignsOfLife
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
-from optimus_jax.planning.cluster import BETWEEN, INSIDE, Cluster
-from optimus_jax.planning.hardware import HardwareProfile
-from optimus_jax.training.signs_of_life import SignsOfLife
+from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
+from optimus_jax.planning.profiles.hardware import HardwareProfile
 
 
 class Probes:

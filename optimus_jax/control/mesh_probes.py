@@ -69,7 +69,7 @@ class MeshProbes:
         platform = mesh.devices.flat[0].platform
         self.messages, on_cpu = messages_of(platform), platform == "cpu"
         self._repeats = 1 if on_cpu else 8
-        # Shapes that planning/probes.py measures, for the sake of a baseline; a tenth of a millisecond on a GPU.
+        # Shapes that planning/profiles/probes.py measures, for the sake of a baseline; a tenth of a millisecond on a GPU.
         self.compute = Matmuls(m=512, k=256, dtype="f32", repeats=1) if on_cpu else Matmuls(m=1024, k=1024, dtype="bf16", repeats=16)
         self._programs: dict[Work, Callable[[], object]] = {}
 

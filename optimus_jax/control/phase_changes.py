@@ -1,7 +1,7 @@
 """From one phase of a run to the next: the step for other batches is compiled while the steps before it go on.
 
 Under the same plan no state moves, and the change costs the run nothing but what is left of the compilation. If the
-batches need another plan (planning/phase_plans.py) the state moves as in any switch, but there are no steps on trial: before
+batches need another plan (planning/search/phase_plans.py) the state moves as in any switch, but there are no steps on trial: before
 and after are not to be compared, and there is no way back to other batches.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from optimus_jax.config import Config
+from optimus_jax.config.phases import Phase, in_phase, phase_after, phases_of
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.preparation import Preparation, Prepared
 from optimus_jax.control.switch import Switched, Switcher
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.phases import Phase, in_phase, phase_after, phases_of
 from optimus_jax.plan import Plan
-from optimus_jax.training.display import Display
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.run.display import Display
+from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import TrainState
 
 PlanOf = Callable[[Phase, Plan], Plan]

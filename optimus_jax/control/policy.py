@@ -16,7 +16,7 @@ from typing import Any, Literal
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.plan import Plan
-from optimus_jax.planning.explain import flags, seconds
+from optimus_jax.planning.search.explain import flags, seconds
 
 Rung = Literal["executable", "rebalance", "permute", "remesh", "subset", "restart"]
 RUNGS: tuple[Rung, ...] = ("executable", "rebalance", "permute", "remesh", "subset", "restart")

@@ -1,6 +1,6 @@
 """What steps take under any plan: the cost model, mended by what was measured while the run went on.
 
-Beliefs are those of planning/beliefs.py. Old evidence counts for less, and what earlier runs on the same hardware have
+Beliefs are those of planning/learning/beliefs.py. Old evidence counts for less, and what earlier runs on the same hardware have
 learnt is read from a file.
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from optimus_jax.json_input import read_json
-from optimus_jax.kept import write_whole
-from optimus_jax.planning.beliefs import Beliefs, Evidence, Query
-from optimus_jax.planning.calibrate import Calibration, Matrix, Vector
-from optimus_jax.planning.cost import NINE_IN_TEN
+from optimus_jax.planning.cost.cost import NINE_IN_TEN
+from optimus_jax.planning.learning.beliefs import Beliefs, Evidence, Query
+from optimus_jax.planning.learning.calibrate import Calibration, Matrix, Vector
+from optimus_jax.system.cache import write_whole
+from optimus_jax.system.json_input import read_json
 
 ANOTHER_RUN = 0.1
 """Standard deviation of levels from one run to the next on the same hardware, as a logarithm: it may find other neighbours, another driver, another room temperature."""

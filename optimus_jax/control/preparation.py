@@ -13,10 +13,10 @@ from jax.experimental import multihost_utils
 
 from optimus_jax.control.executables import Executable
 from optimus_jax.errors import OptimusError, PlanError, explain
-from optimus_jax.mesh.reshard import Move
 from optimus_jax.plan import Plan
-from optimus_jax.planning.compile_report import LIMIT_HEADROOM_SHARE
-from optimus_jax.planning.explain import gib
+from optimus_jax.planning.ahead_of_time.compile_report import LIMIT_HEADROOM_SHARE
+from optimus_jax.planning.search.explain import gib
+from optimus_jax.reshard.reshard import Move
 
 
 @dataclass(frozen=True, kw_only=True)

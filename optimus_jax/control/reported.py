@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from optimus_jax.json_input import parse_json
+from optimus_jax.system.json_input import parse_json
 
 FILE = "lost_devices.json"
 POLL_S = 1.0

@@ -90,7 +90,7 @@ class Rounds:
 
     Args:
       programs: what is timed.
-      links: `inside` or `between` (planning/cluster.py), of each mesh axis that can be probed: what it crosses.
+      links: `inside` or `between` (planning/profiles/cluster.py), of each mesh axis that can be probed: what it crosses.
       baselines: what probes take when nothing is wrong.
       budget: when rounds are due.
       exchange: with the other processes; None: JAX's.

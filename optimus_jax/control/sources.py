@@ -38,7 +38,7 @@ from optimus_jax.control.signals import (
     Window,
 )
 from optimus_jax.mesh.axes import MESH_AXES
-from optimus_jax.training.step_record import StepRecord
+from optimus_jax.run_directory.step_record import StepRecord
 
 _LOG = logging.getLogger(__name__)
 _OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)

@@ -3,7 +3,7 @@
 * PREPARE, while training goes on: a thread compiles the plan and the programs that move the state,
   there and back, and finds out whether steps and move fit into memory. What goes wrong there is the
   result of the preparation, and never an exception in training.
-* MOVE and VERIFY, at a step boundary: group of leaves by group (mesh/reshard.py). Checksums of a
+* MOVE and VERIFY, at a step boundary: group of leaves by group (reshard/reshard.py). Checksums of a
   group are taken before it moves and of what has arrived, and only when they are the same are its
   old shards deleted. So until the last group has been verified nothing is lost: groups that have
   moved are moved back, those that have not still lie as they did. Then the step, and the loss of a
@@ -30,19 +30,19 @@ import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
 
+from optimus_jax.cluster.distributed import together
 from optimus_jax.config import Config, ControlConfig, Precision
 from optimus_jax.control.background import Worker
 from optimus_jax.control.detour import Detour
 from optimus_jax.control.executables import Executable, Shelf, batch_of, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
+from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import FaultError, OptimusError, PlanError, explain
-from optimus_jax.mesh.checksum import named_leaves
-from optimus_jax.mesh.distributed import together
-from optimus_jax.mesh.exchange import Device
-from optimus_jax.mesh.hosts import devices_by_host
-from optimus_jax.mesh.reshard import Group, Move
 from optimus_jax.plan import Plan
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.reshard.exchange import Device
+from optimus_jax.reshard.reshard import Group, Move
 from optimus_jax.training.objective import Batch
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from optimus_jax.control.council import Order
 from optimus_jax.control.preparation import Preparation
 from optimus_jax.plan import Plan
-from optimus_jax.training.step_record import StepRecord
+from optimus_jax.run_directory.step_record import StepRecord
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,7 @@
 it as the last target; the tokens left over at the end are not used. Documents are cut where a
 window ends. The rows of step k's batch are the elements (k - 1) * global_batch, ... of an endless
 shuffle, each epoch in another order, so a batch depends on (seed, k, global batch) alone; in a run
-with phases (phases.py), on the batches of the phases before as well.
+with phases (config/phases.py), on the batches of the phases before as well.
 """
 
 import grain

@@ -20,8 +20,8 @@ from optimus_jax.data.formats import HEADER_SUFFIX, READERS, SUFFIXES, TOKEN_SUF
 from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.refused import check_format, nothing_there, unreadable
 from optimus_jax.errors import DataError, explain
-from optimus_jax.paths import Url, local_pattern, user_path
 from optimus_jax.store.local_copies import local_copies
+from optimus_jax.system.paths import Url, local_pattern, user_path
 
 _ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files of Hugging Face's datasets that say what others are."""

@@ -5,9 +5,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
+from optimus_jax.devices.backend import host_bytes, host_limit_bytes, start_backend
+from optimus_jax.devices.hosts import count_hosts, devices_by_host, hosts_of_processes
 from optimus_jax.mesh.axes import MESH_AXES
-from optimus_jax.mesh.backend import host_bytes, host_limit_bytes, start_backend
-from optimus_jax.mesh.hosts import count_hosts, devices_by_host, hosts_of_processes
 from optimus_jax.mesh.topology import HOST_MEMORY_SHARE, Topology
 from optimus_jax.plan import Plan, check_devices
 

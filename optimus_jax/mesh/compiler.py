@@ -13,8 +13,8 @@ import jax
 import jaxlib.version
 from jax.sharding import Mesh
 
-from optimus_jax.mesh.accelerators import accelerator_of_kind
-from optimus_jax.mesh.backend import gpu_memory_share
+from optimus_jax.devices.accelerators import accelerator_of_kind
+from optimus_jax.devices.backend import gpu_memory_share
 from optimus_jax.plan import Plan
 
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus_jax.mesh.accelerators import accelerator_of_kind
+from optimus_jax.devices.accelerators import accelerator_of_kind
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 
 HOSTS, PROCESSES = "hosts", "processes"

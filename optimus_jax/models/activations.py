@@ -1,7 +1,7 @@
 """Bytes that backward keeps of forward, per token and layer, in closed form for each remat policy.
 
 It is what `jax.vjp` of a layer (models/transformer.py, Block) closes over, exactly; a test holds one to
-the other. What XLA allocates beside it while it works on a layer is not here (planning/memory.py).
+the other. What XLA allocates beside it while it works on a layer is not here (planning/cost/memory.py).
 """
 
 from dataclasses import dataclass

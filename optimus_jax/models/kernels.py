@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.config import AttentionKernel, Config, Precision
+from optimus_jax.devices.accelerators import AMPERE
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.accelerators import AMPERE
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.layers import keep_mask
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.paths import local_path
 from optimus_jax.pipeline.schedule import IDLE, Schedule, Table
+from optimus_jax.system.paths import local_path
 
 MAX_TICKS = 96
 """Columns of a text chart; 1F1B and GPipe of 8 stages and 32 microbatches need fewer."""

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from optimus_jax.errors import PlanError, explain, nearest
-from optimus_jax.json_input import parse_json
+from optimus_jax.system.json_input import parse_json
 
 COUNTS = ("stages", "microbatches", "repeats", "latency")
 TABLES = ("forward", "backward")

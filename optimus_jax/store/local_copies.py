@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from optimus_jax.errors import StoreError, explain
-from optimus_jax.paths import Url, UserPath, directory_of_environment, user_path
 from optimus_jax.store.objects import Found, Objects
+from optimus_jax.system.paths import Url, UserPath, directory_of_environment, user_path
 
 NUM_TRANSFERS = 8
 """Objects on their way at the same time."""

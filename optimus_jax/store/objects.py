@@ -16,7 +16,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from optimus_jax.errors import StoreError, explain
-from optimus_jax.paths import SCHEMES, Url
+from optimus_jax.system.paths import SCHEMES, Url
 
 _SAME_AS = {"abfss": "abfs"}
 """Schemes that fsspec knows by another name."""

@@ -17,12 +17,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optimus_jax.config import PrecisionConfig
 from optimus_jax.mesh.axes import LAYERS
-from optimus_jax.mesh.memory_kinds import HOST_MEMORY, lies_on_host
-from optimus_jax.mesh.restack import is_stacked, restack, with_empty_slots_zero
 from optimus_jax.mesh.sharding import layouts_of, named
 from optimus_jax.mesh.slots import canonical_slots
 from optimus_jax.models.shapes import VOCABULARY_LEAVES, ModelShapes, Params, model_shapes
 from optimus_jax.plan import Plan
+from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
+from optimus_jax.reshard.restack import is_stacked, restack, with_empty_slots_zero
 
 
 @jax.tree_util.register_dataclass

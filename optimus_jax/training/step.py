@@ -19,10 +19,10 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config import Config
+from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given, options_for, usable_bytes
-from optimus_jax.mesh.jax_settings import check_jax_settings
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
 from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.keys import make_key

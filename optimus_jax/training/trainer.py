@@ -21,29 +21,29 @@ from typing import Any, Literal, Protocol
 import jax
 from jax.sharding import Mesh
 
-from optimus_jax.checkpoint import Checkpoints, NotFiniteError
+from optimus_jax.checkpoint.checkpoints import Checkpoints, NotFiniteError
+from optimus_jax.checkpoint.saving import Retries, Saving
+from optimus_jax.checkpoint.snapshots import Snapshots
+from optimus_jax.cluster.distributed import Agreement, of_all_processes
 from optimus_jax.config import Config
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.sampler import Batch as HostBatch
 from optimus_jax.errors import OptimusError, RunDirectoryError, explain
-from optimus_jax.mesh.distributed import Agreement, of_all_processes
+from optimus_jax.faults.divergence import WINDOW_STEPS, Learning, Trouble, error_of, newest, saying, way_back
+from optimus_jax.faults.progress import Progress
+from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
-from optimus_jax.snapshots import Snapshots
-from optimus_jax.training.display import Display
+from optimus_jax.run.display import Display
+from optimus_jax.run.tensorboard import TensorBoardWriter
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.evaluation import eval_rows
-from optimus_jax.training.learning import WINDOW_STEPS, Learning, Trouble, error_of, newest, saying, way_back
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.optimizer import peak_learning_rate
-from optimus_jax.training.progress import Progress
-from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.saving import Retries, Saving
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import Metrics, Program
-from optimus_jax.training.step_record import StepRecord
-from optimus_jax.training.stopping import StopRequest
-from optimus_jax.training.tensorboard import TensorBoardWriter
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")

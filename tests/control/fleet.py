@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from optimus_jax.config.request import make_config
 from optimus_jax.control.deciding.candidates import is_legal, times
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.beliefs import Query
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.search import Candidate, Pricing, Ranking, fits
-from optimus_jax.request import make_config
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.learning.beliefs import Query
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.search import Candidate, Pricing, Ranking, fits
 
 CONFIG = make_config("llama3-8b", {"data.global_batch": 512, "data.seq_len": 4096, "precision.compute": "bf16", "steps": 1000})
 CLUSTER = Cluster.parse("h100:8x8")

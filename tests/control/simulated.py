@@ -3,15 +3,15 @@
 import json
 from functools import cache
 
-from optimus_jax.control.simulated.contenders import PooledSearch
-from optimus_jax.control.simulated.outcome import Habits, Policy
-from optimus_jax.control.simulated.scenarios import Scenario
-from optimus_jax.control.simulated.setup import Setup, Truth
-from optimus_jax.control.simulator import Simulation
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.search import Pricing
-from optimus_jax.request import make_config
+from optimus_jax.config.request import make_config
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.search import Pricing
+from optimus_jax.simulation.contenders import PooledSearch
+from optimus_jax.simulation.outcome import Habits, Policy
+from optimus_jax.simulation.scenarios import Scenario
+from optimus_jax.simulation.setup import Setup, Truth
+from optimus_jax.simulation.simulator import Simulation
 
 CLUSTER = Cluster.parse("h100:2x8", ("between=6.25GB/s",))
 PRICING = Pricing(make_config("gpt2-xl", {"precision": "bf16", "global_batch": 128, "seq_len": 1024}), CLUSTER, Rates.of(CLUSTER.accelerator))

@@ -13,19 +13,20 @@ import pytest
 from moves import compiled_quickly
 
 import optimus_jax
-from optimus_jax import api, run
 from optimus_jax.config import CheckpointConfig, ControlConfig, DistributedConfig, LogConfig
+from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly, executables
 from optimus_jax.control.deciding.candidates import search_now
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.here import Here
-from optimus_jax.planning.links import Link
-from optimus_jax.planning.rates import Rates
-from optimus_jax.request import make_config
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.run import api
+from optimus_jax.run import program as run
 from optimus_jax.training import step as step_module
 
 TINY = {

@@ -21,7 +21,7 @@ from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation, Reading
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
-from optimus_jax.planning.search import Pricing, Ranking
+from optimus_jax.planning.search.search import Pricing, Ranking
 
 SLOW = Conditions(between=16.0)
 PLANS = [plan_on(mesh, remat=remat, microbatches=microbatches) for mesh in MESHES for remat in ("none", "full") for microbatches in (1, 2, 8)]

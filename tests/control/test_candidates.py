@@ -16,7 +16,7 @@ from optimus_jax.control.deciding.candidates import (
     times,
 )
 from optimus_jax.errors import PlanError
-from optimus_jax.planning.search import fits
+from optimus_jax.planning.search.search import fits
 
 PLAN = plan_on("fsdp=64", microbatches=2)
 

@@ -11,9 +11,9 @@ from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid, slowed
 from optimus_jax.control.signals import UNKNOWN, Observation, Reading
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.communication import Exchange, Wires
-from optimus_jax.planning.links import Link
+from optimus_jax.planning.cost.communication import Exchange, Wires
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
 
 AXES = AxisSizes.parse("data=8,tensor=8")
 """data crosses the link between hosts, tensor the one inside."""

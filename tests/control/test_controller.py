@@ -9,8 +9,8 @@ import pytest
 from helpers import F32_RELATIVE
 
 import optimus_jax
-from optimus_jax import api
 from optimus_jax.config import Config
+from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly
 from optimus_jax.control.advisor import PUZZLED_STEPS
 from optimus_jax.control.chair import NEWEST_STEPS
@@ -19,12 +19,12 @@ from optimus_jax.control.journal import switches
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.here import Here
-from optimus_jax.planning.links import Link
-from optimus_jax.planning.rates import Rates
-from optimus_jax.request import make_config
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.run import api
 
 STEPS = 24
 TINY = {

@@ -10,11 +10,11 @@ from helpers import F32_RELATIVE
 from moves import PLANS, built, compiled_quickly, copied, layout_of
 from plans import batch_of_step, compiled_step, random_state
 
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig
-from optimus_jax.mesh.checksum import named_leaves
-from optimus_jax.mesh.reshard import Move
-from optimus_jax.mesh.shard_sums import ShardSums
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.reshard.reshard import Move
+from optimus_jax.reshard.shard_sums import ShardSums
 from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, to_stored
 
 JOURNEY = ("data", "fsdp, zero 3", "1f1b", "attention over tensor, feed-forward not", "gpipe, uneven", "interleaved, zero 1", "data")

@@ -4,8 +4,8 @@ import pytest
 from signal_fakes import FakeClock
 
 from optimus_jax.control.heartbeats import Heartbeats
-from optimus_jax.training.progress import Progress
-from optimus_jax.training.signs_of_life import SignsOfLife
+from optimus_jax.faults.heartbeat import SignsOfLife
+from optimus_jax.faults.progress import Progress
 
 
 @pytest.fixture

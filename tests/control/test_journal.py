@@ -11,8 +11,8 @@ from optimus_jax.control import journal as journal_module
 from optimus_jax.control.journal import Journal, plan_to_resume, switches, unfinished
 from optimus_jax.errors import RunDirectoryError
 from optimus_jax.plan import Plan
-from optimus_jax.training import run_directory
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.run_directory import directory as run_directory
+from optimus_jax.run_directory.directory import RunDirectory
 
 COSTS_S = {"move_s": 0.5}
 

@@ -11,7 +11,7 @@ from optimus_jax.control.live import Probes, live_signals
 from optimus_jax.control.mesh_probes import MeshProbes
 from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.profiles.cluster import Cluster
 
 TWO_HOSTS = Cluster.of(Topology(num_devices=8, num_processes=2, num_hosts=2, platform="cpu", device_kind="cpu", bytes_per_device=None))
 

@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from optimus_jax.control.simulated.comparison import POLICIES, run_all, run_policy
-from optimus_jax.control.simulated.contenders import contenders
-from optimus_jax.control.simulated.moving_costs import layout
-from optimus_jax.control.simulated.oracle import Scripted, best_static, run_oracle, run_static, shortest_path
-from optimus_jax.control.simulated.world import Place
+from optimus_jax.simulation.comparison import POLICIES, run_all, run_policy
+from optimus_jax.simulation.contenders import contenders
+from optimus_jax.simulation.moving_costs import layout
+from optimus_jax.simulation.oracle import Scripted, best_static, run_oracle, run_static, shortest_path
+from optimus_jax.simulation.world import Place
 from tests.control.simulated import QUARTER, QUICK, SEARCHER, run, truth
 
 SLOW_FROM_8 = {"kind": "link", "link": "between", "factor": 0.05, "start_s": 8, "for_s": 400}

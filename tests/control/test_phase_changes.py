@@ -7,7 +7,7 @@ import pytest
 from small_runs import events, losses, quick, run_tiny, slow_devices, text  # noqa: F401
 
 import optimus_jax
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig, Config
 from optimus_jax.control import switch
 from optimus_jax.control.executables import compile_plan

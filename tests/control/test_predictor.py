@@ -9,10 +9,10 @@ from fleet import PLANS, Truth, query
 
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.predictor import HALF_LIFE, KEPT, Predictor
-from optimus_jax.planning import beliefs
-from optimus_jax.planning.beliefs import Query
-from optimus_jax.planning.cost import NINE_IN_TEN
-from optimus_jax.planning.records import Record, calibration_of
+from optimus_jax.planning.cost.cost import NINE_IN_TEN
+from optimus_jax.planning.learning import beliefs
+from optimus_jax.planning.learning.beliefs import Query
+from optimus_jax.planning.learning.records import Record, calibration_of
 
 QUERIES = [query(plan) for plan in PLANS]
 COST_MODEL = np.array([math.log(each.predicted_s) for each in QUERIES])

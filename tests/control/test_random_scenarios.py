@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import PRICING, QUICK, SEARCHER, scenario
 
-from optimus_jax.control.simulated.comparison import AUTO, STAY, run_all
-from optimus_jax.control.simulated.setup import BEST, DEFAULT, Setup
 from optimus_jax.errors import PlanError
+from optimus_jax.simulation.comparison import AUTO, STAY, run_all
+from optimus_jax.simulation.setup import BEST, DEFAULT, Setup
 
 DURATION_S = 120.0
 """Of a run, were nothing to happen."""

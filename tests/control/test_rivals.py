@@ -7,9 +7,9 @@ import pytest
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import signals
 from optimus_jax.control.signals import Observation, Reading
-from optimus_jax.control.simulated.rivals import CostModelOnly, Greedy, Static, Threshold
-from optimus_jax.control.simulated.setup import default_plans
-from optimus_jax.planning.search import search
+from optimus_jax.planning.search.search import search
+from optimus_jax.simulation.rivals import CostModelOnly, Greedy, Static, Threshold
+from optimus_jax.simulation.setup import default_plans
 from tests.control.simulated import PRICING, SEARCHER, scenario, setup_of
 
 SETUP = setup_of(scenario())

@@ -10,7 +10,7 @@ from signal_fakes import COMPUTE, FakeClock, FakePrograms, with_others
 
 from optimus_jax.control.baselines import FIRST_ROUNDS, PROFILE, AllReduce, Baselines, messages_of
 from optimus_jax.control.rounds import Budget, Rounds
-from optimus_jax.planning.measurements import CollectiveFit, MatmulTime
+from optimus_jax.planning.profiles.measurements import CollectiveFit, MatmulTime
 
 SMALL_BYTES, LARGE_BYTES = messages_of("cpu")
 FLOAT32 = 1e-5

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from optimus_jax.control.simulated.scenarios import Scenario, library, read_scenario, scenario_named
-from optimus_jax.control.simulated.timeline import RAMP_LEVELS, Conditions, Timeline
 from optimus_jax.errors import ConfigError
+from optimus_jax.simulation.scenarios import Scenario, library, read_scenario, scenario_named
+from optimus_jax.simulation.timeline import RAMP_LEVELS, Conditions, Timeline
 from tests.control.simulated import PRICING, scenario
 
 

@@ -14,7 +14,7 @@ from optimus_jax.control.health import DeviceMemory, GpuHealth
 from optimus_jax.control.rounds import Budget, Rounds
 from optimus_jax.control.signals import UNKNOWN
 from optimus_jax.control.sources import STALE_POLLS, Signals
-from optimus_jax.training.step_record import StepRecord
+from optimus_jax.run_directory.step_record import StepRecord
 
 BATCH = {"segments": np.zeros((4, 16), np.int32), "loss_mask": np.ones((4, 16), bool)}
 

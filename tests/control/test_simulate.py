@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optimus_jax.control.simulated.comparison import LEAST_GAIN, Result, estimate, rows
-from optimus_jax.control.simulated.outcome import Moment, Outcome
-from optimus_jax.control.simulated.replay import recorded
-from optimus_jax.control.simulated.setup import Setup, Truth, default_plans
+from optimus_jax.config.request import make_config
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.request import make_config
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.simulation.comparison import LEAST_GAIN, Result, estimate, rows
+from optimus_jax.simulation.outcome import Moment, Outcome
+from optimus_jax.simulation.replay import recorded
+from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from tests.control.simulated import PRICING, Told, run, scenario, setup_of
 
 PLAN = default_plans(PRICING, 16)[0]

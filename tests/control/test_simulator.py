@@ -8,16 +8,16 @@ import pytest
 
 from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
 from optimus_jax.control.policy import Decision
-from optimus_jax.control.simulated.events import PhaseEvent
-from optimus_jax.control.simulated.moving_costs import MovingCosts
-from optimus_jax.control.simulated.outcome import Habits
-from optimus_jax.control.simulated.rivals import Static
-from optimus_jax.control.simulated.scenarios import library
-from optimus_jax.control.simulated.setup import Setup, Truth, default_plans
-from optimus_jax.control.simulated.timeline import NORMAL
-from optimus_jax.control.simulated.world import Place
-from optimus_jax.control.simulator import Simulation
-from optimus_jax.planning.search import search
+from optimus_jax.planning.search.search import search
+from optimus_jax.simulation.events import PhaseEvent
+from optimus_jax.simulation.moving_costs import MovingCosts
+from optimus_jax.simulation.outcome import Habits
+from optimus_jax.simulation.rivals import Static
+from optimus_jax.simulation.scenarios import library
+from optimus_jax.simulation.setup import Setup, Truth, default_plans
+from optimus_jax.simulation.simulator import Simulation
+from optimus_jax.simulation.timeline import NORMAL
+from optimus_jax.simulation.world import Place
 from tests.control.simulated import CLUSTER, EXACT, PRICING, QUARTER, QUICK, Told, run, scenario, setup_of, truth
 
 BEST = search(PRICING, top=2).best

@@ -10,7 +10,7 @@ import pytest
 from moves import compiled_quickly, copied
 from plans import LLAMA, case, host_batch, make_config, make_plan, random_state
 
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig, ControlConfig
 from optimus_jax.control import executables as executables_module
 from optimus_jax.control import switch as switch_module
@@ -19,11 +19,11 @@ from optimus_jax.control.executables import Shelf, abstract_batch, batch_of, com
 from optimus_jax.control.journal import Journal, switches
 from optimus_jax.control.switch import Prepared, StateLostError, Switcher
 from optimus_jax.errors import FaultError, PlanError, RunDirectoryError
-from optimus_jax.mesh.checksum import named_leaves
-from optimus_jax.mesh.reshard import Move
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.plan import Plan
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.reshard.reshard import Move
+from optimus_jax.run_directory.directory import RunDirectory
 
 MODEL = replace(LLAMA, num_layers=3)
 SETTINGS = ControlConfig(move_bytes=2**15, executables=2)

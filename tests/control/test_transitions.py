@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from small_runs import Scripted, devices_of, events, losses, plan_on, quick, run_tiny, slow_devices, switch_at, text  # noqa: F401
 
-from optimus_jax.checkpoint import Checkpoints
+from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig, Config
+from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.control import assembly
 from optimus_jax.control.executables import compile_plan
 from optimus_jax.control.journal import switches
-from optimus_jax.inputs import Inputs
-from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.sharding import put_batch
-from optimus_jax.phases import in_phase, phase_after
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.run.inputs import Inputs
 from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded
 
 AT, STEPS = 3, 8

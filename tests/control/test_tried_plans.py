@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from small_runs import Scripted, quick, run_tiny, slow_devices, text  # noqa: F401
 
-from optimus_jax import first_plan
 from optimus_jax.control import assembly
-from optimus_jax.planning.measure import measure
-from optimus_jax.planning.trial import Trial
+from optimus_jax.planning.trials.measure import measure
+from optimus_jax.planning.trials.trial import Trial
+from optimus_jax.run import first_plan
 
 
 def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, monkeypatch):  # noqa: F811

@@ -21,15 +21,15 @@ from small_runs import TINY, AtOnce, Scripted, switch_at  # noqa: E402
 
 import optimus_jax  # noqa: E402
 from optimus_jax import api  # noqa: E402
+from optimus_jax.config.request import make_config  # noqa: E402
 from optimus_jax.control import assembly, chair  # noqa: E402
 from optimus_jax.control.canary import judge  # noqa: E402
 from optimus_jax.mesh.axes import AxisSizes  # noqa: E402
-from optimus_jax.planning.assemble import plan_for  # noqa: E402
-from optimus_jax.planning.cluster import Cluster  # noqa: E402
-from optimus_jax.planning.here import Here  # noqa: E402
-from optimus_jax.planning.links import Link  # noqa: E402
-from optimus_jax.planning.rates import Rates  # noqa: E402
-from optimus_jax.request import make_config  # noqa: E402
+from optimus_jax.planning.cost.rates import Rates  # noqa: E402
+from optimus_jax.planning.local_cluster import Here  # noqa: E402
+from optimus_jax.planning.profiles.cluster import Cluster  # noqa: E402
+from optimus_jax.planning.profiles.links import Link  # noqa: E402
+from optimus_jax.planning.search.assemble import plan_for  # noqa: E402
 
 RATES = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
 

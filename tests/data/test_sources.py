@@ -20,7 +20,7 @@ from optimus_jax.data.formats import SUFFIXES
 from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.sources import find_files, read_documents
 from optimus_jax.errors import DataError
-from optimus_jax.paths import PathError
+from optimus_jax.system.paths import PathError
 
 
 def read(*sources, text_field="text"):

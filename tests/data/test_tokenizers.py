@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents, load_tokenizer, token_dtype
 from optimus_jax.errors import DataError
-from optimus_jax.paths import PathError
+from optimus_jax.system.paths import PathError
 
 # Half a surrogate pair is no text; sources let none through.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))

@@ -17,10 +17,10 @@ import yaml
 from jax._src.clusters import k8s_cluster
 from jobs import DEPLOY
 
+from optimus_jax.cluster.launch import find_launch
 from optimus_jax.config import DistributedConfig
 from optimus_jax.errors import ConfigError
-from optimus_jax.mesh.engines import find_launch
-from optimus_jax.training.stopping import EXIT_MISTAKE, EXIT_NOT_LEARNING
+from optimus_jax.faults.stopping import EXIT_MISTAKE, EXIT_NOT_LEARNING
 
 NAMESPACE, JOB, JOBSET = "research", "optimus-train-0", "optimus"
 POD = {"metadata": {"name": f"{JOB}-1-abcde", "labels": {"job-name": JOB}, "ownerReferences": [

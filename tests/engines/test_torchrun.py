@@ -12,8 +12,8 @@ PROGRAM = """
 import jax
 jax.config.update("jax_platforms", "cpu")
 from optimus_jax.config import DistributedConfig
-from optimus_jax.mesh.distributed import connect, leave, of_all_processes
-from optimus_jax.mesh.engines import find_launch
+from optimus_jax.cluster.distributed import connect, leave, of_all_processes
+from optimus_jax.cluster.launch import find_launch
 
 launch = find_launch(DistributedConfig())
 connect(launch, timeout_s=60.0, heartbeat_s=60)

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import Config, DataConfig, OptimizerConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.shapes import planned_shapes
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.step import build_program
 
 MODELS = ("gpt2-nano", "llama-nano")

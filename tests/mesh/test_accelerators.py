@@ -2,8 +2,8 @@
 
 import pytest
 
+from optimus_jax.devices.accelerators import ACCELERATORS, Accelerator, accelerator_named, accelerator_of_kind
 from optimus_jax.errors import ConfigError
-from optimus_jax.mesh.accelerators import ACCELERATORS, Accelerator, accelerator_named, accelerator_of_kind
 from optimus_jax.mesh.topology import Topology
 
 FLOPS_PER_CLOCK = {"a100": 2048, "h100": 4096, "h200": 4096, "b200": 8192, "l40s": 1024, "l4": 1024, "rtx4090": 512, "rtx3090": 512, "v100": 1024}

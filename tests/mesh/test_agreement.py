@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from optimus_jax.cluster import distributed
+from optimus_jax.cluster.distributed import check_alike, has_lost_another, together
 from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError
-from optimus_jax.mesh import distributed
-from optimus_jax.mesh.distributed import check_alike, has_lost_another, together
 
 
 def test_processes_that_differ_are_told_in_what(monkeypatch):

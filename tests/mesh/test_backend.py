@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+from optimus_jax.devices import backend, gpu_sharing
+from optimus_jax.devices.backend import start_backend, warning_of_cpu
 from optimus_jax.errors import ConfigError, FaultError
-from optimus_jax.mesh import backend, gpu_sharing
-from optimus_jax.mesh.backend import start_backend, warning_of_cpu
 
 GPT2 = 124_439_808
 

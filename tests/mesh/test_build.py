@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from optimus_jax.devices.backend import GPU_MEMORY_SHARE, gpu_memory_share
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.backend import GPU_MEMORY_SHARE, gpu_memory_share
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import HOST_MEMORY_SHARE
 from optimus_jax.plan import check_devices
@@ -34,7 +34,7 @@ def test_a_gpu_that_jax_has_already_keeps_the_limits_it_came_with(monkeypatch):
         monkeypatch.setenv(name, "")  # so that what is set here is forgotten
         monkeypatch.delenv(name)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    monkeypatch.setattr("optimus_jax.mesh.backend.backends_are_initialized", lambda: True)
+    monkeypatch.setattr("optimus_jax.devices.backend.backends_are_initialized", lambda: True)
     with pytest.warns(UserWarning, match=f"75% of a GPU instead of 92%: set {NEWER_FRACTION}=0.92"):
         discover()
     assert (gpu_memory_share(), os.environ[HOST_LIMIT_GIB]) == (0.75, "64")

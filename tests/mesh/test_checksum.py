@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optimus_jax.mesh.checksum import _examined, checksums, named_leaves
+from optimus_jax.reshard.checksum import _examined, checksums, named_leaves
 
 SHAPE = (8, 6, 4)
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "bool")

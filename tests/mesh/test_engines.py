@@ -11,12 +11,13 @@ import pytest
 from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
+from optimus_jax.cluster import launch as engines
+from optimus_jax.cluster.claims import derived_port, documented
+from optimus_jax.cluster.launch import Launch, find_launch
+from optimus_jax.cluster.launchers import LAUNCHERS
 from optimus_jax.config import DistributedConfig
+from optimus_jax.devices import gpu_sharing
 from optimus_jax.errors import ConfigError
-from optimus_jax.mesh import engines, gpu_sharing
-from optimus_jax.mesh.claims import derived_port, documented
-from optimus_jax.mesh.engines import Launch, find_launch
-from optimus_jax.mesh.launchers import LAUNCHERS
 
 AUTO = DistributedConfig()
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-09,11]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
@@ -317,7 +318,7 @@ def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
 
 def test_the_parent_of_all_local_processes_is_the_first_without_their_variable(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
-    script = "from optimus_jax.mesh.claims import common_parent; print(common_parent('PMI_RANK'))"
+    script = "from optimus_jax.cluster.claims import common_parent; print(common_parent('PMI_RANK'))"
     command = f"{sys.executable} -c \"{script}\" && true"  # under a shell, which is not the launcher
     assert int(subprocess.check_output(["bash", "-c", command], text=True)) == os.getpid()
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_jax.mesh.exchange import Lying, make_exchange, matchings
 from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.reshard.exchange import Lying, make_exchange, matchings
 
 
 def whole_of(lying, num_rows, rest):

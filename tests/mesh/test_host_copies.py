@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from test_exchange import acted_out, ways_to_lie
 
-from optimus_jax.mesh.exchange import Lying, make_exchange
-from optimus_jax.mesh.host_copies import copied, have_one_memory
-from optimus_jax.mesh.piece_programs import ROW
+from optimus_jax.reshard.exchange import Lying, make_exchange
+from optimus_jax.reshard.host_copies import copied, have_one_memory
+from optimus_jax.reshard.piece_programs import ROW
 
 DEVICES = 4
 

@@ -1,7 +1,7 @@
 """Hosts are told apart by machine and network (several processes: tests/planning/test_hardware.py)."""
 
-from optimus_jax.mesh import hosts
-from optimus_jax.mesh.hosts import count_hosts
+from optimus_jax.devices import hosts
+from optimus_jax.devices.hosts import count_hosts
 
 
 def test_one_process_is_on_one_host():

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from optimus_jax import find_plans
+from optimus_jax.devices.jax_settings import HARMLESS, REFUSED, SAID, SET_HERE, check_jax_settings
 from optimus_jax.errors import ConfigError
-from optimus_jax.mesh.jax_settings import HARMLESS, REFUSED, SAID, SET_HERE, check_jax_settings
 
 DECIDED = [*REFUSED, *SAID, *SET_HERE, *(name for names in HARMLESS.values() for name in names)]
 

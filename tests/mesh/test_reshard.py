@@ -21,10 +21,10 @@ from moves import (
 from plans import build, case
 from test_exchange import acted_out
 
-from optimus_jax.mesh import piece_programs, reshard
-from optimus_jax.mesh.checksum import checksums, named_leaves
-from optimus_jax.mesh.reshard import Layout, Move, row_of_devices
-from optimus_jax.mesh.shard_sums import ReplicasDifferError, ShardSums
+from optimus_jax.reshard import piece_programs, reshard
+from optimus_jax.reshard.checksum import checksums, named_leaves
+from optimus_jax.reshard.reshard import Layout, Move, row_of_devices
+from optimus_jax.reshard.shard_sums import ReplicasDifferError, ShardSums
 from optimus_jax.training.state import to_stored
 
 BUDGET_BYTES = 2**20

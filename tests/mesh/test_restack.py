@@ -14,10 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optimus_jax.mesh.axes import MESH_AXES, PIPE, AxisSizes
-from optimus_jax.mesh.checksum import named_leaves
-from optimus_jax.mesh.memory_kinds import HOST_MEMORY, lies_on_host
-from optimus_jax.mesh.restack import _moved, is_stacked, make_rounds, restack, with_empty_slots_zero
 from optimus_jax.mesh.slots import EMPTY, canonical_slots, layer_slots
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
+from optimus_jax.reshard.restack import _moved, is_stacked, make_rounds, restack, with_empty_slots_zero
 
 CASES = {
     "uneven": ("pipe=2,fsdp=2,tensor=2", layer_slots((1, 2), 2)),

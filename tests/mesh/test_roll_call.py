@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from optimus_jax.cluster import distributed
+from optimus_jax.cluster import rendezvous_client as reporting
+from optimus_jax.cluster import rendezvous_server as roll_call
+from optimus_jax.cluster.distributed import _Joining
+from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.rendezvous_client import report
+from optimus_jax.cluster.rendezvous_messages import address_of
+from optimus_jax.cluster.rendezvous_server import RollCall
 from optimus_jax.errors import ConfigError, FaultError
-from optimus_jax.mesh import distributed, reporting, roll_call
-from optimus_jax.mesh.distributed import _Joining
-from optimus_jax.mesh.engines import Launch
-from optimus_jax.mesh.meeting import address_of
-from optimus_jax.mesh.reporting import report
-from optimus_jax.mesh.roll_call import RollCall
 
 LONG_S = 60.0
 """Nobody waits for so long here."""

@@ -14,11 +14,11 @@ from strategies import axis_sizes, models, plans
 from optimus_jax.config import ModelConfig, OptimizerConfig
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import LOGICAL_AXES, MESH_AXES, AxisSizes
-from optimus_jax.mesh.checksum import named_leaves
 from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded_vocab
 from optimus_jax.mesh.sharding import batch_spec
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
+from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.training.optimizer import adamw
 from optimus_jax.training.state import state_specs
 

@@ -20,8 +20,8 @@ from optimus_jax.models import kernels
 from optimus_jax.models.kernels import Visibility, attend, choose_kernel
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.transformer import Pass
-from optimus_jax.planning.assemble import compute_precision
-from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import compute_precision
 
 
 def arrays(length, num_keys=None, *, batch=2, heads=4, groups=2, head_dim=4, dtype=jnp.float32, seed=0):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from optimus_jax.config.presets import gpt2, llama3_2_1b
 from optimus_jax.errors import CheckpointError, ConfigError
 from optimus_jax.mesh.axes import BATCH, VOCAB, AxisSizes
 from optimus_jax.mesh.build import build_mesh
@@ -28,8 +29,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.huggingface import HEAD, config_from_huggingface, from_huggingface, to_huggingface
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes, planned_shapes
 from optimus_jax.models.transformer import Pass
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.presets import gpt2, llama3_2_1b
+from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 

@@ -12,7 +12,7 @@ import pytest
 from helpers import F32_RELATIVE
 
 import optimus_jax
-from optimus_jax.generation import Sampling, draw
+from optimus_jax.inference.generation import Sampling, draw
 from optimus_jax.models.keys import make_key
 
 OTHERWISE = {"jax_default_prng_impl": "rbg", "jax_random_seed_offset": 7, "jax_enable_custom_prng": True, "jax_legacy_prng_key": "error",

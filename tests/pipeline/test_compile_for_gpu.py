@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import MEMORY_ESTIMATE
 
-from optimus_jax.planning.compile_check import can_compile
+from optimus_jax.planning.ahead_of_time.compile_check import can_compile
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_for_gpu.py"
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.rates import Rates
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
 
 GPT, LLAMA = model_preset("gpt2-xl"), model_preset("llama3-8b")
 HOST = Cluster.parse("h100:8")

@@ -8,10 +8,10 @@ from optimus_jax.config import Config, ModelConfig, PrecisionConfig
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.assemble import compute_precision, plan_for
-from optimus_jax.planning.choice import choose_plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.layouts import layouts
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import compute_precision, plan_for
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.planning.search.layouts import layouts
 from optimus_jax.training.state import initial_loss_scale
 
 CONFIG = Config(model=ModelConfig(head_dim=64))

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from optimus_jax.planning.calibrate import LINKS
-from optimus_jax.planning.cost import NINE_IN_TEN, Prediction, Term
-from optimus_jax.planning.records import Record, append_record, calibration_of, read_records
+from optimus_jax.planning.cost.cost import NINE_IN_TEN, Prediction, Term
+from optimus_jax.planning.learning.calibrate import LINKS
+from optimus_jax.planning.learning.records import Record, append_record, calibration_of, read_records
 
 
 def prediction(**terms_s) -> Prediction:

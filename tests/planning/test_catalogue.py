@@ -2,8 +2,8 @@
 
 import pytest
 
-from optimus_jax.mesh.accelerators import ACCELERATORS
-from optimus_jax.planning.catalogue import HOSTS, NETWORK, UNKNOWN_HOST, host_of
+from optimus_jax.devices.accelerators import ACCELERATORS
+from optimus_jax.planning.profiles.hardware_database import HOSTS, NETWORK, UNKNOWN_HOST, host_of
 
 NVLINK_BYTES_PER_S = {"a100": 300e9, "a100-40gb": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9, "v100": 150e9, "v100-16gb": 150e9}
 

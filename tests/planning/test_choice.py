@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.presets import model_preset
+from optimus_jax.config.request import make_config
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.choice import choose_plan
-from optimus_jax.planning.memory import estimate_memory
-from optimus_jax.planning.neighbours import NAMED
-from optimus_jax.planning.search import fits
-from optimus_jax.presets import model_preset
-from optimus_jax.request import make_config
+from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.planning.search.search import fits
+from optimus_jax.planning.search.suggestions import NAMED
 
 GIB = 2**30
 EIGHT = Topology(num_devices=8, num_processes=1, platform="gpu", device_kind="NVIDIA H100 80GB HBM3", bytes_per_device=80 * GIB)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.axes import DATA, FSDP, MESH_AXES, PIPE, TENSOR, AxisSizes
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.cluster import Cluster
+from optimus_jax.planning.profiles.cluster import Cluster
 
 H100S = Cluster.parse("h100:8x8")
 SIZES = st.sampled_from((1, 2, 3, 4, 6, 8))

@@ -8,13 +8,13 @@ from pricing import GPT, HOST, HOSTS, LLAMA, RATES, plan_of
 
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.communication import Exchange, exchanges, speed_of, wires
-from optimus_jax.planning.links import Link
-from optimus_jax.planning.operators import LayerShape
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.stage_time import layer_shape
-from optimus_jax.planning.style import MEGATRON, OURS, Style
+from optimus_jax.planning.cost.communication import Exchange, exchanges, speed_of, wires
+from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, Style
+from optimus_jax.planning.cost.operators import LayerShape
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.stage_time import layer_shape
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
 
 SEQ_LEN, BATCH = 1024, 64
 

@@ -10,17 +10,17 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
-from optimus_jax.planning import compile_check
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.compile_check import can_compile, check, targets
-from optimus_jax.planning.compile_report import CompileReport, Rematerialised, Traffic, check_executable
-from optimus_jax.planning.memory import estimate_memory
-from optimus_jax.planning.rematerialised import rematerialised
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.ahead_of_time import compile_check
+from optimus_jax.planning.ahead_of_time.compile_check import can_compile, check, targets
+from optimus_jax.planning.ahead_of_time.compile_report import CompileReport, Rematerialised, Traffic, check_executable
+from optimus_jax.planning.ahead_of_time.rematerialised import rematerialised
+from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import plan_for
 
 GIB = 2**30
 needs_compiler = pytest.mark.skipif(not can_compile(), reason="the CUDA compiler is not installed (extra plan-gpu)")

@@ -9,10 +9,10 @@ from pricing import GPT, HOST, HOSTS, LLAMA, RATES, plan_of
 
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost import COMMUNICATION, Prediction, predict, term_times
-from optimus_jax.planning.rates import Correction
-from optimus_jax.planning.stage_time import layer_shape, place_of
-from optimus_jax.planning.style import MEGATRON
+from optimus_jax.planning.cost.cost import COMMUNICATION, Prediction, predict, term_times
+from optimus_jax.planning.cost.implementation_profile import MEGATRON
+from optimus_jax.planning.cost.rates import Correction
+from optimus_jax.planning.cost.stage_time import layer_shape, place_of
 
 SEQ_LEN, BATCH = 1024, 64
 MESHES = ["data=1", "data=8", "fsdp=8", "tensor=8", "data=2,fsdp=2,tensor=2", "pipe=4,data=2", "pipe=2,fsdp=2,tensor=2"]

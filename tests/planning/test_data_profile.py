@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from optimus_jax.data.sampler import count_examples, cut_examples
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.data.tokens import TokenStream, read_token_file, write_token_file
-from optimus_jax.planning import data_profile
-from optimus_jax.planning.data_profile import MIN_STEPS_PER_EPOCH, profile_data
+from optimus_jax.planning.profiles import data_profile
+from optimus_jax.planning.profiles.data_profile import MIN_STEPS_PER_EPOCH, profile_data
 
 EOS = 256
 

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.config import Config
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planner import find_plans, look_for_plans
-from optimus_jax.planning.choice import choose_plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.divisibility import MOST_BATCHES, NEAR, WORTH_SAYING, near_batches, smaller_clusters
-from optimus_jax.planning.divisors import divisors, prime_factors
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.search import Pricing
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.api import find_plans, look_for_plans
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.planning.search.divisibility import MOST_BATCHES, NEAR, WORTH_SAYING, near_batches, smaller_clusters
+from optimus_jax.planning.search.divisors import divisors, prime_factors
+from optimus_jax.planning.search.search import Pricing
 
 
 @given(number=st.integers(1, 5000))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from pricing import GPT, HOST, RATES, plan_of
 
-from optimus_jax.planning.corrections import factor, likeness, spread
-from optimus_jax.planning.fit import FITTED, Sample, fit_rates
+from optimus_jax.planning.cost.corrections import factor, likeness, spread
+from optimus_jax.planning.learning.fit import FITTED, Sample, fit_rates
 
 MADE = replace(RATES, matmul_flops_per_s=0.8 * RATES.matmul_flops_per_s, collective_share=0.5, memory_bytes_per_s=1.2 * RATES.memory_bytes_per_s)
 MESHES = ("data=1", "tensor=2", "tensor=4", "tensor=8", "data=2,tensor=2", "pipe=2,tensor=2")

@@ -14,11 +14,10 @@ import jax
 import pytest
 
 from optimus_jax.errors import ConfigError
-from optimus_jax.kept import cache_directory
-from optimus_jax.planning import hardware
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.hardware import HardwareProfile, Setting, profile_hardware
-from optimus_jax.planning.measurements import (
+from optimus_jax.planning.profiles import hardware
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.hardware import HardwareProfile, Setting, profile_hardware
+from optimus_jax.planning.profiles.measurements import (
     ALL_REDUCE,
     CollectiveFit,
     CollectiveTime,
@@ -27,9 +26,10 @@ from optimus_jax.planning.measurements import (
     MemoryTime,
     OverlapTime,
 )
-from optimus_jax.planning.nvml import Gpu, NvLink, NvmlFacts
-from optimus_jax.planning.probe_programs import Timing
-from optimus_jax.planning.probes import Probed, ProbeSizes
+from optimus_jax.planning.profiles.nvml import Gpu, NvLink, NvmlFacts
+from optimus_jax.planning.profiles.probe_programs import Timing
+from optimus_jax.planning.profiles.probes import Probed, ProbeSizes
+from optimus_jax.system.cache import cache_directory
 
 QUICK = Timing(guessed_flops_per_s=1e10, guessed_bytes_per_s=1e10, program_s=1e-9, runs=1)
 TINY = ProbeSizes(matmuls=((8, 8, 8),), dtypes=("f32",), pass_bytes=(64,), message_bytes=(64, 256), timing=QUICK)
@@ -187,7 +187,7 @@ def test_processes_share_the_first_one_s_profile(tmp_path):
         jax.config.update("jax_num_cpu_devices", 1)
         jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
         from test_hardware import TINY
-        from optimus_jax.planning.hardware import profile_hardware
+        from optimus_jax.planning.profiles.hardware import profile_hardware
         own = pathlib.Path(sys.argv[3]) / sys.argv[2]
         first = profile_hardware(sizes=TINY, cache=own)
         assert own.exists() == (sys.argv[2] == "0")

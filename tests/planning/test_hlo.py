@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optimus_jax.planning.hlo import Program, dot_flops, shape_bytes
+from optimus_jax.planning.ahead_of_time.hlo import Program, dot_flops, shape_bytes
 
 SIZES = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
 

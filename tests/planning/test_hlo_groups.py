@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from optimus_jax.planning.hlo_groups import counted_groups, groups_of
+from optimus_jax.planning.ahead_of_time.hlo_groups import counted_groups, groups_of
 
 
 @pytest.mark.parametrize(("text", "groups"), [

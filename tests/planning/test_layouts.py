@@ -10,8 +10,8 @@ from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import plan_for, recomputing_more
-from optimus_jax.planning.layouts import BLOCK_RULES, Rejection, axis_sizes, layouts
+from optimus_jax.planning.search.assemble import plan_for, recomputing_more
+from optimus_jax.planning.search.layouts import BLOCK_RULES, Rejection, axis_sizes, layouts
 
 MODEL = ModelConfig(name="tested", family="llama", vocab_size=1000, num_layers=6, embed_dim=48, num_heads=6, num_kv_heads=2, head_dim=8, mlp_dim=96)
 CPU = Topology(num_devices=12, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)

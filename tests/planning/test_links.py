@@ -3,7 +3,7 @@
 import pytest
 
 from optimus_jax.errors import ConfigError
-from optimus_jax.planning.links import Link, with_speed
+from optimus_jax.planning.profiles.links import Link, with_speed
 
 USUAL = Link(name="NVLink 4", bytes_per_s=450e9, latency_s=None, source="a data sheet")
 

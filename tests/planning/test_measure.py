@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.measure import TRIAL_STEPS, expected_gain, measure
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.search import Pricing, search
-from optimus_jax.planning.trial import Trial, run_trial
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.search import Pricing, search
+from optimus_jax.planning.trials.measure import TRIAL_STEPS, expected_gain, measure
+from optimus_jax.planning.trials.trial import Trial, run_trial
 
 CLUSTER = Cluster.parse("h100:8")
 RANKED = search(Pricing(Config(model=model_preset("gpt2-xl"), data=DataConfig(global_batch=32, seq_len=1024)), CLUSTER, Rates.of(CLUSTER.accelerator)), top=6).best
@@ -83,7 +83,7 @@ def test_a_trial_runs_the_real_step():
     config = Config(model=model_preset("gpt2-nano"), data=DataConfig(global_batch=8, seq_len=32)).with_values(
         {"model.num_layers": 2, "parallel.mesh": "data=2,fsdp=2,tensor=2"})
     from optimus_jax.mesh.build import discover
-    from optimus_jax.planning.choice import choose_plan
+    from optimus_jax.planning.search.choice import choose_plan
 
     plan = choose_plan(config, discover()).plan
     trial = run_trial(config, plan, num_steps=TRIAL_STEPS)

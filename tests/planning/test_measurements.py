@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_jax.planning.measurements import (
+from optimus_jax.planning.profiles.measurements import (
     ALL_GATHER,
     ALL_REDUCE,
     PERMUTE,

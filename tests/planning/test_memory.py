@@ -9,14 +9,14 @@ import pytest
 from helpers import MEMORY_ESTIMATE
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.memory import MemoryEstimate, estimate_memory
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import abstract_state
 from optimus_jax.training.step import build_program
 

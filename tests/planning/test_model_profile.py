@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from optimus_jax.config import AttentionKernel, Config, ModelConfig, Precision, RematPolicy
+from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.collectives import Collectives
@@ -16,10 +17,9 @@ from optimus_jax.models.flops import causal_pairs, computed_pairs, matmul_params
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import model_shapes, planned_shapes
 from optimus_jax.models.transformer import Pass
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.hlo import dot_flops
-from optimus_jax.planning.model_profile import ITEM_BYTES, REMAT_POLICIES, LayerKind, profile_model
-from optimus_jax.presets import PRESETS, model_preset
+from optimus_jax.planning.ahead_of_time.hlo import dot_flops
+from optimus_jax.planning.profiles.model_profile import ITEM_BYTES, REMAT_POLICIES, LayerKind, profile_model
+from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import abstract_state
 from optimus_jax.training.step import COMPUTE_DTYPES, build_program
 

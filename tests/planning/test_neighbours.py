@@ -8,14 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optimus_jax.config import Config
+from optimus_jax.config.request import FIXED_FOR_A_RUN, SAVED_WITH_A_RUN, make_config, resumed_config, typed
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.tables import make_schedule
-from optimus_jax.planning.assemble import check_words
-from optimus_jax.planning.choice import choose_plan
-from optimus_jax.planning.layouts import axis_sizes
-from optimus_jax.planning.neighbours import MOST_NAMED, NAMED, neighbours
-from optimus_jax.request import FIXED_FOR_A_RUN, SAVED_WITH_A_RUN, make_config, resumed_config, typed
+from optimus_jax.planning.search.assemble import check_words
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.planning.search.layouts import axis_sizes
+from optimus_jax.planning.search.suggestions import MOST_NAMED, NAMED, neighbours
 
 GIB = 2**30
 

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pynvml
 import pytest
 
-from optimus_jax.planning import nvml
-from optimus_jax.planning.nvml import SWITCH, Gpu, NvLink, NvmlFacts, read_nvml
+from optimus_jax.planning.profiles import nvml
+from optimus_jax.planning.profiles.nvml import SWITCH, Gpu, NvLink, NvmlFacts, read_nvml
 
 
 class NvmlError(Exception):

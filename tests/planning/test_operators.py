@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from pricing import GPT, LLAMA, RATES, plan_of
 
 from optimus_jax.models.flops import step_flops
-from optimus_jax.planning.operators import DeviceTime, device_time, head_work, layer_work, with_launches
-from optimus_jax.planning.stage_time import layer_shape, layer_time, place_of
-from optimus_jax.planning.style import MEGATRON, OURS
-from optimus_jax.planning.work import Work, matmul
+from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS
+from optimus_jax.planning.cost.operators import DeviceTime, device_time, head_work, layer_work, with_launches
+from optimus_jax.planning.cost.stage_time import layer_shape, layer_time, place_of
+from optimus_jax.planning.cost.work import Work, matmul
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)

@@ -5,7 +5,7 @@ from pricing import plan_of
 
 from optimus_jax.pipeline.schedule import IDLE
 from optimus_jax.plan import Pipelining
-from optimus_jax.planning.pipeline_time import Ticks, count_ticks
+from optimus_jax.planning.cost.pipeline_time import Ticks, count_ticks
 
 SCHEDULES = [(name, stages, microbatches, repeats, slack)
              for name, repeats in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3))

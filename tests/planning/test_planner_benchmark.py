@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus_jax.planning.rates import MATMUL_SHARES
+from optimus_jax.planning.cost.rates import MATMUL_SHARES
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "planner.py"
 COLUMNS = ("# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length", "tensor parallelism",

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from optimus_jax.planning import probe_programs, probes
-from optimus_jax.planning.measurements import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WIRE_SHARE
-from optimus_jax.planning.probe_programs import (
+from optimus_jax.planning.profiles import probe_programs, probes
+from optimus_jax.planning.profiles.measurements import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WIRE_SHARE
+from optimus_jax.planning.profiles.probe_programs import (
     KINDS,
     Timing,
     time_collective,
@@ -20,7 +20,7 @@ from optimus_jax.planning.probe_programs import (
     time_overlap,
     time_pass,
 )
-from optimus_jax.planning.probes import ProbeSizes, probe
+from optimus_jax.planning.profiles.probes import ProbeSizes, probe
 
 QUICK = Timing(guessed_flops_per_s=1e10, guessed_bytes_per_s=1e10, program_s=1e-9, runs=1)
 TINY = ProbeSizes(matmuls=((8, 4, 16), (8, 8, 8)), dtypes=("f32", "bf16"), pass_bytes=(64,), message_bytes=(64, 256, 128), timing=QUICK, host_bytes=(32, 64))

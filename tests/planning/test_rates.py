@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 from pricing import RATES
 
+from optimus_jax.devices.accelerators import Accelerator, accelerator_named
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.accelerators import Accelerator, accelerator_named
-from optimus_jax.planning.hardware import HardwareProfile, Setting
-from optimus_jax.planning.measurements import (
+from optimus_jax.planning.cost.operators import device_time
+from optimus_jax.planning.cost.rates import CPU_PASS_SHARE, MATMUL_SHARE, MATMUL_SHARES, Correction, Rates
+from optimus_jax.planning.cost.work import matmul
+from optimus_jax.planning.profiles.hardware import HardwareProfile, Setting
+from optimus_jax.planning.profiles.measurements import (
     ALL_REDUCE,
     PERMUTE,
     CollectiveFit,
@@ -17,11 +20,8 @@ from optimus_jax.planning.measurements import (
     MemoryTime,
     OverlapTime,
 )
-from optimus_jax.planning.nvml import read_nvml
-from optimus_jax.planning.operators import device_time
-from optimus_jax.planning.probes import Probed
-from optimus_jax.planning.rates import CPU_PASS_SHARE, MATMUL_SHARE, MATMUL_SHARES, Correction, Rates
-from optimus_jax.planning.work import matmul
+from optimus_jax.planning.profiles.nvml import read_nvml
+from optimus_jax.planning.profiles.probes import Probed
 
 SHAPES = [(m, k, n) for m in (64, 512) for k in (64, 256, 1024) for n in (64, 1024)]
 

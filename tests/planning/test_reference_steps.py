@@ -9,12 +9,12 @@ from optimus_jax.config import Config
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.fit import Sample
-from optimus_jax.planning.links import Link
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.reference_steps import (
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.learning.fit import Sample
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.planning.trials.reference_steps import (
     ReferenceStep,
     fitted,
     path_of,
@@ -64,8 +64,8 @@ def test_one_device_has_reference_steps_too():
 
 def test_timed_kept_and_read_again(here, tmp_path, monkeypatch):
     topology, _ = here
-    monkeypatch.setattr("optimus_jax.planning.reference_steps.reference_settings", lambda *_: reference_settings(8, "cpu")[-2:])
-    monkeypatch.setattr("optimus_jax.planning.reference_steps.NUM_STEPS", 1)
+    monkeypatch.setattr("optimus_jax.planning.trials.reference_steps.reference_settings", lambda *_: reference_settings(8, "cpu")[-2:])
+    monkeypatch.setattr("optimus_jax.planning.trials.reference_steps.NUM_STEPS", 1)
     told: list[str] = []
     steps = time_reference_steps(topology, progress=lambda text, _: told.append(text))
     assert [step.step_time_s > 0 for step in steps] == [True, True]

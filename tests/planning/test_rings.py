@@ -9,7 +9,7 @@ from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.rings import Rings, rings_of
+from optimus_jax.planning.cost.activation_buffers import Rings, rings_of
 
 
 def plan_of(name: str, stages: int, microbatches: int, repeats: int, latency: int, *, keep: bool, table: str | None = None) -> Plan:

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.config import Config, DataConfig
-from optimus_jax.mesh.accelerators import Accelerator
+from optimus_jax.config.presets import model_preset
+from optimus_jax.devices.accelerators import Accelerator
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import recomputing_more
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.cost import COMMUNICATION
-from optimus_jax.planning.layouts import layouts
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.records import Record, calibration_of
-from optimus_jax.planning.search import Candidate, Pricing, fits, search
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.cost.cost import COMMUNICATION
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.learning.records import Record, calibration_of
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import recomputing_more
+from optimus_jax.planning.search.layouts import layouts
+from optimus_jax.planning.search.search import Candidate, Pricing, fits, search
 
 ALL = 10**6
 CLUSTER = Cluster.parse("h100:8")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import LAYERS, AxisSizes
 from optimus_jax.mesh.rules import check_rules, make_rules
@@ -16,8 +17,7 @@ from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.sizes import layer_leaves, outer_leaves, sizes_of
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.cost.sizes import layer_leaves, outer_leaves, sizes_of
 
 
 def plan_of(model: ModelConfig, axes: AxisSizes, *, rules: tuple[str, ...] = (), stages: tuple[int, ...] = (), repeats: int = 1) -> Plan:

@@ -16,14 +16,15 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_platforms", "cpu")
 import optimus_jax
-from optimus_jax import api, first_plan
+from optimus_jax.run import api
+from optimus_jax.run import first_plan
 from optimus_jax.errors import PlanError
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.here import Here
-from optimus_jax.planning.links import Link
-from optimus_jax.planning.measure import measure
-from optimus_jax.planning.rates import Rates
-from optimus_jax.planning.trial import run_trial
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.profiles.links import Link
+from optimus_jax.planning.trials.measure import measure
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.trials.trial import run_trial
 
 tried = []
 

@@ -9,15 +9,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.request import read_config
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.sources import read_documents
 from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents
 from optimus_jax.data.tokens import write_token_file
 from optimus_jax.errors import ConfigError, DataError, StoreError
-from optimus_jax.paths import Url
-from optimus_jax.request import read_config
 from optimus_jax.store import local_copies as copies
 from optimus_jax.store.local_copies import local_copies, local_file
+from optimus_jax.system.paths import Url
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_what_cannot_be_read(url, wrong, bucket, monkeypatch):
     ],
 )
 def test_settings_are_refused_when_they_are_made(setting):
-    from optimus_jax.request import make_config
+    from optimus_jax.config.request import make_config
 
     with pytest.raises(ConfigError, match=r"(?s)^(--|checkpoint|store).*given:.*do:"):
         make_config("gpt2-nano", setting)

@@ -13,11 +13,11 @@ import pytest
 
 import optimus_jax
 from optimus_jax.errors import StoreError
-from optimus_jax.generation import load_text_model
-from optimus_jax.paths import Url
+from optimus_jax.inference.generation import load_text_model
+from optimus_jax.run_directory.directory import AlreadyBegunError
 from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import complete_steps
-from optimus_jax.training.run_directory import AlreadyBegunError
+from optimus_jax.system.paths import Url
 
 TINY = {
     "steps": 6,
@@ -39,9 +39,9 @@ DATA, RUN = "s3://bucket/corpus/*.jsonl", "s3://bucket/runs/one"
 KILLED = f"""
 import os, signal, time
 import optimus_jax
-from optimus_jax.paths import Url
+from optimus_jax.system.paths import Url
 from optimus_jax.store.objects import Objects
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.run_directory.directory import RunDirectory
 
 log_step, there = RunDirectory.log_step, Objects(Url("s3", "bucket/runs/one"))
 

@@ -8,17 +8,17 @@ import time
 
 import pytest
 
-from optimus_jax import mirror as mirrors
 from optimus_jax.config import CheckpointConfig, Config, StoreConfig
 from optimus_jax.errors import ConfigError, StoreError
-from optimus_jax.mirror import Mirror
-from optimus_jax.paths import Url
+from optimus_jax.run.stored_run import StoredRun, run_to_read
+from optimus_jax.run_directory.directory import AlreadyBegunError
 from optimus_jax.store import lease as leases
+from optimus_jax.store import mirror as mirrors
 from optimus_jax.store.lease import LEASE, Lease, LeaseHeldError
+from optimus_jax.store.mirror import Mirror
 from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import complete_steps
-from optimus_jax.stored_run import StoredRun, run_to_read
-from optimus_jax.training.run_directory import AlreadyBegunError
+from optimus_jax.system.paths import Url
 
 
 class Recorded(Objects):

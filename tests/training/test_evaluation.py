@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.config import Config
+from optimus_jax.config.phases import in_phase, phases_of
 from optimus_jax.control.executables import of_running
 from optimus_jax.data.dataset import Data
 from optimus_jax.data.loader import check_held_out
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.data.tokens import TokenStream
-from optimus_jax.inputs import Inputs
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.shapes import planned_shapes
-from optimus_jax.phases import in_phase, phases_of
+from optimus_jax.run.inputs import Inputs
 from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.step import build_program
 

@@ -2,8 +2,8 @@
 
 import contextlib
 
-from optimus_jax.training.fault_log import read_faults, take_over, write_fault
-from optimus_jax.training.run_directory import RunDirectory
+from optimus_jax.faults.fault_log import read_faults, take_over, write_fault
+from optimus_jax.run_directory.directory import RunDirectory
 
 
 def test_the_next_start_takes_over_what_is_new(tmp_path):

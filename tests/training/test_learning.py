@@ -6,8 +6,8 @@ import math
 import pytest
 
 from optimus_jax.config import Config
-from optimus_jax.training.learning import PATIENCE_STEPS, WINDOW_STEPS, Learning, error_of, newest
-from optimus_jax.training.step_record import StepRecord
+from optimus_jax.faults.divergence import PATIENCE_STEPS, WINDOW_STEPS, Learning, error_of, newest
+from optimus_jax.run_directory.step_record import StepRecord
 
 
 def record(step, loss=5.0, grad_norm=1.0, *, loss_scale=None, tokens=10, skipped=None):

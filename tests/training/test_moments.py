@@ -12,18 +12,18 @@ from plans import GPT, LLAMA, ONE_DEVICE, PlanCase, batch_of_step, build, case, 
 
 import optimus_jax
 from optimus_jax.config import Config, OptimizerConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import CheckpointError, ConfigError, PlanError
-from optimus_jax.mesh import reshard
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.reshard import Move
-from optimus_jax.mesh.restack import is_stacked
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.choice import choose_plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.cost import HOST_COPIES, predict
-from optimus_jax.planning.memory import estimate_memory
-from optimus_jax.planning.rates import Rates
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.cost.cost import HOST_COPIES, predict
+from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.reshard import reshard
+from optimus_jax.reshard.reshard import Move
+from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.training.optimizer import adamw
 
 PLANS = [case("fsdp=8", zero=3), case("data=2,fsdp=2,tensor=2", zero=1, microbatches=2), case("pipe=2,fsdp=4", zero=2, microbatches=4),

@@ -11,19 +11,19 @@ import pytest
 from plans import GPT, SEQ_LEN, batch_of_step, build, case, make_config, random_state
 
 from optimus_jax.config import Config
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.memory_kinds import lies_on_host
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.planning.choice import choose_plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.compile_check import check
-from optimus_jax.planning.cost import HOST_COPIES, predict
-from optimus_jax.planning.memory import estimate_memory
-from optimus_jax.planning.rates import Rates
-from optimus_jax.presets import model_preset
+from optimus_jax.planning.ahead_of_time.compile_check import check
+from optimus_jax.planning.cost.cost import HOST_COPIES, predict
+from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.reshard.memory_kinds import lies_on_host
 
 CASES = [("fsdp=8", {"zero": 3}), ("data=2,fsdp=2,tensor=2", {"zero": 1, "microbatches": 2}), ("tensor=4,data=2", {})]
 PLACED_ON_HOST = re.compile(r'annotate_device_placement.*_xla_buffer_placement = "pinned_host".*-> tensor<(\S+)>')

@@ -2,8 +2,8 @@
 
 import pytest
 
-from optimus_jax.training.progress import Progress
-from optimus_jax.training.step_record import StepRecord
+from optimus_jax.faults.progress import Progress
+from optimus_jax.run_directory.step_record import StepRecord
 
 
 class Clock:

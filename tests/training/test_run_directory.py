@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.errors import ConfigError, RunDirectoryError
-from optimus_jax.training.run_directory import EventName, RunDirectory
-from optimus_jax.training.run_files import append
-from optimus_jax.training.step_record import StepRecord
+from optimus_jax.run_directory.directory import EventName, RunDirectory
+from optimus_jax.run_directory.files import append
+from optimus_jax.run_directory.step_record import StepRecord
 
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 json_values = st.recursive(

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from optimus_jax.errors import RunDirectoryError
-from optimus_jax.training import run_lock
-from optimus_jax.training.run_lock import LockedError, RunLock
+from optimus_jax.run_directory import lock as run_lock
+from optimus_jax.run_directory.lock import LockedError, RunLock
 
-HOLD = "import sys, pathlib; from optimus_jax.training.run_lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+HOLD = "import sys, pathlib; from optimus_jax.run_directory.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
 
 
 def test_the_second_is_refused_and_told_who_is_first(tmp_path: Path):

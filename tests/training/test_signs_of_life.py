@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.errors import RunDirectoryError
-from optimus_jax.training.progress import Progress
-from optimus_jax.training.signs_of_life import BEAT_S, LONGEST_S, MOST_WATCHED, Peer, SignsOfLife
+from optimus_jax.faults.heartbeat import BEAT_S, LONGEST_S, MOST_WATCHED, Peer, SignsOfLife
+from optimus_jax.faults.progress import Progress
 
 
 class Clock:

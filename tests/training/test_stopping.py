@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from optimus_jax.training.stopping import (
+from optimus_jax.faults.stopping import (
     EXIT_INTERRUPT,
     EXIT_RESTART,
     NOT_BEGUN,
@@ -75,14 +75,14 @@ def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(("number", "code"), [
     (signal.SIGINT, EXIT_INTERRUPT), (signal.SIGTERM, EXIT_RESTART), (signal.SIGUSR1, EXIT_RESTART), (signal.SIGHUP, EXIT_RESTART)])
 def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
-    program = f"import os; from optimus_jax.training import stopping; stopping.exit_when_asked(); os.kill(os.getpid(), {int(number)})"
+    program = f"import os; from optimus_jax.faults import stopping; stopping.exit_when_asked(); os.kill(os.getpid(), {int(number)})"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, f"\n{NOT_BEGUN}\n")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), *((number, 3) for number in TERMINATING)])
 def test_a_program_that_is_done_ends_with_its_own_code(number: int, code: int):
-    program = f"import os; from optimus_jax.training import stopping; stopping.raise_when_asked(); stopping.end_when_asked(3); os.kill(os.getpid(), {int(number)})"
+    program = f"import os; from optimus_jax.faults import stopping; stopping.raise_when_asked(); stopping.end_when_asked(3); os.kill(os.getpid(), {int(number)})"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, "")
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from optimus_jax.checkpoint.saving import PAUSES_S, Retries
 from optimus_jax.config import Config
 from optimus_jax.errors import CheckpointError, LearningError
+from optimus_jax.faults.stopping import StopRequest
+from optimus_jax.run.display import Display
 from optimus_jax.training import trainer as trainer_module
-from optimus_jax.training.display import Display
-from optimus_jax.training.saving import PAUSES_S, Retries
-from optimus_jax.training.stopping import StopRequest
 from optimus_jax.training.trainer import Trainer
 
 STEP_S, EVALUATION_S, SAVE_S, LOAD_S, PROBE_S = 2.0, 100.0, 1000.0, 0.25, 10.0

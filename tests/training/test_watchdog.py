@@ -14,12 +14,12 @@ from test_progress import Clock, record
 from optimus_jax.config import FaultConfig
 from optimus_jax.config.running import LEAST_SILENCE_S
 from optimus_jax.errors import ConfigError, FaultError
-from optimus_jax.training import patient_stream
-from optimus_jax.training.patient_stream import stderr_that_never_waits
-from optimus_jax.training.progress import Progress
-from optimus_jax.training.signs_of_life import Peer, SignsOfLife
-from optimus_jax.training.stopping import TERMINATING
-from optimus_jax.training.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
+from optimus_jax.faults.heartbeat import Peer, SignsOfLife
+from optimus_jax.faults.progress import Progress
+from optimus_jax.faults.stopping import TERMINATING
+from optimus_jax.faults.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
+from optimus_jax.system import resilient_io as patient_stream
+from optimus_jax.system.resilient_io import stderr_that_never_waits
 
 SETTINGS = FaultConfig(floor_s=10, ceiling_s=100, start_s=1000, silence_s=30, stop_s=5)
 
@@ -222,8 +222,8 @@ def test_the_end_leaves_an_event_with_every_stack(clock, tmp_path, capfd):
 def test_a_disk_that_does_not_answer_does_not_keep_a_process(clock, tmp_path, monkeypatch):
     codes, never = [], threading.Event()
     _, dog = watchdog(clock, tmp_path, exit=codes.append)
-    monkeypatch.setattr("optimus_jax.training.watchdog.write_fault", lambda *_, **__: never.wait())
-    monkeypatch.setattr("optimus_jax.training.watchdog.TELL_S", 0.01)
+    monkeypatch.setattr("optimus_jax.faults.watchdog.write_fault", lambda *_, **__: never.wait())
+    monkeypatch.setattr("optimus_jax.faults.watchdog.TELL_S", 0.01)
     dog.end("it got no further")
     never.set()
     assert codes == [75]

@@ -6,8 +6,8 @@ from pathlib import Path
 from optimus_jax.config import Config
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
-from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.training.step_record import StepRecord
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.run_directory.step_record import StepRecord
 
 LAST_WHY = "staying: data=8 would gain 3% & needs <b>5%</b>"
 """Of the last decision; what looks like markup is text."""

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from optimus_jax.config.request import make_config
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
-from optimus_jax.planning.assemble import plan_for
-from optimus_jax.request import make_config
+from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.viz.layouts import PlacedTensor, draw_mesh, draw_tensors, holdings, placed_batch, placed_model
 
 

@@ -15,17 +15,17 @@ from sample_run import FIRST, LAST_WHY, PHASES, PLAN, SECOND, step, write_run
 
 from optimus_jax.control import policy
 from optimus_jax.errors import ConfigError
-from optimus_jax.planning.explain import flags
-from optimus_jax.training.run_directory import RunDirectory
-from optimus_jax.viz import wording
-from optimus_jax.viz.run_events import Alternative, DecisionLine, decision_of, known, number
-from optimus_jax.viz.run_figures import MOST_POINTS, draw_memory, draw_step_times, draw_switch, letter, thinned
-from optimus_jax.viz.run_story import RunStory
+from optimus_jax.planning.search.explain import flags
+from optimus_jax.report import wording
+from optimus_jax.report.run_events import Alternative, DecisionLine, decision_of, known, number
+from optimus_jax.report.run_figures import MOST_POINTS, draw_memory, draw_step_times, draw_switch, letter, thinned
+from optimus_jax.report.run_story import RunStory
+from optimus_jax.run_directory.directory import RunDirectory
 
 pytest.importorskip("matplotlib")
-from optimus_jax.viz.run_parts import MOST_ROWS
-from optimus_jax.viz.run_report import run_report
-from optimus_jax.viz.svg import page_settings, to_svg
+from optimus_jax.report.run_parts import MOST_ROWS
+from optimus_jax.report.run_report import run_report
+from optimus_jax.report.svg import page_settings, to_svg
 
 FEW = settings(max_examples=12)
 """Each draws a whole page."""

@@ -11,10 +11,10 @@ from optimus_jax.control.policy import Rung
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.assemble import can_offload
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.cost import term_times
-from optimus_jax.planning.search import Pricing, Ranking, fits, search
+from optimus_jax.planning.cost.cost import term_times
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import can_offload
+from optimus_jax.planning.search.search import Pricing, Ranking, fits, search
 
 RANKED = 12
 """Plans that a search finds."""

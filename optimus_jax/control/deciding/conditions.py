@@ -12,10 +12,10 @@ from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, felt_sk
 from optimus_jax.control.signals import COMPUTE_SLOWDOWN, LINK_SLOWDOWN, PROCESS_SKEW, UNKNOWN, Observation, Reading
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cluster import BETWEEN, INSIDE, Cluster
-from optimus_jax.planning.links import Link
-from optimus_jax.planning.measurements import ALL_REDUCE, WIRE_SHARE
-from optimus_jax.planning.search import Pricing
+from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
+from optimus_jax.planning.profiles.links import Link
+from optimus_jax.planning.profiles.measurements import ALL_REDUCE, WIRE_SHARE
+from optimus_jax.planning.search.search import Pricing
 
 GRID = math.log(1.1)
 """Factors are told apart if they differ by a tenth."""

@@ -8,7 +8,7 @@ from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.plan import Plan
-from optimus_jax.planning.beliefs import Query
+from optimus_jax.planning.learning.beliefs import Query
 
 CONTRADICTS = math.log(1.25)
 """From a level that was learnt before of the very same: a few steps so far off were done in other conditions than these."""

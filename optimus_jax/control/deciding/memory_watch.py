@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from optimus_jax.control.signals import MEMORY_PEAK_SHARE, MEMORY_SHARE, Observation
-from optimus_jax.planning.search import Pricing
+from optimus_jax.planning.search.search import Pricing
 from optimus_jax.robust import MAD_TO_DEVIATION
 
 PRESSED = 0.93

@@ -23,8 +23,8 @@ from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.calibrate import Calibration
-from optimus_jax.planning.search import Pricing
+from optimus_jax.planning.learning.calibrate import Calibration
+from optimus_jax.planning.search.search import Pricing
 
 STAGED = ("1f1b", "interleaved")
 """Schedules, which only plans with stages have: few large ones, whose layers can be dealt out finely, or many small ones."""

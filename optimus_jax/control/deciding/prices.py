@@ -9,8 +9,8 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.plan import Plan
-from optimus_jax.planning.beliefs import Query
-from optimus_jax.planning.search import Pricing
+from optimus_jax.planning.learning.beliefs import Query
+from optimus_jax.planning.search.search import Pricing
 
 Batch = tuple[int, int]
 """Examples of a step, tokens of an example."""

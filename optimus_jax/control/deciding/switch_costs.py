@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from optimus_jax.control.policy import Rung
 from optimus_jax.mesh.axes import FSDP, PIPE, TENSOR
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cluster import Cluster
-from optimus_jax.planning.search import Pricing
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.search import Pricing
 
 MOVE_SHARE = 0.3
 """Of a link's speed, that moving the state is expected to reach."""

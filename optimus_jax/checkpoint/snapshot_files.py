@@ -1,0 +1,143 @@
+"""Snapshots as files: what one process had of a state at one step, and how it is known to be whole.
+
+    <root>/<step>/<process>.bin     the pieces, one behind the other, as they lay in memory
+    <root>/<step>/<process>.json    the manifest: step, metadata, every leaf's shape and dtype, every piece's place and checksum
+
+The manifest is written last, by renaming, and has a checksum of its own: a snapshot with a manifest that can be read is complete. A
+*piece* is the part of a leaf between bounds; devices of a process that hold the same one write it once. Only JSON and raw bytes are
+stored, so reading runs nobody's code.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from optimus_jax.system.json_input import parse_json, read_json
+
+Bounds = tuple[tuple[int, int], ...]
+"""Of a piece in its leaf: start and stop along each dimension."""
+Key = tuple[str, Bounds]
+"""Which piece: path of the leaf, and where in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Where a piece is, and what it has to be."""
+
+    file: Path
+    offset: int
+    """In bytes."""
+    num_bytes: int
+    crc32: int
+
+    def read(self) -> bytes | None:
+        """Its bytes; None if they are not what was written."""
+        try:
+            with open(self.file, "rb") as file:
+                file.seek(self.offset)
+                found = file.read(self.num_bytes)
+        except OSError:
+            return None
+        return found if len(found) == self.num_bytes and zlib.crc32(found) == self.crc32 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What the files on this host have of one step."""
+
+    step: int
+    metadata: dict[str, Any]
+    leaves: dict[str, tuple[tuple[int, ...], str]]
+    """Shape and dtype of each leaf of the whole state, by path."""
+    pieces: dict[Key, tuple[Piece, ...]]
+    """Each as often as processes of this host have written it."""
+
+    def whole_pieces(self) -> dict[Key, Piece]:
+        """Of each the first copy that is what was written; reads those."""
+        found = {key: next((piece for piece in copies if piece.read() is not None), None) for key, copies in self.pieces.items()}
+        return {key: piece for key, piece in found.items() if piece is not None}
+
+    def checksums_of(self, key: Key) -> list[int]:
+        """One, unless the processes that have written it did not have the same."""
+        return sorted({piece.crc32 for piece in self.pieces[key]})
+
+
+def write(root: Path, step: int, process: int, metadata: Mapping[str, Any], leaves: Mapping[str, tuple[tuple[int, ...], str]],
+          pieces: Iterable[tuple[Key, np.ndarray]]) -> None:
+    """Write what a process has; it is there, whole, when this returns.
+
+    Raises:
+      OSError: it could not be written. What others on this host have of the step goes too: a generation that is not whole counts as none.
+    """
+    folder = root / str(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    data, manifest = folder / f"{process}.bin", folder / f"{process}.json"
+    manifest.unlink(missing_ok=True)
+    listed, offset = [], 0
+    try:
+        with open(data, "wb", buffering=0) as file:
+            for (path, bounds), array in pieces:
+                content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                _write_all(file.fileno(), content)
+                listed.append([path, bounds, offset, content.nbytes, zlib.crc32(content)])
+                offset += content.nbytes
+        value = {"step": step, "metadata": dict(metadata), "leaves": {path: [list(shape), dtype] for path, (shape, dtype) in leaves.items()}, "pieces": listed}
+        text = json.dumps(value)
+        part = manifest.with_suffix(".part")
+        part.write_text(json.dumps({"content": text, "crc32": zlib.crc32(text.encode())}), encoding="utf-8")
+        os.replace(part, manifest)
+    except OSError:
+        delete(root, step)
+        raise
+
+
+def steps(root: Path) -> list[int]:
+    """Steps of which anything is there, oldest first."""
+    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal()) if root.is_dir() else []
+
+
+def read(root: Path, step: int) -> Held | None:
+    """What all processes that were on this host have written of a step; None: nothing complete."""
+    metadata, leaves, pieces = None, {}, defaultdict[Key, tuple[Piece, ...]](tuple)
+    for path in sorted((root / str(step)).glob("*.json")):
+        if (value := _manifest(path)) is None or value["step"] != step:
+            continue
+        metadata = value["metadata"]
+        leaves = {name: (tuple(shape), dtype) for name, (shape, dtype) in value["leaves"].items()}
+        for name, bounds, offset, num_bytes, crc32 in value["pieces"]:
+            key = name, tuple((start, stop) for start, stop in bounds)
+            pieces[key] += (Piece(file=path.with_suffix(".bin"), offset=offset, num_bytes=num_bytes, crc32=crc32),)
+    return None if metadata is None else Held(step=step, metadata=metadata, leaves=leaves, pieces=pieces)
+
+
+def delete(root: Path, step: int) -> None:
+    """All of one step, of every process on this host; another of them may do the same."""
+    shutil.rmtree(root / str(step), ignore_errors=True)
+
+
+def as_array(content: bytes, dtype: str, bounds: Bounds) -> np.ndarray:
+    """A piece, read-only."""
+    return np.frombuffer(content, jnp.dtype(dtype)).reshape([stop - start for start, stop in bounds])
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        wrapped = read_json(path)
+        if zlib.crc32(wrapped["content"].encode()) == wrapped["crc32"]:
+            return parse_json(wrapped["content"])
+    return None
+
+
+def _write_all(descriptor: int, content: memoryview) -> None:
+    while content.nbytes:
+        content = content[os.write(descriptor, content):]

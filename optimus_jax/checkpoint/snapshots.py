@@ -1,0 +1,345 @@
+"""A fast second tier of checkpoints: every few steps, in host memory, so that a restart in place loses few.
+
+A process that ends takes its memory along. What stays is the memory of its host: snapshots are files in a file system in memory
+(`/dev/shm`), in a directory of the run. Every process writes what its own devices hold, so that with replicas on several hosts
+each piece of the state is in the memory of several. They outlive every process; they do not outlive the host, and a
+checkpoint on disk (checkpoint/checkpoints.py) stays the durable tier.
+
+On a resume all processes together look for the newest step of which the hosts that are there have every piece, whole. Who lacks a piece gets
+it from one that has it, so that neither the number of processes nor the plan has to be the one that wrote it. The state is bit for bit that
+of the step.
+
+Two generations are kept while a third is written: the newest may be complete in one process and not in another, the one before is complete in all.
+A process deletes older ones when it takes the next snapshot; it has then ended a step that every process has begun after
+waiting for the snapshot before.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from optimus_jax.checkpoint import snapshot_files as files
+from optimus_jax.checkpoint.checkpoints import Restored, check_same_model
+from optimus_jax.checkpoint.snapshot_files import Bounds, Held, Key
+from optimus_jax.devices.hosts import hosts_of_processes
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.system.paths import local_path
+
+GENERATIONS = 2
+"""Complete ones that are kept."""
+DIFFER = -1
+"""In place of a checksum, where processes have different ones."""
+
+
+class Snapshots:
+    """Those of one run, on this process's host. Every process calls `take` and `restore` alike.
+
+    Args:
+      directory: a file system in memory.
+      run_directory: of the run.
+      started: what tells the run from others in that directory before and after it: the text of its first event.
+      every: steps between snapshots; 0: none are taken.
+      begun: steps after which the run was begun or resumed so far, in order: a snapshot of a course that it has left since is not used, though a
+        host that sat out still has it.
+      warn: told what went wrong when the run goes on regardless.
+      warn_here: the same, of what this process alone knows.
+    """
+
+    def __init__(self, directory: str | Path, run_directory: Path, started: str, every: int, begun: Sequence[int] = (), *,
+                 warn: Callable[[str], object] = warnings.warn, warn_here: Callable[[str], object] = warnings.warn) -> None:
+        key = hashlib.blake2b(f"{run_directory.resolve()}\n{started}".encode(), digest_size=8).hexdigest()
+        self.root = local_path(directory, what="checkpoint.snapshot_dir").absolute() / f"optimus_jax-{os.getuid()}" / key
+        self._every, self._begun, self._warn, self._warn_here = every, tuple(begun), warn, warn_here
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._writing: Future[None] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is to be taken after `step`."""
+        return self._every > 0 and step % self._every == 0
+
+    def prepare(self, num_bytes_of_host: int) -> None:
+        """Make the directory.
+
+        Args:
+          num_bytes_of_host: what this host's processes hold of the state together.
+        Raises:
+          ConfigError: it cannot be had, is somebody else's, or has too little room.
+        """
+        if not self._every:
+            return
+        parent = self.root.parent
+        try:
+            try:
+                self._make_root()
+            except FileNotFoundError:  # another run has ended meanwhile, and has taken the parent along
+                self._make_root()
+            free_bytes = shutil.disk_usage(self.root).free + sum(path.stat().st_size for path in self.root.rglob("*.bin"))
+        except OSError as error:
+            raise ConfigError(explain("snapshots cannot be written", given=f"checkpoint.snapshot_dir={parent.parent}: {error}",
+                                      do="name another file system in memory, or --set checkpoint.snapshot_every=0")) from error
+        needed_bytes = (GENERATIONS + 1) * num_bytes_of_host
+        if needed_bytes > free_bytes:
+            raise ConfigError(explain(
+                "there is no room for snapshots", given=f"{GENERATIONS + 1} times this host's share of the state are {needed_bytes:,} bytes, "
+                f"{free_bytes:,} are free in {parent.parent}", do="make it larger, or --set checkpoint.snapshot_every=0"))
+
+    def _make_root(self) -> None:
+        parent = self.root.parent
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if not _is_own(parent):
+            parent.lstat()  # what is gone is nobody's
+            raise PermissionError(f"{parent} belongs to another user")
+        self.root.mkdir(exist_ok=True)
+
+    def take(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
+        """Begin to write the state after `step`; waits for the snapshot before. `state` may be donated once this returns."""
+        self.wait()
+        for old in [other for other in files.steps(self.root) if other < step][:-GENERATIONS]:  # another process may have begun this one
+            files.delete(self.root, old)
+        leaves = {path: (leaf.shape, leaf.dtype.name) for path, leaf in named_leaves(state).items()}
+        held = list(_pieces(state))
+        for _, piece in held:
+            piece.copy_to_host_async()
+        # On a CPU the host's copy may be the buffer itself, which the writer's reference keeps from being donated.
+        pieces = [(key, np.asarray(piece)) for key, piece in held]
+        self._writing = self._writer.submit(files.write, self.root, step, jax.process_index(), {_START: len(self._begun), _SAID: dict(metadata)}, leaves, pieces)
+
+    def _is_on_course(self, step: int) -> bool:
+        """Whether no start since has gone on from before it; what is not whole is found out later."""
+        held = files.read(self.root, step)
+        return held is None or all(step <= begun for begun in self._begun[held.metadata[_START]:])
+
+    def wait(self) -> None:
+        """Return when nothing is being written; what went wrong is a warning, for the run does not depend on it."""
+        if self._writing is not None:
+            try:
+                self._writing.result()
+            except OSError as error:
+                self._warn_here(f"a snapshot in {self.root} could not be written: {error.strerror or error}; the run goes on without it")
+            self._writing = None
+
+    def forget_after(self, step: int) -> None:
+        """The run goes on from `step`: snapshots of later steps are of a course that it has left."""
+        for later in (other for other in files.steps(self.root) if other > step):
+            files.delete(self.root, later)
+
+    def discard(self) -> None:
+        """Give the memory back: the run has ended, and its last state is on disk."""
+        with contextlib.suppress(OSError):
+            if self._writing is not None:
+                self._writing.result()
+        shutil.rmtree(self.root, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other runs have theirs there
+            self.root.parent.rmdir()
+
+    def close(self) -> None:
+        """End the thread, without waiting for it."""
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def restore(self, abstract_state: Any, newer_than: int, *, paddable: Callable[[str], bool] = lambda path: False,
+                check: Callable[[Mapping[str, Any]], object] = lambda metadata: None) -> Restored | None:
+        """The newest state of which this run's hosts have every piece; None: there is none after step `newer_than`.
+
+        Args:
+          abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
+          newer_than: step of a checkpoint that is there anyway.
+          paddable: as of `Checkpoints.restore`.
+          check: is shown what was given to `take`, before anything is read; may raise.
+        Raises:
+          CheckpointError: it is of another model.
+        """
+        mine = [step for step in files.steps(self.root) if step > newer_than and self._is_on_course(step)] if _is_own(self.root.parent) else []
+        for step in sorted({step for steps in _exchanged(mine) for step in steps}, reverse=True):
+            held = files.read(self.root, step)
+            restored = _Assembly(step, held).onto(abstract_state, paddable, check)
+            if isinstance(restored, Restored):
+                return restored
+            self._warn(f"the snapshot of step {step} is passed over: {restored}")
+        return None
+
+
+_START, _SAID = "start", "said"
+"""In a manifest: the number of the start that took it, and what the caller gave to `take`."""
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether it is this user's, in a directory where all may write."""
+    return not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.getuid()
+
+
+def bytes_of_host(state: Any) -> int:
+    """What all processes of this host hold of a state, copies of the same in each of them; every process has to call it."""
+    own = sum(piece.nbytes for _, piece in _pieces(state))
+    if jax.process_count() == 1:
+        return own
+    everyones, hosts = np.asarray(multihost_utils.process_allgather(np.array(own, np.float64))), hosts_of_processes()
+    return int(sum(num_bytes for num_bytes, host in zip(everyones.ravel(), hosts, strict=True) if host == hosts[jax.process_index()]))
+
+
+class _Assembly:
+    """One step's pieces, wherever they are, put together again; every process does the same.
+
+    Args:
+      step: of the snapshot.
+      held: what is on this host; None: nothing.
+    """
+
+    def __init__(self, step: int, held: Held | None) -> None:
+        self._step = step
+        self._here = held.whole_pieces() if held else {}
+        self._content: dict[Key, bytes] = {}
+        """What this process needs, when it has been fetched."""
+        told = _exchanged({
+            "metadata": held and held.metadata[_SAID], "leaves": held and held.leaves,
+            "pieces": [[*key, crc32] for key in self._here for crc32 in held.checksums_of(key)] if held else []})
+        self._metadata = next((each["metadata"] for each in told if each["metadata"] is not None), {})
+        self._leaves = {path: (tuple(shape), dtype) for each in told if each["leaves"] for path, (shape, dtype) in each["leaves"].items()}
+        self._owner: dict[Key, int] = {}
+        self._crc32: dict[Key, int] = {}
+        for process, each in enumerate(told):
+            for path, bounds, crc32 in each["pieces"]:
+                key = _key((path, bounds))
+                self._owner.setdefault(key, process)
+                if self._crc32.setdefault(key, crc32) != crc32:
+                    self._crc32[key] = DIFFER
+
+    def onto(self, abstract_state: Any, paddable: Callable[[str], bool], check: Callable[[Mapping[str, Any]], object]) -> Restored | str:
+        """The state under its target shardings, or why there is none."""
+        if (why := self._missing()) is not None:
+            return why
+        check(self._metadata)
+        asked = named_leaves(abstract_state)
+        saved = {path: {"shape": shape, "dtype": dtype} for path, (shape, dtype) in self._leaves.items()}
+        check_same_model(self._step, saved, asked, paddable)
+        problem = self._fetch(asked)
+        if any(_exchanged(problem is not None)):
+            return problem or "another process lacks a piece of it"
+        arrays = [self._array(path, leaf) for path, leaf in asked.items()]
+        return Restored(step=self._step, metadata=self._metadata, state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays))
+
+    def _missing(self) -> str | None:
+        if not self._leaves:
+            return "no process has written all that it had"
+        if any(crc32 == DIFFER for crc32 in self._crc32.values()):
+            return "replicas of a piece differ"
+        covered: dict[str, int] = dict.fromkeys(self._leaves, 0)
+        for path, bounds in self._owner:
+            covered[path] += _size(bounds)
+        lacking = [path for path, (shape, _) in self._leaves.items() if covered[path] != _size(tuple((0, size) for size in shape))]
+        return f"the hosts that are here do not have all of {lacking[0]!r}, and of {len(lacking) - 1} others" if lacking else None
+
+    def _fetch(self, asked: Mapping[str, Any]) -> str | None:
+        """Get what this process needs, from its own host or from one who has it; says what went wrong."""
+        needed = {key for key in self._owner if self._is_needed(key, asked)}
+        self._content = {key: content for key in needed if key in self._here and (content := self._here[key].read()) is not None}
+        lacking = {_key(key) for keys in _exchanged([list(key) for key in needed - self._content.keys()]) for key in keys}
+        for key in sorted(lacking):
+            content = self._from_owner(key)
+            if key in needed:
+                self._content[key] = content
+        for key, content in self._content.items():
+            if zlib.crc32(content) != self._crc32[key]:
+                return f"a piece of {key[0]!r} has changed on its way"
+            if not self._is_zero_where_cropped(key, asked[key[0]]):
+                return f"rows of {key[0]!r} that the plan has no room for are not padding"
+        return None
+
+    def _from_owner(self, key: Key) -> bytes:
+        """All processes call it, and those who lack the piece keep it."""
+        (path, bounds), is_source = key, self._owner[key] == jax.process_index()
+        mine = np.zeros(_size(bounds) * jnp.dtype(self._leaves[path][1]).itemsize, np.uint8)
+        if is_source and (content := self._here[key].read()) is not None:
+            mine = np.frombuffer(content, np.uint8)
+        # As bytes, whose sum with zeros is exact whatever they mean.
+        return np.asarray(multihost_utils.broadcast_one_to_all(mine, is_source=is_source)).tobytes()
+
+    def _is_needed(self, key: Key, asked: Mapping[str, Any]) -> bool:
+        path, bounds = key
+        leaf = asked[path]
+        if leaf.ndim and bounds[0][1] > leaf.shape[0]:
+            return True  # some of it is cropped, and has to be zero
+        return any(_overlap(bounds, _bounds(index, leaf.shape)) is not None
+                   for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values())
+
+    def _is_zero_where_cropped(self, key: Key, leaf: Any) -> bool:
+        path, bounds = key
+        if not leaf.ndim or bounds[0][1] <= leaf.shape[0]:
+            return True
+        rows = files.as_array(self._content[key], self._leaves[path][1], bounds)
+        return not rows[max(0, leaf.shape[0] - bounds[0][0]):].any()
+
+    def _array(self, path: str, leaf: Any) -> jax.Array:
+        pieces = {bounds: files.as_array(content, self._leaves[path][1], bounds) for (name, bounds), content in self._content.items() if name == path}
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            target = _bounds(index, leaf.shape)
+            if target in pieces:
+                return pieces[target]
+            found = np.zeros([stop - start for start, stop in target], leaf.dtype)  # zeros: rows that pad a vocabulary or layers
+            for bounds, array in pieces.items():
+                if (common := _overlap(bounds, target)) is not None:
+                    found[_slices(common, target)] = array[_slices(common, bounds)]
+            return found
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def _pieces(state: Any) -> Iterator[tuple[Key, jax.Array]]:
+    """What this process's devices hold, each piece once."""
+    for path, leaf in named_leaves(state).items():
+        seen = set()
+        for shard in leaf.addressable_shards:
+            bounds = _bounds(shard.index, leaf.shape)
+            if bounds not in seen:
+                seen.add(bounds)
+                assert shard.data is not None
+                yield (path, bounds), shard.data
+
+
+def _exchanged(value: Any) -> list[Any]:
+    """Every process's JSON value, by its number."""
+    if jax.process_count() == 1:
+        return json.loads(json.dumps([value]))
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.array(text.size, np.int32)).reshape(-1)
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[:text.size] = text
+    return [json.loads(row[:length].tobytes()) for row, length in zip(multihost_utils.process_allgather(padded), lengths, strict=True)]
+
+
+def _key(value: Any) -> Key:
+    path, bounds = value
+    return path, tuple((start, stop) for start, stop in bounds)
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    return tuple((part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index or (), shape, strict=True))
+
+
+def _size(bounds: Bounds) -> int:
+    return int(np.prod([stop - start for start, stop in bounds], dtype=np.int64))
+
+
+def _overlap(first: Bounds, second: Bounds) -> Bounds | None:
+    """None: they have nothing in common."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _slices(part: Bounds, whole: Bounds) -> tuple[slice, ...]:
+    """Of `part` in an array that lies at `whole`."""
+    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(part, whole, strict=True))

@@ -1,0 +1,75 @@
+"""Virtual devices on a CPU: our laptop's cluster."""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+from optimus_jax.devices.backend import start_backend
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.paths import user_path
+
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+def restart_with_huge_pages() -> None:
+    """Run this program again with memory in huge pages, if its C library has to be told.
+
+    A step's buffers are mapped anew each time; in small pages, clearing them was an eighth of a step's
+    CPU time (docs/decisions/0003). glibc reads the setting only when a program starts. Call this
+    first; the process keeps its id, arguments and terminal.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if sys.platform == "linux" and "glibc.malloc.hugetlb" not in tunables:
+        os.environ["GLIBC_TUNABLES"] = f"{tunables}:{HUGE_PAGES}".strip(":")
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def return_freed_memory() -> None:
+    """Give what compiling has freed back to the system; glibc would keep some 200 MB for later."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def leave_compilation_cache() -> bool:
+    """Compile anew what JAX's persistent cache of compiled programs (JAX_COMPILATION_CACHE_DIR) may hold, if devices are a CPU's; whether there is one.
+
+    A program that comes out of it orders the collectives of several CPU devices otherwise than the one that went in, and they wait for one another until XLA ends the process
+    (jax 0.10.2). Call it before anything is compiled.
+
+    Raises:
+      PathError: the variable can name no directory. JAX takes it literally, and would make one called ~.
+    """
+    start_backend()
+    text: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if not text:
+        return False
+    directory = user_path(text, what="JAX_COMPILATION_CACHE_DIR")
+    if isinstance(directory, Path):  # a URL is JAX's to use
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+    if jax.default_backend() != "cpu":
+        return False
+    jax.config.update("jax_enable_compilation_cache", False)
+    return True
+
+
+def use_cpu_devices(num_devices: int) -> None:
+    """Make JAX run on this many virtual devices of the CPU. Call it before anything asks for a device.
+
+    Raises:
+      ConfigError: JAX has already started with other devices.
+    """
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        if "jax_platform_name" in jax.config.values:  # the older name would win
+            jax.config.update("jax_platform_name", "")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        found = jax.local_devices()
+        if found[0].platform != "cpu" or len(found) != num_devices:
+            raise ConfigError(explain(
+                "JAX has started already and cannot change its devices",
+                given=f"cpu_devices={num_devices}, JAX has {len(found)} x {found[0].platform}",
+                do="set cpu_devices before the first use of JAX in this program")) from None

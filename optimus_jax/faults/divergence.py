@@ -1,0 +1,216 @@
+"""Whether a run still learns: steps without an update, losses that are not finite, and losses far above those from before.
+
+It is told every step and evaluation in order, so that the processes of a run, which all read the same numbers, come to the same
+answer without asking one another. What it knows is kept in every checkpoint, and goes on from there.
+
+A step is *without an update* if its loss or gradient was not finite, or if every gradient was zero. In f16 overflows are
+how the loss scale is found: while the scale can still fall they do not count.
+
+The state after step k is *known to be good* when a later step has made an update from it: a finite loss, and finite
+gradients. The state after the last update before a row of steps without one is not: every step of that row has tried it.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from optimus_jax.config import Config
+from optimus_jax.errors import LearningError, explain
+from optimus_jax.run_directory.step_record import StepRecord
+
+WINDOW_STEPS = 10
+"""Of the median of the loss: a spike of less than half as many does not move it."""
+PATIENCE_STEPS = 20
+"""For so long that median has to lie too high before it is said."""
+LEAST_RISE = 0.5
+"""In nats: what the loss has to rise by, however low it was."""
+LEAST_LOSS_SCALE = 1.0
+"""Below which the loss scale of f16 does not fall (training/step.py)."""
+FEW_AT_THE_END = 2
+"""Steps without an update, at the end of a run, that leave it unknown whether it would have learnt on."""
+
+Trouble = Literal["no update", "weights", "evaluation"]
+
+
+@dataclass(kw_only=True)
+class Learning:
+    """What is known of one run. Everything but `recent` is kept in checkpoints (`to_json`)."""
+
+    skipped: int = 0
+    """Steps in a row without an update, until now."""
+    first_skipped: int | None = None
+    """The first of the present row, those that do not count included."""
+    good: int = -1
+    """Newest step whose state is known to be good; -1: none, not even the initial one."""
+    evaluated: int | None = None
+    """Newest step with a finite held-out loss."""
+    bad_evaluations: int = 0
+    """Evaluations in a row whose loss was not finite."""
+    broken: str | None = None
+    """A leaf of the state that was found not to be finite."""
+    best: float | None = None
+    """Lowest median of the loss over WINDOW_STEPS."""
+    above_since: int | None = None
+    """Step since which that median lies far above the best."""
+    is_told: bool = False
+    """Whether that was said."""
+    recent: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    """Newest finite losses."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step was finished."""
+        if not record.tokens:  # there was nothing to learn from, and nothing is wrong
+            return
+        if makes_update(record):
+            self.skipped, self.first_skipped, self.good = 0, None, record.step - 1
+        else:
+            self.first_skipped = self.first_skipped or record.step
+            self.skipped += not _searches_scale(record)
+        if math.isfinite(record.loss):
+            self.recent.append(record.loss)
+
+    def rises(self, step: int, share: float) -> bool:
+        """Whether it is to be said after `step` that the loss has been far above its lowest for long: once, until it has come down again.
+
+        Args:
+          share: by which its median may lie above the lowest; 0: it may be anything.
+        """
+        if not self.recent or not share:
+            return False
+        median = statistics.median(self.recent)
+        self.best = median if self.best is None else min(self.best, median)
+        if median <= self.best + max(share * abs(self.best), LEAST_RISE):
+            self.above_since, self.is_told = None, False
+            return False
+        self.above_since = self.above_since or step
+        is_long = step - self.above_since + 1 >= PATIENCE_STEPS
+        is_new = is_long and not self.is_told
+        self.is_told = self.is_told or is_long
+        return is_new
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """A held-out loss was measured."""
+        if math.isfinite(loss):
+            self.evaluated, self.bad_evaluations = step, 0
+        else:
+            self.bad_evaluations += 1
+
+    def forgive(self) -> None:
+        """The run goes on under another plan: steps without an update under the one before are not its fault."""
+        self.skipped, self.first_skipped = 0, None
+
+    def trouble(self, max_skipped: int, *, is_at_end: bool) -> Trouble | None:
+        """Why the run is to end as one that no longer learns; None: it is not.
+
+        Args:
+          max_skipped: steps in a row without an update that end it; 0: none do, nor losses.
+          is_at_end: whether it has come to its last step, after which nobody can wait for the next.
+        """
+        if self.broken is not None:  # nobody could save such a state
+            return "weights"
+        if not max_skipped:
+            return None
+        has_never = self.good < 0
+        if self.skipped >= (min(max_skipped, 1 if has_never else FEW_AT_THE_END) if is_at_end else max_skipped):
+            return "no update"
+        return "evaluation" if self.bad_evaluations >= (1 if is_at_end else 2) else None
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Steps of which the newest checkpoint that is not later is to be kept: it may be what the run has to go back to."""
+        before_row = () if self.first_skipped is None else (self.first_skipped - 1,)
+        return (self.good_limit, *before_row)
+
+    @property
+    def good_limit(self) -> int:
+        """The newest step that the run could go back to; -1: none."""
+        limits = [self.good]
+        if self.bad_evaluations and self.evaluated is not None:
+            limits.append(self.evaluated)
+        if self.above_since is not None:
+            limits.append(self.above_since - WINDOW_STEPS)
+        return max(-1, min(limits))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values that `from_json` reads."""
+        values = dataclasses.asdict(self)
+        del values["recent"]
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any] | None) -> "Learning":
+        """The inverse of `to_json`, without recent losses; None: a checkpoint from before this was known."""
+        known = {field.name for field in dataclasses.fields(cls)} - {"recent"}
+        return cls(**{name: value for name, value in (values or {}).items() if name in known})
+
+
+def makes_update(record: StepRecord) -> bool:
+    """Whether a step has changed the weights by what it has learnt."""
+    return not record.skipped and math.isfinite(record.loss) and math.isfinite(record.grad_norm) and record.grad_norm > 0
+
+
+def _searches_scale(record: StepRecord) -> bool:
+    """Whether a step without an update is one in which f16 finds its loss scale."""
+    return record.skipped and record.loss_scale is not None and record.loss_scale > LEAST_LOSS_SCALE
+
+
+def saying(learning: Learning, trouble: Trouble) -> str:
+    """What is wrong, in one sentence."""
+    match trouble:
+        case "weights":
+            return f"the weights are not finite any more: {learning.broken}"
+        case "evaluation":
+            return f"the held-out loss is not finite ({learning.bad_evaluations} evaluation(s) in a row)"
+        case "no update":
+            since = f", since step {learning.first_skipped}" if learning.first_skipped else ""
+            return f"no update in {learning.skipped} step(s) in a row{since}: loss or gradient was not finite, or the gradient zero"
+
+
+def way_back(learning: Learning, steps: Iterable[int]) -> str:
+    """How to go on from the newest good checkpoint.
+
+    Args:
+      steps: of all checkpoints that are there.
+    """
+    if (good := newest(steps, learning.good_limit)) is not None:
+        return f"go back to the checkpoint of step {good}, from before, by --resume --set checkpoint.resume_step={good}"
+    if learning.first_skipped is not None and (before := newest(steps, learning.first_skipped - 1)) is not None:
+        return (f"begin a new run: the newest checkpoint from before is that of step {before}, whose weights have failed in every step since "
+                f"(to try them all the same: --resume --set checkpoint.resume_step={before})")
+    return "begin a new run: there is no checkpoint from before"
+
+
+def newest(steps: Iterable[int], limit: int) -> int | None:
+    """The newest of these steps that is not later than a limit; None: there is none."""
+    return max((step for step in steps if step <= limit), default=None)
+
+
+def error_of(learning: Learning, trouble: Trouble, config: Config, steps: Iterable[int], *, step: int, last: StepRecord | None,
+             lr: float, usual_lr: float) -> LearningError:
+    """The error that ends a run after `step`.
+
+    Args:
+      steps: of all checkpoints that are there.
+      last: the last step's numbers; None: none was run now.
+      lr: peak learning rate of the run.
+      usual_lr: of a model of this size.
+    """
+    numbers = "" if last is None else f"; loss {last.loss:g}, gradient norm {last.grad_norm:g}, learning rate {last.lr:g}"
+    changes = [f"a lower peak learning rate, such as --lr {min(lr / 3, usual_lr):.2g} (it is {lr:.2g})"]
+    if not config.optimizer.clip_norm:
+        changes.append("clipping, --set optimizer.clip_norm=1 (it is 0, which does not clip)")
+    if last is not None and last.loss_scale is not None:
+        changes.append("--precision bf16 or f32 (it is f16)")
+    elif config.precision.compute == "bf16":
+        changes.append("--precision f32 (it is bf16)")
+    changes.append("a longer optimizer.warmup_steps")
+    if learning.good < 0:
+        changes.append("a smaller model.init_std, if the first loss was not finite")
+    return LearningError(explain(
+        f"the run no longer learns: {saying(learning, trouble)}",
+        given=f"step {step}{numbers}; optimizer.max_skipped_steps={config.optimizer.max_skipped_steps}",
+        do=f"{way_back(learning, steps)}; and change something, or the same will happen again: {'; '.join(changes)}"))

@@ -1,0 +1,61 @@
+"""Events of faults, from whichever process has seen one.
+
+`events.jsonl` has one writer, process 0, which may be the one that is dead. So every process appends what it has seen to a
+file of its own in the run directory's `faults/`, and the next start, which is alone in the directory, takes over what is new in them. Reading
+`events.jsonl` and `faults/*.jsonl` together tells all at any time.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from optimus_jax.run_directory.directory import FAULTS, RunDirectory
+from optimus_jax.run_directory.files import append, event_of
+
+
+def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> None:
+    """Append one event, as a whole line, and have it on the disk. Raises OSError.
+
+    Args:
+      process: which one has seen it.
+      step: its newest finished step.
+      fields: JSON values.
+    """
+    path = run_directory / FAULTS / f"{process}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    line = json.dumps({"event": "fault", "step": step, "time_s": time.time(), "process": process, **fields}) + "\n"
+    append(path, line.encode(), on_disk=True)
+
+
+def take_over(run: RunDirectory) -> int:
+    """Bring what processes of earlier starts have seen into `events.jsonl`, in the order of time; the writer does it.
+
+    The files stay, so that a kill in the middle loses nothing, and doing it twice is once.
+
+    Returns:
+      How many events were new.
+    """
+    if not run.writer:
+        return 0
+    known = {_key(event) for event in run.events() if event["event"] == "fault"}
+    new = [event for event in read_faults(run.path) if _key(event) not in known]
+    for event in new:
+        fields = {name: value for name, value in event.items() if name not in ("event", "step", "time_s")}
+        run.log_event("fault", event["step"], seen_s=event["time_s"], **fields)
+    return len(new)
+
+
+def read_faults(run_directory: Path) -> list[dict[str, Any]]:
+    """Every event of the processes' own files, in the order of time; torn lines are passed over."""
+    found = []
+    for path in sorted((run_directory / FAULTS).glob("*.jsonl")):
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            if (event := event_of(line)) is not None:
+                found.append(event)
+    return sorted(found, key=lambda event: event["time_s"])
+
+
+def _key(event: dict[str, Any]) -> tuple[int | None, float | None]:
+    """Which fault it is: `seen_s` is `time_s` of an event that was taken over."""
+    return event.get("process"), event.get("seen_s", event["time_s"])

@@ -1,0 +1,50 @@
+"""What people look at while a run goes on may fail without costing the run anything."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from optimus_jax.system.resilient_io import last_words
+
+T = TypeVar("T")
+
+
+def unfailing(target: T, name: str) -> T:
+    """The same object, whose methods never raise an Exception: one that does is said on standard error, and not called again.
+
+    A call that has failed, or is not made any more, returns None: for objects whose methods return nothing that is needed.
+
+    Args:
+      name: what to call it in messages.
+    """
+    return cast(T, _Unfailing(target, name))
+
+
+class _Unfailing:
+    def __init__(self, target: Any, name: str) -> None:
+        self._target, self._name = target, name
+        self._off: set[str] = set()
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(self._target, attribute)
+        return self._guarded(attribute, value) if callable(value) else value
+
+    def _guarded(self, attribute: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*arguments: Any, **named: Any) -> Any:
+            if attribute in self._off:
+                return None
+            try:
+                return call(*arguments, **named)
+            except Exception as error:
+                self._off.add(attribute)
+                last_words(f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it is left out from now on, and the run goes on\n")
+                return None
+
+        return guarded
+
+    def __enter__(self) -> Self:
+        self._guarded("__enter__", self._target.__enter__)()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._guarded("__exit__", self._target.__exit__)(kind, error, traceback)

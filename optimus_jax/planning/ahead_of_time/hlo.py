@@ -1,0 +1,221 @@
+"""What a compiled program does, read from its text: how often each part runs, its matmuls, its collectives.
+
+Compiling for devices that are not there gives no cost analysis, and one that ignores how often a loop
+runs would be of no use for a scanned stack of layers. The text has it all: every loop's trip count, every
+matmul's dimensions, and who takes part in every collective.
+
+Words: a *computation* is HLO's function (a loop's body, a fusion); a *group* is the devices that one
+collective joins, as partition numbers, which are positions in the mesh (mesh order, tensor fastest).
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from optimus_jax.planning.ahead_of_time.hlo_groups import Groups, groups_of
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
+_COMPUTING = ("fusion", "dot", "while", "conditional", "call", "custom-call", "copy")
+_CALLEES = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ARRAY = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    shape: str
+    """Of the result, as printed; a tuple's in parentheses."""
+    operands: tuple[str, ...]
+    """Names."""
+    attributes: str
+    """Everything behind the operands."""
+
+    @property
+    def callees(self) -> tuple[str, ...]:
+        """Computations that it runs."""
+        named = _CALLEES.findall(self.attributes)
+        branches = (name for group in _BRANCHES.findall(self.attributes) for name in group.split(","))
+        return (*named, *(name.strip().lstrip("%") for name in branches if name.strip()))
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a loop runs; None where the compiler does not know."""
+        found = _TRIPS.search(self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def source(self) -> str:
+        """Where the program's author wrote it, as JAX names the place; empty if that is lost."""
+        found = _SOURCE.search(self.attributes)
+        return found[1] if found else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a program."""
+
+    kind: str
+    """One of COLLECTIVES."""
+    payload_bytes: int
+    """Of one run on one device: the whole array, before it is scattered or after it is gathered."""
+    groups: Groups
+    """Devices that speak with one another; (source, target) for a collective-permute."""
+    times: int
+    """Runs in one execution of the program, each branch of a conditional counted as if always taken."""
+    work_under: int
+    """Computing instructions (fusions, loops, calls) that the compiler put between its start and its end; 0: all wait for it."""
+    source: str
+    """Where the program's author wrote it."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in one run: around a ring, whose volume no algorithm without help from switches undercuts."""
+        size = max(map(len, self.groups), default=1)
+        share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(self.kind, (size - 1) / size)
+        return share * self.payload_bytes
+
+    def axes(self, sizes: dict[str, int]) -> tuple[str, ...]:
+        """Mesh axes along which its groups differ, given the sizes of all axes, slowest first."""
+        members = [np.array(np.unravel_index(group, tuple(sizes.values()))) for group in self.groups]
+        return tuple(name for i, name in enumerate(sizes) if any((where[i] != where[i][0]).any() for where in members))
+
+
+class Program:
+    """The computations of an HLO module."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry = ""
+        self.num_partitions = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
+        current: dict[str, Instruction] = {}
+        for line in text.splitlines():
+            if header := _HEADER.match(line):
+                current = self.computations[header[2]] = {}
+                self.entry = header[2] if header[1] else self.entry
+            elif start := _INSTRUCTION.match(line):
+                current[start[1]] = _instruction(start[1], line[start.end():])
+
+    @cached_property
+    def runs(self) -> dict[str, int]:
+        """How often each computation runs in one execution. A loop of unknown length counts once (`unknown_loops`)."""
+        order: list[str] = []
+        self._visit(self.entry, set(), order)
+        counts = dict.fromkeys(order, 0)
+        counts[self.entry] = 1
+        for name in reversed(order):  # callers before what they call
+            for instruction in self.computations[name].values():
+                for callee in instruction.callees:
+                    counts[callee] += counts[name] * (instruction.trip_count or 1)
+        return counts
+
+    def _visit(self, name: str, seen: set[str], order: list[str]) -> None:
+        seen.add(name)
+        for instruction in self.computations[name].values():
+            for callee in instruction.callees:
+                if callee not in seen:
+                    self._visit(callee, seen, order)
+        order.append(name)
+
+    def instructions(self) -> Iterator[tuple[str, Instruction, int]]:
+        """(computation, instruction, runs) of everything that runs."""
+        for name, times in self.runs.items():
+            for instruction in self.computations[name].values():
+                yield name, instruction, times
+
+    @property
+    def unknown_loops(self) -> tuple[str, ...]:
+        """Loops whose length the compiler does not know."""
+        return tuple(i.name for _, i, _ in self.instructions() if i.opcode == "while" and i.trip_count is None)
+
+    def dot_flops(self) -> float:
+        """FLOPs of all matmuls in one execution on one device: 2 for each multiplication and addition."""
+        return float(sum(times * self._dot_flops(name, i) for name, i, times in self.instructions() if i.opcode == "dot"))
+
+    def _dot_flops(self, computation: str, dot: Instruction) -> int:
+        left = _dims(self.computations[computation][dot.operands[0]].shape)
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+        depth = math.prod(left[int(dim)] for dim in contracted[1].split(",") if dim) if contracted else 1
+        return 2 * math.prod(_dims(dot.shape)) * depth
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective that runs, in the order of the text."""
+        starts = {callee: (name, i) for name, i, _ in self.instructions() if i.opcode == "async-start" for callee in i.callees}
+        found = []
+        for name, i, times in self.instructions():
+            kind = i.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                groups = groups_of(i.attributes, self.num_partitions)
+                given = sum(shape_bytes(self.computations[name][operand].shape) for operand in i.operands)
+                gathered = max(map(len, groups), default=1) if kind == "all-gather" else 1
+                found.append(Collective(kind=kind, payload_bytes=given * gathered, groups=groups, times=times, source=i.source,
+                                        work_under=self._work_under(*starts.get(name, (name, i)))))
+        return tuple(found)
+
+    def _work_under(self, computation: str, start: Instruction) -> int:
+        """The text of a scheduled program is in the order in which a device runs it."""
+        count, begun = 0, False
+        for i in self.computations[computation].values():
+            if begun and start.name in i.operands and i.opcode.endswith("-done"):
+                return count
+            begun = begun or i is start
+            count += begun and i.opcode in _COMPUTING
+        return 0  # it has no end of its own: nothing runs beside it
+
+
+def dot_flops(text: str) -> float:
+    """FLOPs of all matmuls of an HLO module's text, trip counts regarded; see `Program.dot_flops`.
+
+    Matmuls that XLA handed to a library (custom calls, on devices that are there) are not seen.
+    """
+    return Program(text).dot_flops()
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple."""
+    return sum(math.prod(_split(dims)) * _bits(kind, width) // 8 for kind, width, dims in _ARRAY.findall(shape))
+
+
+def _bits(kind: str, width: str) -> int:
+    return {"pred": 8, "token": 0}.get(kind) or int(width or 0)
+
+
+def _dims(shape: str) -> Sequence[int]:
+    found = _ARRAY.search(shape)
+    assert found, shape
+    return _split(found[3])
+
+
+def _split(dims: str) -> Sequence[int]:
+    return [int(dim) for dim in dims.split(",") if dim]
+
+
+def _instruction(name: str, rest: str) -> Instruction:
+    """From what stands behind `name = `: shape, opcode, operands in parentheses, attributes."""
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opening = rest.index("(", end)
+    closing = _closing(rest, opening)
+    return Instruction(name=name, opcode=rest[end:opening].strip(), shape=rest[:end], operands=tuple(_NAME.findall(rest[opening:closing])),
+                       attributes=rest[closing + 1:])
+
+
+def _closing(text: str, opening: int) -> int:
+    """Position of the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for found in re.finditer(r"[()]", text[opening:]):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return opening + found.start()
+    raise ValueError(f"no end: {text[:100]}")

@@ -1,0 +1,228 @@
+"""`find_plans`: the best layouts of a model on a cluster, there or not, with predictions and reasons."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from optimus_jax.config import Config
+from optimus_jax.config.request import dotted, make_config
+from optimus_jax.devices.jax_settings import check_jax_settings
+from optimus_jax.errors import ConfigError, PlanError, explain
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.models.families import check_family
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.cost import Prediction
+from optimus_jax.planning.cost.memory import MemoryEstimate
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.learning.calibrate import Calibration
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import check_words
+from optimus_jax.planning.search.divisibility import Alternative, Divisibility, Progress, divisibility
+from optimus_jax.planning.search.explain import flags, gib, why_best, why_not
+from optimus_jax.planning.search.layouts import Rejection
+from optimus_jax.planning.search.search import Pricing, Ranking, search
+
+SEQUENCES_PER_DEVICE = 8
+"""Of a global batch that nobody gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedPlan:
+    """A plan and its place among all; every figure is a prediction."""
+
+    rank: int
+    """1 is the best."""
+    plan: Plan
+    prediction: Prediction
+    memory: MemoryEstimate
+    why: str
+    """Why it wins, or what makes it lose against the winner."""
+    batch_advice: tuple[Alternative, ...] = ()
+    """Batches near the one asked for that the devices divide better, with what the best plan for each would give; the same in every plan of a ranking."""
+    cluster_advice: tuple[Alternative, ...] = ()
+    """Fewer hosts of the cluster on which the same batch would be faster, likewise."""
+    lost: "Lost | None" = None
+    """What leaving devices out costs; None: none were left out."""
+
+    @property
+    def axes(self) -> AxisSizes:
+        """Devices along each mesh axis."""
+        return self.plan.axes
+
+    @property
+    def schedule(self) -> str | None:
+        """Of pipeline stages; None without stages."""
+        return None if self.plan.pipeline is None else self.plan.pipeline.schedule
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step."""
+        return self.prediction.step_time_s
+
+    @property
+    def memory_bytes(self) -> int:
+        """On the most loaded device."""
+        return self.memory.total
+
+    def as_json(self) -> dict[str, Any]:
+        """What `scripts/plan.py --json` prints."""
+        pipeline, prediction = self.plan.pipeline, self.prediction
+        return {
+            "rank": self.rank, "axes": dataclasses.asdict(self.axes), "schedule": self.schedule,
+            "repeats": 1 if pipeline is None else pipeline.repeats, "microbatches": self.plan.microbatches, "remat": self.plan.remat,
+            "offload": self.plan.offload,
+            "stage_residuals": None if pipeline is None else "keep" if pipeline.keep_residuals else "recompute",
+            "zero": self.plan.zero, "rules": {name: list(axes) for name, axes in self.plan.rules}, "precision": self.plan.precision, "moments": self.plan.moments,
+            "step_time_s": prediction.step_time_s, "step_time_interval_s": [prediction.low_s, prediction.high_s],
+            "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "memory_bytes": self.memory_bytes,
+            "memory": dataclasses.asdict(self.memory), "bubble": prediction.bubble, "communication": prediction.communication,
+            "terms_s": {term.name: term.time_s for term in prediction.terms}, "why": self.why, "flags": flags(self.plan),
+            "batch_advice": [other.as_json() for other in self.batch_advice], "cluster_advice": [other.as_json() for other in self.cluster_advice],
+            "lost": self.lost and self.lost.as_json()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """What a cluster loses with some of its devices, the batch unchanged."""
+
+    before: Cluster
+    """With all of them."""
+    num_devices: int
+    """That are left out."""
+    tokens_per_s_before: float | None
+    """Of the best plan for all of them; None: there is none."""
+    tokens_per_s: float
+    """Of the best plan for those that are left."""
+
+    @property
+    def share(self) -> float | None:
+        """Of tokens per second, what is lost."""
+        return None if self.tokens_per_s_before is None else 1 - self.tokens_per_s / self.tokens_per_s_before
+
+    def as_json(self) -> dict[str, Any]:
+        """What `scripts/plan.py --json` prints."""
+        return {"num_devices": self.num_devices, "tokens_per_s_before": self.tokens_per_s_before, "tokens_per_s": self.tokens_per_s, "share": self.share}
+
+    def describe(self) -> str:
+        """One line for people."""
+        devices = f"without {self.num_devices:,} of {self.before.num_devices:,} devices ({self.num_devices / self.before.num_devices:.1%})"
+        if self.tokens_per_s_before is None:
+            return f"{devices}: {self.tokens_per_s:,.0f} tokens/s; with all of them no plan was found"
+        return f"{devices}: {self.tokens_per_s_before:,.0f} -> {self.tokens_per_s:,.0f} tokens/s, {-(self.share or 0.0):+.1%}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search has found, and for what."""
+
+    config: Config
+    """Resolved: what was searched for."""
+    cluster: Cluster
+    rates: Rates
+    plans: list[RankedPlan]
+    """Best first, at least one."""
+    rejections: tuple[Rejection, ...]
+    num_priced: int
+    divisibility: Divisibility
+    """What does not divide, and what would."""
+    lost: Lost | None = None
+
+
+def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iterable[str] = (), rates: Rates | None = None,
+               without: int | None = None, **overrides: Any) -> list[RankedPlan]:
+    """The best plans for a model on a cluster, best first. Needs no accelerator.
+
+    Args:
+      model: name of a preset.
+      cluster: `h100:8x8` (hosts x devices), or a Cluster.
+      top: how many.
+      links: speeds that replace the cluster's usual ones, such as `between=50GB/s`.
+      rates: how fast its devices are; None: what is known of their kind.
+      without: plan for the cluster without so many hosts, or devices where it has one host; the global batch stays what it is on all of them.
+      overrides: settings as for `train`; those of the layout are then kept. Precision is bf16 on GPUs unless given, the global
+        batch SEQUENCES_PER_DEVICE for each device.
+    Raises:
+      OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
+    """
+    return look_for_plans(model, cluster, top=top, links=links, rates=rates, without=without, overrides=overrides).plans
+
+
+def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Iterable[str] = (), rates: Rates | None = None, without: int | None = None,
+                   calibration: Calibration | None = None, progress: Progress | None = None, overrides: dict[str, Any]) -> Found:
+    """`find_plans` with everything that it looked at."""
+    check_jax_settings()
+    if top < 1:
+        raise ConfigError(explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan"))
+    if not isinstance(cluster, str | Cluster):
+        raise ConfigError(explain("a cluster is a name and a size, or a Cluster", given=f"cluster={cluster!r}", do="give one such as h100:8x8"))
+    whole = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
+    where = whole if without is None else whole.without(without)
+    config = config_for(model, whole, dotted(overrides))  # a run that loses devices keeps its batch
+    rates = rates or Rates.of(where.accelerator)
+    pricing = Pricing(config, where, rates, calibration or Calibration())
+    ranking = search(pricing, top=top)
+    divided = divisibility(pricing, ranking.best[0] if ranking.best else None, may_leave_hosts=isinstance(cluster, str), progress=progress)
+    if not ranking.best:
+        raise PlanError(_nothing_found(pricing, ranking, divided))
+    lost = None
+    if without is not None:
+        before = search(dataclasses.replace(pricing, cluster=whole), top=1).best
+        lost = Lost(before=whole, tokens_per_s_before=before[0].prediction.tokens_per_s if before else None, tokens_per_s=ranking.best[0].prediction.tokens_per_s,
+                    num_devices=whole.num_devices - where.num_devices)
+    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking, divided, lost), rejections=ranking.rejections,
+                 num_priced=ranking.num_priced, divisibility=divided, lost=lost)
+
+
+def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
+    """Of the runs that plans are looked for: what is left open is as usual on such devices. Raises OptimusError for what cannot be there, whatever the plan."""
+    defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
+    config = make_config(model, ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides)
+    check_family(config.model)
+    check_words(config, where.topology())
+    return config
+
+
+_GLOBAL_BATCH = {"global_batch", "data.global_batch"}
+
+
+def ranked(ranking: Ranking, divided: Divisibility, lost: Lost | None = None) -> list[RankedPlan]:
+    """The ranking's best with a sentence for each."""
+    return [RankedPlan(
+        rank=rank, plan=candidate.plan, prediction=candidate.prediction, memory=candidate.memory,
+        batch_advice=divided.batches, cluster_advice=divided.clusters, lost=lost,
+        why=why_best(candidate.prediction, ranking.num_priced) if rank == 1 else why_not(candidate.prediction, ranking.best[0].prediction))
+        for rank, candidate in enumerate(ranking.best, start=1)]
+
+
+def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) -> str:
+    """The commonest reasons, and what would help."""
+    config, cluster = pricing.config, pricing.cluster
+    capacity = cluster.accelerator.memory_bytes
+    too_large = [rejection for rejection in ranking.rejections if rejection.needs_bytes is not None]
+    if divided.batches or divided.clusters:
+        sizes = [f"--global-batch {other.global_batch}" for other in divided.batches]
+        sizes += [f"--cluster {other.cluster.shape}, which leaves {cluster.num_devices - other.num_devices} devices idle" for other in divided.clusters]
+        return explain(f"no layout of {config.model.name} is legal and fits on {cluster.num_devices} devices", given="; ".join(divided.reasons),
+                       do="give what does have a plan: " + ", or ".join(sizes))
+    if too_large:
+        least = min(too_large, key=lambda rejection: rejection.needs_bytes or 0)
+        return explain(
+            f"no layout of {config.model.name} fits {cluster.accelerator.name} devices",
+            given=f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device; the least, {least.layouts}, {least.reason}",
+            do=_in_smaller_moments(pricing) + "give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer fixed settings")
+    reasons = dict.fromkeys([*divided.reasons, *(rejection.reason for rejection in ranking.rejections)])
+    unknown = [name for name, link in (("inside", cluster.inside), ("between", cluster.between)) if link is not None and link.bytes_per_s is None]
+    return explain(f"no layout of {config.model.name} is legal on {cluster.num_devices} devices", given="; ".join(list(reasons)[:3]),
+                   do="change the --global-batch, the number of devices, or the settings that were fixed"
+                   + "".join(f"; say how fast a link is: --link {name}=25GB/s" for name in unknown))
+
+
+def _in_smaller_moments(pricing: Pricing) -> str:
+    """That something fits with moments in bf16, to be followed by what else helps; empty: nothing does."""
+    try:
+        config = pricing.config.with_values({"precision.moments": "bf16"})
+    except ConfigError:  # betas that bf16 cannot follow
+        return ""
+    fits = config != pricing.config and search(dataclasses.replace(pricing, config=config), top=1).best
+    return f"keep moments in bf16 (--set precision.moments=bf16), with which mesh {fits[0].plan.axes} fits; or " if fits else ""

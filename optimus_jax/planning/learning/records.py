@@ -1,0 +1,82 @@
+"""Measured steps, each kept beside its prediction in readable JSON Lines, and what they teach about later ones."""
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimus_jax.config.settings import with_right_types
+from optimus_jax.planning.learning.beliefs import Beliefs, Evidence, Query
+from optimus_jax.planning.learning.calibrate import NOISE, Calibration
+from optimus_jax.system.json_input import parse_json
+
+KEPT = 500
+"""Records that are read, the newest."""
+TAUGHT_BY = 100
+"""Predictions that records are about, the newest that count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One plan's steps, predicted and measured."""
+
+    model: str
+    plan: str
+    """Digest."""
+    measured_at: str
+    """Date and time."""
+    measured_s: float
+    """Of a step."""
+    terms_s: dict[str, float]
+    """As predicted, without calibration."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Of a step, without calibration."""
+        return sum(self.terms_s.values())
+
+
+def calibration_of(records: Sequence[Record]) -> Calibration:
+    """What they say about predictions on the devices that they come from. Nothing without any."""
+    logs: dict[tuple[str, tuple[tuple[str, float], ...]], list[float]] = {}
+    for record in records:
+        key = (f"{record.plan} of {record.model}", tuple(sorted(record.terms_s.items())))
+        logs[key] = [*logs.pop(key, []), math.log(record.measured_s)]
+    # However often a plan was measured, what is peculiar to it says nothing of others: all that is one piece of evidence.
+    evidence = [Evidence(query=Query(plan=plan, setting=f"{number}", terms_s=dict(terms_s)), log_time=sum(times) / len(times), deviation=NOISE)
+                for number, ((plan, terms_s), times) in enumerate(logs.items())][-TAUGHT_BY:]
+    return Beliefs.before([each.query for each in evidence], Calibration()).after(evidence).calibration if evidence else Calibration()
+
+
+def read_records(path: Path) -> list[Record]:
+    """The newest records of a file; none if there is no file. A line that is none is left out with a warning."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        warnings.warn(f"earlier measurements cannot be read and do not count: {error}", stacklevel=2)
+        return []
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = with_right_types(Record(**parse_json(line)))
+            if not 0 < record.measured_s < math.inf or not 0 < record.predicted_s < math.inf or min(record.terms_s.values()) < 0:
+                raise ValueError("times are finite and above 0")
+            records.append(record)
+        except (ValueError, TypeError, AttributeError) as error:
+            warnings.warn(f"{path}, line {number} is no measurement and does not count: {error}", stacklevel=2)
+    return records[-KEPT:]
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Add one line; a warning if that is not possible, for a run does not depend on it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+    except OSError as error:
+        warnings.warn(f"a measurement cannot be kept for later runs: {error}", stacklevel=2)

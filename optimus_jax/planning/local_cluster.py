@@ -1,0 +1,84 @@
+"""What is known of the devices that are here: their cluster, how fast it is, and what steps measured on it teach.
+
+A kept hardware profile counts first, then data sheets; where neither says how fast the devices are, nothing is
+known. What steps took is kept beside the profiles, a file for each kind of device and number of them.
+"""
+
+import datetime
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import jax
+
+from optimus_jax.config import Config
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.learning.calibrate import Calibration
+from optimus_jax.planning.learning.records import Record, append_record, calibration_of, read_records
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.hardware import HardwareProfile, kept_profile, profile_hardware, profile_path
+from optimus_jax.planning.profiles.probes import Progress
+from optimus_jax.planning.search.search import Pricing
+from optimus_jax.planning.trials.reference_steps import fitted, path_of, read_steps, time_reference_steps, write_steps
+from optimus_jax.system.cache import cache_directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """The devices of this run."""
+
+    cluster: Cluster
+    rates: Rates
+    records: Path
+    """JSON Lines of what steps took."""
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """What those taught when this was first asked for; nothing in a run of several processes, each of which has files of its own."""
+        return Calibration() if jax.process_count() > 1 else calibration_of(read_records(self.records))
+
+    def pricing(self, config: Config) -> Pricing:
+        """What plans cost for a run of `config`."""
+        return Pricing(config, self.cluster, self.rates, self.calibration)
+
+    def remember(self, config: Config, plan: Plan, step_time_s: float) -> None:
+        """Keep what steps under `plan` took beside what is predicted of them."""
+        if jax.process_index() == 0:
+            prediction = self.pricing(config).uncalibrated(plan)
+            append_record(self.records, Record(
+                model=config.model.name, plan=plan.digest, measured_s=step_time_s, terms_s={term.name: term.time_s for term in prediction.terms},
+                measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")))
+
+
+def measure_devices(topology: Topology, *, refresh: bool = False, progress: Progress | None = None) -> Here:
+    """The devices, measured now (at most two minutes) or earlier; every process has to call it."""
+    profile = profile_hardware(refresh=refresh, progress=progress)
+    path = path_of(profile_path(), topology)
+    if refresh or not read_steps(path):
+        write_steps(path, time_reference_steps(topology, progress=progress))
+    return _profiled(topology, profile)
+
+
+def known_devices(topology: Topology) -> Here | None:
+    """The same without measuring anything; None: it is not known how fast they are. Every process has to call it."""
+    if (profile := kept_profile()) is not None:
+        return _profiled(topology, profile)
+    cluster = Cluster.of(topology)
+    try:
+        return Here(cluster=cluster, rates=Rates.of(cluster.accelerator), records=_records(topology))
+    except PlanError:
+        return None
+
+
+def _profiled(topology: Topology, profile: HardwareProfile) -> Here:
+    cluster, steps = profile.cluster(Cluster.of(topology)), read_steps(path_of(profile_path(), topology))
+    return Here(cluster=cluster, rates=fitted(Rates.from_profile(profile), steps, topology, cluster), records=_records(topology))
+
+
+def _records(topology: Topology) -> Path:
+    kind = re.sub(r"\W+", "-", topology.device_kind).strip("-").lower()
+    return cache_directory() / f"steps-{kind}-{topology.num_devices}.jsonl"

@@ -1,0 +1,188 @@
+"""A cluster as a value: hosts, their devices, and what links them; there or not.
+
+Devices are numbered host by host and laid out in mesh order (pipe, data, fsdp, tensor; tensor fastest), as
+mesh/build.py does. Which link a mesh axis crosses is then arithmetic on the plan's axis sizes.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from optimus_jax.devices.accelerators import Accelerator, accelerator_named, accelerator_of_kind
+from optimus_jax.errors import ConfigError, PlanError, explain, nearest
+from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
+from optimus_jax.mesh.topology import HOST_MEMORY_SHARE, Topology
+from optimus_jax.planning.profiles.hardware_database import MEMORY_OF_HOST, host_of
+from optimus_jax.planning.profiles.links import Link, with_speed
+
+INSIDE, BETWEEN, TO_HOST = LINKS = ("inside", "between", "host")
+"""The names of a cluster's links, as in `--link between=50GB/s`."""
+MOST_DEVICES = 2**16
+"""Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to enumerate."""
+_SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hosts of one kind, with as many devices of one kind in each."""
+
+    num_hosts: int
+    """Machines."""
+    devices_per_host: int
+    """Devices of each."""
+    accelerator: Accelerator
+    """Their kind."""
+    inside: Link
+    """Between the devices of a host."""
+    between: Link | None
+    """Between hosts, each device's share; None with one host."""
+    to_host: Link = MEMORY_OF_HOST
+    """From each device to its host's memory."""
+    host_bytes_per_device: int | None = None
+    """Each device's share of its host's memory that may be used for it; None: unknown."""
+
+    @property
+    def bytes_per_device(self) -> int | None:
+        """Memory of a device that may be used; None: unknown."""
+        return self.accelerator.memory_bytes
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all hosts."""
+        return self.num_hosts * self.devices_per_host
+
+    @property
+    def shape(self) -> str:
+        """As `parse` reads it, such as `h100:8x8`."""
+        return f"{self.accelerator.name}:" + (f"{self.num_hosts}x" if self.num_hosts > 1 else "") + str(self.devices_per_host)
+
+    def __str__(self) -> str:
+        devices = f"{self.num_devices} x {self.accelerator.name}, {self.inside}"
+        return devices if self.between is None else f"{devices}; {self.num_hosts} hosts, {self.between}"
+
+    @classmethod
+    def parse(cls, text: str, links: Iterable[str] = ()) -> "Cluster":
+        """From `h100:8x8` (8 hosts of 8 devices) or `h100:8` (one host), with the links of its usual hosts.
+
+        Args:
+          text: a name of devices/accelerators.py and a shape.
+          links: speeds that replace the usual ones: `inside=`, `between=` or `host=` and what planning/profiles/links.py reads.
+        Raises:
+          ConfigError: a name is unknown, or a shape or a speed cannot be read.
+        """
+        name, _, shape = text.strip().partition(":")
+        accelerator, match = accelerator_named(name.strip()), _SHAPE.fullmatch(shape.strip())
+        if match is None:
+            raise ConfigError(explain("a cluster needs its numbers of hosts and devices", given=f"--cluster {text}",
+                                      do=f"write hosts x devices per host, such as {accelerator.name}:2x8, or {accelerator.name}:8 for one host"))
+        num_hosts, host = int(match[1] or 1), host_of(accelerator.name)
+        if num_hosts * int(match[2]) > MOST_DEVICES:
+            raise ConfigError(explain(f"layouts are enumerated for up to {MOST_DEVICES:,} devices", given=f"--cluster {text}", do="give fewer hosts"))
+        cluster = cls(num_hosts=num_hosts, devices_per_host=int(match[2]), accelerator=accelerator,
+                      inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host,
+                      host_bytes_per_device=host.memory_bytes and int(HOST_MEMORY_SHARE * host.memory_bytes) // int(match[2]))
+        return cluster.with_links(links)
+
+    @classmethod
+    def of(cls, topology: Topology) -> "Cluster":
+        """The devices that are there. Their links are the usual ones of their kind until they have been measured.
+
+        Where it is not known how many machines the processes share, each process counts as one: what they
+        really share is then faster than predicted, never slower.
+
+        Raises:
+          ConfigError: some machines have more devices than others.
+        """
+        num_hosts = topology.num_hosts or topology.num_processes
+        if topology.num_devices % num_hosts:
+            raise ConfigError(explain("every host needs as many devices as the others", given=f"{topology.num_devices} devices on {num_hosts} hosts",
+                                      do="start the run on hosts with equal numbers of devices"))
+        known = accelerator_of_kind(topology.device_kind) or Accelerator.unlisted(topology.device_kind, topology.platform)
+        # What JAX may use is less than what the data sheet has.
+        accelerator = replace(known, memory_bytes=topology.bytes_per_device or known.memory_bytes,
+                              compute_capability=topology.compute_capability or known.compute_capability)
+        host = host_of(known.name)
+        return cls(num_hosts=num_hosts, devices_per_host=topology.num_devices // num_hosts, accelerator=accelerator,
+                   inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host,
+                   host_bytes_per_device=topology.host_bytes_per_device)
+
+    def with_links(self, links: Iterable[str]) -> "Cluster":
+        """The same with other speeds, such as `between=50GB/s,5us`. Raises ConfigError."""
+        speeds: dict[str, Link] = {}
+        for text in links:
+            name, _, speed = (part.strip() for part in text.partition("="))
+            if name not in LINKS or name in speeds:
+                raise ConfigError(explain(f"a cluster has one link {INSIDE!r} its hosts, one {BETWEEN!r} them and one to a {TO_HOST!r}", given=f"--link {text}",
+                                          do=f"give {name!r} once" if name in speeds else nearest(name, LINKS)))
+            link = {INSIDE: self.inside, BETWEEN: self.between, TO_HOST: self.to_host}[name]
+            if link is None:
+                raise ConfigError(explain("one host has no link to others", given=f"--link {text}", do="leave it out, or give more hosts"))
+            speeds[name] = with_speed(link, speed)
+        return replace(self, inside=speeds.get(INSIDE, self.inside), between=speeds.get(BETWEEN, self.between),
+                       to_host=speeds.get(TO_HOST, self.to_host))
+
+    def without(self, number: int) -> "Cluster":
+        """What is left after losing `number` hosts, or devices where there is one host: whoever loses a device of many hosts drains its host.
+
+        Raises:
+          ConfigError: nothing is left, or nothing is lost.
+        """
+        units, unit = (self.num_hosts, "host") if self.num_hosts > 1 else (self.devices_per_host, "device")
+        if not 0 < number < units:
+            raise ConfigError(explain(f"--without takes a number of {unit}s that leaves some", given=f"--without {number} of {units} {unit}{'s' * (units > 1)}",
+                                      do=f"give 1 to {units - 1}" if units > 1 else f"leave it out: there is one {unit}"))
+        if unit == "device":
+            return replace(self, devices_per_host=units - number)
+        return replace(self, num_hosts=units - number, between=self.between if units - number > 1 else None)
+
+    def topology(self) -> Topology:
+        """What the trainer would find there: one process for each host."""
+        return Topology(num_devices=self.num_devices, num_processes=self.num_hosts, num_hosts=self.num_hosts, platform=self.accelerator.platform,
+                        device_kind=self.accelerator.device_kind, compute_capability=self.accelerator.compute_capability,
+                        bytes_per_device=self.bytes_per_device, host_bytes_per_device=self.host_bytes_per_device)
+
+    def hosts_crossed(self, axes: AxisSizes, names: tuple[str, ...]) -> int:
+        """Hosts over which a collective over the mesh axes `names` spreads: of all its groups, the widest.
+
+        Raises:
+          PlanError: the mesh has more devices than the cluster.
+        """
+        return self._spread(axes, names)[0]
+
+    def link_of(self, axes: AxisSizes, axis: str) -> Link:
+        """The slowest link that a collective over mesh axis `axis` crosses; a link of unknown speed counts as slowest.
+
+        Raises:
+          PlanError: the mesh has more devices than the cluster.
+        """
+        hosts, neighbours = self._spread(axes, (axis,))
+        if hosts == 1 or self.between is None:
+            return self.inside
+        crossed = (self.between, self.inside) if neighbours > 1 else (self.between,)
+        return min(crossed, key=lambda link: link.bytes_per_s or 0.0)
+
+    def _spread(self, axes: AxisSizes, names: tuple[str, ...]) -> tuple[int, int]:
+        return _spread(axes, names, self.num_hosts, self.devices_per_host)
+
+
+@lru_cache(maxsize=1 << 16)
+def _spread(axes: AxisSizes, names: tuple[str, ...], num_hosts: int, devices_per_host: int) -> tuple[int, int]:
+    """Of all groups over `names`: the most hosts of one, and the most members of one on one host."""
+    num_devices, group_size = axes.num_devices, math.prod(axes[name] for name in names)
+    if num_devices > num_hosts * devices_per_host:
+        raise PlanError(explain(f"the mesh has {num_devices} devices, the cluster {num_hosts * devices_per_host}", given=str(axes),
+                                do="give a larger cluster or smaller axes"))
+    if num_devices <= devices_per_host or group_size == 1:
+        return 1, group_size
+    host_of_device = np.arange(num_devices).reshape([axes[name] for name in MESH_AXES]) // devices_per_host
+    others = [dim for dim, name in enumerate(MESH_AXES) if name not in names]
+    members = [dim for dim, name in enumerate(MESH_AXES) if name in names]
+    groups = host_of_device.transpose(others + members).reshape(-1, group_size)
+    # Hosts do not fall along a row, so that the members on one host stand together in it.
+    starts = np.concatenate([np.ones((len(groups), 1), bool), np.diff(groups, axis=1) != 0], axis=1)
+    members_on_host = np.diff(np.flatnonzero(np.append(starts.ravel(), True)))
+    return int(starts.sum(axis=1).max()), int(members_on_host.max())

@@ -1,0 +1,182 @@
+"""Whether it is the batch that makes a cluster slow: which sizes near what was asked divide better, and what they would give.
+
+A batch is split over data x fsdp, so over the greatest common divisor of the batch and the number of devices at most. What is
+left of the devices has to go to tensor and pipe, which cost more. Near batches that more devices divide are priced by the search
+that ranked the plans; so are clusters with some hosts left idle. MOST_PRICED of them bound what that takes.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optimus_jax.config import Config
+from optimus_jax.errors import PlanError
+from optimus_jax.plan import Plan
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.divisors import divisors, prime_factors
+from optimus_jax.planning.search.search import Candidate, Pricing, search
+
+NEAR = 1.25
+"""A batch is near another one up to this factor; farther off it is another training run."""
+MOST_BATCHES, MOST_CLUSTERS = 3, 2
+MOST_PRICED = MOST_BATCHES + MOST_CLUSTERS
+"""Searches beyond the one that was asked for. Fewer are made where fewer sizes divide better; none where the batch divides over all devices."""
+WORTH_SAYING = 0.03
+"""Least share of more tokens per second; smaller ones lie far inside the predictions' error."""
+
+Progress = Callable[[str], None]
+"""Is told what is priced next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another batch, or fewer devices, and the best plan for it; every figure is a prediction."""
+
+    global_batch: int
+    """Examples per step."""
+    cluster: Cluster
+    """Those devices that are used."""
+    plan: Plan
+    step_time_s: float
+    tokens_per_s: float
+    gain: float | None
+    """Share of tokens per second above what was asked for; None: nothing fits that."""
+
+    @property
+    def num_devices(self) -> int:
+        """That are used."""
+        return self.cluster.num_devices
+
+    def as_json(self) -> dict[str, Any]:
+        """What `scripts/plan.py --json` prints."""
+        return {"global_batch": self.global_batch, "num_devices": self.num_devices, "mesh": str(self.plan.axes), "microbatches": self.plan.microbatches,
+                "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s, "gain": self.gain}
+
+    def describe(self) -> str:
+        """What it would give, in words."""
+        gain = "" if self.gain is None else f" ({self.gain:+.1%})"
+        return f"{self.tokens_per_s:,.0f} tokens/s{gain}, step {self.step_time_s:.3g} s, mesh {self.plan.axes}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divisibility:
+    """How a batch, a model and a number of devices go together."""
+
+    reasons: tuple[str, ...] = ()
+    """What does not divide, in words; empty: everything does."""
+    batches: tuple[Alternative, ...] = ()
+    """On the same devices, nearest first; only those that are predicted to give more tokens per second."""
+    clusters: tuple[Alternative, ...] = ()
+    """The same batch on fewer hosts, likewise."""
+    is_awkward: bool = False
+    """Whether a prime of the number of devices divides neither the batch nor the heads: the layout is then odd, whether or not something near is better."""
+
+    @property
+    def is_worth_saying(self) -> bool:
+        """Whether a person should hear of it."""
+        return bool(self.batches or self.clusters or self.is_awkward)
+
+
+def divisibility(pricing: Pricing, best: Candidate | None, *, may_change_batch: bool = True, may_leave_hosts: bool = True,
+                 progress: Progress | None = None) -> Divisibility:
+    """Why the best plan is not better, if that is for numbers that do not divide, and what would be.
+
+    Args:
+      pricing: of the run and cluster that were asked for.
+      best: the fastest plan found for them; None: there is none.
+      may_change_batch: whether other batches are an answer. A run that has begun keeps its own.
+      may_leave_hosts: likewise for leaving hosts idle.
+    """
+    reasons = tuple(reasons_of(pricing.config, pricing.cluster.num_devices, best and best.plan))
+    batch, num_devices = pricing.config.data.global_batch, pricing.cluster.num_devices
+    now = None if best is None else best.prediction.tokens_per_s
+    batches = [_with_batch(pricing, each) for each in near_batches(batch, num_devices)] if may_change_batch else []
+    clusters = [replace(pricing, cluster=each) for each in smaller_clusters(pricing.cluster, pricing.config)] if may_leave_hosts else []
+    return Divisibility(reasons=reasons, is_awkward=bool(_left_over(pricing.config, num_devices)), batches=tuple(_priced(batches, now, progress)), clusters=tuple(_priced(clusters, now, progress)))
+
+
+def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[str]:
+    """What of the batch, the heads, the width and the layers the devices do not divide."""
+    batch, model = config.data.global_batch, config.model
+    ways = math.gcd(batch, num_devices)
+    if ways < num_devices:
+        over = f"over {ways:,} of {_factored(num_devices)} devices at most" if ways > 1 else f"over none of {_factored(num_devices)} devices"
+        yield f"a batch of {batch:,} can be split {over}, so layers are split {num_devices // ways:,} ways or more"
+    if odd := _left_over(config, num_devices):
+        yield f"{_factors(odd)} neither the batch nor the {model.num_heads} heads, which leaves pipe, or tensor with whole heads"
+    if wide := {prime for prime in prime_factors(num_devices) if model.embed_dim % prime}:
+        yield f"{_factors(wide, negated=True)} the model's width of {model.embed_dim:,}, which rules out fsdp"
+    if plan is not None and plan.pipeline is not None and model.num_layers % plan.axes.pipe:
+        yield f"{model.num_layers} layers over pipe={plan.axes.pipe} leave stages uneven, and every tick lasts as long as its largest stage"
+
+
+def near_batches(batch: int, num_devices: int) -> list[int]:
+    """Batches within NEAR of `batch`, nearest first, each split over more devices than any nearer one."""
+    found: list[int] = []
+    most = math.gcd(batch, num_devices)
+    near = {number for ways in divisors(num_devices) if ways > most
+            for number in (batch // ways * ways, batch // ways * ways + ways) if number and max(number / batch, batch / number) <= NEAR}
+    for number in sorted(near, key=lambda number: (abs(math.log(number / batch)), number)):
+        if (ways := math.gcd(number, num_devices)) > most:
+            found.append(number)
+            most = ways
+    return found if len(found) <= MOST_BATCHES else [found[0], *found[-(MOST_BATCHES - 1):]]
+
+
+def smaller_clusters(cluster: Cluster, config: Config) -> list[Cluster]:
+    """The cluster with some hosts idle, or devices where it is one host: the fewest first, each easier to split over data and fsdp than any larger one."""
+    found: list[Cluster] = []
+    most = _ways_over_fsdp(config, cluster.num_devices)
+    units = cluster.num_hosts if cluster.num_hosts > 1 else cluster.devices_per_host
+    for idle in range(1, units - 1):
+        if units / (units - idle) > NEAR:
+            break
+        smaller = cluster.without(idle)
+        if (ways := _ways_over_fsdp(config, smaller.num_devices)) > most:
+            found.append(smaller)
+            most = ways
+    return found[-MOST_CLUSTERS:]
+
+
+def _ways_over_fsdp(config: Config, num_devices: int) -> int:
+    """Devices that both the batch and the model's matrices can be split over."""
+    ways = math.gcd(config.data.global_batch, num_devices)
+    return math.prod(prime**power for prime, power in prime_factors(ways).items() if config.model.embed_dim % prime == 0)
+
+
+def _with_batch(pricing: Pricing, batch: int) -> Pricing:
+    return replace(pricing, config=pricing.config.with_values({"data.global_batch": batch}))
+
+
+def _priced(others: Iterable[Pricing], now: float | None, progress: Progress | None) -> Iterator[Alternative]:
+    """Those that are worth saying."""
+    for other in others:
+        if progress is not None:
+            progress(f"pricing a batch of {other.config.data.global_batch:,} on {other.cluster.num_devices:,} devices")
+        try:
+            best = search(other, top=1).best
+        except PlanError:  # what the user fixed cannot be had with it
+            continue
+        gain = best[0].prediction.tokens_per_s / now - 1 if best and now else None
+        if best and (gain is None or gain >= WORTH_SAYING):
+            yield Alternative(global_batch=other.config.data.global_batch, cluster=other.cluster, plan=best[0].plan, gain=gain,
+                              step_time_s=best[0].prediction.step_time_s, tokens_per_s=best[0].prediction.tokens_per_s)
+
+
+def _left_over(config: Config, num_devices: int) -> set[int]:
+    """Primes of the devices that the batch leaves over and the heads do not take."""
+    return {prime for prime in prime_factors(num_devices // math.gcd(config.data.global_batch, num_devices)) if config.model.num_heads % prime}
+
+
+def _factored(number: int) -> str:
+    """Such as `960 (2^6 x 3 x 5)`."""
+    factors = " x ".join(f"{prime}^{power}" if power > 1 else str(prime) for prime, power in sorted(prime_factors(number).items()))
+    return f"{number:,} ({factors})" if factors and factors != str(number) else f"{number:,}"
+
+
+def _factors(primes: Iterable[int], *, negated: bool = False) -> str:
+    """Such as `the factors 3 and 5 divide`, to be followed by what."""
+    ordered = sorted(primes)
+    verb = ("does not divide" if negated else "divides") if len(ordered) == 1 else ("do not divide" if negated else "divide")
+    return f"the factor{'s' * (len(ordered) > 1)} {' and '.join(map(str, ordered))} {verb}"

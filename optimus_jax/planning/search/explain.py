@@ -1,0 +1,75 @@
+"""Why a plan is good, in words and tables: what a person reads of a ranking."""
+
+from collections.abc import Sequence
+
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.cost import Prediction
+
+WORTH_SAYING = 0.01
+"""Of a step: smaller differences between terms are not spoken of."""
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as text with two decimals."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def seconds(time_s: float) -> str:
+    """A time as text with three digits, in the unit that suits it."""
+    if not time_s:
+        return "0 s"
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if time_s * scale >= 1 or unit == "us":
+            return f"{time_s * scale:.3g} {unit}"
+    raise AssertionError(time_s)
+
+
+def why_best(best: Prediction, num_priced: int) -> str:
+    """What the winner's step consists of."""
+    parts = sorted(best.terms, key=lambda term: -term.time_s)[:3]
+    shares = ", ".join(f"{term.name} {term.time_s / best.step_time_s:.0%}" for term in parts)
+    return f"the fastest that fits of {num_priced} legal layouts: {shares} of the step"
+
+
+def why_not(other: Prediction, best: Prediction) -> str:
+    """What makes `other` slower than `best`, and what it gains in exchange."""
+    before, after = (_by_name(prediction) for prediction in (best, other))
+    changes = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {*before, *after}}
+    ordered = sorted(changes.items(), key=lambda change: (-change[1], change[0]))
+    losses = [f"{name} +{seconds(change)}" for name, change in ordered[:2] if change > WORTH_SAYING * best.step_time_s]
+    gains = [f"{name} -{seconds(-change)}" for name, change in ordered[-1:] if -change > WORTH_SAYING * best.step_time_s]
+    if not losses:
+        return f"as fast within {max(0.0, other.step_time_s / best.step_time_s - 1):.1%}"
+    return f"{other.step_time_s / best.step_time_s - 1:.1%} slower: {', '.join(losses)}" + (f"; though {gains[0]}" if gains else "")
+
+
+def term_rows(prediction: Prediction) -> list[list[str]]:
+    """A row for each term: name, time, share, where it comes from."""
+    return [[term.name, seconds(term.time_s), f"{term.time_s / prediction.step_time_s:.1%}", term.how] for term in prediction.terms]
+
+
+def flags(plan: Plan) -> str:
+    """What makes scripts/train.py use this plan."""
+    parts = [f"--mesh {plan.axes}", f"--microbatches {plan.microbatches}", f"--remat {plan.remat}"]
+    if plan.axes.fsdp > 1:
+        parts.append(f"--zero {plan.zero}")
+    if plan.offload != "none":
+        parts.append(f"--set parallel.offload={plan.offload}")
+    if pipeline := plan.pipeline:
+        parts.append(f"--schedule {pipeline.schedule}")
+        parts += [f"--set parallel.repeats={pipeline.repeats}"] if pipeline.repeats > 1 else []
+        parts.append(f"--set parallel.stage_residuals={'keep' if pipeline.keep_residuals else 'recompute'}")
+        parts += ["--set parallel.send_slack=true"] if pipeline.send_slack else []
+    if whole := whole_over_tensor(plan):
+        parts.append(f"--set parallel.rules={','.join(f'{name}=none' for name in whole)}")
+    return " ".join(parts)
+
+
+def whole_over_tensor(plan: Plan) -> Sequence[str]:
+    """Of a layer's halves, those that the tensor axis does not split though there is one."""
+    split = dict(plan.rules)
+    return [name for name in ("heads", "mlp") if plan.axes.tensor > 1 and name not in split]
+
+
+def _by_name(prediction: Prediction) -> dict[str, float]:
+    return {term.name: term.time_s for term in prediction.terms}

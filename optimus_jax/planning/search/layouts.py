@@ -1,0 +1,183 @@
+"""Every legal layout of a model on a number of devices, and why the others are not.
+
+A layout is a Plan that recomputes as little as can be; what more recomputing makes of it is
+`assemble.recomputing_more`. Enumerated are axis sizes, which of a layer's two halves the tensor
+axis splits, the ZeRO stage, the schedule and its repeats, and microbatches: all that a homogeneous
+decoder leaves open. What the user fixed is kept.
+
+Left out, because something listed is as good in every respect:
+
+* gpipe: 1f1b has the same ticks and fewer microbatches in flight;
+* zero=0 with fsdp: it is data parallelism by another name;
+* repeats that leave stages uneven: a device then computes empty slots.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optimus_jax.config import Config
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.rules import Rules, check_rules, make_rules
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.models.kernels import choose_kernel
+from optimus_jax.pipeline.partition import layers_per_stage
+from optimus_jax.plan import Pipelining, Plan, check_devices
+from optimus_jax.planning.search.assemble import (
+    compute_precision,
+    first_offload,
+    first_remat,
+    fixed_microbatches,
+    loss_chunk_tokens,
+    pipelining,
+)
+from optimus_jax.planning.search.divisors import divisors
+
+REPEATING = "interleaved"
+"""The schedule with repeats."""
+BLOCK_RULES = ((), ("mlp=none",), ("heads=none",))
+"""Over tensor: both halves of a layer, attention alone, the feed-forward alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """Layouts that cannot be, and why."""
+
+    layouts: str
+    """What they have in common."""
+    reason: str
+    needs_bytes: int | None = None
+    """On a device, however much is computed again; None: it is for another reason."""
+
+
+def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:
+    """Every way to write `num_devices` as pipe * data * fsdp * tensor."""
+    for pipe in divisors(num_devices):
+        for data in divisors(num_devices // pipe):
+            for fsdp in divisors(num_devices // pipe // data):
+                yield AxisSizes(pipe=pipe, data=data, fsdp=fsdp, tensor=num_devices // pipe // data // fsdp)
+
+
+def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
+    """All of them, in an order that depends on nothing but the arguments.
+
+    Raises:
+      PlanError: a setting is wrong whatever the layout, such as a kernel that cannot run.
+    """
+    parallel = config.parallel
+    precision = compute_precision(config, topology)
+    kernel = choose_kernel(config, topology, precision)
+    if parallel.mesh != "auto":
+        check_devices(AxisSizes.parse(parallel.mesh), topology.num_devices)
+    for axes in [AxisSizes.parse(parallel.mesh)] if parallel.mesh != "auto" else axis_sizes(topology.num_devices):
+        for rules in _rules(config, axes):
+            common = Plan(
+                axes=axes, rules=rules, zero=0, microbatches=1, pipeline=None, precision=precision, moments=config.precision.moments, attention=kernel,
+                remat=first_remat(config),
+                loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
+            yield from _like(common, config)
+
+
+def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
+    """The layouts with the mesh and rules of `common`."""
+    axes, ways, global_batch = common.axes, common.batch_ways(), config.data.global_batch
+    try:
+        check_rules(common.rules, axes, config.model)
+    except PlanError as error:
+        yield Rejection(layouts=str(axes), reason=_first_line(error))
+        return
+    if not _zero_stages(config, axes):
+        yield Rejection(layouts=str(axes), reason=f"zero={config.parallel.zero} " + ("splits over fsdp" if config.parallel.zero else "over fsdp is data parallelism"))
+        return
+    if common.offloads_activations and (axes.pipe > 1 or common.remat != "full"):
+        yield Rejection(layouts=str(axes), reason=f"offload={common.offload} needs one stage, computed again layer by layer (remat=full)")
+        return
+    if global_batch % ways:
+        yield Rejection(layouts=str(axes), reason=f"the global batch of {global_batch} does not divide over data*fsdp={ways}")
+        return
+    for pipeline in _pipelines(config, axes):
+        if isinstance(pipeline, Rejection):
+            yield pipeline
+            continue
+        numbers = _microbatches(config, global_batch // ways, axes, pipeline)
+        if isinstance(numbers, Rejection):
+            yield numbers
+            continue
+        for microbatches in numbers:
+            for zero in _zero_stages(config, axes):
+                layout = dataclasses.replace(common, zero=zero, microbatches=microbatches, pipeline=pipeline)
+                yield _checked(layout, config) if _fixes_pipeline(config) else layout
+
+
+def _fixes_pipeline(config: Config) -> bool:
+    parallel = config.parallel
+    return parallel.schedule not in ("auto", REPEATING) or parallel.repeats is not None or bool(parallel.layers_per_stage)
+
+
+def _checked(layout: Plan, config: Config) -> Plan | Rejection:
+    """What the user fixed of the pipeline is made for some meshes only; what is enumerated here is right without a check."""
+    try:
+        layout.validate(config.model, global_batch=config.data.global_batch)
+    except PlanError as error:
+        return Rejection(layouts=str(layout.axes), reason=_first_line(error))
+    return layout
+
+
+def _rules(config: Config, axes: AxisSizes) -> Iterator[Rules]:
+    given = config.parallel.rules
+    for overrides in BLOCK_RULES if axes.tensor > 1 and not given else (given,):
+        yield make_rules(config.model, overrides)
+
+
+def _zero_stages(config: Config, axes: AxisSizes) -> tuple[int, ...]:
+    parallel = config.parallel
+    if parallel.zero is not None:
+        # Zero over fsdp is data parallelism by another name: only who names the mesh means it.
+        return (parallel.zero,) if (axes.fsdp > 1) == (parallel.zero > 0) or (parallel.zero == 0 and parallel.mesh != "auto") else ()
+    return (1, 2, 3) if axes.fsdp > 1 else (0,)
+
+
+def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejection | None]:
+    """Schedules with their repeats and stages."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    if axes.pipe == 1:
+        try:
+            yield pipelining(config, axes)
+        except PlanError as error:
+            yield Rejection(layouts=str(axes), reason=_first_line(error))
+        return
+    if parallel.schedule == "none":
+        yield Rejection(layouts=str(axes), reason="stages need a schedule")
+        return
+    if _fixes_pipeline(config):
+        try:
+            yield pipelining(config, axes)
+        except PlanError as error:
+            yield Rejection(layouts=str(axes), reason=_first_line(error))
+        return
+    fewest = 2 if parallel.schedule == REPEATING else 1
+    if num_layers < axes.pipe * fewest:
+        yield Rejection(layouts=str(axes), reason=f"{num_layers} layers cannot fill {axes.pipe} stages x {fewest} visits")
+    visits = divisors(num_layers // axes.pipe) if num_layers % axes.pipe == 0 else (1,) if num_layers > axes.pipe else ()
+    for repeats in (each for each in visits if each >= fewest):
+        yield Pipelining(
+            schedule=REPEATING if repeats > 1 else "1f1b", repeats=repeats, send_slack=parallel.send_slack, table=None,
+            keep_residuals=parallel.stage_residuals != "recompute", layers_per_stage=layers_per_stage(num_layers, axes.pipe * repeats))
+
+
+def _microbatches(config: Config, rows: int, axes: AxisSizes, pipeline: Pipelining | None) -> list[int] | Rejection:
+    """Numbers of microbatches that a device's rows of a batch can be dealt out in."""
+    repeats = 1 if pipeline is None else pipeline.repeats
+    unit = axes.pipe if repeats > 1 and pipeline is not None and pipeline.table is None else 1
+    asked = fixed_microbatches(config, pipeline)
+    legal = [number for number in ([asked] if asked is not None else divisors(rows)) if rows % number == 0 and number % unit == 0]
+    if legal:
+        return legal
+    asked_for = "" if asked is None else f", and microbatches={asked} was asked for"
+    stages = f" and are multiples of {unit} stages" if unit > 1 else ""
+    return Rejection(layouts=f"{axes}, repeats={repeats}", reason=f"microbatches divide {rows} rows{stages}{asked_for}")
+
+
+def _first_line(error: PlanError) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,152 @@
+"""Move the layers of a stack from one order of slots (mesh/slots.py) to another, on the same mesh.
+
+A checkpoint holds layers in order; some pipelines keep them in another. A leaf moves in *rounds*,
+each a permutation along `pipe` in which every stage sends rows to one other at most and gets rows
+from one at most. Which rows those are is known when the program is traced.
+
+What a leaf costs a device: between stages of uneven length, about as many rows on the wire as lie
+on a wrong stage; from or to interleaving, a shard. Beside the old shard and the new one it holds
+what stays, what it sends and what arrives: about two shards. A leaf in the host's memory goes by the devices. (One all-to-all would be shorter, but
+it has room for the longest message to every stage: nearly the whole leaf where a stage hands most
+of its layers to its neighbour.)
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from numpy.typing import NDArray
+
+from optimus_jax.mesh.axes import LAYERS, PIPE
+from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.mesh.zero import vary, varying_axes
+from optimus_jax.reshard.memory_kinds import in_memory_of, on_devices
+
+Route = tuple[int, int]
+"""The stage that sends, and the one that gets."""
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """Rows that move at the same time."""
+
+    routes: tuple[Route, ...]
+    """All that send; none: every stage keeps the rows."""
+    take: NDArray[np.int32]
+    """[stages, K]: rows of a stage's old shard. One with less than K to send sends anything besides."""
+    put: NDArray[np.int32]
+    """[stages, K]: rows of a stage's new shard for what arrives; out of bounds: none."""
+
+
+def make_rounds(source: Sequence[int], target: Sequence[int], num_stages: int) -> list[Round]:
+    """The rounds that turn one order of slots into another that has no other layers."""
+    room = len(target) // num_stages
+    rows = _rows_by_route(source, target, num_stages)
+
+    def as_round(routes: Collection[Route], sends: bool = True) -> Round:
+        most = max(len(rows[route]) for route in routes)
+        take, put = np.zeros((num_stages, most), np.int32), np.full((num_stages, most), room, np.int32)
+        for start, end in routes:
+            pairs = rows[start, end]
+            take[start, :len(pairs)], put[end, :len(pairs)] = zip(*pairs, strict=True)
+        return Round(tuple(routes) if sends else (), take, put)
+
+    staying = [(start, end) for start, end in rows if start == end]
+    return ([as_round(staying, sends=False)] if staying else []) + [
+        as_round(routes) for routes in _without_conflict(rows.keys() - staying, lambda route: len(rows[route]))]
+
+
+def restack(tree: Any, shardings: Any, *, source: tuple[int, ...], target: tuple[int, ...], keep: bool = True) -> Any:
+    """`tree` with the rows of its stacked leaves in another order; empty slots are zero, other leaves untouched.
+
+    Leaves move one after the other, so that what is on the way belongs to one. Those which are
+    alike (a parameter and its moments) share a program, which is compiled when it is first needed.
+
+    Args:
+      tree: jax.Arrays; stacked leaves (`is_stacked`) are [len(source), ...].
+      shardings: the NamedSharding of every leaf, which the result has too.
+      source, target: the layer in each slot; `pipe` divides the length of both.
+      keep: whether the leaves given stay as they are. Otherwise each that moves is deleted at once,
+        and no more than one exists twice.
+    """
+    if source == target:
+        return tree
+
+    def moved(path: Any, leaf: Array, sharding: NamedSharding) -> Array:
+        if not is_stacked(jax.tree_util.keystr(path, simple=True, separator="/")):
+            return leaf
+        # Waited for: on a CPU, many programs in flight run out of threads and wait for one another for ever.
+        new = _moved(on_devices(leaf), sharding=sharding, source=source, target=target)
+        new = jax.block_until_ready(in_memory_of(new, sharding))
+        if not keep:
+            leaf.delete()
+        return new
+
+    return jax.tree_util.tree_map_with_path(moved, tree, shardings)
+
+
+def is_stacked(path: str) -> bool:
+    """Whether the leaf of a path, such as `opt_state/0/mu/layers/mlp/up`, has a row for every slot."""
+    return LAYERS in path.split("/")
+
+
+def with_empty_slots_zero(stack: Any, slots: Sequence[int]) -> Any:
+    """Leaves [slots, ...] with zeros where there is no layer."""
+    full = np.array(slots) != EMPTY
+    if full.all():
+        return stack
+    return jax.tree.map(lambda leaf: jnp.where(full.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros((), leaf.dtype)), stack)
+
+
+@partial(jax.jit, static_argnames=("sharding", "source", "target"))
+def _moved(leaf: Array, *, sharding: NamedSharding, source: tuple[int, ...], target: tuple[int, ...]) -> Array:
+    """One leaf [len(source), ...] -> [len(target), ...]."""
+    is_split = PIPE in (sharding.spec[0] or ())
+    num_stages = sharding.mesh.shape[PIPE] if is_split else 1
+    rounds, room = make_rounds(source, target, num_stages), len(target) // num_stages
+
+    def on_device(old: Array) -> Array:
+        stage = lax.axis_index(PIPE) if is_split else 0
+        new = vary(jnp.zeros((room, *old.shape[1:]), old.dtype), sorted(varying_axes(old)))
+        for part in rounds:
+            rows = old.at[jnp.asarray(part.take)[stage]].get(mode="promise_in_bounds")
+            if part.routes:
+                rows = lax.ppermute(rows, PIPE, part.routes)
+            new = new.at[jnp.asarray(part.put)[stage]].set(rows, mode="drop")
+        return new
+
+    return jax.shard_map(on_device, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)(leaf)
+
+
+def _rows_by_route(source: Sequence[int], target: Sequence[int], num_stages: int) -> dict[Route, list[tuple[int, int]]]:
+    """(row of the old shard, row of the new one) of every layer, by the stages that it goes between."""
+    places = {layer: divmod(slot, len(source) // num_stages) for slot, layer in enumerate(source) if layer != EMPTY}
+    rows: dict[Route, list[tuple[int, int]]] = {}
+    for slot, layer in enumerate(target):
+        if layer != EMPTY:
+            (start, old), (end, new) = places[layer], divmod(slot, len(target) // num_stages)
+            rows.setdefault((start, end), []).append((old, new))
+    return rows
+
+
+def _without_conflict(routes: Iterable[Route], num_rows: Callable[[Route], int]) -> list[list[Route]]:
+    """Routes dealt out such that no stage sends, or gets, twice in a part.
+
+    Those with most rows come first, each in the first part that has room: parts then have rows of
+    about equal number, and are fewer than twice the most stages that one has to do with.
+    """
+    parts: list[list[Route]] = []
+    for route in sorted(routes, key=lambda route: (-num_rows(route), route)):
+        free = (part for part in parts if all(route[0] != start and route[1] != end for start, end in part))
+        part = next(free, None)
+        if part is None:
+            parts.append([route])
+        else:
+            part.append(route)
+    return parts

@@ -1,0 +1,195 @@
+"""What a person sees of a run: a live bar on a terminal, plain lines in a log file, or nothing."""
+
+import collections
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, TextIO
+
+import jax
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from optimus_jax.config import LogConfig
+from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.system.resilient_io import patient
+from optimus_jax.training.numbers import short
+
+UNKNOWN = "-"
+
+
+class Display:
+    """Shows nothing. The base of the displays that do, which are entered around training."""
+
+    def step(self, record: StepRecord) -> None:
+        """Show a finished step."""
+
+    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+        """Show an evaluation on held-out text."""
+        text = f"step {step}  held-out loss {short(loss, 4)}  perplexity {short(perplexity, 2)}"
+        self.message(text if bits_per_byte is None else f"{text}  {short(bits_per_byte, 4)} bits/byte")
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+
+    def here(self, text: str) -> None:
+        """Show a line that only this process can know of."""
+        self.message(text)
+
+    def decision(self, text: str) -> None:
+        """Show what the controller has decided, and why."""
+        self.message(f"controller: {text}")
+
+    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        """Show rows with aligned columns; as `message`, also outside of the `with` block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        pass
+
+
+class OtherProcess(Display):
+    """Of a process that shows nothing, for another one does, but what that one cannot know."""
+
+    def here(self, text: str) -> None:
+        print(f"process {jax.process_index()}: {text}", file=patient(sys.stderr), flush=True)
+
+
+class PlainDisplay(Display):
+    """Lines for a log file: the first step of this process, every `every` steps, and the last."""
+
+    def __init__(self, total_steps: int, stream: TextIO, every: int) -> None:
+        self._stream = stream
+        self._total_steps = total_steps
+        self._every = every
+        self._time_left = _TimeLeft(total_steps)
+        self._is_first = True
+
+    def step(self, record: StepRecord) -> None:
+        left = self._time_left.after(record)
+        if self._is_first or record.step % self._every == 0 or record.step == self._total_steps:
+            self.message("  ".join([f"step {record.step}/{self._total_steps}", *_numbers(record), f"eta {left}"]))
+        self._is_first = False
+
+    def message(self, text: str) -> None:
+        # A log file is not a terminal, so Python would hold lines back until a buffer is full.
+        print(text, file=self._stream, flush=True)
+
+    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        self.message("\n".join([title, *(f"  {line}".rstrip() for line in lines)]))
+
+
+class RichDisplay(Display):
+    """A bar at the bottom of a terminal; whatever else is printed meanwhile appears above it."""
+
+    def __init__(self, total_steps: int, stream: TextIO) -> None:
+        self._time_left = _TimeLeft(total_steps)
+        # Whoever asks for the bar by name gets it, on a pipe too.
+        self._console = Console(file=stream, force_terminal=True, highlight=False)
+        self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
+                             TextColumn("eta {task.fields[left]}"), console=self._console, expand=True)
+        self._task = self._bar.add_task("", total=total_steps, left=UNKNOWN)
+        self._live = Live(self._bar, console=self._console, refresh_per_second=4)
+        self._decision = ""
+
+    def step(self, record: StepRecord) -> None:
+        self._bar.update(self._task, completed=record.step, left=self._time_left.after(record))
+        memory = UNKNOWN if record.peak_bytes is None else f"{record.peak_bytes / 2**30:.2f} GiB"
+        lines = [Text("  ".join([*_numbers(record), f"memory {memory}"]))]
+        if self._decision:
+            lines.append(Text(f"plan {record.plan}  controller: {self._decision}", overflow="ellipsis", no_wrap=True))
+        self._live.update(Group(self._bar, *lines))
+
+    def decision(self, text: str) -> None:
+        self._decision = text
+        super().decision(text)
+
+    def message(self, text: str) -> None:
+        # Neither square brackets nor line ends of the text are the console's to interpret.
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        table = Table(title=Text(title), title_justify="left", show_header=False)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self._console.print(table)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self._live.stop()
+
+
+def make_display(config: LogConfig, total_steps: int, *, show: bool = True, stream: TextIO | None = None) -> Display:
+    """The display that `config.progress` asks for.
+
+    Args:
+      config: how to show progress.
+      total_steps: steps of the whole run, those before a resume included.
+      show: False in every process but one.
+      stream: where it is shown; None is standard output.
+    """
+    target = patient(sys.stdout if stream is None else stream)
+    if not show:
+        return OtherProcess()
+    kind = config.progress
+    if kind == "auto":
+        kind = "rich" if target.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    if kind == "rich":
+        return RichDisplay(total_steps, target)
+    return PlainDisplay(total_steps, target, config.every) if kind == "plain" else Display()
+
+
+class _TimeLeft:
+    """How long the rest of a run will take, by the median of its latest steps: a checkpoint or a compilation
+    in one of them does not count."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._latest_s: collections.deque[float] = collections.deque(maxlen=20)
+
+    def after(self, record: StepRecord) -> str:
+        self._latest_s.append(record.step_time_s)
+        return short_duration((self._total_steps - record.step) * statistics.median(self._latest_s))
+
+
+def _numbers(record: StepRecord) -> list[str]:
+    return [
+        f"loss {short(record.loss, 4)}" + (" (no update)" if record.skipped else ""),
+        f"{short_count(record.tokens_per_s)} tokens/s",
+        f"{record.step_time_s:.3f} s/step",
+        f"mfu {UNKNOWN if record.mfu is None else f'{record.mfu:.1%}'}"]
+
+
+def short_count(value: float) -> str:
+    """A count with one decimal and a metric suffix: 12345 is `12.3k`."""
+    for suffix in ("", "k", "M"):
+        if value < 999.95:
+            return f"{value:.1f}{suffix}"
+        value /= 1000
+    return f"{value:.1f}G"
+
+
+def short_duration(seconds: float) -> str:
+    """A duration by its two largest units: `42s`, `1m36s`, `2h05m`, `3d04h`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"

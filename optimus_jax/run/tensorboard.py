@@ -1,0 +1,58 @@
+"""The same numbers as in metrics.jsonl, for people who watch runs in TensorBoard."""
+
+import importlib.util
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.run_directory.step_record import StepRecord
+
+
+def check_installed() -> None:
+    """Raise ConfigError if the extra `tensorboard` is not installed."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ConfigError(explain(
+            "TensorBoard scalars need a package that is not installed", given="log.tensorboard=true",
+            do="pip install 'optimus-jax[tensorboard]', or leave log.tensorboard out"))
+
+
+class TensorBoardWriter:
+    """Scalars of a run as TensorBoard events.
+
+    Args:
+      directory: where event files go.
+      first_step: step that this part of the run begins with; what an earlier part wrote from there on is hidden.
+    Raises:
+      ConfigError: the extra `tensorboard` is not installed.
+    """
+
+    def __init__(self, directory: Path, *, first_step: int = 1) -> None:
+        check_installed()
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+
+    def step(self, record: StepRecord) -> None:
+        """Write the numbers of a step; unknown ones are left out."""
+        for tag, value in (("train/loss", record.loss), ("train/grad_norm", record.grad_norm), ("train/lr", record.lr),
+                           ("train/loss_scale", record.loss_scale), ("speed/tokens_per_s", record.tokens_per_s),
+                           ("speed/step_time_s", record.step_time_s), ("speed/mfu", record.mfu),
+                           ("speed/peak_bytes", record.peak_bytes)):
+            self._add(tag, value, record.step)
+
+    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+        """Write the numbers of an evaluation on held-out text."""
+        for tag, value in (("eval/loss", loss), ("eval/perplexity", perplexity), ("eval/bits_per_byte", bits_per_byte)):
+            self._add(tag, value, step)
+
+    def _add(self, tag: str, value: float | None, step: int) -> None:
+        if value is not None:
+            self._writer.add_scalar(tag, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self._writer.close()

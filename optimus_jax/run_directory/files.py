@@ -1,0 +1,105 @@
+"""Files of a run that survive a kill at any moment: whole, or lines of which only the last can be torn."""
+
+import contextlib
+import errno
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus_jax.errors import RunDirectoryError, explain
+from optimus_jax.system.json_input import JSONInputError, parse_json
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for every NaN and infinity, which JSON does not have."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+    return value
+
+
+def append(path: Path, lines: bytes, *, on_disk: bool = False) -> None:
+    """Add whole lines or nothing, by one unbuffered write: they outlive this process, and with `on_disk` its host. Opening each time leaves nothing to close.
+
+    A torn line, as a kill or a full disk may leave it, is ended first, or it would take the next one along.
+    """
+    with open(path, "a+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            lines = b"\n" + lines
+        if file.write(lines) != len(lines):
+            os.ftruncate(file.fileno(), size)  # or the next line would be added to half of this one
+            raise OSError(errno.ENOSPC, "the disk took only a part of a line")
+        if on_disk:
+            os.fsync(file.fileno())
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    data = path.read_bytes() if path.exists() else b""
+    return data[:data.rfind(b"\n") + 1].split(b"\n")[:-1]
+
+
+def cut_torn_line(path: Path) -> None:
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: a reader sees the old content or the new."""
+    temporary = unfinished(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def unfinished(path: Path) -> Path:
+    """What a file is called until it is whole."""
+    return path.with_suffix(".tmp")
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Trouble with a file becomes an error that says which."""
+    try:
+        yield
+    except OSError as error:
+        raise failure_of(path, error) from error
+
+
+def failure_of(path: Path, error: OSError) -> RunDirectoryError:
+    try:
+        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
+    except OSError:
+        free = "how much is free there is unknown"
+    return RunDirectoryError(explain(
+        f"{path.name} of the run cannot be read or written: {error.strerror or error}", given=f"{path}; {free}",
+        do="make room, raise the limit or mend the permissions; then start again, with --resume if the run had begun"))
+
+
+def event_of(line: bytes) -> dict[str, Any] | None:
+    """A line of a log of events; None for what is none: every event says what it is, when, and after which step."""
+    values = json_object(line)
+    if values is None or not isinstance(values.get("event"), str) or type(values.get("step")) is not int or type(values.get("time_s")) not in (int, float):
+        return None
+    return values
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = parse_json(line, finite=False)
+    except JSONInputError:
+        return None
+    return values if isinstance(values, dict) else None

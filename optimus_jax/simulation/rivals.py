@@ -1,0 +1,199 @@
+"""Other ways to steer a run, which the advisor is measured against.
+
+Static plans never move of their own accord. *Greedy* goes to whatever the cost model, told of the newest probes, calls
+fastest. The *threshold* rule is that of Optimus-Megatron. The *cost model* weighs gains and costs but learns nothing from step
+times. *Checkpoint-restart* decides as the advisor does, but has to stop for it. The oracle is in simulation/oracle.py.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from optimus_jax.config import ControlConfig
+from optimus_jax.control import signals
+from optimus_jax.control.deciding.candidates import rung_of
+from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid
+from optimus_jax.control.deciding.switch_costs import CostModel
+from optimus_jax.control.policy import Decision
+from optimus_jax.control.signals import Observation
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.plan import Plan
+from optimus_jax.planning.search.assemble import plan_for, recomputing_more
+from optimus_jax.planning.search.search import Candidate, Pricing, fits
+from optimus_jax.simulation.contenders import PooledSearch
+from optimus_jax.simulation.outcome import Policy
+from optimus_jax.simulation.setup import Setup
+
+SLOW_SHARE, FULL_SHARE, IDLE_SHARE = 0.9, 0.9, 0.6
+"""Thresholds of Optimus-Megatron: throughput over its average, memory, utilisation."""
+
+
+class Static(Policy):
+    """Keeps its plan, and goes back to it when devices that it lost are there again.
+
+    Args:
+      plan: to keep.
+      num_devices: of the cluster.
+    """
+
+    def __init__(self, plan: Plan, num_devices: int):
+        self._plan, self._num_devices = plan, num_devices
+        self._now = plan
+
+    def decide(self, observation: Observation) -> Decision | None:
+        """Back, if that is possible."""
+        if self._now == self._plan or self._num_devices - len(observation.lost_devices) < self._plan.num_devices:
+            return None
+        return Decision(step=observation.step, action="switch", plan=self._plan, why="the devices are there again")
+
+    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
+        """After a fault, or back."""
+        self._now = plan
+
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+        """It does not go back."""
+        self._plan = self._now
+
+
+class _ByCostModel(Policy):
+    """What greedy and the cost model without learning share: plans priced by what probes say."""
+
+    def __init__(self, setup: Setup, searcher: PooledSearch):
+        self._setup, self._searcher, self._plan = setup, searcher, setup.start
+        self._refused: set[Plan] = set()
+        self._ranked: dict[tuple[int, Conditions, frozenset[int]], tuple[Pricing, Sequence[Candidate]]] = {}
+
+    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
+        """The run is under `plan`."""
+        self._plan = plan
+
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+        """Never again."""
+        self._refused.add(plan)
+
+    def _best(self, observation: Observation) -> tuple[Pricing, Candidate | None]:
+        """What plans cost by the newest readings, and the fastest."""
+        phase = self._setup.phase_at(observation.step)
+        told = self._setup.told[phase]
+        found = {name: on_grid(reading.value) for name, reading in claims(observation, told.cluster, self._plan.axes).items() if reading.value}
+        key = (phase, replace(Conditions(), **found), observation.lost_devices)
+        if key not in self._ranked:
+            pricing = key[1].applied(_without(told, observation.lost_devices))
+            self._ranked[key] = (pricing, self._searcher(pricing).best)
+        pricing, ranked = self._ranked[key]
+        return pricing, next((each for each in ranked if each.plan not in self._refused), None)
+
+    def _step_time_s(self, pricing: Pricing) -> float | None:
+        """Of the present plan; None: it cannot go on."""
+        try:
+            self._plan.validate(pricing.config.model, global_batch=pricing.config.data.global_batch)
+            return pricing.step_time_s(self._plan)
+        except PlanError:
+            return None
+
+
+class Greedy(_ByCostModel):
+    """Always to the plan that the cost model calls fastest now, whatever that costs."""
+
+    def decide(self, observation: Observation) -> Decision | None:
+        """The fastest one."""
+        pricing, best = self._best(observation)
+        present_s = self._step_time_s(pricing)
+        if best is None or best.plan == self._plan or (present_s is not None and best.prediction.step_time_s >= present_s):
+            return None
+        return Decision(step=observation.step, action="switch", plan=best.plan, why="it is predicted to be faster", without=observation.lost_devices)
+
+
+class CostModelOnly(_ByCostModel):
+    """Gains have to pay for the switch, as the cost model and the costs expected beforehand say."""
+
+    def __init__(self, setup: Setup, searcher: PooledSearch, settings: ControlConfig):
+        super().__init__(setup, searcher)
+        self._settings, self._costs, self._last_step = settings, CostModel(), -settings.cooldown_steps
+
+    def decide(self, observation: Observation) -> Decision | None:
+        """The fastest one, if it is worth it."""
+        pricing, best = self._best(observation)
+        present_s = self._step_time_s(pricing)
+        if best is None or best.plan == self._plan:
+            return None
+        if present_s is not None and not self._pays(best, present_s, pricing, observation):
+            return None
+        self._last_step = observation.step
+        return Decision(step=observation.step, action="switch", plan=best.plan, why="it is predicted to be worth the switch", without=observation.lost_devices)
+
+    def _pays(self, best: Candidate, present_s: float, pricing: Pricing, observation: Observation) -> bool:
+        rung = rung_of(self._plan, best.plan, same_devices=best.plan.num_devices == self._plan.num_devices)
+        cost_s = self._costs.expected_s(rung, self._plan, best.plan, pricing, compiled=False)
+        gain_s = (present_s - best.prediction.step_time_s) * (self._setup.num_steps - observation.step)
+        return (best.prediction.step_time_s <= (1 - self._settings.min_gain) * present_s and gain_s >= self._settings.gain_over_cost * cost_s
+                and observation.step - self._last_step >= self._settings.cooldown_steps)
+
+
+class Threshold(Policy):
+    """Optimus-Megatron's rule, when throughput has fallen: tensor x 2 where memory is short, tensor / 2 where devices idle."""
+
+    def __init__(self, setup: Setup):
+        self._setup, self._plan = setup, setup.start
+        self._throughputs: deque[float] = deque(maxlen=500)
+
+    def decide(self, observation: Observation) -> Decision | None:
+        """By three thresholds."""
+        readings = {name: observation.reading(name).value for name in (signals.TOKENS_PER_S, signals.MEMORY_SHARE, signals.UTILISATION)}
+        throughput, memory, utilisation = readings.values()
+        if throughput is None:
+            return None
+        self._throughputs.append(throughput)
+        if throughput >= SLOW_SHARE * statistics.fmean(self._throughputs):
+            return None
+        axes = self._plan.axes
+        if memory is not None and memory > FULL_SHARE:
+            return self._with_tensor(observation, 2 * axes.tensor)
+        if utilisation is not None and utilisation < IDLE_SHARE and axes.tensor > 1:
+            return self._with_tensor(observation, axes.tensor // 2)
+        return None
+
+    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
+        """The run is under `plan`, whose throughput is another."""
+        self._plan = plan
+        self._throughputs.clear()
+
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+        """The rule knows no failures: it begins to average anew."""
+        self._throughputs.clear()
+
+    def _with_tensor(self, observation: Observation, tensor: int) -> Decision | None:
+        """The plan with another tensor axis, at the cost or in favour of data and fsdp."""
+        axes, pricing = self._plan.axes, self._setup.told[self._setup.phase_at(observation.step)]
+        rest, left = divmod(axes.data * axes.fsdp * axes.tensor, tensor)
+        data = min(axes.data, rest)
+        if left or rest % data:
+            return None
+        wanted = AxisSizes(pipe=axes.pipe, data=data, fsdp=rest // data, tensor=tensor)
+        plan = _fitting(pricing, wanted, self._plan)
+        return plan and Decision(step=observation.step, action="switch", plan=plan, why=f"thresholds: tensor={tensor}")
+
+
+def _fitting(pricing: Pricing, axes: AxisSizes, like: Plan) -> Plan | None:
+    """A plan on these axes with as many microbatches; None: there is none."""
+    try:
+        config = pricing.config.with_values({"parallel.mesh": str(axes), "parallel.microbatches": like.microbatches})
+        plan = plan_for(config, axes, pricing.cluster.topology())
+        plan.validate(config.model, global_batch=config.data.global_batch)
+    except PlanError:
+        return None
+    return next((each for each in recomputing_more(pricing.config, plan, pricing.cluster.accelerator.platform) if fits(pricing.memory(each), pricing.cluster)), None)
+
+
+def _without(pricing: Pricing, lost: frozenset[int]) -> Pricing:
+    """The cluster without the hosts that have lost devices."""
+    cluster = pricing.cluster
+    hosts = {device // cluster.devices_per_host for device in lost}
+    if not hosts:
+        return pricing
+    if cluster.num_hosts == 1:
+        return replace(pricing, cluster=replace(cluster, devices_per_host=max(1, cluster.devices_per_host - len(lost))))
+    left = max(1, cluster.num_hosts - len(hosts))
+    return replace(pricing, cluster=replace(cluster, num_hosts=left, between=cluster.between if left > 1 else None))

@@ -1,0 +1,225 @@
+"""What a simulated run is before it begins: its phases, its first plan, what its policy is told, and the truth beside that."""
+
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from optimus_jax.config import Config, ControlConfig
+from optimus_jax.control.advisor import Phase
+from optimus_jax.errors import ConfigError, PlanError, explain
+from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.topology import Topology
+from optimus_jax.plan import Plan
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.planning.search.search import Pricing, fits, search
+from optimus_jax.planning.trials.measure import TRIAL_STEPS
+from optimus_jax.simulation.events import ComputeEvent, LostEvent
+from optimus_jax.simulation.scenarios import Prior, Scenario
+from optimus_jax.simulation.timeline import HORIZON, NORMAL, Conditions, Timeline
+from optimus_jax.simulation.world import Place, World
+
+DEFAULT, BEST = "default", "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A scenario on a cluster, without what the seed draws."""
+
+    scenario: Scenario
+    nominal: tuple[Pricing, ...]
+    """Of each phase: what would hold if links and devices were as they are called."""
+    told: tuple[Pricing, ...]
+    """Of each phase: what policies are told (the same, but for a wrong prior)."""
+    start: Plan
+    """First plan, as predicted."""
+    tried: tuple[Plan, ...]
+    """Plans of which a run tries some steps before it begins with the fastest, as `--mesh auto` does: the best as predicted, `start` first."""
+    num_steps: int
+    settings: ControlConfig
+    tried_s: Mapping[Plan, float] = field(default_factory=dict)
+    """Seconds of a step of those, once they have been tried."""
+
+    @classmethod
+    def of(cls, scenario: Scenario, pricing: Pricing, *, start: Plan | None = None) -> "Setup":
+        """The scenario for a run of `pricing.config` on its cluster.
+
+        Args:
+          scenario: what happens.
+          pricing: the run's config, the cluster, and what is known of it.
+          start: first plan, in place of what the scenario says.
+
+        Raises:
+          OptimusError: the scenario cannot be had there, such as a first plan that is not legal.
+        """
+        _check_devices(scenario, pricing.cluster)
+        configs = [config for _, config in scenario.configs(pricing.config)]
+        nominal = tuple([replace(pricing, config=config) for config in configs])
+        told = tuple([believed(each, scenario.prior) for each in nominal])
+        if start is not None:
+            _check_count(start.axes, pricing.cluster)
+            start.validate(told[0].config.model, global_batch=told[0].config.data.global_batch)
+        tried = first_plans(scenario.start, told[0]) if start is None else (start,)
+        num_steps = scenario.steps or max(1, round(scenario.duration_s / nominal[0].step_time_s(tried[0])))
+        return cls(scenario=scenario, nominal=nominal, told=told, start=tried[0], tried=tried, num_steps=num_steps, settings=pricing.config.controller)
+
+    @cached_property
+    def first_steps(self) -> tuple[int, ...]:
+        """Steps done when each phase begins."""
+        shares = [0.0, *[phase.start_share for phase in self.scenario.phases]]
+        return tuple([round(share * self.num_steps) for share in shares])
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """As a policy is told them; none if there is one only."""
+        if len(self.nominal) == 1:
+            return ()
+        return tuple([Phase(first_step=step + 1, global_batch=pricing.config.data.global_batch, seq_len=pricing.config.seq_len)
+                      for step, pricing in zip(self.first_steps, self.nominal, strict=True)])
+
+    def phase_at(self, step: int) -> int:
+        """Index of the phase that the step after `step` belongs to."""
+        return bisect.bisect_right(self.first_steps, step) - 1
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """Steps between checkpoints."""
+        return max(1, round(self.scenario.switching.checkpoint_every_s / self.nominal[0].step_time_s(self.start)))
+
+    def timeline(self, seed: int, began_s: dict[LostEvent, float] | None = None) -> Timeline:
+        """Of conditions."""
+        cluster = self.nominal[0].cluster
+        return Timeline(self.scenario, num_devices=cluster.num_devices, devices_per_host=cluster.devices_per_host,
+                        horizon_s=HORIZON * self.num_steps * self.nominal[0].step_time_s(self.start), seed=seed, began_s=began_s)
+
+
+class Truth:
+    """What the seed draws: the world, and what each step takes beyond what it should.
+
+    Args:
+      setup: of the run.
+      seed: the same one gives the same truth whatever is decided.
+    """
+
+    def __init__(self, setup: Setup, seed: int):
+        self.seed, self.world = seed, World(setup.scenario, setup.nominal, seed)
+        self.setup = setup = self._tried(setup) if len(setup.tried) > 1 else setup
+        """That begins with the plan which is fastest when it is tried."""
+        self.timeline = setup.timeline(seed)
+        if setup.scenario.step_time_s is not None and (devices := self.world.devices_for(setup.start, NORMAL)):
+            self.world.scale(Place(setup.start, devices), setup.scenario.step_time_s)
+        self.noise = _noise(setup, seed)
+        """[num_steps]: factor on the time of each step."""
+        self.noise_sums = np.concatenate([[0.0], np.cumsum(self.noise)])
+        """[num_steps + 1]: of all steps before."""
+
+    def _tried(self, setup: Setup) -> Setup:
+        """Once some steps of the plans that are tried have been done."""
+        random, noise = np.random.default_rng([self.seed, 5]), setup.scenario.misfit.noise / math.sqrt(TRIAL_STEPS)
+        times_s = {plan: self.world.step_time_s(Place(plan, tuple(range(plan.num_devices))), NORMAL, 0) * math.exp(noise * random.standard_normal()) for plan in setup.tried}
+        return replace(setup, start=min(times_s, key=lambda plan: times_s[plan]), tried_s=times_s)
+
+    def fallback(self, conditions: Conditions, phase: int) -> Place | None:
+        """What a run restarts with if nobody says otherwise: the default layout on the devices that are left; None: nothing fits."""
+        world, cluster = self.world, self.world.cluster
+        alive = cluster.num_devices - len(conditions.reported)
+        whole = [count for count in range(alive, 0, -1) if count % cluster.devices_per_host == 0]
+        for count in [*whole, *range(min(alive, cluster.devices_per_host - 1), 0, -1)]:
+            for plan in default_plans(world.pricings[phase], count):
+                devices = world.devices_for(plan, conditions)
+                if devices is not None and world.fits(plan, conditions, phase):
+                    return Place(plan, devices)
+        return None
+
+
+def believed(pricing: Pricing, prior: Prior) -> Pricing:
+    """What is told of a cluster that is called what `pricing` says."""
+    def scaled(link: Link, factor: float) -> Link:
+        return link if link.bytes_per_s is None or factor == 1 else replace(link, bytes_per_s=link.bytes_per_s * factor)
+
+    cluster, rates = pricing.cluster, pricing.rates
+    return replace(
+        pricing, cluster=replace(cluster, inside=scaled(cluster.inside, prior.inside), between=cluster.between and scaled(cluster.between, prior.between)),
+        rates=replace(rates, matmul_flops_per_s=rates.matmul_flops_per_s * prior.compute, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * prior.compute))
+
+
+def first_plans(start: str, pricing: Pricing) -> tuple[Plan, ...]:
+    """The plan that `start` names (Scenario.start), and with `best` others that are tried beside it. Raises PlanError if there is none."""
+    if start == DEFAULT:
+        for plan in default_plans(pricing, pricing.cluster.num_devices):
+            if fits(pricing.memory(plan), pricing.cluster):
+                return (plan,)
+        raise PlanError(explain("the default layout does not fit", given=f"start={start}", do="use another cluster or a smaller batch"))
+    if start != BEST:
+        _check_count(AxisSizes.parse(start), pricing.cluster)
+        pricing = replace(pricing, config=pricing.config.with_values({"parallel.mesh": start}))
+    found = search(pricing, top=max(1, pricing.config.parallel.trials) if start == BEST else 1).best
+    if not found:
+        raise PlanError(explain("no plan is legal and fits", given=f"start={start} on {pricing.cluster}", do="use another mesh, more devices, or a smaller batch"))
+    return tuple([candidate.plan for candidate in found])
+
+
+def _check_count(axes: AxisSizes, cluster: Cluster) -> None:
+    """Raise PlanError for a first plan on other devices than all."""
+    if (needed := axes.num_devices) != cluster.num_devices:
+        raise PlanError(explain(f"the run starts on {needed} devices, and the cluster has {cluster.num_devices}", given=f"{axes} on {cluster}",
+                                do=f"name a cluster of {needed}: --cluster NAME:1x{needed}, or --cluster here --cpu-devices {needed} for a run on a CPU"))
+
+
+def default_plans(pricing: Pricing, num_devices: int) -> list[Plan]:
+    """The usual default on so many devices: fsdp over everything, everything computed again; with one microbatch, then with more.
+
+    Where parameters do not divide over so many, fsdp over as many as they do and data over the rest.
+    """
+    topology = replace(pricing.cluster.topology(), num_devices=num_devices)
+    for fsdp in [size for size in range(num_devices, 0, -1) if num_devices % size == 0]:
+        plans = _default_on(pricing.config, AxisSizes(data=num_devices // fsdp, fsdp=fsdp), topology)
+        if plans:
+            return plans
+    return []
+
+
+def _default_on(config: Config, axes: AxisSizes, topology: Topology) -> list[Plan]:
+    asked = config.with_values({"parallel.mesh": "auto", "parallel.remat": "full", "parallel.zero": None, "parallel.microbatches": None})
+    plan, plans = plan_for(asked, axes, topology), []
+    rows = config.data.global_batch // axes.num_devices
+    for microbatches in [number for number in range(1, rows + 1) if rows % number == 0]:
+        divided = replace(plan, microbatches=microbatches)
+        try:
+            divided.validate(config.model, global_batch=config.data.global_batch)
+        except PlanError:
+            return plans
+        plans.append(divided)
+    return plans
+
+
+def _noise(setup: Setup, seed: int) -> np.ndarray:
+    """A walk for the drift, noise that is always there, and rare spikes."""
+    misfit, random, count = setup.scenario.misfit, np.random.default_rng([seed, 4]), setup.num_steps
+    if setup.scenario.step_factors:
+        return np.resize(setup.scenario.step_factors, count)
+    drift = np.cumsum(random.standard_normal(count)) * misfit.drift / math.sqrt(count)
+    spikes = np.where(random.random(count) < misfit.spikes, misfit.spike_factor * np.exp(0.3 * random.standard_normal(count)), 1.0)
+    return np.exp(drift + misfit.noise * random.standard_normal(count)) * np.maximum(1.0, spikes)
+
+
+def _check_devices(scenario: Scenario, cluster: Cluster) -> None:
+    """Raise ConfigError for events of devices or hosts that there are not."""
+    hosts = cluster.num_devices // cluster.devices_per_host
+    for event in scenario.events:
+        if isinstance(event, ComputeEvent | LostEvent):
+            wrong = [device for device in event.devices if not 0 <= device < cluster.num_devices]
+            if wrong or (event.host is not None and not 0 <= event.host < hosts):
+                raise ConfigError(explain(f"{scenario.name}: a {type(event).__name__} is about what is not there", given=f"host={event.host}" if not wrong else f"devices={wrong}",
+                                          do=f"name devices 0 to {cluster.num_devices - 1}, or hosts 0 to {hosts - 1}"))
+
+
+def check_seeds(seeds: int) -> None:
+    """Raise ConfigError for what is no number of seeds."""
+    if seeds < 1:
+        raise ConfigError(explain("there is at least one seed", given=f"--seeds {seeds}", do="give 1 or more"))

@@ -1,0 +1,205 @@
+"""The simulated cluster as it really is, which nobody who decides is told.
+
+A plan's true time is the sum of the planner's terms, priced with the true links and devices, each term wrong by
+a hidden factor, and each plan by one more; its true memory is the planner's estimate wrong by another. All of it is drawn by a
+seed. So the planner's figures are neither right nor useless, as on a real machine.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.errors import PlanError
+from optimus_jax.mesh.axes import PIPE
+from optimus_jax.models.flops import step_flops
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.communication import VOCABULARY
+from optimus_jax.planning.cost.cost import BUBBLE, HOST_COPIES, term_times
+from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
+from optimus_jax.planning.search.search import Pricing
+from optimus_jax.simulation.scenarios import Scenario
+from optimus_jax.simulation.timeline import NORMAL, Conditions
+
+TERMS = ("attention", "feed-forward", "recompute", "memory", "launching", "head", "tensor", VOCABULARY, "fsdp", "data", PIPE, BUBBLE,
+         "optimizer", "overhead", HOST_COPIES)
+"""Every term of planning/cost/cost.py; each gets a hidden factor, whether the first plan has it or not."""
+OPERATORS = ("attention", "feed-forward", "recompute", "memory", "head", "optimizer")
+"""Terms that take longer on a slow device."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A plan on devices of the cluster."""
+
+    plan: Plan
+    devices: tuple[int, ...]
+    """In mesh order."""
+
+
+class World:
+    """What is true in one simulated run.
+
+    Args:
+      scenario: how far the truth lies from what is told, and what switches take.
+      pricings: nominal prices in each of the run's phases.
+      seed: draws everything.
+    """
+
+    def __init__(self, scenario: Scenario, pricings: tuple[Pricing, ...], seed: int):
+        self.scenario, self.pricings, self.seed = scenario, pricings, seed
+        misfit, random = scenario.misfit, np.random.default_rng([seed, 1])
+
+        def off(share: float) -> float:
+            """A factor that is off by this share, up or down."""
+            return float(1.0 + share * random.choice((-1.0, 1.0)))
+
+        self.inside, self.between = off(misfit.links), off(misfit.links)
+        """Factors on the links' nominal speed."""
+        self.matmul, self.memory_speed = off(misfit.rates), off(misfit.rates)
+        """Factors on the devices' nominal speed."""
+        self.terms = {name: math.exp(misfit.terms * random.standard_normal()) for name in TERMS}
+        rates = pricings[0].rates
+        self._rates = replace(
+            rates, matmul_flops_per_s=rates.matmul_flops_per_s * self.matmul, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * self.matmul,
+            memory_bytes_per_s=rates.memory_bytes_per_s * self.memory_speed, overlap_share=float(random.uniform(0.35, 0.65)))
+        self.cluster = pricings[0].cluster
+        self._scale = 1.0
+        self._times: dict[tuple[Place, float, float, tuple[tuple[int, float], ...], int], float] = {}
+
+    def scale(self, place: Place, step_time_s: float) -> None:
+        """Make all times so much longer that an undisturbed step of this plan takes `step_time_s`."""
+        self._scale *= step_time_s / self.step_time_s(place, NORMAL, 0)
+        self._times.clear()
+
+    def step_time_s(self, place: Place, conditions: Conditions, phase: int) -> float:
+        """Of a step without noise; infinite where it cannot run."""
+        if not conditions.lost.isdisjoint(place.devices) or not self.fits(place.plan, conditions, phase):
+            return math.inf
+        key = (place, conditions.inside, conditions.between, conditions.slow, phase)
+        if key not in self._times:
+            self._times[key] = sum(self.term_times(place, conditions, phase).values())
+        return self._times[key] + conditions.wait_s
+
+    def term_times(self, place: Place, conditions: Conditions, phase: int) -> dict[str, float]:
+        """Seconds of each term of a step."""
+        config, plan = self.pricings[phase].config, place.plan
+        slowness, all_of_it = self.slowness(place, conditions), self._plan_factor(plan) * self._scale
+        times = term_times(config.model, plan, self._true_cluster(conditions.inside, conditions.between), self._rates,
+                           seq_len=config.seq_len, global_batch=config.data.global_batch)
+        waiting = self._computed_share(times) * (slowness - 1) + 1
+        slow = {BUBBLE: waiting} | dict.fromkeys(OPERATORS, slowness)
+        return {name: time_s * self.terms[name] * all_of_it * slow.get(name, 1.0) for name, time_s in times.items()}
+
+    @staticmethod
+    def _computed_share(times: Mapping[str, float]) -> float:
+        """Of what stages wait for, the part that is compute."""
+        computed = sum(times.get(name, 0.0) for name in OPERATORS)
+        return computed / max(1e-30, computed + times.get("tensor", 0.0))
+
+    def slowness(self, place: Place, conditions: Conditions) -> float:
+        """Factor on the time of compute: all wait for the slowest stage, which is slow by its devices or by its layers."""
+        slow = dict(conditions.slow)
+        if not slow:
+            return 1.0
+        factors = np.array([slow.get(device, 1.0) for device in place.devices]).reshape(place.plan.axes.pipe, -1).max(axis=1)
+        pipeline = place.plan.pipeline
+        if pipeline is None:
+            return float(factors[0])
+        layers = np.array(pipeline.layers_per_stage).reshape(pipeline.repeats, -1).max(axis=0)
+        return float((layers * factors).max() / layers.max())
+
+    def fits(self, plan: Plan, conditions: Conditions, phase: int) -> bool:
+        """Whether the plan is legal for the phase's batch and its memory is there."""
+        capacity = self.cluster.accelerator.memory_bytes
+        return self.is_legal(plan, phase) and (capacity is None or self.memory_bytes(plan, phase) <= capacity * (1 - conditions.taken))
+
+    def is_legal(self, plan: Plan, phase: int) -> bool:
+        """Whether the model can be trained so with the phase's batch."""
+        config = self.pricings[phase].config
+        return _is_legal(plan, config.model, config.data.global_batch)
+
+    def memory_bytes(self, plan: Plan, phase: int) -> float:
+        """On the most loaded device."""
+        return self.estimate(plan, phase).total * math.exp(self.scenario.misfit.memory * self._drawn(plan, "memory"))
+
+    def estimate(self, plan: Plan, phase: int) -> MemoryEstimate:
+        """What the planner says of the plan's memory."""
+        config = self.pricings[phase].config
+        return _estimate(plan, config.model, config.seq_len, config.data.global_batch)
+
+    def model_flops(self, phase: int) -> float:
+        """Of a step."""
+        config = self.pricings[phase].config
+        return step_flops(config.model, num_sequences=config.data.global_batch, seq_len=config.seq_len)
+
+    def devices_for(self, plan: Plan, conditions: Conditions, without: frozenset[int] = frozenset()) -> tuple[int, ...] | None:
+        """As many as the plan needs of those that are there, in mesh order: whole hosts first, slow devices last; None: too few are there.
+
+        Args:
+          without: are left out.
+        """
+        slow, size = dict(conditions.slow), self.cluster.devices_per_host
+        gone = conditions.reported | without
+        alive = [device for device in range(self.cluster.num_devices) if device not in gone]
+        if len(alive) < plan.num_devices:
+            return None
+        missing, slowest = dict[int, int](), dict[int, float]()
+        for device in range(self.cluster.num_devices):
+            host = device // size
+            missing[host] = missing.get(host, 0) + (device in gone)
+            slowest[host] = max(slowest.get(host, 1.0), slow.get(device, 1.0))
+        order = sorted(alive, key=lambda device: (missing[device // size], slowest[device // size], device // size, slow.get(device, 1.0), device))
+        return tuple(sorted(order[:plan.num_devices]))
+
+    def _true_cluster(self, inside: float, between: float) -> Cluster:
+        return _with_speeds(self.cluster, self.inside * inside, self.between * between)
+
+    def link_slowdown(self, link: str, conditions: Conditions) -> float:
+        """Nominal speed of a link over its speed now."""
+        return 1.0 / ((self.inside * conditions.inside) if link == "inside" else (self.between * conditions.between))
+
+    def _plan_factor(self, plan: Plan) -> float:
+        return math.exp(self.scenario.misfit.plans * self._drawn(plan, "time"))
+
+    def _drawn(self, plan: Plan, what: str) -> float:
+        """Standard normal, of this plan in this run."""
+        return _normal(f"{self.seed} {what} {_digest(plan)}")
+
+
+@lru_cache(maxsize=1 << 12)
+def _digest(plan: Plan) -> str:
+    return plan.digest
+
+
+@lru_cache(maxsize=1 << 14)
+def _normal(key: str) -> float:
+    return float(np.random.default_rng(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])).standard_normal())
+
+
+@lru_cache(maxsize=1 << 12)
+def _with_speeds(cluster: Cluster, inside: float, between: float) -> Cluster:
+    def scaled(link: Link, factor: float) -> Link:
+        return link if link.bytes_per_s is None else replace(link, bytes_per_s=link.bytes_per_s * factor)
+
+    return replace(cluster, inside=scaled(cluster.inside, inside), between=cluster.between and scaled(cluster.between, between))
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_legal(plan: Plan, model: ModelConfig, global_batch: int) -> bool:
+    try:
+        plan.validate(model, global_batch=global_batch)
+    except PlanError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1 << 14)
+def _estimate(plan: Plan, model: ModelConfig, seq_len: int, global_batch: int) -> MemoryEstimate:
+    return estimate_memory(model, plan, seq_len=seq_len, global_batch=global_batch)
