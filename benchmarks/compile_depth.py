@@ -34,9 +34,8 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
     from optimus_jax.config import Config, DataConfig, ModelConfig
     from optimus_jax.mesh.axes import AxisSizes
     from optimus_jax.mesh.build import build_mesh, discover
-    from optimus_jax.models.shapes import planned_shapes
     from optimus_jax.planning.search.assemble import plan_for
-    from optimus_jax.training.state import abstract_state
+    from optimus_jax.training.state import abstract_state, planned_shapes
     from optimus_jax.training.step import build_program
 
     jax.clear_caches()
@@ -45,7 +44,7 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
     config = Config(model=model, data=DataConfig(global_batch=16)).with_values({"parallel.mesh": mesh})
     plan = plan_for(config, AxisSizes.parse(mesh), discover())
     shapes = planned_shapes(model, plan)
-    program = build_program(config, shapes, plan, build_mesh(plan))
+    program = build_program(config, shapes, plan, build_mesh(plan.axes))
     state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
     shape, sharding = (16, 256), program.batch_sharding
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "targets", "positions", "segments")}

@@ -45,8 +45,8 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     from optimus_jax.config import Config, DataConfig, ModelConfig
     from optimus_jax.mesh.build import build_mesh, discover
     from optimus_jax.mesh.sharding import put_batch
-    from optimus_jax.models.shapes import planned_shapes
     from optimus_jax.planning.search.assemble import plan_for
+    from optimus_jax.training.state import planned_shapes
     from optimus_jax.training.step import build_program
 
     model = ModelConfig(name="bench", vocab_size=8192, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4,
@@ -55,7 +55,7 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
         {"parallel.mesh": mesh, **settings})
     plan = plan_for(config, axes, discover())
     plan.validate(model, global_batch=16)
-    program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan))
+    program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan.axes))
     state = program.init(jnp.int32(0))
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (16, 257), dtype=np.int32)
     batch = put_batch({

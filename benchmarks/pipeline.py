@@ -39,8 +39,8 @@ def built(mesh: str, microbatches: int, settings: dict, *, num_layers: int = NUM
     from optimus_jax.config import Config, DataConfig, ModelConfig
     from optimus_jax.mesh.axes import AxisSizes
     from optimus_jax.mesh.build import build_mesh, discover
-    from optimus_jax.models.shapes import planned_shapes
     from optimus_jax.planning.search.assemble import plan_for
+    from optimus_jax.training.state import planned_shapes
     from optimus_jax.training.step import build_program
 
     axes = AxisSizes.parse(mesh)
@@ -51,7 +51,7 @@ def built(mesh: str, microbatches: int, settings: dict, *, num_layers: int = NUM
         {"parallel.mesh": mesh, "parallel.microbatches": microbatches, **settings})
     plan = plan_for(config, axes, discover())
     plan.validate(model, global_batch=batch)
-    program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan, jax.devices()[: plan.num_devices]))
+    program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan.axes, jax.devices()[: plan.num_devices]))
     rows = {"tokens": (SEQ_LEN,), "targets": (SEQ_LEN,), "positions": (SEQ_LEN,), "segments": (SEQ_LEN,), "loss_mask": (SEQ_LEN,), "examples": ()}
     abstract = {name: jax.ShapeDtypeStruct((batch, *shape), jnp.bool_ if name == "loss_mask" else jnp.int32, sharding=program.batch_sharding)
                 for name, shape in rows.items()}

@@ -167,14 +167,14 @@ def moves() -> None:
     from optimus_jax.control.executables import layout_of
     from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.mesh.build import build_mesh
-    from optimus_jax.models.shapes import planned_shapes
     from optimus_jax.reshard.reshard import Move
+    from optimus_jax.training.state import planned_shapes
     from optimus_jax.training.step import build_program
 
     use_cpu_devices(DEVICES)
     configs = [config_of(settings) for settings in (*JOURNEY, JOURNEY[0])]
     plans = [plan_of(config) for config in configs]
-    programs = [build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan)) for config, plan in zip(configs, plans, strict=True)]
+    programs = [build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan.axes)) for config, plan in zip(configs, plans, strict=True)]
     layouts = [layout_of(program) for program in programs]
     state = programs[0].init(jnp.int32(0))
     for number, (source, target) in enumerate(itertools.pairwise(layouts)):

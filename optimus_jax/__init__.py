@@ -8,16 +8,17 @@ loaded when first used, so that importing a small module does not import JAX.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from optimus_jax.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from optimus_jax.config import Config
     from optimus_jax.plan import Plan
     from optimus_jax.planning.api import RankedPlan, find_plans
     from optimus_jax.run.api import RunResult, train
 
-__version__ = "0.1.0"
 _HOMES = {"train": "run.api", "RunResult": "run.api", "Config": "config", "Plan": "plan", "RankedPlan": "planning.api", "find_plans": "planning.api"}
 
-__all__ = ["Config", "Plan", "RankedPlan", "RunResult", "find_plans", "train"]
+__all__ = ["Config", "Plan", "RankedPlan", "RunResult", "__version__", "find_plans", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -251,10 +251,3 @@ class Plan:
             return plan
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(explain("this is not a plan", given=shown(error), do="use a plan.json that this version wrote")) from error
-
-
-def check_devices(axes: AxisSizes, num_devices: int) -> None:
-    """Raise PlanError unless the axes use exactly the devices there are."""
-    if axes.num_devices != num_devices:
-        raise PlanError(explain(f"the mesh needs {axes.num_devices} devices; this run has {num_devices}", given=f"--mesh {axes}",
-                                do=f"choose axis sizes whose product is {num_devices}"))

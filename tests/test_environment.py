@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optimus_jax.errors import ConfigError
-from optimus_jax.system.cache import cache_directory
+from optimus_jax.system.cache import measurements_directory
 from optimus_jax.system.environment import check_dump_folder, check_xla_flags, import_jax, number_of
 
 ROOT = Path(__file__).parents[1]
@@ -44,10 +44,10 @@ def test_a_user_without_a_home(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("pwd.getpwuid", nobody)
-    assert cache_directory().is_relative_to(tempfile.gettempdir())
+    assert measurements_directory().is_relative_to(tempfile.gettempdir())
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-that-name/cache")
     with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
-        cache_directory()
+        measurements_directory()
 
 
 def test_jax_that_is_not_there(monkeypatch):

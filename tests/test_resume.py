@@ -35,16 +35,15 @@ from optimus_jax.faults.stopping import EXIT_RESTART
 from optimus_jax.inference.generation import load_text_model
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import api
 from optimus_jax.run import program as run
-from optimus_jax.run.display import Display
 from optimus_jax.run.first_plan import on_what_is_there
 from optimus_jax.run_directory import directory as run_directory
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, to_stored
+from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, planned_shapes, to_stored
 from optimus_jax.training.step import build_program
+from optimus_jax.training.watchers import Display
 
 STEPS = 7
 TINY = {
@@ -379,7 +378,7 @@ def program_of(result, mesh=None, schedule="auto"):
     config = Config.from_json((result.run_dir / "config.json").read_text())
     config = config.with_values({"parallel.mesh": mesh or config.parallel.mesh, "parallel.schedule": schedule})
     plan = make_plan(config)
-    return build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan, jax.devices()[:plan.num_devices]))
+    return build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan.axes, jax.devices()[:plan.num_devices]))
 
 
 def moved_through(checkpoints, program):

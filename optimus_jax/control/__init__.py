@@ -1,0 +1,1 @@
+"""The controller: observe, decide, prepare, switch, verify, go back."""

@@ -24,9 +24,9 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.local_cluster import Here
 from optimus_jax.planning.profiles.hardware import kept_profile
 from optimus_jax.planning.search.search import Pricing, Ranking
-from optimus_jax.run.display import Display
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.system.cache import cache_directory
+from optimus_jax.system.cache import measurements_directory
+from optimus_jax.training.watchers import Display
 
 COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
 """What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs. For GPUs a guess, until the first switch."""
@@ -56,7 +56,7 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
         is_compiled=switcher.is_compiled, tried_s=tried_s,
         # Fewer processes are another run: what started this one has to start that.
         process_of=topology.processes, keeps_devices=topology.num_processes > 1,
-        memory=cache_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json")
+        memory=measurements_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json")
     for record in switches(run.path):
         advisor.remember(record.costs_s, step=record.step, by_choice=record.by_choice)
         if record.is_failure:

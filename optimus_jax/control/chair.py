@@ -18,8 +18,8 @@ from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.underway import Trial, Upcoming, excess_s
 from optimus_jax.plan import Plan
-from optimus_jax.run.display import Display
 from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.training.watchers import Display
 
 Mode = Literal["advise", "auto"]
 NEWEST_STEPS = 3

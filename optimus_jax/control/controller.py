@@ -28,10 +28,10 @@ from optimus_jax.data.sampler import Batch
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import OptimusError
 from optimus_jax.plan import Plan
-from optimus_jax.run.display import Display
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.state import TrainState
+from optimus_jax.training.watchers import Display
 
 
 class Controller:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.build import build_mesh
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_report import check_executable
 from optimus_jax.planning.search.explain import gib
@@ -21,7 +20,7 @@ from optimus_jax.reshard.exchange import Device
 from optimus_jax.reshard.reshard import Layout
 from optimus_jax.reshard.shard_sums import ShardSums
 from optimus_jax.training.evaluation import eval_rows
-from optimus_jax.training.state import TrainState, abstract_state
+from optimus_jax.training.state import TrainState, abstract_state, planned_shapes
 from optimus_jax.training.step import Program, build_program
 
 
@@ -108,7 +107,7 @@ def compile_plan(config: Config, plan: Plan, *, devices: Sequence[Device] | None
     """
     started = time.perf_counter()
     plan.validate(config.model, global_batch=config.data.global_batch)
-    mesh = build_mesh(plan, None if devices is None else list(devices))
+    mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     program = build_program(config, planned_shapes(config.model, plan), plan, mesh)
     layout, batch = layout_of(program), abstract_batch(program)
     state: TrainState = layout.leaves

@@ -16,9 +16,9 @@ from optimus_jax.control.preparation import Preparation, Prepared
 from optimus_jax.control.switch import Switched, Switcher
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
-from optimus_jax.run.display import Display
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import TrainState
+from optimus_jax.training.watchers import Display
 
 PlanOf = Callable[[Phase, Plan], Plan]
 """What a run under a plan goes on with in a phase."""

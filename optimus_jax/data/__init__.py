@@ -1,0 +1,1 @@
+"""Text to tokens to batches: sources, formats, tokenizers, packing, held-out split, sampler, loader."""

@@ -18,9 +18,10 @@ from jax._src.xla_bridge import backends_are_initialized
 from optimus_jax.devices.gpu_sharing import num_gpus
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, FaultError, explain
-from optimus_jax.mesh.topology import HOST_MEMORY_SHARE
 from optimus_jax.system.environment import check_xla_flags, number_of
 
+HOST_MEMORY_SHARE = 0.75
+"""Of a host's memory, for what lies there for its GPUs (parallel.offload): by default XLA has 64 GiB, less than the moments of 9 billion parameters."""
 GPU_MEMORY_SHARE = "0.92"
 """Of a GPU, for JAX to set aside: by default it takes 75%, and a plan for the whole device would not run. The rest is for contexts and NCCL."""
 JAX_OWN_SHARE, JAX_OWN_HOST_GIB = "0.75", "64"

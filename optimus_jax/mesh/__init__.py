@@ -1,0 +1,1 @@
+"""Axes, rules and shardings; the collectives that a step is made of; ZeRO. Knows nothing of plans."""

@@ -80,3 +80,10 @@ class AxisSizes:
                                         do=f"write each axis once, such as {name}=2"))
             sizes[name] = int(size)
         return cls(**sizes)
+
+
+def check_devices(axes: AxisSizes, num_devices: int) -> None:
+    """Raise PlanError unless the axes use exactly the devices there are."""
+    if axes.num_devices != num_devices:
+        raise PlanError(explain(f"the mesh needs {axes.num_devices} devices; this run has {num_devices}", given=f"--mesh {axes}",
+                                do=f"choose axis sizes whose product is {num_devices}"))

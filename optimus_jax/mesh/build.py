@@ -1,15 +1,14 @@
-"""The devices that are there, and making the mesh of a Plan from them."""
+"""The devices that are there, and making a mesh from them."""
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from optimus_jax.devices.backend import host_bytes, host_limit_bytes, start_backend
+from optimus_jax.devices.backend import HOST_MEMORY_SHARE, host_bytes, host_limit_bytes, start_backend
 from optimus_jax.devices.hosts import count_hosts, devices_by_host, hosts_of_processes
-from optimus_jax.mesh.axes import MESH_AXES
-from optimus_jax.mesh.topology import HOST_MEMORY_SHARE, Topology
-from optimus_jax.plan import Plan, check_devices
+from optimus_jax.mesh.axes import MESH_AXES, AxisSizes, check_devices
+from optimus_jax.mesh.topology import Topology
 
 
 def discover() -> Topology:
@@ -28,16 +27,16 @@ def discover() -> Topology:
         process_of=tuple(device.process_index for device in devices), host_of=tuple(hosts[device.process_index] for device in devices))
 
 
-def build_mesh(plan: Plan, devices: list | None = None) -> Mesh:
-    """The mesh of `plan` over all devices, those of a host together, or over those given, in their order: neighbours along the last axis,
+def build_mesh(axes: AxisSizes, devices: list | None = None) -> Mesh:
+    """A mesh of these sizes over all devices, those of a host together, or over those given, in their order: neighbours along the last axis,
     tensor, are neighbours in that order, and the first, pipe, is what crosses hosts before any other does.
 
     Raises:
-      PlanError: the plan is for another number of devices.
+      PlanError: the sizes are for another number of devices.
     """
     devices = devices_by_host() if devices is None else devices
-    check_devices(plan.axes, len(devices))
-    sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
+    check_devices(axes, len(devices))
+    sizes = tuple(axes[axis] for axis in MESH_AXES)
     # Every axis is manual in the step and automatic outside; JAX alone would make them explicit.
     types = (AxisType.Auto,) * len(MESH_AXES)
     if devices[0].platform == "tpu":  # whose links form a torus, of which JAX knows more than the order of hosts

@@ -1,27 +1,18 @@
-"""XLA's options: which, for what devices and plans, why, and who says so. One place, shown at the start of a run.
+"""XLA's options: what one is, and those of a platform. training/compiler_options.py has those of a plan.
 
 What is not here is left as XLA has it. What the user says in XLA_FLAGS is never overruled: a program's own options would
 win over the environment's, so those that it names are left out.
 """
 
-import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import jax
-import jaxlib.version
 from jax.sharding import Mesh
 
-from optimus_jax.devices.accelerators import accelerator_of_kind
-from optimus_jax.devices.backend import gpu_memory_share
-from optimus_jax.plan import Plan
-
-_NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
 GPU = ("gpu", "cuda")
 """JAX's names of the platform."""
-_MODE = "COLLECTIVE_PIPELINING_MODE_"
-_BLACKWELL = ("B100", "B200", "GB200", "B300", "GB300")
+MODE = "COLLECTIVE_PIPELININGMODE_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +32,8 @@ class CompilerOption:
     @property
     def text(self) -> str:
         """As it stands in XLA_FLAGS, where modes have shorter words."""
-        in_words = not isinstance(self.value, bool) and not self.value.startswith(_MODE)
-        return f"{self.name}={self.value if in_words else str(self.value).removeprefix(_MODE).lower()}"
+        in_words = not isinstance(self.value, bool) and not self.value.startswith(MODE)
+        return f"{self.name}={self.value if in_words else str(self.value).removeprefix(MODE).lower()}"
 
 
 ON_CPU = (
@@ -53,86 +44,17 @@ ON_CPU = (
         name="xla_cpu_copy_insertion_use_region_analysis", value=True, source="docs/decisions/0003-a-fast-step-on-a-cpu.md",
         why="new parameters are written over the old ones"),
 )
-HIDING = CompilerOption(
-    name="xla_gpu_enable_latency_hiding_scheduler", value=True, source=_NVIDIA,
-    why="collectives between devices, and copies from and to the host, run beside compute")
-_RENAMED = jaxlib.version.__version_info__ >= (0, 11, 1)
-"""Whether XLA is of after https://github.com/openxla/xla/pull/45836: either name is an error to the other side."""
-_GATHERING = (("xla_gpu_enable_pipelined_all_gather", True), ("xla_gpu_pipeline_all_gather", f"{_MODE}ON"))
-GATHERING_AHEAD = CompilerOption(
-    name=_GATHERING[_RENAMED][0], value=_GATHERING[_RENAMED][1], other_name=_GATHERING[not _RENAMED][0], source=_NVIDIA,
-    why="a layer's weights are gathered over fsdp while the layer before is computed")
-ON_BLACKWELL = CompilerOption(
-    name="xla_gpu_enable_command_buffer", value="FUSION,CUSTOM_CALL", source=_NVIDIA,
-    why="CUDA graphs of these kinds of kernels alone were the quickest to launch in NVIDIA's tests on B200")
-
-ROUNDED_AS_WRITTEN = CompilerOption(
-    name="xla_allow_excess_precision", value=False, source="docs/decisions/0013-f16-overflows-alike-under-every-plan.md",
-    why="a value that leaves f16's range overflows where the step says so, not only where XLA's fusions happen to round it")
-
-XLA_COUNTS_ON = 0.8
-"""Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and computes things again until the rest holds what is alive."""
-FRAGMENTED = 0.02
-"""Of what JAX may use, lost between arrays."""
-_COARSE_BYTES = 2**28
 
 
-def usable_bytes(mesh: Mesh) -> int | None:
-    """What JAX may use of a GPU of the mesh that is here; None: none of them is, or it does not say."""
-    here = set(jax.local_devices())
-    stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
-    return (stats or {}).get("bytes_limit")
+def options_of(platform: str) -> tuple[CompilerOption, ...]:
+    """Of every program on a platform, but for what XLA_FLAGS names."""
+    return allowed(ON_CPU if platform == "cpu" else ())
 
 
-def memory_limit(device_kind: str, state_bytes: int, usable_bytes: float | None = None) -> CompilerOption | None:
-    """What makes XLA count on all the memory that there is beside a state of so many bytes on each device; None: it is not known how much there is.
-
-    XLA takes its share of what the driver has, up to 7% more than the data sheet. Of a GPU that is here, `usable_bytes` tells of it, coarsely, so that
-    processes whose cards differ by a page hardly ever compile otherwise. Of one that is not, the compiler is told the data sheet's.
-    """
-    share, accelerator = gpu_memory_share(), accelerator_of_kind(device_kind)
-    if usable_bytes:
-        usable_bytes -= usable_bytes % _COARSE_BYTES
-        card_bytes = (usable_bytes + _COARSE_BYTES) / share
-    elif accelerator and accelerator.memory_bytes:
-        card_bytes, usable_bytes = accelerator.memory_bytes, share * accelerator.memory_bytes
-    else:
-        return None
-    counted_on, there = XLA_COUNTS_ON * card_bytes - state_bytes, (1 - FRAGMENTED) * usable_bytes - state_bytes
-    if min(counted_on, there) <= 0:
-        return None
-    return CompilerOption(
-        name="xla_gpu_memory_limit_slop_factor", value=str(math.floor(100 * there / counted_on)), source="https://github.com/openxla/xla/pull/20494",
-        why=f"XLA counts on {XLA_COUNTS_ON:.0%} of a GPU, and computes again what does not fit there; in percent of what that leaves beside the state, this is what there is")
-
-
-def options_for(platform: str, device_kind: str, plan: Plan | None = None, state_bytes: int | None = None, usable_bytes: int | None = None) -> tuple[CompilerOption, ...]:
-    """The options that a plan's programs are compiled with, or those that belong to no plan; but for what XLA_FLAGS names.
-
-    Args:
-      state_bytes: that stay on each device from step to step; None: not known.
-      usable_bytes: of a device, by JAX; None: it is not here.
-    """
+def allowed(options: Iterable[CompilerOption]) -> tuple[CompilerOption, ...]:
+    """Those that XLA_FLAGS does not name."""
     said = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    return tuple(option for option in _wanted(platform, device_kind, plan, state_bytes, usable_bytes) if said.isdisjoint((option.name, option.other_name)))
-
-
-def _wanted(platform: str, device_kind: str, plan: Plan | None, state_bytes: int | None, usable_bytes: int | None) -> Iterator[CompilerOption]:
-    if platform == "cpu":
-        yield from ON_CPU
-    if plan is not None and plan.precision == "f16":
-        yield ROUNDED_AS_WRITTEN
-    if platform not in GPU or plan is None:
-        return
-    if state_bytes is not None and (limit := memory_limit(device_kind, state_bytes, usable_bytes)) is not None:
-        yield limit
-    if plan.num_devices > 1 or plan.offload != "none":
-        yield HIDING
-    # In a loop around the layers, over microbatches or ticks, XLA would gather those of the next round ahead: all layers' weights at once (decision 11).
-    if plan.axes.fsdp > 1 and plan.zero == 3 and plan.microbatches == 1 and plan.pipeline is None:
-        yield GATHERING_AHEAD
-    if any(name in device_kind for name in _BLACKWELL):
-        yield ON_BLACKWELL
+    return tuple(option for option in options if said.isdisjoint((option.name, option.other_name)))
 
 
 def as_given(options: Iterable[CompilerOption]) -> dict[str, bool | str]:
@@ -142,5 +64,4 @@ def as_given(options: Iterable[CompilerOption]) -> dict[str, bool | str]:
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
     """What JAX's compiler is given for programs on a mesh that belong to no plan."""
-    device = mesh.devices.flat[0]
-    return as_given(options_for(device.platform, device.device_kind))
+    return as_given(options_of(mesh.devices.flat[0].platform))

@@ -1,22 +1,27 @@
-"""Shardings of a model's leaves and of a batch, from their logical names and a Plan."""
+"""Shardings of a model's leaves and of a batch, from their logical names and rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.zero import LeafLayout
-from optimus_jax.plan import Plan
+
+Rules = Mapping[str, tuple[str, ...]]
+"""Logical axis -> mesh axes."""
 
 
-def layouts_of(names: Any, plan: Plan, model: ModelConfig) -> Any:
-    """A LeafLayout for every leaf of a tree of name tuples."""
-    rules = plan.active_rules(model)
-    return map_names(lambda leaf: LeafLayout(leaf, rules, plan.zero), names)
+def layouts_of(names: Any, rules: Rules, zero: int) -> Any:
+    """A LeafLayout for every leaf of a tree of name tuples.
+
+    Args:
+      rules: those that are active (`Plan.active_rules`).
+      zero: ZeRO stage, 1 to 3.
+    """
+    return map_names(lambda leaf: LeafLayout(leaf, rules, zero), names)
 
 
 def map_names(function: Callable[[tuple[str, ...]], Any], names: Any) -> Any:
@@ -24,9 +29,9 @@ def map_names(function: Callable[[tuple[str, ...]], Any], names: Any) -> Any:
     return jax.tree.map(function, names, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def batch_spec(plan: Plan, model: ModelConfig) -> PartitionSpec:
+def batch_spec(rules: Rules) -> PartitionSpec:
     """Spec of every array of a batch: rows over data and fsdp."""
-    axes = plan.active_rules(model).get(BATCH)
+    axes = rules.get(BATCH)
     return PartitionSpec(axes) if axes else PartitionSpec()
 
 

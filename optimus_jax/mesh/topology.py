@@ -10,8 +10,6 @@ from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 
 HOSTS, PROCESSES = "hosts", "processes"
 """What a mesh axis may cross."""
-HOST_MEMORY_SHARE = 0.75
-"""Of a host's memory, for what lies there for its GPUs (parallel.offload): by default XLA has 64 GiB, less than the moments of 9 billion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Decoders in Flax that name logical axes; attention kernels; weights from Hugging Face; FLOPs and bytes of a layer."""

@@ -11,7 +11,6 @@ from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.transformer import Decoder
-from optimus_jax.plan import Plan
 
 Params = dict[str, Any]
 """Nested dict of arrays (or of anything, leaf by leaf), named like the modules."""
@@ -89,11 +88,6 @@ def model_shapes(config: ModelConfig, vocab_rows: int, slots: tuple[int, ...] | 
         abstract = nnx.eval_shape(lambda: Decoder(config, vocab_rows=vocab_rows, slots=slots, rngs=nnx.Rngs(params=make_key(0))))
         graphdef, state = nnx.split(abstract)
     return ModelShapes(config, vocab_rows, slots, graphdef, state)
-
-
-def planned_shapes(config: ModelConfig, plan: Plan) -> ModelShapes:
-    """Shapes of the model under a plan, which says how far the vocabulary is padded and where the layers lie."""
-    return model_shapes(config, plan.padded_vocab(config), plan.slots(config))
 
 
 def _is_variable(node: object) -> bool:

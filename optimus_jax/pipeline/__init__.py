@@ -1,0 +1,1 @@
+"""Schedules as tables, and the one executor that runs any of them."""

@@ -24,7 +24,7 @@ from optimus_jax.planning.profiles.hardware import HardwareProfile, kept_profile
 from optimus_jax.planning.profiles.probes import Progress
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.planning.trials.reference_steps import fitted, path_of, read_steps, time_reference_steps, write_steps
-from optimus_jax.system.cache import cache_directory
+from optimus_jax.system.cache import measurements_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,4 +81,4 @@ def _profiled(topology: Topology, profile: HardwareProfile) -> Here:
 
 def _records(topology: Topology) -> Path:
     kind = re.sub(r"\W+", "-", topology.device_kind).strip("-").lower()
-    return cache_directory() / f"steps-{kind}-{topology.num_devices}.jsonl"
+    return measurements_directory() / f"steps-{kind}-{topology.num_devices}.jsonl"

@@ -1,0 +1,1 @@
+"""A state into another layout: exchange, programs, host copies, checksums."""

@@ -1,0 +1,1 @@
+"""One run put together: API, command line, first plan and state, inputs, display."""

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from optimus_jax import __version__
 from optimus_jax.checkpoint.checkpoints import Checkpoints, Saved
 from optimus_jax.cluster.distributed import (
     check_alike,
@@ -56,7 +55,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.local_cluster import Here, known_devices, measure_devices
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.phase_plans import plans_ahead
-from optimus_jax.run.display import Display, make_display
+from optimus_jax.run.display import make_display
 from optimus_jax.run.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.program import Devices, program_of, run_program
@@ -72,6 +71,8 @@ from optimus_jax.store.mirror import Mirror
 from optimus_jax.system.paths import UserPath, user_path
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.trainer import Reason
+from optimus_jax.training.watchers import Display
+from optimus_jax.version import VERSION
 
 T = TypeVar("T")
 
@@ -160,7 +161,7 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
         topology = discover()
         # Whoever asks for either is told so by a file server, which may tell a host of the run a minute later than others.
         check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun"}, may_become=is_repeated)
-        check_alike({"versions": f"optimus_jax {__version__}, jax {jax.__version__}", **_settings(config)})
+        check_alike({"versions": f"optimus_jax {VERSION}, jax {jax.__version__}", **_settings(config)})
         asked_mesh = config.parallel.mesh
         with together():
             if resume and run_dir is not None:

@@ -25,8 +25,8 @@ from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import Prices, plan_of
 from optimus_jax.planning.trials.measure import TRIAL_STEPS, measure
 from optimus_jax.planning.trials.trial import Trial, run_trial
-from optimus_jax.run.display import Display
 from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.training.watchers import Display
 
 LAYOUT_SETTINGS = ("parallel.", "precision.")
 """A resumed run keeps its plan unless one of these is given."""

@@ -14,7 +14,6 @@ from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import is_writer, of_first_process
 from optimus_jax.config import Config, Precision
 from optimus_jax.faults.divergence import Learning, saying, way_back
-from optimus_jax.run.display import Display
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run_directory.directory import RunDirectory
@@ -27,6 +26,7 @@ from optimus_jax.training.state import (
     may_be_padded,
 )
 from optimus_jax.training.step import Program
+from optimus_jax.training.watchers import Display
 
 
 def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run: RunDirectory, resume: bool, display: Display) -> tuple[TrainState, Learning]:

@@ -34,7 +34,6 @@ from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.faults.unfailing import unfailing
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_report import check_executable
 from optimus_jax.planning.local_cluster import Here
@@ -43,7 +42,6 @@ from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search.search import Pricing
-from optimus_jax.run.display import Display
 from optimus_jax.run.first_state import first_state, snapshots_of
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.rate_change import RateChange
@@ -51,9 +49,10 @@ from optimus_jax.run.resumed import Resumed, derived_values
 from optimus_jax.run.start_table import start_report
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.training.state import TrainState
+from optimus_jax.training.state import TrainState, planned_shapes
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.trainer import Outcome, Trainer, described
+from optimus_jax.training.watchers import Display
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ class Devices:
 
 
 def program_of(config: Config, choice: Choice) -> Program:
-    return build_program(config, planned_shapes(config.model, choice.plan), choice.plan, build_mesh(choice.plan))
+    return build_program(config, planned_shapes(config.model, choice.plan), choice.plan, build_mesh(choice.plan.axes))
 
 
 def run_program(config: Config, devices: Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory, display: Display,

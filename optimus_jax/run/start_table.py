@@ -16,10 +16,10 @@ from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import OFFLOADED, ZERO_STAGES, Plan
 from optimus_jax.reshard.restack import is_stacked
-from optimus_jax.run.display import Display
 from optimus_jax.run.rate_change import curve
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.step import Program
+from optimus_jax.training.watchers import Display
 
 LARGEST = 8
 """Tensors listed one by one."""
@@ -105,7 +105,7 @@ def _tensor_rows(program: Program) -> list[list[str]]:
     plan = program.plan
     opt_state: Any = program.state_shardings.opt_state
     leaves = jax.tree_util.tree_leaves_with_path(program.shapes.params)
-    layouts = jax.tree.leaves(layouts_of(program.shapes.names, plan, program.config.model))
+    layouts = jax.tree.leaves(layouts_of(program.shapes.names, plan.active_rules(program.config.model), plan.zero))
     params = jax.tree.leaves(program.state_shardings.params)
     moments = jax.tree.leaves(opt_state[0].mu)
     rows = []

@@ -22,7 +22,6 @@ from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, Sto
 from optimus_jax.run_directory.directory import AlreadyBegunError
 from optimus_jax.store.download import Download
 from optimus_jax.store.lease import LEASE, Lease, LeaseHeldError
-from optimus_jax.store.local_copies import cache_directory
 from optimus_jax.store.mirror import Mirror, lost_to
 from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import (
@@ -35,6 +34,7 @@ from optimus_jax.store.run_objects import (
     manifest_name,
     starts,
 )
+from optimus_jax.system.cache import cache_directory
 from optimus_jax.system.paths import Url, UserPath, local_path, user_path
 
 

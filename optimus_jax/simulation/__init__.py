@@ -1,0 +1,1 @@
+"""The controller against simulated clusters: scenarios, rivals, an oracle."""

@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,28 +22,11 @@ from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from optimus_jax.errors import StoreError, explain
 from optimus_jax.store.objects import Found, Objects
-from optimus_jax.system.paths import Url, UserPath, directory_of_environment, user_path
+from optimus_jax.system.cache import cache_directory
+from optimus_jax.system.paths import Url, UserPath, user_path
 
 NUM_TRANSFERS = 8
 """Objects on their way at the same time."""
-
-
-def cache_directory() -> Path:
-    """`optimus_jax` in XDG_CACHE_HOME, by default `~/.cache`.
-
-    A user without a home, as in a container that runs under any number, has it in the folder for
-    temporary files.
-
-    Raises:
-      PathError: the variable can name no directory.
-    """
-    home = directory_of_environment("XDG_CACHE_HOME")
-    if home is None:
-        try:
-            home = Path("~/.cache").expanduser()
-        except RuntimeError:
-            home = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
-    return home.absolute() / "optimus_jax"
 
 
 def local_file(text: UserPath, *, what: str) -> Path:

@@ -1,16 +1,34 @@
-"""Files that are kept for the next run: written whole or not at all."""
+"""The cache: files that a run leaves for the next one, written whole or not at all."""
 
 import os
 import tempfile
 import warnings
 from pathlib import Path
 
-from optimus_jax.store import local_copies
+from optimus_jax.system.paths import directory_of_environment
 
 
 def cache_directory() -> Path:
-    """Where they are: `optimus_jax/hardware` in XDG_CACHE_HOME, by default `~/.cache`."""
-    return local_copies.cache_directory() / "hardware"
+    """`optimus_jax` in XDG_CACHE_HOME, by default `~/.cache`.
+
+    A user without a home, as in a container that runs under any number, has it in the folder for
+    temporary files.
+
+    Raises:
+      PathError: the variable can name no directory.
+    """
+    home = directory_of_environment("XDG_CACHE_HOME")
+    if home is None:
+        try:
+            home = Path("~/.cache").expanduser()
+        except RuntimeError:
+            home = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return home.absolute() / "optimus_jax"
+
+
+def measurements_directory() -> Path:
+    """What was measured and learnt on the devices of this machine."""
+    return cache_directory() / "hardware"
 
 
 def write_whole(path: Path, text: str, what: str) -> None:

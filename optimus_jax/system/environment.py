@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.system.cache import cache_directory
+from optimus_jax.system.cache import measurements_directory
 
 
 def import_jax() -> None:
@@ -57,7 +57,7 @@ def check_xla_flags() -> None:
     import subprocess
 
     # Half a second that only the first run of several pays.
-    taken = cache_directory() / "xla_flags" / hashlib.sha256(f"{version('jaxlib')} {flags}".encode(errors="replace")).hexdigest()[:16]
+    taken = measurements_directory() / "xla_flags" / hashlib.sha256(f"{version('jaxlib')} {flags}".encode(errors="replace")).hexdigest()[:16]
     is_kept = all(flag.startswith("--") for flag in flags.split())  # a file of flags may change
     with contextlib.suppress(OSError):
         if is_kept and taken.exists():

@@ -1,0 +1,1 @@
+"""What trains: state, objective, loss, gradients, optimizer, step, trainer."""

@@ -15,7 +15,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from optimus_jax.config import PrecisionConfig
+from optimus_jax.config import ModelConfig, PrecisionConfig
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.sharding import layouts_of, named
 from optimus_jax.mesh.slots import canonical_slots
@@ -23,6 +23,11 @@ from optimus_jax.models.shapes import VOCABULARY_LEAVES, ModelShapes, Params, mo
 from optimus_jax.plan import Plan
 from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
 from optimus_jax.reshard.restack import is_stacked, restack, with_empty_slots_zero
+
+
+def planned_shapes(config: ModelConfig, plan: Plan) -> ModelShapes:
+    """Shapes of the model under a plan, which says how far the vocabulary is padded and where the layers lie."""
+    return model_shapes(config, plan.padded_vocab(config), plan.slots(config))
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +76,7 @@ def initial_loss_scale(precision: PrecisionConfig, plan: Plan) -> LossScale:
 
 def state_specs(shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan) -> TrainState:
     """A PartitionSpec for every leaf of the state under `plan`."""
-    layouts = layouts_of(shapes.names, plan, shapes.config)
+    layouts = layouts_of(shapes.names, plan.active_rules(shapes.config), plan.zero)
     moment_specs = jax.tree.map(lambda layout: layout.moment_spec, layouts)
     opt_state = jax.eval_shape(optimizer.init, shapes.params)
     whole: Any = PartitionSpec()

@@ -22,12 +22,13 @@ from optimus_jax.config import Config
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given, options_for, usable_bytes
+from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
 from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.plan import Plan
+from optimus_jax.training.compiler_options import options_for, usable_bytes
 from optimus_jax.training.gradients import loss_alone, loss_and_gradients
 from optimus_jax.training.objective import Batch, Objective
 from optimus_jax.training.offload import update_through_host
@@ -77,7 +78,7 @@ def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -
     check_jax_settings()
     optimizer = adamw(config.optimizer, shapes.names, moments=plan.moments)
     specs = state_specs(shapes, optimizer, plan)
-    rows, scalar = batch_spec(plan, config.model), PartitionSpec()
+    rows, scalar = batch_spec(plan.active_rules(config.model)), PartitionSpec()
     shardings = state_shardings(shapes, optimizer, plan, mesh)
     step = _Step(config, shapes, plan, optimizer)
     device = mesh.devices.flat[0]
@@ -103,7 +104,7 @@ class _Step:
     def __init__(self, config: Config, shapes: ModelShapes, plan: Plan, optimizer: optax.GradientTransformation):
         self.config, self.plan, self.optimizer = config, plan, optimizer
         self.rules = plan.active_rules(config.model)
-        self.layouts = layouts_of(shapes.names, plan, config.model)
+        self.layouts = layouts_of(shapes.names, plan.active_rules(config.model), plan.zero)
         comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
         self.objective = Objective(config=config, shapes=shapes, plan=plan, comm=comm)
         self.of_leaf = [adamw(config.optimizer, names, moments=plan.moments) for names in jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))]

@@ -35,8 +35,6 @@ from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
-from optimus_jax.run.display import Display
-from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.evaluation import eval_rows
@@ -44,20 +42,13 @@ from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import Metrics, Program
+from optimus_jax.training.watchers import Display, StepWatcher
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
 """By the number that processes agree on: the larger wins. On `switch` they have agreed before they say so, and `phase` and `not learning` all know."""
 SLOW_STEP_S = 2.0
 """From here on handing the next step to the devices only when they have ended the one before costs less than a thousandth."""
-
-
-class StepWatcher(Protocol):
-    """Is shown every step and evaluation."""
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None: ...
 
 
 class Overseer(StepWatcher, Protocol):
@@ -114,7 +105,7 @@ class Trainer:
     checkpoints: Checkpoints
     run: RunDirectory
     display: Display
-    tensorboard: TensorBoardWriter | None
+    tensorboard: StepWatcher | None
     stop: StopRequest
     overseer: Overseer | None = None
     """Who is told what only the loop can measure, and may end it; None: nobody."""

@@ -20,8 +20,8 @@ from optimus_jax.mesh.axes import BATCH, LAYERS
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.zero import LeafLayout
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
+from optimus_jax.training.state import planned_shapes
 from optimus_jax.viz.canvas import HUES, INK, ink_on, new_figure
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _runs(numbers: Sequence[int]) -> str:
 def placed_model(model: ModelConfig, plan: Plan, mesh: Mesh, kept: Kept = "parameters") -> list[PlacedTensor]:
     """Every parameter of a model, or of a moment of the optimizer; largest first."""
     shapes = planned_shapes(model, plan)
-    layouts: list[LeafLayout] = jax.tree.leaves(layouts_of(shapes.names, plan, model))
+    layouts: list[LeafLayout] = jax.tree.leaves(layouts_of(shapes.names, plan.active_rules(model), plan.zero))
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
     tensors = [
         PlacedTensor(name=jax.tree_util.keystr(path, simple=True, separator="/"), shape=leaf.shape, dims=layout.names, itemsize=4 if kept == "parameters" else plan.moment_bytes,
@@ -102,7 +102,7 @@ def placed_model(model: ModelConfig, plan: Plan, mesh: Mesh, kept: Kept = "param
 def placed_batch(model: ModelConfig, plan: Plan, mesh: Mesh, *, global_batch: int, seq_len: int) -> PlacedTensor:
     """The tokens of a step."""
     return PlacedTensor(name="tokens of a batch", shape=(global_batch, seq_len), dims=(BATCH, "length"), itemsize=jnp.dtype(jnp.int32).itemsize,
-                        mesh=mesh, spec=batch_spec(plan, model))
+                        mesh=mesh, spec=batch_spec(plan.active_rules(model)))
 
 
 def holdings(tensors: Sequence[PlacedTensor], device: int) -> str:

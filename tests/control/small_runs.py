@@ -121,7 +121,7 @@ def quick(tmp_path_factory):
             patch.setattr(module, "build_program", build_once)
         patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
         patch.setattr("optimus_jax.control.canary.NOISE", 1e9)  # steps of this size are noise
-        patch.setattr(assembly, "cache_directory", lambda: learnt)
+        patch.setattr(assembly, "measurements_directory", lambda: learnt)
         patch.setattr(assembly, "_BackgroundSearch", lambda: search_now)
         yield patch
 

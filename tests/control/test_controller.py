@@ -128,7 +128,7 @@ def devices(monkeypatch, tmp_path):
     here = Here(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=RATES,
                 records=tmp_path / "records.jsonl")
     monkeypatch.setattr(api, "known_devices", lambda _: here)
-    monkeypatch.setattr(assembly, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(assembly, "measurements_directory", lambda: tmp_path)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from small_runs import devices_of, events, losses, quick, run_tiny, slow_devices
 from optimus_jax.control import live, reported
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.journal import switches
-from optimus_jax.run.display import Display
 from optimus_jax.training import trainer
+from optimus_jax.training.watchers import Display
 
 BAD = 3
 STEPS, LOST_AFTER, BACK_AFTER = 24, 4, 12

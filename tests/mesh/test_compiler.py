@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from plans import GPT, build, case
 
-from optimus_jax.mesh.compiler import (
+from optimus_jax.mesh.compiler import ON_CPU
+from optimus_jax.training.compiler_options import (
     GATHERING_AHEAD,
     HIDING,
     ON_BLACKWELL,
-    ON_CPU,
     memory_limit,
     options_for,
     usable_bytes,

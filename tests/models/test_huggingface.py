@@ -27,10 +27,10 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.huggingface import HEAD, config_from_huggingface, from_huggingface, to_huggingface
-from optimus_jax.models.shapes import ModelShapes, Params, model_shapes, planned_shapes
+from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.training.state import TrainState
+from optimus_jax.training.state import TrainState, planned_shapes
 from optimus_jax.training.step import Program, build_program
 
 GLOBAL_BATCH, SEQ_LEN = 4, 24
@@ -123,7 +123,7 @@ def program_for(model: ModelConfig, axes: AxisSizes) -> Program:
                         bytes_per_device=None)
     plan = plan_for(config, axes, topology)
     plan.validate(model, global_batch=GLOBAL_BATCH)
-    mesh = build_mesh(plan, jax.devices()[: axes.num_devices])
+    mesh = build_mesh(plan.axes, jax.devices()[: axes.num_devices])
     return build_program(config, planned_shapes(model, plan), plan, mesh)
 
 

@@ -18,10 +18,10 @@ from jax import lax
 
 from optimus_jax.config import Config, DataConfig
 from optimus_jax.mesh.build import build_mesh
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
 from optimus_jax.pipeline.schedule import Phase, Schedule, Share, lay_out
 from optimus_jax.pipeline.tables import SCHEDULES, make_schedule
+from optimus_jax.training.state import planned_shapes
 from optimus_jax.training.step import build_program
 
 MODEL = replace(plans.GPT, dropout=0.0, num_layers=4)
@@ -120,7 +120,7 @@ def temp_bytes(mesh: str, microbatches: int, **parallel: object) -> int:
     config = Config(model=MODEL, data=DataConfig(seq_len=plans.SEQ_LEN, global_batch=2 * microbatches)).with_values(
         {"parallel.mesh": mesh, "parallel.microbatches": microbatches, **{f"parallel.{name}": value for name, value in parallel.items()}})
     plan = plans.plan_for(config, plans.AxisSizes.parse(mesh), plans.discover())
-    program = build_program(config, planned_shapes(MODEL, plan), plan, build_mesh(plan, jax.devices()[: plan.num_devices]))
+    program = build_program(config, planned_shapes(MODEL, plan), plan, build_mesh(plan.axes, jax.devices()[: plan.num_devices]))
     batch = {name: jax.ShapeDtypeStruct((2 * microbatches, *rows.shape[1:]), rows.dtype, sharding=program.batch_sharding)
              for name, rows in plans.host_batch(1).items()}
     state = jax.eval_shape(program.init, jnp.int32(0))

@@ -29,7 +29,7 @@ from optimus_jax.planning.profiles.measurements import (
 from optimus_jax.planning.profiles.nvml import Gpu, NvLink, NvmlFacts
 from optimus_jax.planning.profiles.probe_programs import Timing
 from optimus_jax.planning.profiles.probes import Probed, ProbeSizes
-from optimus_jax.system.cache import cache_directory
+from optimus_jax.system.cache import measurements_directory
 
 QUICK = Timing(guessed_flops_per_s=1e10, guessed_bytes_per_s=1e10, program_s=1e-9, runs=1)
 TINY = ProbeSizes(matmuls=((8, 8, 8),), dtypes=("f32",), pass_bytes=(64,), message_bytes=(64, 256), timing=QUICK)
@@ -147,10 +147,10 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
 
 def test_the_cache_is_where_xdg_says(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_directory() == Path("/somewhere/optimus_jax/hardware")
+    assert measurements_directory() == Path("/somewhere/optimus_jax/hardware")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert cache_directory() == Path("/home/someone/.cache/optimus_jax/hardware")
+    assert measurements_directory() == Path("/home/someone/.cache/optimus_jax/hardware")
 
 
 def test_the_largest_copy_says_how_fast_the_way_to_the_host_is():

@@ -15,12 +15,12 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.activations import kept_bytes, kept_once_bytes
 from optimus_jax.models.flops import causal_pairs, computed_pairs, matmul_params, step_flops
 from optimus_jax.models.kernels import Visibility
-from optimus_jax.models.shapes import model_shapes, planned_shapes
+from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.planning.ahead_of_time.hlo import dot_flops
 from optimus_jax.planning.profiles.model_profile import ITEM_BYTES, REMAT_POLICIES, LayerKind, profile_model
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.training.state import abstract_state
+from optimus_jax.training.state import abstract_state, planned_shapes
 from optimus_jax.training.step import COMPUTE_DTYPES, build_program
 
 NANOS = ("gpt2-nano", "llama-nano")
@@ -70,7 +70,7 @@ def test_computed_flops_are_those_of_the_compiled_step(name, remat):
     config = Config(model=replace(model_preset(name), num_layers=2)).with_values({"parallel.remat": remat, "data.global_batch": 4})
     plan = plan_for(config, AxisSizes(), replace(discover(), num_devices=1))
     shapes = planned_shapes(config.model, plan)
-    program = build_program(config, shapes, plan, build_mesh(plan, jax.devices()[:1]))
+    program = build_program(config, shapes, plan, build_mesh(plan.axes, jax.devices()[:1]))
     batch, length = config.data.global_batch, config.seq_len
     rows = {column: jax.ShapeDtypeStruct((batch, length), jnp.int32) for column in ("tokens", "targets", "positions", "segments")}
     rows |= {"loss_mask": jax.ShapeDtypeStruct((batch, length), jnp.bool_), "examples": jax.ShapeDtypeStruct((batch,), jnp.int32)}

@@ -1,7 +1,6 @@
 """Closed forms of parameter sizes, leaf by leaf, beside the abstract parameters that the model is traced to."""
 
 import math
-from dataclasses import replace
 
 import jax
 import pytest
@@ -14,10 +13,10 @@ from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import LAYERS, AxisSizes
 from optimus_jax.mesh.rules import check_rules, make_rules
 from optimus_jax.mesh.sharding import layouts_of
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.sizes import layer_leaves, outer_leaves, sizes_of
+from optimus_jax.training.state import planned_shapes
 
 
 def plan_of(model: ModelConfig, axes: AxisSizes, *, rules: tuple[str, ...] = (), stages: tuple[int, ...] = (), repeats: int = 1) -> Plan:
@@ -36,7 +35,7 @@ def traced(model: ModelConfig, plan: Plan, *, split: bool) -> tuple[int, int]:
     def elements(shape, layout) -> int:
         return shape.size // math.prod(plan.axes[axis] for axes in layout.axes(split=split) for axis in axes)
 
-    layouts = layouts_of(shapes.names, replace(plan, zero=3), model)
+    layouts = layouts_of(shapes.names, plan.active_rules(model), 3)
     parts = {name: sum(jax.tree.leaves(jax.tree.map(elements, part, layouts[name]))) for name, part in shapes.params.items()}
     return parts.pop(LAYERS), sum(parts.values())
 

@@ -17,11 +17,12 @@ from optimus_jax.cluster.launch import NOBODY, Launch
 from optimus_jax.config import LogConfig
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.build import discover
-from optimus_jax.run.display import Display, PlainDisplay, RichDisplay, make_display, short_count, short_duration
+from optimus_jax.run.display import PlainDisplay, RichDisplay, make_display, short_count, short_duration
 from optimus_jax.run.start_table import start_report
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.numbers import perplexity_of, short
+from optimus_jax.training.watchers import Display
 
 RECORD = StepRecord(step=0, loss=5.12341, grad_norm=1.5, lr=3e-4, tokens=4096, step_time_s=0.331, tokens_per_s=12345.0,
                     mfu=None, plan="a1b2c3", peak_bytes=None)

@@ -19,9 +19,9 @@ from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.data.tokens import TokenStream
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.sharding import put_batch
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.training.evaluation import eval_rows
+from optimus_jax.training.state import planned_shapes
 from optimus_jax.training.step import build_program
 
 EXAMPLES, LENGTH, EOS = 11, 16, 5
@@ -60,7 +60,7 @@ def evaluated(case, settings, *, phase=0):
         own,
         planned_shapes(own.model, plan),
         plan,
-        build_mesh(plan, jax.devices()[: plan.num_devices]),
+        build_mesh(plan.axes, jax.devices()[: plan.num_devices]),
     )
     dealt = inputs.dealt(program, now.steps_before)
     assert dealt.eval_batches is not None
@@ -125,7 +125,7 @@ def test_what_is_compiled_ahead_is_what_evaluations_and_probes_are_called_with()
     own = in_phase(config, phases_of(config)[1])
     plan = plans.make_plan(own)
     program = build_program(
-        own, planned_shapes(own.model, plan), plan, build_mesh(plan, jax.devices()[:2])
+        own, planned_shapes(own.model, plan), plan, build_mesh(plan.axes, jax.devices()[:2])
     )
     lowered = []
 

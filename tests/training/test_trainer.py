@@ -12,9 +12,9 @@ from optimus_jax.checkpoint.saving import PAUSES_S, Retries
 from optimus_jax.config import Config
 from optimus_jax.errors import CheckpointError, LearningError
 from optimus_jax.faults.stopping import StopRequest
-from optimus_jax.run.display import Display
 from optimus_jax.training import trainer as trainer_module
 from optimus_jax.training.trainer import Trainer
+from optimus_jax.training.watchers import Display
 
 STEP_S, EVALUATION_S, SAVE_S, LOAD_S, PROBE_S = 2.0, 100.0, 1000.0, 0.25, 10.0
 

@@ -17,7 +17,7 @@ def placed(model: str, mesh: str, kept="parameters", **settings) -> dict[str, Pl
     config = make_config(model, {"mesh": mesh, **settings})
     axes = AxisSizes.parse(mesh)
     plan = plan_for(config, axes, dataclasses.replace(discover(), num_devices=axes.num_devices))
-    devices = build_mesh(plan, jax.devices()[: axes.num_devices])
+    devices = build_mesh(plan.axes, jax.devices()[: axes.num_devices])
     batch = placed_batch(config.model, plan, devices, global_batch=16, seq_len=32)
     return {tensor.name: tensor for tensor in [*placed_model(config.model, plan, devices, kept), batch]}
 

@@ -1,0 +1,1 @@
+"""Parts of a decision: candidates, prices, conditions, what was learnt from switches."""

@@ -1,0 +1,1 @@
+"""Plans compiled for GPUs that are not here, and what their programs say."""

@@ -20,10 +20,9 @@ from jax.experimental import topologies
 from optimus_jax.config import Config
 from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.mesh.build import build_mesh
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.hlo import Program as Compiled
-from optimus_jax.training.state import abstract_state
+from optimus_jax.training.state import abstract_state, planned_shapes
 from optimus_jax.training.step import Program, build_program
 
 CUDNN_VERSION = 91000
@@ -40,7 +39,7 @@ def main() -> None:
     described = topologies.get_topology_desc(
         "described", "cuda", target_config=request["target"], topology=f"1x{request['num_hosts']}x{request['devices_per_host']}")
     devices = list(described.devices)
-    mesh = build_mesh(plan, devices)
+    mesh = build_mesh(plan.axes, devices)
     assert list(mesh.devices.flat) == devices, "groups of devices are read as positions in the mesh"
     program = build_program(config, planned_shapes(config.model, plan), plan, mesh)
     started = time.perf_counter()

@@ -1,0 +1,1 @@
+"""What a plan costs: time by operator and collective, memory by device."""

@@ -1,0 +1,1 @@
+"""What measured steps teach about predictions."""

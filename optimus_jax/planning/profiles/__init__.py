@@ -1,0 +1,1 @@
+"""What is there: clusters, hardware measured by probes, models, data."""

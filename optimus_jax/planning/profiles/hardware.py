@@ -35,7 +35,7 @@ from optimus_jax.planning.profiles.measurements import (
 from optimus_jax.planning.profiles.nvml import NvmlFacts, read_nvml
 from optimus_jax.planning.profiles.probe_programs import Devices
 from optimus_jax.planning.profiles.probes import Probed, ProbeSizes, Progress, probe
-from optimus_jax.system.cache import cache_directory, write_whole
+from optimus_jax.system.cache import measurements_directory, write_whole
 from optimus_jax.system.json_input import parse_json
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -145,7 +145,7 @@ def profile_hardware(devices: Devices | None = None, *, progress: Progress | Non
       progress: told what is being measured.
       refresh: measure in any case.
       sizes: what to measure; None: what suits the platform.
-      cache: directory of profiles; None: `cache_directory()`.
+      cache: directory of profiles; None: `measurements_directory()`.
     """
     kept = _Kept.of(devices, sizes, cache)
     if not refresh and (profile := kept.read()) is not None:
@@ -184,7 +184,7 @@ class _Kept:
         sizes = sizes or ProbeSizes.of(np.asarray(devices, dtype=object)[0].platform, jax.process_count())
         nvml = read_nvml()
         setting = Setting.now(devices, sizes, nvml.driver)
-        return cls(devices=devices, sizes=sizes, nvml=nvml, setting=setting, path=(cache or cache_directory()) / f"{setting.digest}.json")
+        return cls(devices=devices, sizes=sizes, nvml=nvml, setting=setting, path=(cache or measurements_directory()) / f"{setting.digest}.json")
 
     def read(self) -> HardwareProfile | None:
         """What the first process finds there."""

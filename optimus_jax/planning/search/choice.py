@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes
+from optimus_jax.mesh.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes, check_devices
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.plan import Plan, check_devices
+from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.search.assemble import DEFAULT_ZERO, can_offload, check_words, plan_for, recomputing_more
 from optimus_jax.planning.search.divisibility import divisibility, near_batches

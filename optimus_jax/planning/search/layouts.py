@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.mesh.axes import AxisSizes, check_devices
 from optimus_jax.mesh.rules import Rules, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
-from optimus_jax.plan import Pipelining, Plan, check_devices
+from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.search.assemble import (
     compute_precision,
     first_offload,

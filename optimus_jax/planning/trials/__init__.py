@@ -1,0 +1,1 @@
+"""A few real steps under the best candidates before a run."""

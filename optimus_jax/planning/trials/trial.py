@@ -13,10 +13,10 @@ from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.sharding import local_rows, put_batch
-from optimus_jax.models.shapes import planned_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_report import check_executable
 from optimus_jax.planning.search.explain import gib
+from optimus_jax.training.state import planned_shapes
 from optimus_jax.training.step import build_program
 
 WARM_UP = 1
@@ -47,7 +47,7 @@ def run_trial(config: Config, plan: Plan, *, num_steps: int, bytes_per_device: i
       PlanError: the compiled step needs more than `bytes_per_device`, here or in another process; nothing was allocated then.
     """
     started = time.perf_counter()
-    program = build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan))
+    program = build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan.axes))
     batch = put_batch(_made_up_batch(config, local_rows(program.batch_sharding, config.data.global_batch)),
                       program.batch_sharding, config.data.global_batch)
     abstract = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
