@@ -4,11 +4,10 @@ import os
 
 import pytest
 
-from optimus_jax.devices.backend import GPU_MEMORY_SHARE, gpu_memory_share
+from optimus_jax.devices.backend import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, gpu_memory_share
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes, check_devices
 from optimus_jax.mesh.build import discover
-from optimus_jax.mesh.topology import HOST_MEMORY_SHARE
 
 NEWER_FRACTION, FRACTION, HOST_LIMIT_GIB = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
