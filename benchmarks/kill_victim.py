@@ -24,7 +24,7 @@ from typing import Any, Literal
 import jax
 from kill_processes import Task
 
-import optimus_jax.control.chair as chair_module
+import optimus_jax.control.coordinator as chair_module
 import optimus_jax.control.switch as switch_module
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Config
@@ -42,7 +42,7 @@ from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates
-from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
@@ -267,17 +267,17 @@ def fulfil(advisor: Scripted) -> None:
             raise switch_module._NotTheSameError("the script says so")
 
     def judge(times_s: Any, **_: object) -> Verdict:
-        return Verdict(keep=advisor.fate != "taken back", why="the script says so", step_time_s=None, before_s=1.0, foretold_s=1.0)
+        return Verdict(keep=advisor.fate != "taken back", why="the script says so", step_time_s=None, before_s=1.0, predicted_s=1.0)
 
     switch_module._check_loss = check
     chair_module.judge = judge
 
 
-def known_devices(_: object) -> Here:
+def known_devices(_: object) -> LocalCluster:
     """It is known how fast these are."""
     cluster = Cluster.of(discover())
     rates = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
-    return Here(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=rates,
+    return LocalCluster(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=rates,
                 records=Path("unused"))
 
 

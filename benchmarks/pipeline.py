@@ -165,9 +165,9 @@ def path(microbatches: tuple[int, ...]) -> None:
         for count in (few, many):
             table = make_schedule(name, num_stages=STAGES, num_microbatches=count, num_repeats=repeats)
             costs = forward_s / repeats, backward_s / repeats, head_s
-            foretold_s, measured_s = table.critical_path(*costs) + rest_s, measured(name, count, repeats)
+            predicted_s, measured_s = table.critical_path(*costs) + rest_s, measured(name, count, repeats)
             ideal_s = table.ideal_time(*costs)
-            print(f"{name:14} {count:4} {table.num_ticks:6} {foretold_s:10.3f} {measured_s:10.3f} {measured_s / foretold_s:6.3f} "
+            print(f"{name:14} {count:4} {table.num_ticks:6} {predicted_s:10.3f} {measured_s:10.3f} {measured_s / predicted_s:6.3f} "
                   f"{table.bubble(*costs):16.3f} {(STAGES - 1) / (count * repeats):8.3f} {(measured_s - rest_s) / ideal_s - 1:9.3f}", flush=True)
 
 

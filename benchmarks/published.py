@@ -22,7 +22,7 @@ from optimus_jax.mesh.rules import make_rules
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.cost import term_times
-from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, Style
+from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, ImplementationProfile
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Candidate, Pricing, search
@@ -48,7 +48,7 @@ OVERLAPPED = {"megatron-core": (TENSOR, DATA), "fsdp-compiled": (DATA,)}
 
 
 @cache
-def megatron_core(tensor: int, data: int) -> Style:
+def megatron_core(tensor: int, data: int) -> ImplementationProfile:
     """Megatron of 2024: residuals split over tensor (sequence parallelism), moments over data, gradients and parameters exchanged in bf16."""
     passes = MEGATRON.stream_passes[0] / tensor, MEGATRON.stream_passes[1] / tensor
     return replace(MEGATRON, name="Megatron-Core", stream_passes=passes, optimizer_bytes=MEGATRON.optimizer_bytes / data)
@@ -145,7 +145,7 @@ class Row:
             rates = replace(rates, fused_attention_share=FLASH_2_SHARE[accelerator.name] * peak / rates.matmul_flops_per_s)
         return rates
 
-    def style(self) -> Style:
+    def style(self) -> ImplementationProfile:
         """How its software computes."""
         if self.source.software == "fms-fsdp":
             return COMPILED_16

@@ -4,7 +4,7 @@
 
 Steps pass on a pretended clock (10 ms, 100 ms, 1 s), so that sources are polled as often as they would be; what each
 boundary takes is measured: processor time of the training thread (steady where cores are shared) and wall time. Batches are 16 x 1024 tokens, of 8 GPUs a pretended driver answers in a
-thread; nobody else is there to give signs of life. Prints one JSON object.
+thread; nobody else is there to give heartbeats. Prints one JSON object.
 """
 
 import argparse
@@ -20,9 +20,9 @@ import numpy as np
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.health import DeviceMemory, GpuHealth
-from optimus_jax.control.heartbeats import Heartbeats
+from optimus_jax.control.heartbeats import HeartbeatAges
 from optimus_jax.control.sources import Signals
-from optimus_jax.faults.heartbeat import SignsOfLife
+from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 from optimus_jax.run_directory.step_record import StepRecord
 
@@ -54,7 +54,7 @@ def boundaries(num_steps: int, step_time_s: float) -> dict[str, float]:
     now = [0.0]
     batch = {"segments": np.zeros((16, 1024), np.int32), "loss_mask": np.ones((16, 1024), bool)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        sources = [DeviceMemory([_Memory()] * NUM_GPUS), GpuHealth(range(NUM_GPUS), library=_driver()), Heartbeats(SignsOfLife(Path(directory), 0, 8, Progress()))]
+        sources = [DeviceMemory([_Memory()] * NUM_GPUS), GpuHealth(range(NUM_GPUS), library=_driver()), HeartbeatAges(Heartbeats(Path(directory), 0, 8, Progress()))]
         told: list[str] = []
         signals = Signals(ControlConfig(), global_batch=16, seq_len=1024, sources=sources, clock=lambda: now[0], warn=told.append)
         took_s = [_boundary_s(signals, step, now, step_time_s, batch) for step in range(1, num_steps + 1)]

@@ -145,7 +145,7 @@ def one_switch(switcher, state, settings: dict):
     assert switched.is_done, switched.why_not
     state, first_s = stepped(switcher.running, switched.state)
     state, second_s = stepped(switcher.running, state)
-    verdict = judge([first_s, second_s], losses=[0.0], before_s=alone_s, foretold_s=statistics.median(alone_s), steps_left=10**6, back_s=delay_s)
+    verdict = judge([first_s, second_s], losses=[0.0], before_s=alone_s, predicted_s=statistics.median(alone_s), steps_left=10**6, back_s=delay_s)
     switcher.keep(step=int(state.step), why=verdict.why, costs_s=switched.costs_s)
     move_s, bound_s, step_s = switched.costs_s["move_s"], num_bytes / rate, statistics.median(alone_s)
     print(f"{prepared.source.plan.axes} -> {prepared.target.plan.axes}")

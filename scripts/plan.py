@@ -21,7 +21,7 @@ from optimus_jax.system.environment import import_jax
 if TYPE_CHECKING:
     from optimus_jax.planning.ahead_of_time.compile_check import CompileReport
     from optimus_jax.planning.api import Found, RankedPlan
-    from optimus_jax.planning.local_cluster import Here
+    from optimus_jax.planning.local_cluster import LocalCluster
 
 WIDE = 160
 """Columns of a table that goes into a file."""
@@ -90,7 +90,7 @@ def find(given: dict) -> "Found":
     return look_for_plans(given["model"], given["cluster"], without=given.get("without"), **asked)
 
 
-def measured_here(given: dict) -> "Here":
+def measured_here(given: dict) -> "LocalCluster":
     """The cluster that is here and how fast it is."""
     from optimus_jax.devices.backend import warning_of_cpu
     from optimus_jax.devices.cpu import use_cpu_devices

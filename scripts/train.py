@@ -20,7 +20,7 @@ from optimus_jax.faults.stopping import (
     exit_when_asked,
     raise_when_asked,
 )
-from optimus_jax.system.resilient_io import last_words, open_closed_streams, patient
+from optimus_jax.system.resilient_io import flush_with_timeout, open_closed_streams, patient
 
 if __name__ == "__main__":
     exit_when_asked()
@@ -98,7 +98,7 @@ def main() -> int:
     except OptimusError as error:
         if is_one_of_several() and not error.is_everyones:
             return end_now(f"error: {told(error)}", exit_code_of(error))
-        last_words(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
+        flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
         return end_in_order(exit_code_of(error))
     except FaultError as error:
         return end_now(f"fault: {told(error)}", EXIT_RESTART)
@@ -132,7 +132,7 @@ def end_in_order(code: int) -> int:
     Of several processes one that does not come to its end is not waited for.
     """
     end_when_asked(code)
-    last_words("", after=(sys.stdout, sys.stderr))
+    flush_with_timeout("", after=(sys.stdout, sys.stderr))
     if is_one_of_several():
         from optimus_jax.cluster.distributed import leave
 
@@ -143,7 +143,7 @@ def end_in_order(code: int) -> int:
 
 def end_now(text: str, code: int) -> NoReturn:
     """Say why and end, without waiting for saves, connections and compilers under way, as an orderly end of Python would."""
-    last_words(f"\n{text}\n", after=(sys.stdout, sys.stderr))
+    flush_with_timeout(f"\n{text}\n", after=(sys.stdout, sys.stderr))
     os._exit(code)
 
 

@@ -378,13 +378,13 @@ def one_host_is_late(monkeypatch):
     def late(looks):
         views = []
 
-        def of_all_processes(number):
+        def gather_from_all(number):
             if number in (0, 1, 2):  # how reading went, and whether it is late: alike in both
                 return [number, number]
             views.append(number)
             return [number, number + (len(views) <= looks)]
 
-        monkeypatch.setattr(checkpoint_errors, "of_all_processes", of_all_processes)
+        monkeypatch.setattr(checkpoint_errors, "gather_from_all", gather_from_all)
         monkeypatch.setattr(checkpoint_errors, "_POLL_S", 0.0)
     return late
 

@@ -31,7 +31,7 @@ def test_a_run_goes_on_after_a_dead_and_after_a_stopped_process(tmp_path):
     assert [row["same_losses"] and row["starts"] >= 2 for row in (killed, stopped)] == [True, True]
     assert stopped["codes"] == [75, 75], "who was stopped finds out, and the other has not waited for it"
     assert stopped["faults_told"] == 2
-    assert any(f"process {stopped['process']} on" in said and "no sign of life" in said for said in stopped["said"])
+    assert any(f"process {stopped['process']} on" in said and "no heartbeat" in said for said in stopped["said"])
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -112,7 +112,7 @@ def test_processes_with_directories_of_their_own_do_not_train(tmp_path):
     assert not (tmp_path / "a" / "config.json").exists()
 
 
-def test_a_directory_that_takes_no_signs_of_life_is_an_error_of_all(tmp_path):
+def test_a_directory_that_takes_no_heartbeats_is_an_error_of_all(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "progress").touch()
     processes, end = several(TRAIN, "--steps", "2", directories=[tmp_path / "run"] * 2)

@@ -15,7 +15,7 @@ from optimus_jax.mesh.build import discover
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.planning.api import find_plans
 from optimus_jax.planning.cost.rates import Rates
-from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 
 PLAN = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "plan.py")]
@@ -140,10 +140,10 @@ def test_the_command_to_train_with_says_a_setting_once(settings):
     assert shown.stdout.partition("train with:")[2].count(settings) == 1
 
 
-def profiled(topology, tmp_path) -> Here:
+def profiled(topology, tmp_path) -> LocalCluster:
     """Devices as if they had been measured."""
     cluster = Cluster.parse("h100:8")
-    return Here(cluster=replace(cluster, accelerator=replace(cluster.accelerator, platform="cpu", memory_bytes=topology.bytes_per_device)),
+    return LocalCluster(cluster=replace(cluster, accelerator=replace(cluster.accelerator, platform="cpu", memory_bytes=topology.bytes_per_device)),
                 rates=Rates.of(cluster.accelerator), records=tmp_path / "steps.jsonl")
 
 

@@ -53,7 +53,7 @@ from optimus_jax.checkpoint.errors import (
     on_every_process,
     raise_if_of_others,
 )
-from optimus_jax.cluster.distributed import of_first_process
+from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.reshard.checksum import checksums, examined, named_leaves
@@ -149,7 +149,7 @@ class Checkpoints:
 
     def steps_for_all(self) -> list[int]:
         """As the first process sees them: what a file server tells others of a directory may be a minute old."""
-        return json.loads(of_first_process(json.dumps(self.steps())))
+        return json.loads(broadcast_from_0(json.dumps(self.steps())))
 
     def holds(self, step: int) -> bool:
         """Whether the state after `step` was saved by this object, as far as is known, or read by it; the same answer in every process."""

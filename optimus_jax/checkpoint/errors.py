@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from optimus_jax.cluster.distributed import is_of_runtime, of_all_processes
+from optimus_jax.cluster.distributed import gather_from_all, is_of_runtime
 
 T = TypeVar("T")
 
@@ -46,17 +46,17 @@ def on_every_process(read: Callable[[], T], directory: Path) -> T:
     until_s = time.monotonic() + PATIENCE_S
     while True:
         code, reason, outcome = _attempt(read)
-        worst = max(of_all_processes(code))
+        worst = max(gather_from_all(code))
         if worst > code:
             reason = "another process cannot read it"
         if worst == _GOOD:
             return outcome
         if worst == _UNREACHABLE:
             raise UnreachableError(reason)
-        views = of_all_processes(_view(directory))
+        views = gather_from_all(_view(directory))
         if len(set(views)) == 1:
             raise DamagedError(reason)
-        if any(of_all_processes(int(time.monotonic() > until_s))):
+        if any(gather_from_all(int(time.monotonic() > until_s))):
             other = next(process for process, view in enumerate(views) if view != views[0])
             raise UnreachableError(f"process {other} does not see the files that process 0 sees")
         time.sleep(_POLL_S)

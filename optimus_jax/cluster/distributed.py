@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimus_jax.cluster.launch import PROGRAM, Launch
 from optimus_jax.cluster.rendezvous_client import report
 from optimus_jax.cluster.rendezvous_messages import address_of, bind_address, has_gone
-from optimus_jax.cluster.rendezvous_server import RollCall
+from optimus_jax.cluster.rendezvous_server import RendezvousServer
 from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 
 _NEVER_S = 7 * 24 * 3600
@@ -47,7 +47,7 @@ def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
         with report(launch, deadline) as first:
             _join(launch, _joining(launch, heartbeat_s), deadline, first.lost)
         return
-    with RollCall(launch, deadline) as roll_call:
+    with RendezvousServer(launch, deadline) as roll_call:
         roll_call.gather()
         joining = _joining(launch, heartbeat_s)
         _await_service(launch, joining)
@@ -141,7 +141,7 @@ def named(launch: Launch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def all_or_none() -> Iterator[None]:
     """Around what each process does for itself: if one of them has an error, so have all, and none waits for it.
 
     Nothing inside may wait for another process.
@@ -155,7 +155,7 @@ def together() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    outcomes = of_all_processes(_WELL if failure is None else _MISTAKE if isinstance(failure, OptimusError) else _FAULT)
+    outcomes = gather_from_all(_WELL if failure is None else _MISTAKE if isinstance(failure, OptimusError) else _FAULT)
     if failure is None and any(outcomes):
         is_fault = _FAULT in outcomes
         failure = (FaultError if is_fault else OptimusError)(explain(
@@ -191,7 +191,7 @@ def is_of_runtime(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) or (isinstance(error, ValueError) and _OF_A_COLLECTIVE.match(str(error)) is not None)
 
 
-def of_first_process(text: str) -> str:
+def broadcast_from_0(text: str) -> str:
     """What the first process has; every process has to call it."""
     if jax.process_count() == 1:
         return text
@@ -202,14 +202,14 @@ def of_first_process(text: str) -> str:
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(own, length)))).decode()
 
 
-def of_all_processes(number: int) -> list[int]:
+def gather_from_all(number: int) -> list[int]:
     """What each process has, by its number; every process has to call it."""
     if jax.process_count() == 1:
         return [number]
     return np.asarray(multihost_utils.process_allgather(np.array(number, np.int32))).tolist()
 
 
-def check_alike(facts: Mapping[str, str], *, may_become: bool = False) -> None:
+def assert_same_everywhere(facts: Mapping[str, str], *, may_become: bool = False) -> None:
     """Make sure that these are the same in every process; every process has to call it, with the same names.
 
     Args:

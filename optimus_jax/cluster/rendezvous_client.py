@@ -71,7 +71,7 @@ class First:
 def report(launch: Launch, deadline: float, say: Say = say_to_all) -> First:
     """The other processes' side: return when process 0 says that all are there.
 
-    Args: as for `RollCall`.
+    Args: as for `RendezvousServer`.
     Raises:
       FaultError: process 0 is not there before the deadline, or misses others.
       ConfigError: it belongs to another run.

@@ -40,7 +40,7 @@ _PORT_FREED_S = 10.0
 _SEEN_OFF_S = 1.0
 
 
-class RollCall:
+class RendezvousServer:
     """Process 0's side: a context manager; leaving it ends all connections.
 
     Args:

@@ -68,13 +68,13 @@ class FaultConfig:
     start_s: float = 3600.0
     """Limit on what happens once: restoring, measuring devices, compiling."""
     silence_s: float = 30.0
-    """Without a sign of life from another process before it counts as lost; it may be dead, stopped or cut off. At least LEAST_SILENCE_S."""
+    """Without a heartbeat from another process before it counts as lost; it may be dead, stopped or cut off. At least LEAST_SILENCE_S."""
     stop_s: float = 20.0
     """After SIGTERM, for the step under way to end; without that the process ends and does not save."""
     grace_s: float = 90.0
     """The same where nobody knows how long it takes: a first evaluation, a first step under a plan. Engines end a process that takes longer than they give."""
     heartbeat_s: int = 100
-    """Without a heartbeat before JAX itself aborts a process (exit code 134): the second line, where the run directory shows no signs of life."""
+    """Without a heartbeat before JAX itself aborts a process (exit code 134): the second line, where the run directory shows no heartbeats."""
 
     def __post_init__(self) -> None:
         check_positive(self, "floor_s", "ceiling_s", "connect_s", "start_s", "silence_s", "stop_s", "grace_s", "heartbeat_s")
@@ -83,7 +83,7 @@ class FaultConfig:
                                       do="choose floor_s <= ceiling_s"))
         if self.silence_s < LEAST_SILENCE_S:
             raise ConfigError(explain("a process that is well, on a host that is busy, would be taken for a lost one", given=f"faults.silence_s={self.silence_s:g}",
-                                      do=f"choose {LEAST_SILENCE_S:g} or more: signs of life come once a second"))
+                                      do=f"choose {LEAST_SILENCE_S:g} or more: heartbeats come once a second"))
 
 
 LEAST_SILENCE_S = 5.0

@@ -18,10 +18,10 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.reported import ReportedDevices
 from optimus_jax.control.switch import Switcher
 from optimus_jax.errors import PlanError
-from optimus_jax.faults.heartbeat import SignsOfLife
+from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.hardware import kept_profile
 from optimus_jax.planning.search.search import Pricing, Ranking
 from optimus_jax.run_directory.directory import RunDirectory
@@ -32,8 +32,8 @@ COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
 """What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs. For GPUs a guess, until the first switch."""
 
 
-def make_controller(config: Config, topology: Topology, here: Here, switcher: Switcher, *, compile_s: float, tried_s: Mapping[Plan, float], changes: PhaseChanges | None,
-                    signs: SignsOfLife | None, run: RunDirectory, display: Display) -> Controller:
+def make_controller(config: Config, topology: Topology, here: LocalCluster, switcher: Switcher, *, compile_s: float, tried_s: Mapping[Plan, float], changes: PhaseChanges | None,
+                    heartbeats: Heartbeats | None, run: RunDirectory, display: Display) -> Controller:
     """The controller of a run; every process has to call it.
 
     Args:
@@ -63,7 +63,7 @@ def make_controller(config: Config, topology: Topology, here: Here, switcher: Sw
             advisor.failed(record.target, f"it was tried at step {record.step}: {record.ended_why}", at_step=record.ended_step)
     probes = Probes(settings.probe_share, here.cluster, kept_profile(), num_meshes=settings.executables, warn=display.message)
     signals = live_signals(settings, global_batch=program.config.data.global_batch, seq_len=program.config.seq_len, rounds=probes.on(program.mesh),
-                           signs=signs, warn=display.message)
+                           heartbeats=heartbeats, warn=display.message)
     reported = ReportedDevices(run.path, devices=[device.id for device in program.mesh.devices.flat], can_leave=topology.num_processes == 1, warn=display.message)
     return Controller(reported=reported, mode="auto" if config.control == "auto" else "advise", settings=settings, num_steps=config.steps, advisor=advisor, signals=signals,
                       probes=probes, switcher=switcher, changes=changes, run=run, display=display)

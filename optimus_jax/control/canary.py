@@ -26,7 +26,7 @@ class Verdict:
     """Median under the new plan, measured; None: no step was timed."""
     before_s: float | None
     """Median under the old one, measured; None: there is nothing to compare with."""
-    foretold_s: float
+    predicted_s: float
     """Under the new plan, predicted."""
 
 
@@ -36,7 +36,7 @@ def is_clearly_slower(step_times_s: Sequence[float], before_s: Sequence[float]) 
     return bool(before_s) and len(times_s) >= CLEAR_STEPS and min(times_s) > CLEARLY * max(before_s)
 
 
-def judge(step_times_s: Sequence[float], *, losses: Sequence[float], before_s: Sequence[float], foretold_s: float, steps_left: int,
+def judge(step_times_s: Sequence[float], *, losses: Sequence[float], before_s: Sequence[float], predicted_s: float, steps_left: int,
           back_s: float) -> Verdict:
     """Keep the new plan unless it is slower than the old by more than noise and going back pays, or it does not train.
 
@@ -56,15 +56,15 @@ def judge(step_times_s: Sequence[float], *, losses: Sequence[float], before_s: S
     new_s = statistics.median(times_s) if times_s else None
 
     def verdict(keep: bool, why: str) -> Verdict:
-        return Verdict(keep=keep, why=why, step_time_s=new_s, before_s=old_s, foretold_s=foretold_s)
+        return Verdict(keep=keep, why=why, step_time_s=new_s, before_s=old_s, predicted_s=predicted_s)
 
     if not all(map(math.isfinite, losses)):
         return verdict(False, "the loss is not finite")
     if new_s is None:
         return verdict(True, "no step was timed")
     if old_s is None:
-        return verdict(True, f"{new_s:.3g} s per step, {foretold_s:.3g} s foretold; before is not to be compared")
-    told = f"{new_s:.3g} s per step, {foretold_s:.3g} s foretold, {old_s:.3g} s before"
+        return verdict(True, f"{new_s:.3g} s per step, {predicted_s:.3g} s foretold; before is not to be compared")
+    told = f"{new_s:.3g} s per step, {predicted_s:.3g} s foretold, {old_s:.3g} s before"
     noise_s = NOISE * math.hypot(_error_s(times_s), _error_s(before_s))
     lost_s = (new_s - old_s) * steps_left
     if new_s - old_s <= noise_s:

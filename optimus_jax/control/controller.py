@@ -15,8 +15,8 @@ import jax
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import LEAD_S, Advisor
-from optimus_jax.control.chair import Chair, Mode
-from optimus_jax.control.council import Council, Order
+from optimus_jax.control.commands import Command, CommandBroadcast
+from optimus_jax.control.coordinator import Coordinator, Mode
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
 from optimus_jax.control.phase_changes import PhaseChanges
@@ -56,8 +56,8 @@ class Controller:
         self._settings = settings
         self._signals, self._probes, self._switcher = signals, probes, switcher
         self._changes, self._reported, self._run, self._display = changes, reported, run, display
-        self._council = Council()
-        self._chair = Chair(mode=mode, settings=settings, num_steps=num_steps, advisor=advisor, council=self._council, remarks=signals.remarks, run=run, display=display)
+        self._commands = CommandBroadcast()
+        self._coordinator = Coordinator(mode=mode, settings=settings, num_steps=num_steps, advisor=advisor, commands=self._commands, remarks=signals.remarks, run=run, display=display)
         self._upcoming: Upcoming | None = None
         self._trial: Trial | None = None
         self._is_taken_back = False
@@ -99,14 +99,14 @@ class Controller:
         """Whether the run is to go on under another plan after `step`."""
         self._look_ahead(step)
         if jax.process_index() == 0:
-            self._chair.think(step, self._observed(step), trial=self._trial, upcoming=self._upcoming, last_times_s=tuple(self._last_times_s))
+            self._coordinator.think(step, self._observed(step), trial=self._trial, upcoming=self._upcoming, last_times_s=tuple(self._last_times_s))
         else:
             self._signals.observe(step)
-        if not self._council.is_held(step):
+        if not self._commands.is_held(step):
             # All have heard of a boundary that a plan was prepared for.
-            return self._upcoming is not None and self._upcoming.order.at_step == step and self._is_ready(step)
-        for order in self._council.hear(step, self._last_times_s):
-            self._obey(order, step)
+            return self._upcoming is not None and self._upcoming.command.at_step == step and self._is_ready(step)
+        for command in self._commands.receive(step, self._last_times_s):
+            self._obey(command, step)
         return self._is_taken_back or self._is_ready(step)
 
     def carry_out(self, state: TrainState, step: int) -> tuple[TrainState, Executable]:
@@ -128,10 +128,10 @@ class Controller:
         self._drop()
         self._trial, self._is_taken_back = None, False
         self._last_times_s.clear()
-        self._council.forget()
+        self._commands.forget()
         if switched.executable.plan != source:
-            self._chair.switched(switched.executable.plan, switched.costs_s)
-        self._chair.entered_phase()
+            self._coordinator.switched(switched.executable.plan, switched.costs_s)
+        self._coordinator.entered_phase()
         self._measure_anew(switched.executable)
 
     def _measure_anew(self, executable: Executable) -> float:
@@ -149,7 +149,7 @@ class Controller:
         if self._upcoming is not None and not self._upcoming.preparation.is_done:
             self._display.message(f"waiting for the compilation of {self._upcoming.preparation.plan.axes} to end")
         self._switcher.close()
-        self._chair.close()
+        self._coordinator.close()
         self._signals.close()
 
     def _look_ahead(self, step: int) -> None:
@@ -171,31 +171,31 @@ class Controller:
 
     # What all processes do.
 
-    def _obey(self, order: Order, step: int) -> None:
-        if order.kind == "prepare":
-            assert order.plan is not None
+    def _obey(self, command: Command, step: int) -> None:
+        if command.kind == "prepare":
+            assert command.plan is not None
             everything = devices_by_host()
-            devices = [device for device in everything if device.id not in order.without]
-            avoid = frozenset(device for device in everything if device.id in order.without)
-            config = None if self._changes is None else self._changes.config_after(max(step, order.at_step or 0))
+            devices = [device for device in everything if device.id not in command.without]
+            avoid = frozenset(device for device in everything if device.id in command.without)
+            config = None if self._changes is None else self._changes.config_after(max(step, command.at_step or 0))
             self._drop()
-            self._upcoming = Upcoming(order=order, preparation=self._switcher.prepare(
-                order.plan, config=config, devices=devices[:order.plan.num_devices], avoid=avoid, also=lambda target: self._probes.prepare(target.program.mesh)),
+            self._upcoming = Upcoming(command=command, preparation=self._switcher.prepare(
+                command.plan, config=config, devices=devices[:command.plan.num_devices], avoid=avoid, also=lambda target: self._probes.prepare(target.program.mesh)),
                 usual_s=statistics.median(self._last_times_s) if self._last_times_s else None)
             if self._upcoming.preparation.is_done:  # no step was done meanwhile
-                self._council.give(Order(kind="go", plan=order.plan))
-        elif order.kind == "withdraw":
+                self._commands.send(Command(kind="go", plan=command.plan))
+        elif command.kind == "withdraw":
             self._drop()
-        elif order.kind in ("look", "go") and self._upcoming is not None and self._upcoming.order.plan == order.plan:
-            self._upcoming.looks_since, self._upcoming.may_go = step, self._upcoming.may_go or order.kind == "go"
-        elif order.kind == "probe":
-            self._signals.ask_probe(step + 1, anew=order.anew, worth_s=order.worth_s)
-        elif order.kind == "keep" and self._trial is not None:
-            self._switcher.keep(step=step, why=order.why, costs_s=self._trial.spent_s)
-            self._display.decision(f"kept: {order.why}")
+        elif command.kind in ("look", "go") and self._upcoming is not None and self._upcoming.command.plan == command.plan:
+            self._upcoming.looks_since, self._upcoming.may_go = step, self._upcoming.may_go or command.kind == "go"
+        elif command.kind == "probe":
+            self._signals.ask_probe(step + 1, anew=command.anew, worth_s=command.worth_s)
+        elif command.kind == "keep" and self._trial is not None:
+            self._switcher.keep(step=step, why=command.why, costs_s=self._trial.spent_s)
+            self._display.decision(f"kept: {command.why}")
             self._trial = None
-            self._chair.judged(is_kept=True)
-        elif order.kind == "take back" and self._trial is not None:
+            self._coordinator.judged(is_kept=True)
+        elif command.kind == "take back" and self._trial is not None:
             self._is_taken_back = True
             self._drop()
 
@@ -203,7 +203,7 @@ class Controller:
         """Nobody waits for what is being prepared any more."""
         if self._upcoming is not None:
             self._upcoming.preparation.withdraw()
-            self._chair.charge(max(0.0, self._upcoming.tax_s))
+            self._coordinator.charge(max(0.0, self._upcoming.tax_s))
         self._upcoming = None
 
     def _is_ready(self, step: int) -> bool:
@@ -211,10 +211,10 @@ class Controller:
         # While the first steps under a plan are watched, the way back has to stay open.
         if self._upcoming is None or self._trial is not None:
             return False
-        order, preparation = self._upcoming.order, self._upcoming.preparation
-        if not self._upcoming.may_go if order.at_step is None else step < order.at_step:
+        command, preparation = self._upcoming.command, self._upcoming.preparation
+        if not self._upcoming.may_go if command.at_step is None else step < command.at_step:
             return False
-        if order.at_step is None and self._changes is not None and self._changes.is_due(step):
+        if command.at_step is None and self._changes is not None and self._changes.is_due(step):
             return False  # it was prepared for the batches that end here
         try:
             return preparation.is_ready_everywhere()
@@ -224,13 +224,13 @@ class Controller:
 
     def _switch(self, state: TrainState, step: int) -> Switched:
         assert self._upcoming is not None
-        prepared, order, source = self._upcoming.preparation.result(), self._upcoming.order, self._switcher.running.plan
+        prepared, command, source = self._upcoming.preparation.result(), self._upcoming.command, self._switcher.running.plan
         begins_phase = not prepared.has_same_batches
-        target, decision = prepared.target.plan, self._chair.decision
+        target, decision = prepared.target.plan, self._coordinator.decision
         if begins_phase:
-            switched = self._switcher.enter(state, prepared, step=step, why=order.why)
+            switched = self._switcher.enter(state, prepared, step=step, why=command.why)
         else:
-            switched = self._switcher.switch(state, prepared, step=step, why=order.why, by_choice=decision is None or not decision.mandatory)
+            switched = self._switcher.switch(state, prepared, step=step, why=command.why, by_choice=decision is None or not decision.mandatory)
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
         if not switched.is_done:
             self._log_rollback(step, target, source, f"the move failed: {switched.why_not}", costs_s)
@@ -238,7 +238,7 @@ class Controller:
             return switched
         tax_s = max(0.0, self._upcoming.tax_s)
         self._run.log_event(
-            "remesh", step, plan=target.digest, layout=target.describe(), from_plan=source.digest, rung=decision and decision.rung, why=order.why,
+            "remesh", step, plan=target.digest, layout=target.describe(), from_plan=source.digest, rung=decision and decision.rung, why=command.why,
             phases_s=_phases({"prepare_s": prepared.compile_s, **costs_s}), bytes_moved=prepared.there.sent_bytes, compile_tax_s=tax_s,
             step_delay_s=sum(costs_s.values()))
         self._run.log_event("compile", step, compile_time_s=prepared.target.compile_s, step_bytes_per_device=prepared.target.step_bytes)
@@ -247,8 +247,8 @@ class Controller:
             self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
         elif not begins_phase:
             self._trial = Trial(source=source, plan=target, costs_s=costs_s, tax_s=tax_s,
-                                before_s=self._chair.comparable(tuple(self._last_times_s)), foretold_s=self._chair.foretold_s)
-        self._chair.switched(target, costs_s | {"compile_tax_s": tax_s})
+                                before_s=self._coordinator.comparable(tuple(self._last_times_s)), predicted_s=self._coordinator.predicted_s)
+        self._coordinator.switched(target, costs_s | {"compile_tax_s": tax_s})
         self._upcoming = None
         self._last_times_s.clear()
         return switched
@@ -256,18 +256,18 @@ class Controller:
     def _take_back(self, state: TrainState, step: int) -> Switched:
         trial = self._trial
         assert trial is not None
-        why = self._chair.verdict.why if self._chair.verdict is not None else "the first process said so"
+        why = self._coordinator.verdict.why if self._coordinator.verdict is not None else "the first process said so"
         switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.spent_s)
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
-        self._chair.charge(sum(costs_s.values()))
+        self._coordinator.charge(sum(costs_s.values()))
         if switched.is_done:
             self._log_rollback(step, trial.plan, trial.source, why, costs_s)
             self._display.message(f"after step {step} the run goes back to {trial.source.describe()}: {why}")
-            self._chair.failed(trial.plan, why, is_back=True)
+            self._coordinator.failed(trial.plan, why, is_back=True)
         else:
             self._run.log_event("decision", step, action="stay", plan=trial.plan.digest, layout=trial.plan.describe(),
                                 why=f"it cannot be taken back: {switched.why_not}")
-        self._chair.judged(is_kept=False)
+        self._coordinator.judged(is_kept=False)
         self._trial, self._is_taken_back = None, False
         self._last_times_s.clear()
         return switched
@@ -280,8 +280,8 @@ class Controller:
         """A plan that the run cannot have, after a move that took so long."""
         self._run.log_event("decision", step, action="stay", plan=plan.digest, layout=plan.describe(), why=why)
         self._display.decision(f"stay: {plan.axes}: {why}")
-        self._chair.failed(plan, why)
-        self._chair.charge(sum((costs_s or {}).values()))
+        self._coordinator.failed(plan, why)
+        self._coordinator.charge(sum((costs_s or {}).values()))
         self._drop()
 
 

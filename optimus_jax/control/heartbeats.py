@@ -1,12 +1,12 @@
-"""How long ago the other processes of the run have given a sign of life, as a signal."""
+"""How long ago the other processes of the run have given a heartbeat, as a signal."""
 
 from collections.abc import Mapping
 
 from optimus_jax.control.signals import HEARTBEAT_AGE_S
-from optimus_jax.faults.heartbeat import SignsOfLife
+from optimus_jax.faults.heartbeat import Heartbeats
 
 
-class Heartbeats:
+class HeartbeatAges:
     """A source; asks nobody, and reads what the watchdog's thread has seen.
 
     Args:
@@ -16,12 +16,12 @@ class Heartbeats:
     name = "heartbeats"
     signals = (HEARTBEAT_AGE_S,)
 
-    def __init__(self, signs: SignsOfLife | None) -> None:
-        self._signs = signs
+    def __init__(self, heartbeats: Heartbeats | None) -> None:
+        self._heartbeats = heartbeats
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
         """Age of the oldest sign of those who were heard; empty: nobody was."""
-        ages_s = [peer.silent_s for peer in self._signs.peers if peer.is_known and peer.state == "running"] if self._signs is not None else []
+        ages_s = [peer.silent_s for peer in self._heartbeats.peers if peer.is_known and peer.state == "running"] if self._heartbeats is not None else []
         return {HEARTBEAT_AGE_S: max(ages_s)} if ages_s else {}
 
     def close(self) -> None:

@@ -11,11 +11,11 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control.baselines import Baselines
 from optimus_jax.control.guard import Source
 from optimus_jax.control.health import DeviceMemory, GpuHealth, visible_gpus
-from optimus_jax.control.heartbeats import Heartbeats
+from optimus_jax.control.heartbeats import HeartbeatAges
 from optimus_jax.control.mesh_probes import MeshProbes
 from optimus_jax.control.rounds import Budget, Rounds
 from optimus_jax.control.sources import Signals
-from optimus_jax.faults.heartbeat import SignsOfLife
+from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
 from optimus_jax.planning.profiles.hardware import HardwareProfile
@@ -71,7 +71,7 @@ class Probes:
         return BETWEEN if self._cluster.hosts_crossed(sizes, (axis,)) > 1 else INSIDE
 
 
-def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, rounds: Rounds | None, signs: SignsOfLife | None,
+def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, rounds: Rounds | None, heartbeats: Heartbeats | None,
                  warn: Callable[[str], object]) -> Signals:
     """The signals of this process.
 
@@ -84,7 +84,7 @@ def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, ro
       warn: told when a source breaks.
     """
     devices = jax.local_devices()
-    sources: list[Source] = [DeviceMemory(devices), Heartbeats(signs)]
+    sources: list[Source] = [DeviceMemory(devices), HeartbeatAges(heartbeats)]
     if devices[0].platform == "gpu":
         sources.append(GpuHealth(visible_gpus([device.local_hardware_id for device in devices])))
     return Signals(settings, global_batch=global_batch, seq_len=seq_len, sources=sources, rounds=rounds, clock=time.perf_counter, warn=warn)

@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
 
-from optimus_jax.cluster.distributed import together
+from optimus_jax.cluster.distributed import all_or_none
 from optimus_jax.config import Config, ControlConfig, Precision
 from optimus_jax.control.background import Worker
 from optimus_jax.control.detour import Detour
@@ -144,7 +144,7 @@ class Switcher:
         with clock.phase("agree_s"):
             _check_agreed(prepared.target.plan)
         try:
-            with clock.phase("commit_s"), together():  # only one process writes, and no other may move if it cannot
+            with clock.phase("commit_s"), all_or_none():  # only one process writes, and no other may move if it cannot
                 self._begin(prepared, step, why, by_choice)
         except OptimusError as error:  # nothing has happened, and that is no reason to lose the state
             return Switched(state=state, executable=prepared.source, is_done=False, why_not=str(error), costs_s=clock.seconds)
@@ -281,7 +281,7 @@ class Switcher:
             raise _NotTheSameError(f"the state is of step {int(new.step)}, not {step}")
         with clock.phase("probe_s"):
             _check_loss(before, _loss(prepared.target, new, self._probe_of(prepared)), prepared.target.plan.precision)
-        with clock.phase("commit_s"), together():  # only one process writes
+        with clock.phase("commit_s"), all_or_none():  # only one process writes
             commit(prepared, step)
 
     def _carry(self, prepared: Prepared, leaves: dict[str, Array], sums: dict[str, int], moved: list[str], clock: "_Clock") -> None:

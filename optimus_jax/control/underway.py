@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from optimus_jax.control.council import Order
+from optimus_jax.control.commands import Command
 from optimus_jax.control.preparation import Preparation
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.step_record import StepRecord
@@ -14,7 +14,7 @@ from optimus_jax.run_directory.step_record import StepRecord
 class Upcoming:
     """A plan on its way to be entered."""
 
-    order: Order
+    command: Command
     preparation: Preparation
     looks_since: int | None = None
     """The step after which it was ready and the first process began to look whether the reasons for it still hold."""
@@ -38,7 +38,7 @@ class Trial:
     """What preparing it took from steps."""
     before_s: tuple[float, ...]
     """Times of the last steps under the plan from before; empty: it is not to be compared with."""
-    foretold_s: float
+    predicted_s: float
     """Predicted time of a step."""
     records: list[StepRecord] = field(default_factory=list)
     """Of its steps."""

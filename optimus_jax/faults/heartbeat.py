@@ -1,4 +1,4 @@
-"""Signs of life of the processes of one run: each keeps a small file in the run directory that says what it is at, and reads the others'.
+"""Heartbeats of the processes of one run: each keeps a small file in the run directory that says what it is at, and reads the others'.
 
 How long a process has been silent is measured on the reader's clock, from one change of its file to the next look at it:
 neither clocks of hosts nor times of a file server are compared, and a file left by a process of an earlier start, which never
@@ -27,7 +27,7 @@ from optimus_jax.faults.stopping import EXIT_RESTART
 from optimus_jax.run_directory.directory import SIGNS
 from optimus_jax.run_directory.files import explained
 from optimus_jax.system.json_input import parse_json
-from optimus_jax.system.resilient_io import last_words
+from optimus_jax.system.resilient_io import flush_with_timeout
 
 BEAT_S = 1.0
 """Between two signs."""
@@ -62,7 +62,7 @@ class Peer:
     """Newest step whose numbers it has read."""
 
 
-class SignsOfLife:
+class Heartbeats:
     """Those of one process, and those that it sees.
 
     Args:
@@ -75,7 +75,7 @@ class SignsOfLife:
     """
 
     def __init__(self, run_directory: Path, process: int, num_processes: int, progress: Progress, *, clock: Callable[[], float] = time.monotonic,
-                 warn: Callable[[str], object] = lambda text: last_words(f"\nwarning: {text}\n")) -> None:
+                 warn: Callable[[str], object] = lambda text: flush_with_timeout(f"\nwarning: {text}\n")) -> None:
         self.process, self.num_processes = process, num_processes
         self._directory, self._progress, self._clock = run_directory / SIGNS, progress, clock
         self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
@@ -89,7 +89,7 @@ class SignsOfLife:
         self.peers: tuple[Peer, ...] = ()
         """Those that are watched, as of the last look, in the order of their numbers."""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
         """Give the first sign, and go on in a thread. Raises RunDirectoryError if it cannot be written: the others would never hear of this process."""
@@ -126,7 +126,7 @@ class SignsOfLife:
             self._write()
         except OSError as error:  # a full disk, or a directory that was removed: others will take us for silent
             if not self._is_failing:
-                self._warn(f"no sign of life can be written to {self._path(self.process)}: {error.strerror or error}; the others may take this process for lost")
+                self._warn(f"no heartbeat can be written to {self._path(self.process)}: {error.strerror or error}; the others may take this process for lost")
             self._is_failing = True
         else:
             self._is_failing = False

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from optimus_jax.system.resilient_io import last_words
+from optimus_jax.system.resilient_io import flush_with_timeout
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class _Unfailing:
                 return call(*arguments, **named)
             except Exception as error:
                 self._off.add(attribute)
-                last_words(f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it is left out from now on, and the run goes on\n")
+                flush_with_timeout(f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it is left out from now on, and the run goes on\n")
                 return None
 
         return guarded

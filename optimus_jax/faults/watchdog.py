@@ -31,11 +31,11 @@ from pathlib import Path
 
 from optimus_jax.config import FaultConfig
 from optimus_jax.faults.fault_log import write_fault
-from optimus_jax.faults.heartbeat import BEAT_S, Peer, SignsOfLife
+from optimus_jax.faults.heartbeat import BEAT_S, Heartbeats, Peer
 from optimus_jax.faults.progress import Activity, Progress
 from optimus_jax.faults.stopping import EXIT_RESTART, TERMINATING, exit_code_of
 from optimus_jax.robust import deviation_from
-from optimus_jax.system.resilient_io import last_words, stderr_that_never_waits
+from optimus_jax.system.resilient_io import flush_with_timeout, stderr_that_never_waits
 
 FEWEST = 5
 """Durations from which a limit is made."""
@@ -104,10 +104,10 @@ class Watchdog:
       exit: ends the process.
     """
 
-    def __init__(self, run_directory: Path | None, progress: Progress, settings: FaultConfig, *, process: int = 0, signs: SignsOfLife | None = None, has_others: bool = False,
+    def __init__(self, run_directory: Path | None, progress: Progress, settings: FaultConfig, *, process: int = 0, heartbeats: Heartbeats | None = None, has_others: bool = False,
                  clock: Callable[[], float] = time.monotonic, exit: Callable[[int], object] = os._exit) -> None:
         self._run_directory, self._progress, self._settings = run_directory, progress, settings
-        self._process, self._signs, self._has_others, self._clock, self._exit = process, signs, has_others or signs is not None, clock, exit
+        self._process, self._heartbeats, self._has_others, self._clock, self._exit = process, heartbeats, has_others or heartbeats is not None, clock, exit
         self._is_closed = False
         self._limits = Limits(settings, progress)
         self._looked_s: float | None = None
@@ -125,26 +125,26 @@ class Watchdog:
         """As the settings say, and started; None: they say that nobody is to watch."""
         if settings.watch == "off" or (settings.watch == "auto" and num_processes == 1):
             return None
-        signs = SignsOfLife(run_directory, process, num_processes, progress) if num_processes > 1 and run_directory is not None else None
-        watchdog = cls(run_directory, progress, settings, process=process, signs=signs, has_others=num_processes > 1)
+        heartbeats = Heartbeats(run_directory, process, num_processes, progress) if num_processes > 1 and run_directory is not None else None
+        watchdog = cls(run_directory, progress, settings, process=process, heartbeats=heartbeats, has_others=num_processes > 1)
         watchdog.start()
         return watchdog
 
     @property
-    def signs(self) -> SignsOfLife | None:
+    def heartbeats(self) -> Heartbeats | None:
         """Of the other processes; None: there are none."""
-        return self._signs
+        return self._heartbeats
 
     def start(self) -> None:
-        """From now on, this process may be ended. Raises RunDirectoryError if no sign of life can be given."""
-        if self._signs is not None:
-            self._signs.start()
+        """From now on, this process may be ended. Raises RunDirectoryError if no heartbeat can be given."""
+        if self._heartbeats is not None:
+            self._heartbeats.start()
         if threading.current_thread() is threading.main_thread():
             self._told.setblocking(False)
             self._before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
             if self._before != -1:  # a notebook's event loop listens
                 signal.set_wakeup_fd(self._before)
-        if self._signs is not None and not faulthandler.is_enabled():
+        if self._heartbeats is not None and not faulthandler.is_enabled():
             faulthandler.enable(stderr_that_never_waits())  # JAX aborts when its own heartbeats fail: then the stacks are on standard error
         self._thread.start()
 
@@ -153,8 +153,8 @@ class Watchdog:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._signs is not None:
-            self._signs.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure), exit_code_of(failure))
+        if self._heartbeats is not None:
+            self._heartbeats.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure), exit_code_of(failure))
         if threading.current_thread() is threading.main_thread() and self._before == -1:
             signal.set_wakeup_fd(-1)
         self._told.setblocking(True)
@@ -165,17 +165,17 @@ class Watchdog:
         self._told.close()
         if failure is not None and self._process == 0 and self._has_others:
             self._linger()
-        if self._signs is not None:
-            self._signs.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
 
     def trouble(self, now_s: float) -> str | None:
         """What is wrong, in one sentence; None: nothing."""
         stood_s, self._looked_s = now_s - (self._looked_s or now_s), now_s
         if stood_s > self._settings.silence_s:
-            if self._signs is not None:
+            if self._heartbeats is not None:
                 return f"this process was stopped for {stood_s:.0f} s, and the others have gone on without it"
             self._progress.begin(self._progress.at.doing)  # Ctrl-Z and fg: nobody has waited
-        for peer in self._signs.peers if self._signs is not None else ():
+        for peer in self._heartbeats.peers if self._heartbeats is not None else ():
             if (why := self._trouble_with(peer, now_s)) is not None:
                 return why
         at = self._progress.at
@@ -194,7 +194,7 @@ class Watchdog:
                 self._exit_code = peer.exit_code  # a mistake is not to be repeated because this process waited for who made it
                 return f"process {peer.process} has failed: {peer.why}"
         elif peer.silent_s > self._settings.silence_s:
-            return f"process {peer.process} on {peer.host} has given no sign of life for {peer.silent_s:.0f} s"
+            return f"process {peer.process} on {peer.host} has given no heartbeat for {peer.silent_s:.0f} s"
         return None
 
     def _named(self) -> str:
@@ -203,7 +203,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            if self._signs is not None:
+            if self._heartbeats is not None:
                 faulthandler.dump_traceback_later(DEAF * self._settings.silence_s, exit=True, file=stderr_that_never_waits())
             if select.select([self._heard], [], [], BEAT_S)[0]:
                 heard = self._heard.recv(64)
@@ -221,7 +221,7 @@ class Watchdog:
         teller.start()
         teller.join(TELL_S)
         next_step = "start it again with --resume" if self._exit_code == EXIT_RESTART else "see what that process has printed"
-        last_words(f"\nfault: {why}; this process ends with exit code {self._exit_code}: {next_step}\n")
+        flush_with_timeout(f"\nfault: {why}; this process ends with exit code {self._exit_code}: {next_step}\n")
         if self._process == 0 and self._has_others:
             self._linger()
         self._exit(self._exit_code)
@@ -233,9 +233,9 @@ class Watchdog:
                 return
             self._is_told = True
         at = self._progress.at
-        peers = self._signs.peers if self._signs is not None else ()
-        if self._signs is not None:
-            self._signs.end("failed", why, self._exit_code)
+        peers = self._heartbeats.peers if self._heartbeats is not None else ()
+        if self._heartbeats is not None:
+            self._heartbeats.end("failed", why, self._exit_code)
         if self._run_directory is None:
             return
         with contextlib.suppress(OSError):
@@ -246,8 +246,8 @@ class Watchdog:
     def _linger(self) -> None:
         """Until the others have ended too, or have had the time to."""
         until_s = self._clock() + LINGER_S
-        while self._signs is not None and self._clock() < until_s and any(
-                peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S for peer in self._signs.peers):
+        while self._heartbeats is not None and self._clock() < until_s and any(
+                peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S for peer in self._heartbeats.peers):
             threading.Event().wait(BEAT_S / 4)
         threading.Event().wait(BEAT_S)  # for who has said that it ends to do so
 

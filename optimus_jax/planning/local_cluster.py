@@ -28,7 +28,7 @@ from optimus_jax.system.cache import measurements_directory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
+class LocalCluster:
     """The devices of this run."""
 
     cluster: Cluster
@@ -54,7 +54,7 @@ class Here:
                 measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")))
 
 
-def measure_devices(topology: Topology, *, refresh: bool = False, progress: Progress | None = None) -> Here:
+def measure_devices(topology: Topology, *, refresh: bool = False, progress: Progress | None = None) -> LocalCluster:
     """The devices, measured now (at most two minutes) or earlier; every process has to call it."""
     profile = profile_hardware(refresh=refresh, progress=progress)
     path = path_of(profile_path(), topology)
@@ -63,20 +63,20 @@ def measure_devices(topology: Topology, *, refresh: bool = False, progress: Prog
     return _profiled(topology, profile)
 
 
-def known_devices(topology: Topology) -> Here | None:
+def known_devices(topology: Topology) -> LocalCluster | None:
     """The same without measuring anything; None: it is not known how fast they are. Every process has to call it."""
     if (profile := kept_profile()) is not None:
         return _profiled(topology, profile)
     cluster = Cluster.of(topology)
     try:
-        return Here(cluster=cluster, rates=Rates.of(cluster.accelerator), records=_records(topology))
+        return LocalCluster(cluster=cluster, rates=Rates.of(cluster.accelerator), records=_records(topology))
     except PlanError:
         return None
 
 
-def _profiled(topology: Topology, profile: HardwareProfile) -> Here:
+def _profiled(topology: Topology, profile: HardwareProfile) -> LocalCluster:
     cluster, steps = profile.cluster(Cluster.of(topology)), read_steps(path_of(profile_path(), topology))
-    return Here(cluster=cluster, rates=fitted(Rates.from_profile(profile), steps, topology, cluster), records=_records(topology))
+    return LocalCluster(cluster=cluster, rates=fitted(Rates.from_profile(profile), steps, topology, cluster), records=_records(topology))
 
 
 def _records(topology: Topology) -> Path:

@@ -17,13 +17,13 @@ import jax
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints, Saved
 from optimus_jax.cluster.distributed import (
-    check_alike,
+    all_or_none,
+    assert_same_everywhere,
+    broadcast_from_0,
     connect,
     has_lost_another,
     is_writer,
     named,
-    of_first_process,
-    together,
 )
 from optimus_jax.cluster.launch import Launch, find_launch
 from optimus_jax.config import Config, DataConfig, DistributedConfig
@@ -52,7 +52,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.families import check_family
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.local_cluster import Here, known_devices, measure_devices
+from optimus_jax.planning.local_cluster import LocalCluster, known_devices, measure_devices
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.run.display import make_display
@@ -160,10 +160,10 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
         has_left_cache = leave_compilation_cache()
         topology = discover()
         # Whoever asks for either is told so by a file server, which may tell a host of the run a minute later than others.
-        check_alike({"whether the run is begun or resumed": "resumed" if resume else "begun"}, may_become=is_repeated)
-        check_alike({"versions": f"optimus_jax {VERSION}, jax {jax.__version__}", **_settings(config)})
+        assert_same_everywhere({"whether the run is begun or resumed": "resumed" if resume else "begun"}, may_become=is_repeated)
+        assert_same_everywhere({"versions": f"optimus_jax {VERSION}, jax {jax.__version__}", **_settings(config)})
         asked_mesh = config.parallel.mesh
-        with together():
+        with all_or_none():
             if resume and run_dir is not None:
                 if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
                     config = on_what_is_there(config, topology)
@@ -172,7 +172,7 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
         here = _here(config, topology)
         saved = _newest(config, run_dir) if resume and run_dir is not None else None
         devices = Devices(topology=topology, here=here, launch=launch)
-        with together():
+        with all_or_none():
             now = in_phase(config, phase_after(config, saved.step if saved else 0))
             choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
             choice = choice or choose_plan(now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ())
@@ -198,23 +198,23 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
                 mirror = _opened(partial(_mirror, stored, run, config, resume, display), launch, is_repeated)
         run = _known_to_all(run, run_dir)
         check_shared(run)
-        check_alike({"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
+        assert_same_everywhere({"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
         progress.begin("start")
         if watchdog is not None:
             watchdog.close()
             watchdog = None  # a second close is none
-        with together():
+        with all_or_none():
             watchdog = Watchdog.of(run.path, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
         if not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)
         outcome, plan = run_program(config, devices, choice, program_of(now, choice), inputs, run, display, resumed, progress,
-                                    watchdog.signs if watchdog is not None else None)
+                                    watchdog.heartbeats if watchdog is not None else None)
         if watchdog is not None:
             watchdog.close()
             watchdog = None
         if stored is not None:
             ending, mirror = mirror, None
-            with together():  # the others wait: JAX would take the one that uploads for lost
+            with all_or_none():  # the others wait: JAX would take the one that uploads for lost
                 _upload_the_rest(ending, outcome.reason, display)
         return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=plan,
                          history=run.metrics(), run_dir=run.path)
@@ -307,7 +307,7 @@ def _newest(config: Config, run_dir: Path) -> Saved | None:
     return Checkpoints(RunDirectory(run_dir, writer=False).checkpoints, config.checkpoint).latest(config.checkpoint.resume_step)
 
 
-def _here(config: Config, topology: Topology) -> Here | None:
+def _here(config: Config, topology: Topology) -> LocalCluster | None:
     """How fast the devices are, where the run needs to know; None: it does not, or the planner goes by a simple rule."""
     if config.control == "off" and config.parallel.mesh != "auto":
         return None
@@ -379,5 +379,5 @@ def _known_to_all(run: RunDirectory | None, run_dir: Path | None) -> RunDirector
     """In every process the directory, which process 0 has named where the user did not; every process has to call it."""
     if run is not None and run_dir is not None:
         return run
-    path = of_first_process("" if run is None else str(run.path))
+    path = broadcast_from_0("" if run is None else str(run.path))
     return RunDirectory(path, writer=False) if run is None else run

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from optimus_jax.checkpoint.checkpoints import Saved
-from optimus_jax.cluster.distributed import of_first_process
+from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import Config
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import SHORT_NAMES
@@ -20,7 +20,7 @@ from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import estimate_memory
-from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import Prices, plan_of
 from optimus_jax.planning.trials.measure import TRIAL_STEPS, measure
@@ -73,7 +73,7 @@ def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides:
                   memory=estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch))
 
 
-def fastest_tried(config: Config, topology: Topology, choice: Choice, here: Here | None, run: RunDirectory, display: Display) -> Choice:
+def fastest_tried(config: Config, topology: Topology, choice: Choice, here: LocalCluster | None, run: RunDirectory, display: Display) -> Choice:
     """The fastest of the planner's best, measured where that pays.
 
     Every process has to call it. The first decides, for clocks and predictions differ; the others try what it says.
@@ -112,13 +112,13 @@ _TRY, _KEEP, _FAIL = "try", "keep", "fail"
 
 
 def _tell(what: str, content: str) -> None:
-    of_first_process(json.dumps([what, content]))
+    broadcast_from_0(json.dumps([what, content]))
 
 
 def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
     """What the first process tells to try is tried, until it tells what was chosen."""
     while True:
-        what, content = json.loads(of_first_process(""))
+        what, content = json.loads(broadcast_from_0(""))
         if what == _FAIL:
             raise PlanError(content)
         if what == _KEEP:
@@ -128,7 +128,7 @@ def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
             run_one(Plan.from_json(content))
 
 
-def _measured(config: Config, choice: Choice, here: Here | None, run: RunDirectory, run_one: Callable[[Plan], Trial]) -> Choice:
+def _measured(config: Config, choice: Choice, here: LocalCluster | None, run: RunDirectory, run_one: Callable[[Plan], Trial]) -> Choice:
     if here is None or not choice.ranked:
         return choice
     measured = measure(choice.ranked, run_one, num_steps=config.steps, most=config.parallel.trials, spread=here.rates.spread)

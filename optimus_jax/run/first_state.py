@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from optimus_jax.checkpoint.checkpoints import ABANDONED, Checkpoints, Restored
 from optimus_jax.checkpoint.snapshots import Snapshots
-from optimus_jax.cluster.distributed import is_writer, of_first_process
+from optimus_jax.cluster.distributed import broadcast_from_0, is_writer
 from optimus_jax.config import Config, Precision
 from optimus_jax.faults.divergence import Learning, saying, way_back
 from optimus_jax.run.inputs import Inputs
@@ -43,7 +43,7 @@ def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run:
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
         return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display), learning
     if resume:
-        begun_with = json.loads(of_first_process(json.dumps(identity_in_run(run))))
+        begun_with = json.loads(broadcast_from_0(json.dumps(identity_in_run(run))))
         check_same_data(begun_with, inputs.data, config.data, display.message)
         display.message("the run has no checkpoint yet: it starts again at step 1")
     return program.init(jnp.int32(config.seed)), Learning()
@@ -97,7 +97,7 @@ def _tell_of_trouble(learning: Learning, step: int, checkpoints: Checkpoints, di
 def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapshots:
     """The second tier of a run that has begun; every process has to call it."""
     begun = [(event["time_s"], event["step"]) for event in run.events() if event["event"] in ("start", "resume")]
-    begun = json.loads(of_first_process(json.dumps(begun)))  # what a file server tells others may be a minute old
+    begun = json.loads(broadcast_from_0(json.dumps(begun)))  # what a file server tells others may be a minute old
     started = str(begun[0][0] if begun else None)
     return Snapshots(config.checkpoint.snapshot_dir, run.path, started, config.checkpoint.snapshot_every, [step for _, step in begun],
                      warn=display.message, warn_here=display.here)

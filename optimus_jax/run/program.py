@@ -12,7 +12,7 @@ from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.checkpoint.disk_space import check_room, num_wanted, room_in
 from optimus_jax.checkpoint.saving import Retries
 from optimus_jax.checkpoint.snapshots import bytes_of_host
-from optimus_jax.cluster.distributed import check_alike, is_writer, together
+from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_writer
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.config import Config
 from optimus_jax.config.phases import Phase, in_phase, phase_after
@@ -28,7 +28,7 @@ from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.devices.cpu import return_freed_memory
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, explain
 from optimus_jax.faults.fault_log import take_over
-from optimus_jax.faults.heartbeat import SignsOfLife
+from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.faults.unfailing import unfailing
@@ -36,7 +36,7 @@ from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_report import check_executable
-from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.assemble import compute_precision
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.explain import gib
@@ -61,7 +61,7 @@ class Devices:
 
     launch: Launch
     topology: Topology
-    here: Here | None
+    here: LocalCluster | None
     """How fast they are; None: nobody needs to know, or nobody does."""
 
     def pricing(self, config: Config) -> Pricing | None:
@@ -74,7 +74,7 @@ def program_of(config: Config, choice: Choice) -> Program:
 
 
 def run_program(config: Config, devices: Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory, display: Display,
-                resumed: Resumed | None, progress: Progress, signs: SignsOfLife | None) -> tuple[Outcome, Plan]:
+                resumed: Resumed | None, progress: Progress, heartbeats: Heartbeats | None) -> tuple[Outcome, Plan]:
     """State, compile, loop; with the plan that the run ended under. Every process has to call it.
 
     Args:
@@ -105,12 +105,12 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
         config = config.with_values({"optimizer.decay_steps": resumed.config.optimizer.decay_steps})
         if (now := in_phase(config, phase_after(config, first_step))) != program.config:
             program = program_of(now, choice)  # another learning rate, and the same state
-    check_alike({"the step to go on from": str(first_step)})
-    with together():
+    assert_same_everywhere({"the step to go on from": str(first_step)})
+    with all_or_none():
         _write_down(config, devices, choice, program, inputs, run, display, first_step, resumed)
     num_bytes_of_host = bytes_of_host(state)
     snapshots = snapshots_of(config, run, display)
-    with together():
+    with all_or_none():
         snapshots.forget_after(first_step)
         snapshots.prepare(num_bytes_of_host)
         if is_writer() and (scarce := _room(config, run, state, first_step)) is not None:
@@ -127,7 +127,7 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     tensorboard = unfailing(TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1), "TensorBoard") if config.log.tensorboard and run.writer else None
     metadata = {"config": config.to_json(derived=_derived(config, choice.plan, program)), "data": inputs.data.identity}
     detour = Detour(checkpoints, lambda program, step: described(program, step, metadata, learning))
-    controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, choice.tried_s, inputs, signs, run, display, detour)
+    controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, choice.tried_s, inputs, heartbeats, run, display, detour)
 
     def tell_of_failed_save(text: str) -> None:
         display.here(text)
@@ -158,7 +158,7 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
 
 
 def _directors(config: Config, devices: Devices, running: Executable, compile_s: float, tried_s: Mapping[Plan, float], inputs: Inputs,
-               signs: SignsOfLife | None, run: RunDirectory, display: Display, detour: Detour) -> tuple[Controller | None, PhaseChanges | None]:
+               heartbeats: Heartbeats | None, run: RunDirectory, display: Display, detour: Detour) -> tuple[Controller | None, PhaseChanges | None]:
     """Who brings a run to other plans, and who to other batches; None where the run has only one."""
     has_controller, topology = config.control != "off" and devices.here is not None, devices.topology
     if not has_controller and not config.data.phases:
@@ -172,7 +172,7 @@ def _directors(config: Config, devices: Devices, running: Executable, compile_s:
     changes = PhaseChanges(config, plan_in, switcher, run, display) if config.data.phases else None
     if not has_controller or devices.here is None:
         return None, changes
-    return make_controller(config, topology, devices.here, switcher, compile_s=compile_s, tried_s=tried_s, changes=changes, signs=signs, run=run,
+    return make_controller(config, topology, devices.here, switcher, compile_s=compile_s, tried_s=tried_s, changes=changes, heartbeats=heartbeats, run=run,
                            display=display), changes
 
 

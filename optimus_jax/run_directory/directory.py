@@ -5,7 +5,7 @@
     checkpoints/    states                lock            held by the process that writes (run_lock.py)
     metrics.abandoned.jsonl               lines of steps that a resume went back behind, if there were any
     tokenizer.json  what made its tokens, with tokenizer_config.json; a run of bytes has none
-    progress/       signs of life of several processes (signs_of_life.py)
+    progress/       heartbeats of several processes (faults/heartbeat.py)
     faults/         what each process has seen of faults (fault_log.py)
 
 The two logs only grow, so that they can be read while a run goes on and after it was killed at any moment. A line

@@ -5,7 +5,7 @@ import time
 
 import jax
 
-from optimus_jax.cluster.distributed import of_first_process, together
+from optimus_jax.cluster.distributed import all_or_none, broadcast_from_0
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run_directory.directory import RunDirectory
 
@@ -22,11 +22,11 @@ def check_shared(run: RunDirectory) -> None:
     """
     if jax.process_count() == 1:
         return
-    with together():
+    with all_or_none():
         mark = secrets.token_hex(8)
         run.write_mark(mark)
-    mark = of_first_process(mark)
-    with together():
+    mark = broadcast_from_0(mark)
+    with all_or_none():
         until_s = time.monotonic() + PATIENCE_S
         while run.mark() != mark:
             if time.monotonic() > until_s:

@@ -20,7 +20,7 @@ from optimus_jax.control.signals import Observation
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.search.assemble import plan_for, recomputing_more
+from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
 from optimus_jax.planning.search.search import Candidate, Pricing, fits
 from optimus_jax.simulation.contenders import PooledSearch
 from optimus_jax.simulation.outcome import Policy
@@ -184,7 +184,7 @@ def _fitting(pricing: Pricing, axes: AxisSizes, like: Plan) -> Plan | None:
         plan.validate(config.model, global_batch=config.data.global_batch)
     except PlanError:
         return None
-    return next((each for each in recomputing_more(pricing.config, plan, pricing.cluster.accelerator.platform) if fits(pricing.memory(each), pricing.cluster)), None)
+    return next((each for each in memory_fallbacks(pricing.config, plan, pricing.cluster.accelerator.platform) if fits(pricing.memory(each), pricing.cluster)), None)
 
 
 def _without(pricing: Pricing, lost: frozenset[int]) -> Pricing:

@@ -309,7 +309,7 @@ class Simulation:
         canary = self._canary
         if canary is None or (self.step < canary.until_step and not is_clearly_slower(canary.times_s, canary.before_s)):
             return
-        verdict = judge(canary.times_s, losses=[math.nan] if canary.fails else [], before_s=canary.before_s, foretold_s=math.nan,
+        verdict = judge(canary.times_s, losses=[math.nan] if canary.fails else [], before_s=canary.before_s, predicted_s=math.nan,
                         steps_left=self.setup.num_steps - self.step, back_s=canary.back_s)
         if verdict.keep and self.step < canary.until_step:
             return

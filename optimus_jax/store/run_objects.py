@@ -5,7 +5,7 @@
     checkpoints/STEP.json               its manifest, written last: only with it it is complete
     writer.json                         who writes the run (lease.py)
 
-What belongs to processes that are alive stays local: the lock, signs of life, unfinished files;
+What belongs to processes that are alive stays local: the lock, heartbeats, unfinished files;
 so do checkpoints that were found damaged.
 """
 

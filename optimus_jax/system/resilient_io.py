@@ -16,7 +16,7 @@ LAST_WORDS_S = 5.0
 """How long standard error may take for what has to be said: who should read it may have stopped."""
 
 
-def last_words(text: str, *, after: Iterable[TextIO] = ()) -> None:
+def flush_with_timeout(text: str, *, after: Iterable[TextIO] = ()) -> None:
     """Write to standard error, from any thread, in LAST_WORDS_S at most: for a process that ends, or a thread that others wait for.
 
     Args:

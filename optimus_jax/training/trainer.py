@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from optimus_jax.checkpoint.checkpoints import Checkpoints, NotFiniteError
 from optimus_jax.checkpoint.saving import Retries, Saving
 from optimus_jax.checkpoint.snapshots import Snapshots
-from optimus_jax.cluster.distributed import Agreement, of_all_processes
+from optimus_jax.cluster.distributed import Agreement, gather_from_all
 from optimus_jax.config import Config
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.sampler import Batch as HostBatch
@@ -359,7 +359,7 @@ class Trainer:
             batches = list(self.eval_batches())
         except Exception as error:
             failure = error
-        if any(of_all_processes(int(failure is not None))):
+        if any(gather_from_all(int(failure is not None))):
             error = OptimusError("held-out batches cannot be made, " + ("by another process" if failure is None else f"{type(failure).__name__}: {failure}"))
             error.is_everyones = True
             raise error from failure

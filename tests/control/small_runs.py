@@ -21,7 +21,7 @@ from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.cost.rates import Rates
-from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
@@ -130,7 +130,7 @@ def quick(tmp_path_factory):
 def slow_devices(quick, tmp_path_factory):
     """It is known how fast these are: so slow that their number is what counts."""
     rates = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=1e6, f32_matmul_flops_per_s=1e6, memory_bytes_per_s=6e9, num_cores=0.0)
-    here = Here(cluster=replace(Cluster.of(discover()), inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=rates,
+    here = LocalCluster(cluster=replace(Cluster.of(discover()), inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=rates,
                 records=tmp_path_factory.mktemp("records") / "records.jsonl")
     quick.setattr(api, "known_devices", lambda _: here)
     return here

@@ -7,7 +7,7 @@ import pytest
 from optimus_jax.control.canary import is_clearly_slower, judge
 
 BEFORE_S = (1.0, 1.02, 0.98, 1.01, 0.99)
-GOOD = {"losses": (2.0,), "before_s": BEFORE_S, "foretold_s": 0.8, "steps_left": 1000, "back_s": 5.0}
+GOOD = {"losses": (2.0,), "before_s": BEFORE_S, "predicted_s": 0.8, "steps_left": 1000, "back_s": 5.0}
 
 
 @pytest.mark.parametrize(("times_s", "changes", "keep", "word"), [

@@ -13,14 +13,14 @@ from optimus_jax.config import Config
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly
 from optimus_jax.control.advisor import PUZZLED_STEPS
-from optimus_jax.control.chair import NEWEST_STEPS
-from optimus_jax.control.council import Council
+from optimus_jax.control.commands import CommandBroadcast
+from optimus_jax.control.coordinator import NEWEST_STEPS
 from optimus_jax.control.journal import switches
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.cost.rates import Rates
-from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
@@ -116,8 +116,8 @@ class Later:
             cls.jobs.pop(0)()
 
 
-def switch_at(step: int, plan, *, foretold_s: float = 1e3, at_step: int | None = None) -> Decision:
-    alternative = Alternative(plan=plan, rung="remesh", step_time_s=foretold_s, gain_s=1.0, cost_s=0.1, probability=0.95, verdict=CHOSEN)
+def switch_at(step: int, plan, *, predicted_s: float = 1e3, at_step: int | None = None) -> Decision:
+    alternative = Alternative(plan=plan, rung="remesh", step_time_s=predicted_s, gain_s=1.0, cost_s=0.1, probability=0.95, verdict=CHOSEN)
     return Decision(step=step, action="switch", why="the script says so", plan=plan, rung="remesh", at_step=at_step, alternatives=(alternative,))
 
 
@@ -125,7 +125,7 @@ def switch_at(step: int, plan, *, foretold_s: float = 1e3, at_step: int | None =
 def devices(monkeypatch, tmp_path):
     """It is known how fast these are."""
     cluster = Cluster.of(discover())
-    here = Here(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=RATES,
+    here = LocalCluster(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=RATES,
                 records=tmp_path / "records.jsonl")
     monkeypatch.setattr(api, "known_devices", lambda _: here)
     monkeypatch.setattr(assembly, "measurements_directory", lambda: tmp_path)
@@ -199,7 +199,7 @@ def test_there_and_back_and_on(scripted, patient):
 def test_a_plan_that_is_slower_is_taken_back(scripted, monkeypatch):
     plan = other_plan()
     monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step is slow enough
-    monkeypatch.setattr("optimus_jax.control.chair.sum", lambda _: -1e9, raising=False)  # and going back is free
+    monkeypatch.setattr("optimus_jax.control.coordinator.sum", lambda _: -1e9, raising=False)  # and going back is free
     result = scripted({3: switch_at(3, plan)})
     assert result.plan.axes == AxisSizes.parse(START)
     assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)
@@ -237,7 +237,7 @@ def test_a_switch_waits_for_its_boundary(scripted, patient):
 
 def test_a_boundary_is_kept_though_no_council_is_held_there(scripted, patient, monkeypatch):
     """As it is with several processes."""
-    monkeypatch.setattr(Council, "is_held", lambda self, step: step % 5 == 0)
+    monkeypatch.setattr(CommandBroadcast, "is_held", lambda self, step: step % 5 == 0)
     plan = other_plan()
     result = scripted({3: switch_at(3, plan, at_step=7)})
     (remesh,) = events(result, "remesh")
@@ -258,7 +258,7 @@ def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    monkeypatch.setattr("optimus_jax.control.chair.STEADY", 1e-9)  # steps are never like those before
+    monkeypatch.setattr("optimus_jax.control.coordinator.STEADY", 1e-9)  # steps are never like those before
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
@@ -274,7 +274,7 @@ def test_a_switch_is_made_at_once_if_steps_beside_the_compilation_were_as_before
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    monkeypatch.setattr("optimus_jax.control.chair.STEADY", math.inf)
+    monkeypatch.setattr("optimus_jax.control.coordinator.STEADY", math.inf)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 

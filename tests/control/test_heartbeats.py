@@ -1,10 +1,10 @@
-"""The age of the oldest sign of life."""
+"""The age of the oldest heartbeat."""
 
 import pytest
 from signal_fakes import FakeClock
 
-from optimus_jax.control.heartbeats import Heartbeats
-from optimus_jax.faults.heartbeat import SignsOfLife
+from optimus_jax.control.heartbeats import HeartbeatAges
+from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 
 
@@ -15,7 +15,7 @@ def clock():
 
 @pytest.fixture
 def three(tmp_path, clock):
-    return [SignsOfLife(tmp_path, process, 3, Progress(clock), clock=clock) for process in range(3)]
+    return [Heartbeats(tmp_path, process, 3, Progress(clock), clock=clock) for process in range(3)]
 
 
 def beat(*processes):
@@ -25,7 +25,7 @@ def beat(*processes):
 
 
 def test_the_oldest_of_the_others_counts(three, clock):
-    source = Heartbeats(three[0])
+    source = HeartbeatAges(three[0])
     beat(three[1], three[2], three[0])
     beat(three[1], three[2], three[0])
     assert source.poll(1, 0.0) == {"heartbeat_age_s": 0.0}
@@ -39,7 +39,7 @@ def test_the_oldest_of_the_others_counts(three, clock):
 
 
 def test_who_was_never_heard_or_has_come_to_its_end_has_no_age(three, clock):
-    source = Heartbeats(three[0])
+    source = HeartbeatAges(three[0])
     beat(three[0])
     clock.now_s += 30.0
     beat(three[0])
@@ -53,4 +53,4 @@ def test_who_was_never_heard_or_has_come_to_its_end_has_no_age(three, clock):
 
 
 def test_alone_there_is_no_age():
-    assert Heartbeats(None).poll(1, 0.0) == {}
+    assert HeartbeatAges(None).poll(1, 0.0) == {}

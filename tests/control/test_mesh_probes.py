@@ -111,7 +111,7 @@ def test_a_share_of_none_compiles_nothing(programs):
 
 def test_a_run_on_cpus_has_signals_and_says_what_is_missing(tmp_path):
     told = []
-    signals = live_signals(ControlConfig(), global_batch=8, seq_len=16, rounds=None, signs=None, warn=told.append)
+    signals = live_signals(ControlConfig(), global_batch=8, seq_len=16, rounds=None, heartbeats=None, warn=told.append)
     signals.observe(1)
     signals.close()
     assert signals.missing == {"device memory": "the devices do not say how much memory is in use"}

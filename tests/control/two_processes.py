@@ -22,11 +22,11 @@ from small_runs import TINY, AtOnce, Scripted, switch_at  # noqa: E402
 import optimus_jax  # noqa: E402
 from optimus_jax import api  # noqa: E402
 from optimus_jax.config.request import make_config  # noqa: E402
-from optimus_jax.control import assembly, chair  # noqa: E402
+from optimus_jax.control import assembly, coordinator  # noqa: E402
 from optimus_jax.control.canary import judge  # noqa: E402
 from optimus_jax.mesh.axes import AxisSizes  # noqa: E402
 from optimus_jax.planning.cost.rates import Rates  # noqa: E402
-from optimus_jax.planning.local_cluster import Here  # noqa: E402
+from optimus_jax.planning.local_cluster import LocalCluster  # noqa: E402
 from optimus_jax.planning.profiles.cluster import Cluster  # noqa: E402
 from optimus_jax.planning.profiles.links import Link  # noqa: E402
 from optimus_jax.planning.search.assemble import plan_for  # noqa: E402
@@ -47,7 +47,7 @@ class Script(Scripted):
 def known_devices(topology):
     there.append(topology)
     link = Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
-    return Here(cluster=replace(Cluster.of(topology), inside=link), rates=RATES, records=Path(run_dir).parent / "records.jsonl")
+    return LocalCluster(cluster=replace(Cluster.of(topology), inside=link), rates=RATES, records=Path(run_dir).parent / "records.jsonl")
 
 
 # What threads compile beside steps is compiled in a step here, and both processes share the cores.
@@ -56,8 +56,8 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr(api, "known_devices", known_devices)
     patch.setattr(assembly, "Advisor", Script)
     patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
-    patch.setattr(chair, "STEADY", 1e9)  # steps of this size are noise
-    patch.setattr(chair, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"]))
+    patch.setattr(coordinator, "STEADY", 1e9)  # steps of this size are noise
+    patch.setattr(coordinator, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"]))
     result = optimus_jax.train(
         "gpt2-nano", run_dir=run_dir, data=text, mesh=told["mesh"], steps=told["steps"], control="auto",
         **TINY | settings | {"coordinator": address, "num_processes": 2, "process_id": int(number)})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from optimus_jax.cluster import distributed
-from optimus_jax.cluster.distributed import check_alike, has_lost_another, together
+from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, has_lost_another
 from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError
 
 
@@ -20,12 +20,12 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", everyones)
     with pytest.raises(ConfigError, match=r"do not agree on the plan\n.*process 2 differs from process 0; here it is data=8") as caught:
-        check_alike({"the config": "{}", "the plan": "data=8"})
+        assert_same_everywhere({"the config": "{}", "the plan": "data=8"})
     assert caught.value.is_everyones
     with pytest.raises(FaultError, match="do not agree on the plan"):
-        check_alike({"the config": "{}", "the plan": "data=8"}, may_become=True)
+        assert_same_everywhere({"the config": "{}", "the plan": "data=8"}, may_become=True)
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own] * 3))
-    check_alike({"the config": "{}", "the plan": "data=8"})
+    assert_same_everywhere({"the config": "{}", "the plan": "data=8"})
 
 
 @pytest.mark.parametrize(("here", "there", "raised", "is_everyones"), [
@@ -36,7 +36,7 @@ def test_an_error_of_one_process_is_one_of_all(monkeypatch, here, there, raised,
     def outcome_of(error):
         said = []
         monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: said.append(own) or np.stack([own] * 2))
-        with suppress(Exception), together():
+        with suppress(Exception), all_or_none():
             if error is not None:
                 raise error
         return said[0]
@@ -46,7 +46,7 @@ def test_an_error_of_one_process_is_one_of_all(monkeypatch, here, there, raised,
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, other]))
     caught = None
     try:
-        with together():
+        with all_or_none():
             if here is not None:
                 raise here
     except Exception as error:

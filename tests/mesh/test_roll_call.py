@@ -18,7 +18,7 @@ from optimus_jax.cluster.distributed import _Joining
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.cluster.rendezvous_client import report
 from optimus_jax.cluster.rendezvous_messages import address_of
-from optimus_jax.cluster.rendezvous_server import RollCall
+from optimus_jax.cluster.rendezvous_server import RendezvousServer
 from optimus_jax.errors import ConfigError, FaultError
 
 LONG_S = 60.0
@@ -43,7 +43,7 @@ def soon(seconds=LONG_S):
 
 
 def test_all_come_and_the_port_is_free_for_the_service(first):
-    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
         there = [pool.submit(report, other(first, number), soon()) for number in (1, 2)]
         call.gather()
         with socket.create_server(address_of(first), family=socket.AF_INET):
@@ -54,7 +54,7 @@ def test_all_come_and_the_port_is_free_for_the_service(first):
 
 
 def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
-    with RollCall(replace(first, coordinator=f"no.such.host.invalid:{address_of(first)[1]}"), soon(0.0)) as call, \
+    with RendezvousServer(replace(first, coordinator=f"no.such.host.invalid:{address_of(first)[1]}"), soon(0.0)) as call, \
             pytest.raises(FaultError, match=r"processes 1, 2 of 3 did not come in time\n.*nothing is known by the name of no\.such\.host\.invalid"):
         call.gather()
 
@@ -63,7 +63,7 @@ def test_others_may_come_first(first):
     said = []
     with ThreadPoolExecutor() as pool:
         there = [pool.submit(report, other(first, number), soon(), said.append) for number in (1, 2)]
-        with RollCall(first, soon()) as call:
+        with RendezvousServer(first, soon()) as call:
             call.gather()
             call.release()
         for each in there:
@@ -74,7 +74,7 @@ def test_others_may_come_first(first):
 @pytest.fixture
 def all_there(first):
     """Process 0 and how the others see it, when all have come and JAX has connected none."""
-    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
         there = [pool.submit(report, other(first, number), soon()) for number in (1, 2)]
         call.gather()
         call.release()
@@ -122,7 +122,7 @@ def test_who_is_connected_may_go_before_the_others_are(all_there):
 
 
 def test_all_who_are_there_hear_who_is_missing(first):
-    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
         there = pool.submit(report, other(first, 2), soon())
         while call.missing != [1]:
             call._selector.select()
@@ -143,7 +143,7 @@ def hear(call):
 def test_it_listens_where_it_is_told_to(first, bind):
     """Every 127.x.y.z is an address of this machine."""
     port = address_of(first)[1]
-    with RollCall(replace(first, bind=bind), soon()):
+    with RendezvousServer(replace(first, bind=bind), soon()):
         socket.create_connection(("127.0.0.1", port)).close()
         if bind is None:
             socket.create_connection(("127.0.0.2", port)).close()
@@ -154,7 +154,7 @@ def test_it_listens_where_it_is_told_to(first, bind):
 
 def test_an_address_of_another_machine_is_refused_at_once(first):
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:\d+: .*\n.*distributed\.bind"):
-        RollCall(replace(first, bind="192.0.2.1"), soon())
+        RendezvousServer(replace(first, bind="192.0.2.1"), soon())
 
 
 @pytest.mark.parametrize(("bind", "expected"), [(None, None), ("10.0.0.1", "10.0.0.1:{}"), ("::1", "[::1]:{}")])
@@ -173,7 +173,7 @@ def test_who_never_finds_process_0_says_so(first):
 def test_who_waits_says_for_whom(first, monkeypatch):
     monkeypatch.setattr(roll_call, "TOLD_AFTER_S", 0.0)
     said = []
-    with RollCall(first, soon(0.1), said.append) as call, pytest.raises(FaultError, match="processes 1, 2 of 3"):
+    with RendezvousServer(first, soon(0.1), said.append) as call, pytest.raises(FaultError, match="processes 1, 2 of 3"):
         call.gather()
     assert said[0].startswith("waiting for processes 1, 2 of 3; process 0 of 3")
 
@@ -181,7 +181,7 @@ def test_who_waits_says_for_whom(first, monkeypatch):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"job": "12.1"}, "another run, 12.0, has this port"), ({"num_processes": 4}, "a run of 3 processes")])
 def test_a_process_of_another_run_is_turned_away(first, changes, message):
-    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
         there = pool.submit(report, other(first, 1, **changes), soon())
         while not there.done():
             hear_if_any(call)
@@ -196,7 +196,7 @@ def hear_if_any(call):
 
 
 def test_two_processes_cannot_have_one_number(first):
-    with ThreadPoolExecutor() as pool, RollCall(first, soon()) as call:
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
         both = [pool.submit(report, other(first, 1), soon()) for _ in range(2)]
         while not any(each.done() for each in both):
             hear_if_any(call)
@@ -210,7 +210,7 @@ def test_two_processes_cannot_have_one_number(first):
 
 def test_who_has_gone_is_missing_again_and_may_come_back(first):
     said = json.dumps({"process": 1, "of": 3, "job": "12.0", "host": "h", "pid": 7}).encode() + b"\n"
-    with RollCall(first, soon()) as call:
+    with RendezvousServer(first, soon()) as call:
         with socket.create_connection(address_of(first)) as connection:
             connection.sendall(said)
             while 1 in call.missing:
@@ -226,7 +226,7 @@ def test_who_has_gone_is_missing_again_and_may_come_back(first):
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"\0" * 5000,
                                    b'{"process": 1e999, "pid": 1, "host": "", "job": "", "of": 3}\n', b"[" * 4000 + b"\n"])
 def test_strangers_are_passed_over(first, noise):
-    with RollCall(first, soon()) as call, socket.create_connection(address_of(first)) as stranger:
+    with RendezvousServer(first, soon()) as call, socket.create_connection(address_of(first)) as stranger:
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
         hear(call)  # accepts it
@@ -240,7 +240,7 @@ def test_a_port_that_is_taken(first, monkeypatch, restarts, kind):
     """To be mended by who gave it; a job that starts again may find it free."""
     monkeypatch.setattr(roll_call, "_PORT_FREED_S", 0.0)
     with socket.create_server(address_of(first)), pytest.raises(kind, match="process 0 cannot listen"):
-        RollCall(replace(first, restarts=restarts), soon())
+        RendezvousServer(replace(first, restarts=restarts), soon())
 
 
 def reach_oneself(address, **_):
@@ -302,5 +302,5 @@ def test_a_port_that_becomes_free_is_waited_for(first):
     taken = socket.create_server(address_of(first))
     freed = threading.Timer(0.1, taken.close)
     freed.start()
-    with RollCall(first, soon()):
+    with RendezvousServer(first, soon()):
         freed.join()

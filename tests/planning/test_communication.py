@@ -9,7 +9,7 @@ from pricing import GPT, HOST, HOSTS, LLAMA, RATES, plan_of
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import Exchange, exchanges, speed_of, wires
-from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, Style
+from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, ImplementationProfile
 from optimus_jax.planning.cost.operators import LayerShape
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.cost.stage_time import layer_shape
@@ -19,7 +19,7 @@ from optimus_jax.planning.profiles.links import Link
 SEQ_LEN, BATCH = 1024, 64
 
 
-def exchanged(plan: Plan, model=GPT, style: Style = OURS) -> tuple[list[Exchange], LayerShape]:
+def exchanged(plan: Plan, model=GPT, style: ImplementationProfile = OURS) -> tuple[list[Exchange], LayerShape]:
     shape = layer_shape(model, plan, seq_len=SEQ_LEN, global_batch=BATCH)
     return exchanges(model, plan, shape, style), shape
 
@@ -28,7 +28,7 @@ def exchange_time(exchange: Exchange, plan: Plan, cluster: Cluster, rates: Rates
     return wires(plan.axes, cluster, rates).time(exchange)
 
 
-def found(plan: Plan, kind: str, part: str, axes: tuple[str, ...], model=GPT, style: Style = OURS) -> list[tuple[float, float]]:
+def found(plan: Plan, kind: str, part: str, axes: tuple[str, ...], model=GPT, style: ImplementationProfile = OURS) -> list[tuple[float, float]]:
     return [(each.num_bytes, each.count) for each in exchanged(plan, model, style)[0] if (each.kind, each.part, each.axes) == (kind, part, axes)]
 
 

@@ -10,7 +10,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.search.assemble import plan_for, recomputing_more
+from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
 from optimus_jax.planning.search.layouts import BLOCK_RULES, Rejection, axis_sizes, layouts
 
 MODEL = ModelConfig(name="tested", family="llama", vocab_size=1000, num_layers=6, embed_dim=48, num_heads=6, num_kv_heads=2, head_dim=8, mlp_dim=96)
@@ -90,12 +90,12 @@ def test_what_the_user_fixed_is_kept(settings, holds):
 
 def test_recomputing_rises_from_none():
     plan = next(plan for plan in legal() if plan.pipeline is not None)
-    ladder = recomputing_more(config(), plan, "cpu")
+    ladder = memory_fallbacks(config(), plan, "cpu")
     assert ladder[0] == plan
     assert [(rung.remat, rung.pipeline.keep_residuals) for rung in ladder] == [
         (remat, keep) for keep in (True, False) for remat in ("none", "selective", "dots", "full")]
     fixed = next(plan for plan in legal(remat="dots", stage_residuals="keep") if plan.pipeline is not None)
-    assert recomputing_more(config(remat="dots", stage_residuals="keep"), fixed, "cpu") == [fixed]
+    assert memory_fallbacks(config(remat="dots", stage_residuals="keep"), fixed, "cpu") == [fixed]
     assert fixed.remat == "dots"
 
 
@@ -103,11 +103,11 @@ def test_the_hosts_memory_comes_last_and_on_gpus_alone():
     staged = next(plan for plan in legal() if plan.pipeline is not None)
     plan = next(plan for plan in legal() if plan.pipeline is None)
     policies = ["none", "selective", "dots", "full"]
-    assert {rung.offload for rung in recomputing_more(config(), plan, "cpu")} == {"none"}
-    assert [(rung.offload, rung.remat) for rung in recomputing_more(config(), plan, "gpu")] == [
+    assert {rung.offload for rung in memory_fallbacks(config(), plan, "cpu")} == {"none"}
+    assert [(rung.offload, rung.remat) for rung in memory_fallbacks(config(), plan, "gpu")] == [
         *(("none", remat) for remat in policies), ("activations", "full"), *(("optimizer", remat) for remat in policies), ("all", "full")]
-    assert {rung.offload for rung in recomputing_more(config(), staged, "gpu")} == {"none", "optimizer"}
-    assert {rung.offload for rung in recomputing_more(config(offload="none"), plan, "gpu")} == {"none"}
+    assert {rung.offload for rung in memory_fallbacks(config(), staged, "gpu")} == {"none", "optimizer"}
+    assert {rung.offload for rung in memory_fallbacks(config(offload="none"), plan, "gpu")} == {"none"}
 
 
 def test_layouts_are_offloaded_as_asked():

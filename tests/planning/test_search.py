@@ -13,7 +13,7 @@ from optimus_jax.planning.cost.cost import COMMUNICATION
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.records import Record, calibration_of
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.search.assemble import recomputing_more
+from optimus_jax.planning.search.assemble import memory_fallbacks
 from optimus_jax.planning.search.layouts import layouts
 from optimus_jax.planning.search.search import Candidate, Pricing, fits, search
 
@@ -35,7 +35,7 @@ def test_the_best_are_those_of_an_exhaustive_search(gib):
     times: dict[object, float] = {}
     for layout in layouts(pricing.config, pricing.cluster.topology()):
         if isinstance(layout, Plan):
-            fitting = [plan for plan in recomputing_more(pricing.config, layout, "gpu") if fits(pricing.memory(plan), pricing.cluster)]
+            fitting = [plan for plan in memory_fallbacks(pricing.config, layout, "gpu") if fits(pricing.memory(plan), pricing.cluster)]
             for plan in fitting:
                 if plan.offload == fitting[0].offload:  # the host's memory is used where nothing fits without it
                     kind = (plan.axes, plan.rules, plan.pipeline and plan.pipeline.repeats)

@@ -247,7 +247,7 @@ def test_batches_that_one_process_cannot_make_are_waited_for_by_none(monkeypatch
             raise OSError("the file is gone")
         yield None
 
-    monkeypatch.setattr(trainer_module, "of_all_processes", lambda number: [number, int(several_processes)])
+    monkeypatch.setattr(trainer_module, "gather_from_all", lambda number: [number, int(several_processes)])
     loop = Loop(monkeypatch, several_processes=several_processes)
     object.__setattr__(loop.trainer, "eval_batches", cut)
     loop.trainer.program.eval_step = lambda params, batch: (Scalar(8), Scalar(4))

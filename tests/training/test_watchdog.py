@@ -14,7 +14,7 @@ from test_progress import Clock, record
 from optimus_jax.config import FaultConfig
 from optimus_jax.config.running import LEAST_SILENCE_S
 from optimus_jax.errors import ConfigError, FaultError
-from optimus_jax.faults.heartbeat import Peer, SignsOfLife
+from optimus_jax.faults.heartbeat import Heartbeats, Peer
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import TERMINATING
 from optimus_jax.faults.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
@@ -33,8 +33,8 @@ def watchdog(clock, tmp_path, peers=None, **more):
     """Of a process that is at step 1 of its first steps, beside others if peers are given."""
     progress = Progress(clock)
     progress.begin("step")
-    signs = None if peers is None else SimpleNamespace(peers=peers, process=0, end=lambda *_: None)
-    return progress, Watchdog(tmp_path, progress, SETTINGS, signs=signs, clock=clock, **more)
+    heartbeats = None if peers is None else SimpleNamespace(peers=peers, process=0, end=lambda *_: None)
+    return progress, Watchdog(tmp_path, progress, SETTINGS, heartbeats=heartbeats, clock=clock, **more)
 
 
 def passed(watchdog, clock, seconds):
@@ -123,7 +123,7 @@ def test_a_silent_process_is_noticed_and_an_unknown_one_is_not(clock, tmp_path):
     _, dog = watchdog(clock, tmp_path, peers)
     assert passed(dog, clock, 3) is None
     peers[1] = Peer(process=2, is_known=True, silent_s=31.0, host="there")
-    assert passed(dog, clock, 1) == "process 2 on there has given no sign of life for 31 s"
+    assert passed(dog, clock, 1) == "process 2 on there has given no heartbeat for 31 s"
 
 
 def test_a_failed_process_is_followed_a_little_later(clock, tmp_path):
@@ -147,8 +147,8 @@ def test_it_ends_as_the_process_ended_that_failed(clock, tmp_path, capfd, exit_c
 
 @pytest.mark.parametrize(("failure", "exit_code"), [(ConfigError("a typo"), 2), (FaultError("the network"), 75), (ValueError("a mistake of ours"), 75)])
 def test_others_hear_how_a_process_ends(clock, tmp_path, failure, exit_code):
-    signs = SignsOfLife(tmp_path, 1, 2, Progress(clock))
-    dog = Watchdog(tmp_path, Progress(clock), SETTINGS, process=1, signs=signs, clock=clock)
+    heartbeats = Heartbeats(tmp_path, 1, 2, Progress(clock))
+    dog = Watchdog(tmp_path, Progress(clock), SETTINGS, process=1, heartbeats=heartbeats, clock=clock)
     dog.start()
     dog.close(failure)
     said = json.loads((tmp_path / "progress" / "1.json").read_text())
@@ -159,8 +159,8 @@ def test_who_has_an_error_of_its_own_is_not_ended_for_another_s(tmp_path, monkey
     """Process 0 stays for the others, and one that has failed too would be a reason to end it before it has said anything."""
     now, codes, watching = Clock(), [], []
     failed = Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")
-    signs = SimpleNamespace(peers=[failed], process=0, start=lambda: None, close=lambda: None, end=lambda *_: None)
-    dog = Watchdog(tmp_path, Progress(now), SETTINGS, signs=signs, clock=now, exit=codes.append)
+    heartbeats = SimpleNamespace(peers=[failed], process=0, start=lambda: None, close=lambda: None, end=lambda *_: None)
+    dog = Watchdog(tmp_path, Progress(now), SETTINGS, heartbeats=heartbeats, clock=now, exit=codes.append)
     monkeypatch.setattr(dog, "_linger", lambda: watching.append(dog._thread.is_alive()))
     dog.start()
     dog.close(ConfigError("a typo"))

@@ -14,7 +14,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import DATA, FSDP, HEADS, MLP, PIPE, TENSOR, VOCAB, AxisSizes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.implementation_profile import Style
+from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.operators import LayerShape
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
         return VOCABULARY if self.part == "head" else self.axes[0]
 
 
-def exchanges(model: ModelConfig, plan: Plan, layer: LayerShape, style: Style) -> list[Exchange]:
+def exchanges(model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
     """All that a step of `plan` exchanges; `layer` is what a device sees of a layer."""
     rules = plan.active_rules(model)
     vocab = _vocab_axes(rules, style)
@@ -63,7 +63,7 @@ def exchanges(model: ModelConfig, plan: Plan, layer: LayerShape, style: Style) -
     return found
 
 
-def _over_tensor(plan: Plan, blocks: list[str], layer: LayerShape, style: Style) -> list[Exchange]:
+def _over_tensor(plan: Plan, blocks: list[str], layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
     """After each of the blocks whose matrices are split: forward its result, backward the gradient of its argument."""
     again = 0
     if plan.remat in ("dots", "full") or (plan.pipeline is not None and not plan.pipeline.keep_residuals):
@@ -78,7 +78,7 @@ def _summed_bytes(plan: Plan, layer: LayerShape) -> float:
     return layer.stream_bytes * (F32_BYTES / layer.width if plan.precision == "f16" else 1)  # mesh/formats.py
 
 
-def _over_fsdp(plan: Plan, layer: LayerShape, style: Style) -> list[Exchange]:
+def _over_fsdp(plan: Plan, layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
     """Gathers of a layer's matrices, cast, and scatters of their gradient, in float32."""
     weights, hides = layer.attention_weights + layer.mlp_weights, style.fsdp_hides
     scatter = Exchange("reduce-scatter", (FSDP,), "layer backward", weights * F32_BYTES, 1, hides)
@@ -90,7 +90,7 @@ def _over_fsdp(plan: Plan, layer: LayerShape, style: Style) -> list[Exchange]:
             Exchange("all-gather", (FSDP,), "layer backward", weights * layer.width, again, hides), scatter]
 
 
-def _in_head(plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: Style) -> list[Exchange]:
+def _in_head(plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
     """Embedded tokens, the gradient of the last hidden state, and the loss's sums; with stages, what the last has and the first gets."""
     found = []
     if vocab:
@@ -101,7 +101,7 @@ def _in_head(plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: Style
     return found
 
 
-def _in_step(model: ModelConfig, plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: Style) -> list[Exchange]:
+def _in_step(model: ModelConfig, plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
     """Gradients between replicas, and what ZeRO puts together again."""
     axes, outer = plan.axes, _outer_params(model, plan, vocab, style)
     params = layer_params(model, plan, layer) + outer
@@ -127,17 +127,17 @@ def layer_params(model: ModelConfig, plan: Plan, layer: LayerShape) -> float:
     return num_layers * (layer.attention_weights + layer.mlp_weights)
 
 
-def outer_params(model: ModelConfig, plan: Plan, style: Style) -> float:
+def outer_params(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> float:
     """The same outside the layers, on the device that has most."""
     return _outer_params(model, plan, _vocab_axes(plan.active_rules(model), style), style)
 
 
-def _outer_params(model: ModelConfig, plan: Plan, vocab: tuple[str, ...], style: Style) -> float:
+def _outer_params(model: ModelConfig, plan: Plan, vocab: tuple[str, ...], style: ImplementationProfile) -> float:
     tables = 1 if model.tied or (plan.pipeline is not None and not style.head_shared) else 2
     return tables * model.vocab_size / math.prod([plan.axes[axis] for axis in vocab]) * model.embed_dim
 
 
-def _vocab_axes(rules: Mapping[str, tuple[str, ...]], style: Style) -> tuple[str, ...]:
+def _vocab_axes(rules: Mapping[str, tuple[str, ...]], style: ImplementationProfile) -> tuple[str, ...]:
     axes = rules.get(VOCAB, ())
     return axes if style.head_shared else tuple(axis for axis in axes if axis != PIPE)
 

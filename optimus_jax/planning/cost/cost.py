@@ -25,7 +25,7 @@ from optimus_jax.planning.cost.communication import (
     wires,
 )
 from optimus_jax.planning.cost.corrections import spread
-from optimus_jax.planning.cost.implementation_profile import OURS, Style
+from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.pipeline_time import count_ticks
 from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
 from optimus_jax.planning.cost.stage_time import F32_BYTES, head_rows, head_time, layer_shape, layer_time, place_of
@@ -85,7 +85,7 @@ class Prediction:
 
 
 def predict(model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, *, seq_len: int, global_batch: int,
-            style: Style = OURS) -> Prediction:
+            style: ImplementationProfile = OURS) -> Prediction:
     """The time of a step of `plan` on `cluster`, whose devices are as fast as `rates` says.
 
     Raises:
@@ -110,7 +110,7 @@ def shares_of(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def term_times(model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, *, seq_len: int, global_batch: int,
-               style: Style = OURS) -> dict[str, float]:
+               style: ImplementationProfile = OURS) -> dict[str, float]:
     """Seconds of every term of `predict`, without words: what a search asks of thousands of plans. Raises what `predict` raises."""
     return _Step(model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch).times()
 
@@ -118,7 +118,7 @@ def term_times(model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, *
 class _Step:
     """One step's times; everything is one device's, on the critical path."""
 
-    def __init__(self, model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, style: Style, *, seq_len: int, global_batch: int):
+    def __init__(self, model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, style: ImplementationProfile, *, seq_len: int, global_batch: int):
         self.model, self.plan, self.cluster, self.rates, self.style = model, plan, cluster, rates, style
         self.shape = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
         self.place = place_of(self.shape, plan.axes.tensor)

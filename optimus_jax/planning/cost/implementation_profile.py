@@ -1,7 +1,7 @@
 """What one implementation of training does and another does not, as far as time goes.
 
 The time model is one; what differs between this project's step and, say, Megatron-LM's is a value of
-`Style`. So measurements of another framework can be priced by the functions that price our plans, and what
+`ImplementationProfile`. So measurements of another framework can be priced by the functions that price our plans, and what
 they say about a GPU carries over.
 
 A *pass* is one reading or writing of an array. Passes are counted by hand from the code that they speak of:
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Style:
+class ImplementationProfile:
     """How an implementation computes a step; one of the values below, compared by identity."""
 
     name: str
@@ -59,7 +59,7 @@ class Style:
     """Whether a vocabulary that is not split is padded to a multiple of 8 too."""
 
 
-OURS = Style(
+OURS = ImplementationProfile(
     name="optimus_jax", causal_share=None, score_bytes=(18.0, 24.0), stream_passes=(8.0, 14.0), hidden_passes=(2.0, 5.0),
     weight_bytes=18.0, logit_bytes=24.0, optimizer_bytes=36.0, layer_kernels=(16.0, 34.0), collective_kernels=2.0, head_kernels=20.0,
     softmax_multiple=1, plain_softmax_kernels=0.0, plain_softmax_bytes=0.0, launched_by_interpreter=False, gradient_bytes=4,
@@ -67,7 +67,7 @@ OURS = Style(
 """This project: float32 weights cast at use, gradients and moments in
 float32 (28 bytes for Adam, 8 for norm and clipping)."""
 
-MEGATRON = Style(
+MEGATRON = ImplementationProfile(
     name="Megatron-LM", causal_share=1.0, score_bytes=(13.0, 19.0), stream_passes=(11.0, 15.0), hidden_passes=(2.0, 4.0),
     weight_bytes=6.0, logit_bytes=30.0, optimizer_bytes=36.0, layer_kernels=(28.0, 52.0), collective_kernels=3.0, head_kernels=60.0,
     softmax_multiple=4, plain_softmax_kernels=13.0, plain_softmax_bytes=15.0, launched_by_interpreter=True, gradient_bytes=2,

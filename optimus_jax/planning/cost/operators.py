@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from optimus_jax.models.flops import computed_pairs
-from optimus_jax.planning.cost.implementation_profile import Style
+from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.cost.work import Work, matmul
 
@@ -85,7 +85,7 @@ class LayerWork(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_work(shape: LayerShape, style: Style) -> LayerWork:
+def layer_work(shape: LayerShape, style: ImplementationProfile) -> LayerWork:
     """The work of a layer."""
     query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
     up = shape.mlp * (2 if shape.gated else 1)
@@ -97,7 +97,7 @@ def layer_work(shape: LayerShape, style: Style) -> LayerWork:
                      matmul(shape.tokens, shape.mlp, shape.embed))
 
 
-def _block(shape: LayerShape, style: Style, matrices: tuple[tuple[int, int], ...], *, hidden: int, weights: int) -> tuple[Work, Work]:
+def _block(shape: LayerShape, style: ImplementationProfile, matrices: tuple[tuple[int, int], ...], *, hidden: int, weights: int) -> tuple[Work, Work]:
     """Forward and backward of products with `matrices`, and of half of a layer's passes over the stream and kernels."""
     forward, backward = (
         Work(num_bytes=shape.tokens * shape.width * (style.stream_passes[way] / 2 * shape.embed + style.hidden_passes[way] * hidden),
@@ -109,7 +109,7 @@ def _block(shape: LayerShape, style: Style, matrices: tuple[tuple[int, int], ...
     return forward, backward
 
 
-def _core(shape: LayerShape, style: Style) -> tuple[Work, Work]:
+def _core(shape: LayerShape, style: ImplementationProfile) -> tuple[Work, Work]:
     """Softmax(q k) v, forward and backward."""
     matrices, length = shape.rows * shape.heads, shape.seq_len
     if shape.fused_attention:
@@ -126,7 +126,7 @@ def _core(shape: LayerShape, style: Style) -> tuple[Work, Work]:
 
 
 @lru_cache(maxsize=1 << 14)
-def head_work(tokens: float, embed: int, vocab: int, width: int, style: Style) -> Work:
+def head_work(tokens: float, embed: int, vocab: int, width: int, style: ImplementationProfile) -> Work:
     """Embedding, head and loss of a microbatch, forward and backward, with `vocab` of the vocabulary's rows."""
     products = matmul(tokens, embed, vocab) + matmul(tokens, vocab, embed) + matmul(embed, tokens, vocab)
     return products + Work(num_bytes=tokens * (vocab * style.logit_bytes + STREAM_PASSES_OF_HEAD * embed * width), kernels=style.head_kernels)
@@ -141,7 +141,7 @@ def device_time(work: Work, rates: Rates, *, f32: bool, aligned: bool = True) ->
                       work.num_bytes / (rates.memory_bytes_per_s * rates.pass_share))
 
 
-def with_launches(device_s: float, kernels: float, rates: Rates, style: Style) -> float:
+def with_launches(device_s: float, kernels: float, rates: Rates, style: ImplementationProfile) -> float:
     """Seconds of work on a device whose host launches it: at least the longer of both, at most their sum.
 
     Launches run ahead of the device only while nothing waits for its results: a norm of both times lies between.

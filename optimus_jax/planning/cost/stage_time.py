@@ -12,7 +12,7 @@ from optimus_jax.mesh.axes import HEADS, KV_HEADS, MLP, PIPE, VOCAB
 from optimus_jax.models.families import family_of
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.corrections import factor
-from optimus_jax.planning.cost.implementation_profile import Style
+from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.operators import (
     ALIGNMENT,
     LayerShape,
@@ -62,7 +62,7 @@ def layer_shape(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: i
 
 @lru_cache(maxsize=1 << 14)
 def layer_time(shape: LayerShape, place: Place, remat: RematPolicy, twice: bool, collectives: tuple[float, float], rates: Rates,
-               style: Style) -> LayerTime:
+               style: ImplementationProfile) -> LayerTime:
     """The time of a layer.
 
     Args:
@@ -84,7 +84,7 @@ def layer_time(shape: LayerShape, place: Place, remat: RematPolicy, twice: bool,
         forward=scale * launched[0], backward=scale * launched[1])
 
 
-def _again(remat: RematPolicy, work: LayerWork, forward: Work, style: Style) -> Work:
+def _again(remat: RematPolicy, work: LayerWork, forward: Work, style: ImplementationProfile) -> Work:
     """What backward computes again of a layer, beyond norms and activations, which its own passes contain."""
     match remat:
         case "selective":
@@ -97,14 +97,14 @@ def _again(remat: RematPolicy, work: LayerWork, forward: Work, style: Style) -> 
 
 
 @lru_cache(maxsize=1 << 14)
-def head_time(tokens: float, embed: int, vocab: int, width: int, place: Place, rates: Rates, style: Style) -> float:
+def head_time(tokens: float, embed: int, vocab: int, width: int, place: Place, rates: Rates, style: ImplementationProfile) -> float:
     """Embedding, head and loss of one microbatch, forward and backward, with `vocab` of the vocabulary's rows."""
     work = head_work(tokens, embed, vocab, width, style)
     device_s = device_time(work, rates, f32=width == F32_BYTES, aligned=vocab % ALIGNMENT == 0).total
     return factor(rates, HEAD, place) * with_launches(device_s, work.kernels, rates, style)
 
 
-def head_rows(model: ModelConfig, plan: Plan, style: Style) -> int:
+def head_rows(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> int:
     """Rows of the vocabulary that a device with a head computes."""
     ways = math.prod([plan.axes[axis] for axis in plan.active_rules(model).get(VOCAB, ()) if style.head_shared or axis != PIPE])
     vocab = plan.padded_vocab(model) if style.pads_whole_vocab or ways > 1 else model.vocab_size

@@ -16,7 +16,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.corrections import likeness
 from optimus_jax.planning.cost.cost import Prediction, predict
-from optimus_jax.planning.cost.implementation_profile import OURS, Style
+from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.rates import OPERATORS, Correction, Place, Rates
 from optimus_jax.planning.cost.stage_time import layer_shape, place_of
 from optimus_jax.planning.profiles.cluster import Cluster
@@ -60,7 +60,7 @@ class Sample:
     """Examples of a step."""
     step_time_s: float
     """Measured seconds."""
-    style: Style = OURS
+    style: ImplementationProfile = OURS
     """Of the implementation that ran."""
 
     def predicted(self, rates: Rates) -> Prediction:

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from optimus_jax.cluster.distributed import of_first_process
+from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config.settings import build
 from optimus_jax.devices.hosts import count_hosts, devices_by_host
 from optimus_jax.errors import ConfigError
@@ -155,7 +155,7 @@ def profile_hardware(devices: Devices | None = None, *, progress: Progress | Non
                                probed=probed, fits=fit_collectives(probed.collectives), nvml=kept.nvml)
     if jax.process_index() == 0:
         write_whole(kept.path, measured.to_json(), "the hardware profile")
-    return HardwareProfile.from_json(of_first_process(measured.to_json()))
+    return HardwareProfile.from_json(broadcast_from_0(measured.to_json()))
 
 
 def kept_profile(devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None) -> HardwareProfile | None:
@@ -189,7 +189,7 @@ class _Kept:
     def read(self) -> HardwareProfile | None:
         """What the first process finds there."""
         found = _read(self.path, self.setting) if jax.process_index() == 0 else None
-        text = of_first_process("" if found is None else found.to_json())
+        text = broadcast_from_0("" if found is None else found.to_json())
         return HardwareProfile.from_json(text) if text else None
 
 

@@ -106,7 +106,7 @@ def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: T
     return config.parallel.loss_chunk_tokens or whole * math.prod(axes[axis] for axis in dict(rules).get(VOCAB, ()))
 
 
-def recomputing_more(config: Config, plan: Plan, platform: str) -> list[Plan]:
+def memory_fallbacks(config: Config, plan: Plan, platform: str) -> list[Plan]:
     """`plan` and, in rising order of work, what it becomes where the user left open what is computed again or lies on the host.
 
     Needs of memory fall along remat policies; then the same again with more on the host, which is slow, so that it is asked only where nothing else fits.

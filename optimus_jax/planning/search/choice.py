@@ -18,7 +18,7 @@ from optimus_jax.mesh.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes, check_dev
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
-from optimus_jax.planning.search.assemble import DEFAULT_ZERO, can_offload, check_words, plan_for, recomputing_more
+from optimus_jax.planning.search.assemble import DEFAULT_ZERO, can_offload, check_words, memory_fallbacks, plan_for
 from optimus_jax.planning.search.divisibility import divisibility, near_batches
 from optimus_jax.planning.search.divisors import divisors
 from optimus_jax.planning.search.explain import gib, why_best
@@ -74,7 +74,7 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
     """The plan with these axis sizes that recomputes the least and is estimated to fit."""
     least = plan_for(config, axes, topology)
     least.validate(config.model, global_batch=config.data.global_batch)
-    for plan in recomputing_more(config, least, topology.platform):
+    for plan in memory_fallbacks(config, least, topology.platform):
         memory = _estimate(config, plan)
         if fits(memory, topology):
             return Choice(plan=plan, memory=memory, why=why)

@@ -1,7 +1,7 @@
 """Every legal layout of a model on a number of devices, and why the others are not.
 
 A layout is a Plan that recomputes as little as can be; what more recomputing makes of it is
-`assemble.recomputing_more`. Enumerated are axis sizes, which of a layer's two halves the tensor
+`assemble.memory_fallbacks`. Enumerated are axis sizes, which of a layer's two halves the tensor
 axis splits, the ZeRO stage, the schedule and its repeats, and microbatches: all that a homogeneous
 decoder leaves open. What the user fixed is kept.
 

@@ -17,7 +17,7 @@ from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.search.assemble import recomputing_more
+from optimus_jax.planning.search.assemble import memory_fallbacks
 from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.layouts import Rejection, layouts
 
@@ -75,7 +75,7 @@ class Pricing:
 
     def fitting(self, layout: Plan) -> Candidate | Rejection:
         """The layout with the least recomputing that fits."""
-        for plan in recomputing_more(self.config, layout, self.cluster.accelerator.platform):
+        for plan in memory_fallbacks(self.config, layout, self.cluster.accelerator.platform):
             memory = self.memory(plan)
             if fits(memory, self.cluster):
                 return Candidate(plan=plan, prediction=self.predicted(plan), memory=memory)

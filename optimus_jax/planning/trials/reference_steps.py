@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from optimus_jax.cluster.distributed import of_first_process
+from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import Config
 from optimus_jax.config.settings import with_right_types
 from optimus_jax.errors import ConfigError, PlanError
@@ -93,7 +93,7 @@ def time_reference_steps(topology: Topology, *, progress: Progress | None = None
     for number in agenda.through("training step", [(number,) for number in range(len(legal))]):
         config, plan, settings = legal[number[0]]
         time_s = _undisturbed_s(run_trial(config, plan, num_steps=NUM_STEPS), topology)
-        steps.append(ReferenceStep(settings=settings, step_time_s=float(of_first_process(repr(time_s)))))
+        steps.append(ReferenceStep(settings=settings, step_time_s=float(broadcast_from_0(repr(time_s)))))
     if agenda.num_left_out:
         warnings.warn(f"{agenda.num_left_out} of {len(legal)} training steps were left out for want of time: is this machine busy? "
                       "Measure it again when it is not, with scripts/plan.py --profile", stacklevel=2)
@@ -116,7 +116,7 @@ def path_of(profile: Path, topology: Topology) -> Path:
 
 def read_steps(path: Path) -> tuple[ReferenceStep, ...]:
     """Those that the first process finds there; none if there is no such file. One that cannot be used is a warning. Every process calls it."""
-    text = of_first_process(path.read_text(encoding="utf-8") if jax.process_index() == 0 and path.is_file() else "")
+    text = broadcast_from_0(path.read_text(encoding="utf-8") if jax.process_index() == 0 and path.is_file() else "")
     if not text:
         return ()
     try:

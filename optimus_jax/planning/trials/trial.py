@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optimus_jax.cluster.distributed import of_all_processes
+from optimus_jax.cluster.distributed import gather_from_all
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.build import build_mesh
@@ -55,7 +55,7 @@ def run_trial(config: Config, plan: Plan, *, num_steps: int, bytes_per_device: i
     step = program.train_step.lower(abstract, batch).compile()
     compile_s = time.perf_counter() - started
     allocated = check_executable(step.memory_analysis(), bytes_per_device)
-    if not all(of_all_processes(allocated.fits is not False)):
+    if not all(gather_from_all(allocated.fits is not False)):
         raise PlanError(explain(f"the compiled step needs {gib(allocated.total_bytes)} per device, {gib(bytes_per_device or 0)} are there",
                                 given=plan.describe(), do="leave this plan out"))
     state, wall, cpu = program.init(jnp.int32(config.seed)), [], []

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.errors import RunDirectoryError
-from optimus_jax.faults.heartbeat import BEAT_S, LONGEST_S, MOST_WATCHED, Peer, SignsOfLife
+from optimus_jax.faults.heartbeat import BEAT_S, LONGEST_S, MOST_WATCHED, Heartbeats, Peer
 from optimus_jax.faults.progress import Progress
 
 
@@ -20,11 +20,11 @@ class Clock:
 def pair(tmp_path):
     (tmp_path / "progress").mkdir()
     clock = Clock()
-    return clock, [SignsOfLife(tmp_path, number, 2, Progress(clock), clock=clock) for number in range(2)]
+    return clock, [Heartbeats(tmp_path, number, 2, Progress(clock), clock=clock) for number in range(2)]
 
 
-def other(signs):
-    (peer,) = signs.peers
+def other(heartbeats):
+    (peer,) = heartbeats.peers
     return peer
 
 
@@ -110,23 +110,23 @@ def test_who_cannot_give_a_first_sign_does_not_begin(pair, tmp_path):
 
 
 def test_of_a_row_of_failures_the_first_is_told(tmp_path, capfd):
-    signs, place = SignsOfLife(tmp_path, 0, 2, Progress()), tmp_path / "progress"
-    signs.start()
-    signs.close()
+    heartbeats, place = Heartbeats(tmp_path, 0, 2, Progress()), tmp_path / "progress"
+    heartbeats.start()
+    heartbeats.close()
     (sign,) = place.iterdir()
     for _ in range(2):
         sign.unlink()
         sign.mkdir()
-        signs.beat()
-        signs.end("failed", "why")
+        heartbeats.beat()
+        heartbeats.end("failed", "why")
         told = capfd.readouterr().err
-        assert (told.count("warning: "), f"no sign of life can be written to {sign}: Is a directory" in told) == (1, True)
+        assert (told.count("warning: "), f"no heartbeat can be written to {sign}: Is a directory" in told) == (1, True)
         sign.rmdir()
-        signs.beat()
+        heartbeats.beat()
         assert capfd.readouterr().err == ""
 
 
 def test_many_processes_watch_those_behind_them_and_the_first(tmp_path):
-    signs = SignsOfLife(tmp_path, 990, 1000, Progress())
-    signs.beat()
-    assert [peer.process for peer in signs.peers] == sorted([*range(991, 1000), *range(MOST_WATCHED - 9)])
+    heartbeats = Heartbeats(tmp_path, 990, 1000, Progress())
+    heartbeats.beat()
+    assert [peer.process for peer in heartbeats.peers] == sorted([*range(991, 1000), *range(MOST_WATCHED - 9)])

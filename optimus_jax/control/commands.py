@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from optimus_jax.cluster.distributed import of_first_process
+from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.plan import Plan
 
 PAUSE_S, MOST_STEPS = 1.0, 8
@@ -22,7 +22,7 @@ Kind = Literal["prepare", "look", "go", "withdraw", "keep", "take back", "probe"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Command:
     """What is to be done."""
 
     kind: Kind
@@ -44,37 +44,37 @@ class Order:
                 "worth_s": self.worth_s, "why": self.why}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Order":
+    def from_json(cls, value: dict[str, Any]) -> "Command":
         """The inverse of `as_json`."""
         return cls(kind=value["kind"], plan=value["plan"] and Plan.from_json(value["plan"]), without=frozenset(value["without"]),
                    at_step=value["at_step"], anew=value["anew"], worth_s=value["worth_s"], why=value["why"])
 
 
-class Council:
+class CommandBroadcast:
     """Orders of the first process that have not been heard yet."""
 
     def __init__(self) -> None:
-        self._orders: list[Order] = []
+        self._commands: list[Command] = []
         self._next_step = 0
 
-    def give(self, order: Order) -> None:
+    def send(self, command: Command) -> None:
         """To be heard at the next council; who asks for the same twice is heard once. Only the first process's orders count."""
-        if order not in self._orders:
-            self._orders.append(order)
+        if command not in self._commands:
+            self._commands.append(command)
 
-    def take_back(self, kind: Kind) -> None:
+    def cancel(self, kind: Kind) -> None:
         """Orders of this kind that have not been heard are not given."""
-        self._orders = [order for order in self._orders if order.kind != kind]
+        self._commands = [command for command in self._commands if command.kind != kind]
 
     def forget(self) -> None:
         """No order that has not been heard is given."""
-        self._orders.clear()
+        self._commands.clear()
 
     def is_held(self, step: int) -> bool:
         """Whether processes speak at the boundary after this step; the same answer in every process."""
         return jax.process_count() == 1 or step >= self._next_step
 
-    def hear(self, step: int, step_times_s: Collection[float]) -> Iterable[Order]:
+    def receive(self, step: int, step_times_s: Collection[float]) -> Iterable[Command]:
         """The orders given since the last council, oldest first, the same in every process; all have to call it, when a council is held.
 
         Who is alone also hears what is given meanwhile.
@@ -85,13 +85,13 @@ class Council:
         """
         if jax.process_count() == 1:
             return self._own()
-        orders, self._orders = self._orders, []
+        commands, self._commands = self._commands, []
         step_time_s = max(statistics.median(step_times_s), 1e-9) if step_times_s else PAUSE_S / MOST_STEPS
         pause = min(MOST_STEPS, max(1, math.ceil(PAUSE_S / step_time_s)))
-        heard = json.loads(of_first_process(json.dumps({"orders": [order.as_json() for order in orders], "pause": pause})))
+        heard = json.loads(broadcast_from_0(json.dumps({"commands": [command.as_json() for command in commands], "pause": pause})))
         self._next_step = step + heard["pause"]
-        return tuple(map(Order.from_json, heard["orders"]))
+        return tuple(map(Command.from_json, heard["commands"]))
 
-    def _own(self) -> Iterator[Order]:
-        while self._orders:
-            yield self._orders.pop(0)
+    def _own(self) -> Iterator[Command]:
+        while self._commands:
+            yield self._commands.pop(0)

@@ -13,7 +13,7 @@ import jax
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import PUZZLED_STEPS, Advisor
 from optimus_jax.control.canary import Verdict, is_clearly_slower, judge
-from optimus_jax.control.council import Council, Order
+from optimus_jax.control.commands import Command, CommandBroadcast
 from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.underway import Trial, Upcoming, excess_s
@@ -28,7 +28,7 @@ STEADY = 1.5
 """Steps that take no more than so many times what they took when a plan was chosen, nor less by as much, are taken for the same: compiling beside them explains that."""
 
 
-class Chair:
+class Coordinator:
     """Of one run.
 
     Args:
@@ -42,14 +42,14 @@ class Chair:
       display: where they are shown.
     """
 
-    def __init__(self, *, mode: Mode, settings: ControlConfig, num_steps: int, advisor: Advisor, council: Council, remarks: Callable[[], Mapping[str, Any]],
+    def __init__(self, *, mode: Mode, settings: ControlConfig, num_steps: int, advisor: Advisor, commands: CommandBroadcast, remarks: Callable[[], Mapping[str, Any]],
                  run: RunDirectory, display: Display) -> None:
         self.decision: Decision | None = None
         """The switch that is being prepared; None: none is, or another process decided it."""
         self.verdict: Verdict | None = None
         """Of a trial, while other processes have not heard it."""
         self._mode, self._settings, self._num_steps = mode, settings, num_steps
-        self._advisor, self._council, self._remarks, self._run, self._display = advisor, council, remarks, run, display
+        self._advisor, self._commands, self._remarks, self._run, self._display = advisor, commands, remarks, run, display
         self._decided_among_s: tuple[float, ...] = ()
         """The newest step times when the decision was made."""
         self._probed_of_s: float | None = None
@@ -72,7 +72,7 @@ class Chair:
             return  # what is decided now would be of a plan that the run is about to leave
         if self._advisor.wants_probe:
             is_news = self._advisor.changed_s != self._probed_of_s
-            self._council.give(Order(kind="probe", anew=is_news, worth_s=self._advisor.probe_worth_s if is_news else 0.0))
+            self._commands.send(Command(kind="probe", anew=is_news, worth_s=self._advisor.probe_worth_s if is_news else 0.0))
             self._probed_of_s = self._advisor.changed_s
         decision = self._decided(observation)
         if decision is not None:
@@ -92,7 +92,7 @@ class Chair:
         return last_times_s[-max(1, min(self._advisor.steps_alike, newest)):]
 
     @property
-    def foretold_s(self) -> float:
+    def predicted_s(self) -> float:
         """Predicted step time of the plan decided on; NaN where another process decided."""
         chosen = [each.step_time_s for each in self.decision.alternatives if each.verdict == CHOSEN] if self.decision is not None else []
         return chosen[0] if chosen else float("nan")
@@ -146,11 +146,11 @@ class Chair:
             return
         verdict = judge(
             times_s, losses=[record.loss for record in trial.records], before_s=trial.before_s,
-            foretold_s=trial.foretold_s, steps_left=self._num_steps - step, back_s=sum(trial.costs_s.values()))
+            predicted_s=trial.predicted_s, steps_left=self._num_steps - step, back_s=sum(trial.costs_s.values()))
         if is_over or not verdict.keep:
             self.verdict = verdict
             self._advisor.charge(excess_s(times_s))
-            self._council.give(Order(kind="keep" if verdict.keep else "take back", why=verdict.why))
+            self._commands.send(Command(kind="keep" if verdict.keep else "take back", why=verdict.why))
 
     def _decided(self, observation: Observation) -> Decision | None:
         """What the advisor says. A mistake in it costs the run its controller, and not its steps."""
@@ -161,7 +161,7 @@ class Chair:
             why = f"the controller has failed and decides nothing more ({type(error).__name__}: {error}); this is a defect of optimus_jax"
             self._run.log_event("decision", observation.step, action="stay", plan=None, layout=None, why=why, traceback=traceback.format_exc())
             self._display.message(why)
-            self._council.give(Order(kind="withdraw", why=why))
+            self._commands.send(Command(kind="withdraw", why=why))
             return None
 
     def _announce(self, decision: Decision) -> None:
@@ -173,26 +173,26 @@ class Chair:
     def _act_on(self, decision: Decision, last_times_s: tuple[float, ...]) -> None:
         if decision.plan is not None:
             self.decision, self._decided_among_s = decision, last_times_s[-NEWEST_STEPS:]
-            self._council.give(Order(kind="prepare", plan=decision.plan, without=decision.without, at_step=decision.at_step, why=decision.why))
+            self._commands.send(Command(kind="prepare", plan=decision.plan, without=decision.without, at_step=decision.at_step, why=decision.why))
         elif self.decision is not None:
             self.decision = None
-            self._council.give(Order(kind="withdraw", why=decision.why))
+            self._commands.send(Command(kind="withdraw", why=decision.why))
 
     def _consider_going(self, upcoming: Upcoming, step: int, last_times_s: tuple[float, ...]) -> None:
         """Whether what was decided some time ago is still to be done, now that it is ready.
 
         On cores that are the devices the advisor was not shown steps while it was compiled. If they are others than they were, why has to be known first.
         """
-        decision, plan = self.decision, upcoming.order.plan
+        decision, plan = self.decision, upcoming.command.plan
         if decision is None or decision.plan != plan or upcoming.may_go or not upcoming.preparation.is_done:
             return
-        self._council.take_back("go")  # steps may have changed since it was given
+        self._commands.cancel("go")  # steps may have changed since it was given
         if decision.mandatory or self._is_steady(last_times_s[-NEWEST_STEPS:]):
-            self._council.give(Order(kind="go", plan=plan))
+            self._commands.send(Command(kind="go", plan=plan))
         elif upcoming.looks_since is None:
-            self._council.give(Order(kind="look", plan=plan))
+            self._commands.send(Command(kind="look", plan=plan))
         elif self._is_as_it_was(step - upcoming.looks_since):
-            self._council.give(Order(kind="go", plan=plan))
+            self._commands.send(Command(kind="go", plan=plan))
 
     def _is_steady(self, newest_s: tuple[float, ...]) -> bool:
         """Whether each of the last steps, beside the compilation, was about as long as those before it."""

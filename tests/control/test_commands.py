@@ -1,0 +1,70 @@
+"""Orders reach all processes once, in order, about every second."""
+
+import jax
+import pytest
+from plans import GPT, PLANS, make_config, make_plan
+
+from optimus_jax.control import commands as council_module
+from optimus_jax.control.commands import MOST_STEPS, Command, CommandBroadcast
+
+PREPARE = Command(kind="prepare", plan=make_plan(make_config(GPT, PLANS[0])), without=frozenset({3}), at_step=7, why="it is faster")
+
+
+def test_alone_orders_are_heard_at_every_step():
+    commands = CommandBroadcast()
+    commands.send(PREPARE)
+    assert commands.is_held(1)
+    assert tuple(commands.receive(1, [0.01])) == (PREPARE,)
+    assert commands.is_held(2)
+    assert tuple(commands.receive(2, [0.01])) == ()
+
+
+def test_who_is_alone_hears_what_is_given_while_orders_are_carried_out():
+    commands, done = CommandBroadcast(), []
+    commands.send(PREPARE)
+    for command in commands.receive(1, [0.01]):
+        done.append(command.kind)
+        if command == PREPARE:
+            commands.send(Command(kind="go", plan=PREPARE.plan))
+    assert done == ["prepare", "go"]
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """Two processes; what the first says is heard by the other."""
+    said = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def broadcast_from_0(text):
+        said.append(text)
+        return said[0]
+
+    monkeypatch.setattr(council_module, "broadcast_from_0", broadcast_from_0)
+    return said
+
+
+def test_all_hear_what_the_first_has_given_and_when_they_meet_again(several):
+    first, other = CommandBroadcast(), CommandBroadcast()
+    for command in (PREPARE, Command(kind="probe", anew=True), PREPARE, Command(kind="withdraw", why="it is not")):
+        first.send(command)
+    other.send(Command(kind="keep"))
+    heard = first.receive(1, [0.3])
+    assert heard == (PREPARE, Command(kind="probe", anew=True), Command(kind="withdraw", why="it is not")), "the same is said once"
+    assert other.receive(1, [5.0]) == heard
+    for each in (first, other):
+        assert [each.is_held(step) for step in (2, 4, 5, 6)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("step_times_s", "pause"), [([], MOST_STEPS), ([1e-9], MOST_STEPS), ([9.0, 0.3, 0.1], 4), ([2.0], 1)])
+def test_councils_are_about_a_second_apart(several, step_times_s, pause):
+    commands = CommandBroadcast()
+    commands.receive(10, step_times_s)
+    assert [commands.is_held(step) for step in (10 + pause - 1, 10 + pause)] == [False, True]
+
+
+def test_what_was_not_heard_can_be_taken_back(several):
+    commands = CommandBroadcast()
+    commands.send(Command(kind="go", plan=PREPARE.plan))
+    commands.send(Command(kind="probe"))
+    commands.cancel("go")
+    assert commands.receive(1, [0.3]) == (Command(kind="probe"),)
