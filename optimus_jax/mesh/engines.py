@@ -110,8 +110,9 @@ def _claims() -> list[Claim]:
             if any(claim.is_whole for claim in claims):
                 continue
             raise
-        # Rows share variables: those of torchrun are torch.distributed's.
-        if claim is not None and not (claim.said and any(claim.said.keys() <= inner.said.keys() for inner in claims)):
+        # Rows share variables: those of torchrun are torch.distributed's. Whoever is alone has no peers on its host.
+        if claim is not None and not (claim.said and any(
+                claim.said.keys() <= inner.said.keys() and not (inner.is_alone and claim.has_local_peers) for inner in claims)):
             claims.append(claim)
     return claims
 
@@ -136,7 +137,7 @@ def _first_that_counts(claims: list[Claim]) -> Claim | None:
     is_alone = any(claim.is_alone for claim in claims)
     for claim in claims:
         # In the shell of an interactive step, which is alone, srun leaves the number 0 without a count.
-        if claim.is_partial and not (is_alone and claim.count is None and claim.index == 0):
+        if claim.is_partial and not (is_alone and claim.count is None and claim.index == 0 and not claim.has_local_peers):
             raise _partial(claim)
     return None
 
@@ -267,7 +268,8 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
                 f"{name} has started this process, and does not say where the others are", given=f"{type(error).__name__}: {' '.join(str(error).split())}",
                 do=f"mend that, or {OTHER_WAYS}")) from error
         host, _, port = address.rpartition(":")
-        claim = Claim(launcher=Launcher(name=name, restarts=restarts), said={}, count=count, index=index, address=host, port=port,
+        claim = Claim(launcher=Launcher(name=name, restarts=restarts), said={}, said_address={}, count=count, index=index,
+                      address=host, port=port,
                       local_count=None, local_index=None, num_agents=None, where="", job="")
         claim.check()
         return _placed(claim, [], config, on_cpu)
@@ -276,7 +278,7 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
 
 def _is_indexed_pod() -> bool:
     """Whether this is a pod of those that JAX could find together. Raises ConfigError if JAX lacks what it needs for that."""
-    if POD not in os.environ or not os.environ.get(POD_INDEX):
+    if not os.environ.get(POD) or not os.environ.get(POD_INDEX):
         return False
     if find_spec("kubernetes") is None:
         raise ConfigError(explain(
