@@ -22,7 +22,16 @@ from jax._src.distributed import global_state
 from optimus_jax.config import DistributedConfig
 from optimus_jax.config.checks import is_host_and_port
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.mesh.claims import OTHER_WAYS, VARIABLES, Claim, Launcher, common_parent, derived_port, listed
+from optimus_jax.mesh.claims import (
+    OTHER_WAYS,
+    VARIABLES,
+    Claim,
+    Launcher,
+    common_parent,
+    derived_port,
+    listed,
+    settable,
+)
 from optimus_jax.mesh.gpu_sharing import is_said, share
 from optimus_jax.mesh.launchers import ENVIRONMENT, KUBERNETES, LAUNCHERS, OPEN_MPI, POD, POD_INDEX, SLURM
 
@@ -161,12 +170,16 @@ def _check_outer(inner: Claim, outer: Claim) -> None:
 
 def _partial(claim: Claim) -> ConfigError:
     launcher = claim.launcher
-    fields = [(launcher.count, claim.count), (launcher.index, claim.index)] + ([(launcher.address, claim.address)] if launcher.is_explicit else [])
-    missing = [" or ".join(names) for names, value in fields if value is None and names]
-    said = listed({**claim.said, **({launcher.address[0]: claim.address} if launcher.address and claim.address else {})})
+    fields = [(launcher.count, claim.count is None, "how many processes there are"), (launcher.index, claim.index is None, "which one this is")]
+    if launcher.is_explicit:
+        fields.append((launcher.address, claim.address is None, "where process 0 is"))
+    lacks = [(settable(names), meaning) for names, is_missing, meaning in fields if is_missing]
+    missing = [" or ".join(names) for names, _ in lacks if names]
+    does = ([f"set {' and '.join(missing)} too"] if missing else []) + ([f"unset {' and '.join(claim.said)}"] if claim.said else [])
     return ConfigError(explain(
-        f"{launcher.name} says that this process is one of several, and not how many they are and which one it is", given=said,
-        do=(f"set {' and '.join(missing)} too, or unset {' and '.join(claim.said) or 'it'}, or " if missing else "") + OTHER_WAYS))
+        f"{launcher.name} says that this process is {'the only one' if claim.is_alone else 'one of several'}, "
+        f"but not {' or '.join(meaning for _, meaning in lacks)}",
+        given=listed({**claim.said, **claim.said_address}), do=", or ".join([*does, OTHER_WAYS])))
 
 
 def _placed(claim: Claim, others: list[Claim], config: DistributedConfig, on_cpu: bool) -> Launch:
@@ -218,14 +231,17 @@ def _coordinator(claim: Claim, sources: list[Claim]) -> tuple[str, bool]:
         host = f"[{host}]"
     address = f"{host}:{moved_port or port}"
     if not is_host_and_port(address) or any(character.isspace() or character == "/" for character in address):
-        names = " and ".join((*source.launcher.address, *source.launcher.port))
-        raise ConfigError(explain(f"{source.launcher.name} does not name a host and a port for process 0 to listen on", given=f"{names}: {address}",
-                                  do=f"set {names} to a HOST and a PORT (such as 10.0.0.1 and 1234), or {OTHER_WAYS}"))
+        names = " and ".join(source.said_address)
+        does = f"set {names} to a HOST and a PORT (such as 10.0.0.1 and 1234)"
+        if not settable(source.launcher.address):
+            does = f"set {_ADDRESS}=HOST:PORT to the host of process 0 in each"
+        raise ConfigError(explain(f"{source.launcher.name} does not name a host and a port for process 0 to listen on", given=f"{names}: {address}".removeprefix(": "),
+                                  do=f"{does}, or {OTHER_WAYS}"))
     is_loopback = host in ("localhost", "127.0.0.1", "[::1]")
     if source.launcher.is_exported and is_loopback and claim.index and not is_here and source.local_count is not None:
         raise ConfigError(explain(
             f"{source.launcher.name} names this host itself for process 0, which is on another one", given=f"{address}, {listed(claim.said)}",
-            do=f"set {' or '.join(source.launcher.address)} to the host of process 0, or {OTHER_WAYS}"))
+            do=f"set {' or '.join(name for name in source.said_address if name in source.launcher.address)} to the host of process 0, or {OTHER_WAYS}"))
     return address, is_loopback and is_here and host != "[::1]"
 
 
@@ -241,7 +257,8 @@ def _port_on_this_host(claim: Claim, sources: list[Claim]) -> int:
 
 def _nowhere(claim: Claim) -> ConfigError:
     launcher = claim.launcher
-    does = f"set {' or '.join(launcher.address)} too, or " if launcher.address else ""
+    names = settable(launcher.address)
+    does = f"set {' or '.join(names)} too, or " if names else ""
     return ConfigError(explain(
         f"{launcher.name} has started several processes, and does not say where the first one is", given=listed(claim.said),
         do=f"{does}set {_ADDRESS}=HOST:PORT to the host of process 0 in each, or {OTHER_WAYS}"))
