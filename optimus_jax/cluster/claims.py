@@ -1,8 +1,9 @@
 """What one launcher of processes says about this one, read from the environment variables that it sets (launchers.py lists them)."""
 
 import os
+import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class Launcher:
     """What all processes of this start of the run have in common, and no others."""
     needs: tuple[str, ...] = ()
     """It is this launcher only where all of these are set."""
+    unless: tuple[str, ...] = ()
+    """It is this launcher only where none of these is set."""
     num_said: int = 1
     """It is this launcher only where so many of count, index and address are set: 2 where the names are common words."""
     restarts: bool = False
@@ -51,6 +54,9 @@ class Launcher:
     is_exported: bool = False
     """People export these variables themselves too: an index of 0 alone means nothing, and an outer launcher must not
     contradict."""
+    is_hint: bool = False
+    """Its variables belong to several launchers, and say that there are others and no more: of several in a field the largest
+    number counts."""
     has_one_parent: bool = False
     """One process of the launcher on each host starts the run's processes there."""
     num_agents: tuple[str, ...] = ()
@@ -66,22 +72,27 @@ class Launcher:
         Raises:
           ConfigError: it says something that cannot be meant.
         """
-        if any(not _said(environment, (name,)) for name in self.needs):
+        if any(not _said(environment, (name,)) for name in self.needs) or _said(environment, self.unless):
             return None
         try:
             values = {**environment, **self.derive(environment)}
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            told = {name: environment[name] for name in (*self.needs, *self.index) if name in environment}
+            told = _as_set((*self.needs, *self.index, *self.count, *self.address, *self.port), environment)
             raise ConfigError(explain(
                 f"{self.name} has started this process, and what it says cannot be read", given=f"{listed(told)}: {error}",
                 do=f"mend or unset {' and '.join(told)}, or {OTHER_WAYS}")) from error
-        fields = (self.count, self.index, self.address) if self.is_explicit or self.num_said > 1 else (self.count, self.index)
+        fields = [self.count, self.index]
+        if self.is_explicit or self.num_said > 1:
+            fields.append(self.address)
+        if self.is_hint:
+            fields += [self.local_count, self.local_index]
         if sum(_said(values, field) is not None for field in fields) < self.num_said:
             return None
-        said = {name: value for field in (self.count, self.index, self.local_count, self.local_index)
-                if (found := _said(values, field)) for name, value in [found]}
+        numbers = (self.count, self.index, self.local_count, self.local_index)
+        said = dict(found for field in numbers if (found := self._pick(values, field)))
+        meeting = [found[0] for field in (self.address, self.port) if (found := _said(values, field))]
         claim = Claim(
-            launcher=self, said=said,
+            launcher=self, said=_as_set(said, environment), said_address=_as_set(meeting, environment),
             count=self._number(values, self.count), index=self._number(values, self.index),
             address=_value(values, self.address), port=_value(values, self.port),
             local_count=self._number(values, self.local_count), local_index=self._number(values, self.local_index),
@@ -91,13 +102,20 @@ class Launcher:
         return claim
 
     def _number(self, values: Environment, names: Sequence[str]) -> int | None:
-        if (found := _said(values, names)) is None:
+        if (found := self._pick(values, names)) is None:
             return None
         name, text = found
-        if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS):
+        if not _is_number(text):
             raise ConfigError(explain(f"{self.name}: {name} is a number of processes, or of one of them", given=f"{name}={text}",
                                       do=f"set {name} to a number, such as 2, or unset it, or {OTHER_WAYS}"))
         return int(text)
+
+    def _pick(self, values: Environment, names: Sequence[str]) -> tuple[str, str] | None:
+        """The variable that counts, and its value; of a hint's, one that is no number comes first."""
+        found = [pair for name in names if (pair := _said(values, (name,)))]
+        if self.is_hint and found:
+            return max(found, key=lambda pair: int(pair[1]) if _is_number(pair[1]) else 10**MOST_DIGITS)
+        return found[0] if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +124,9 @@ class Claim:
 
     launcher: Launcher
     said: Environment
-    """The variables that say it."""
+    """The variables that say it, as they are set."""
+    said_address: Environment
+    """Those that say where process 0 is, as they are set."""
     count: int | None
     index: int | None
     address: str | None
@@ -132,7 +152,12 @@ class Claim:
         """Whether it says that there are several, and not how many or which one this is."""
         if self.is_whole or self.is_alone:
             return False
-        return self.count is not None or bool(self.index) or not self.launcher.is_exported
+        return self.count is not None or bool(self.index) or self.has_local_peers or not self.launcher.is_exported
+
+    @property
+    def has_local_peers(self) -> bool:
+        """Whether it says that there are other processes on this host."""
+        return bool(self.local_index) or (self.local_count or 0) > 1
 
     @property
     def is_on_one_host(self) -> bool:
@@ -148,8 +173,10 @@ class Claim:
         row = self.launcher
         for index, count, names in ((self.index, self.count, (row.index, row.count)),
                                     (self.local_index, self.local_count, (row.local_index, row.local_count))):
+            if row.is_hint:
+                continue  # numbers of different launchers
             if count == 0 or (index is not None and count is not None and index >= count):
-                told = [name for field in names for name in field if name in self.said]
+                told = [name for name in variables_of(*names[0], *names[1]) if name in self.said]
                 raise ConfigError(explain(
                     f"{row.name}: processes are counted from 0, and there are fewer than that", given=listed(self.said),
                     do=f"set {' to a number below '.join(told)}, or unset {'both' if len(told) > 1 else 'it'}, or {OTHER_WAYS}"))
@@ -168,10 +195,22 @@ def documented(launcher: Launcher) -> str:
     def cell(names: Sequence[str]) -> str:
         return " or ".join(name if " " in name else f"`{name}`" for name in names)
 
+    needs = " and ".join([cell((name,)) for name in launcher.needs] + [f"no {cell((name,))}" for name in launcher.unless])
     where = cell(launcher.address) + (f", port {cell(launcher.port)}" if launcher.port else "")
     local = ", ".join(filter(None, (cell(launcher.local_index), cell(launcher.local_count))))
-    cells = (launcher.name, cell(launcher.needs), cell(launcher.count), cell(launcher.index), where, local, "yes" if launcher.restarts else "")
+    cells = (launcher.name, needs, cell(launcher.count), cell(launcher.index), where, local, "yes" if launcher.restarts else "")
     return "| " + " | ".join(text or "-" for text in cells) + " |"
+
+
+def variables_of(*names: str) -> list[str]:
+    """The environment variables in these names, of which derived ones describe theirs: `length of SM_HOSTS` has `SM_HOSTS`."""
+    found = (variable for name in names for variable in (re.findall(r"\b[A-Z][A-Z0-9]*_\w+", name) if " " in name else [name]))
+    return list(dict.fromkeys(found))
+
+
+def settable(names: Sequence[str]) -> list[str]:
+    """Those of these that a user can set to the value itself."""
+    return [name for name in names if " " not in name]
 
 
 def derived_port(text: str) -> int:
@@ -191,6 +230,15 @@ def common_parent(variable: str) -> int | None:
     except (OSError, ValueError, IndexError):
         pass
     return None
+
+
+def _as_set(names: Iterable[str], environment: Environment) -> Environment:
+    """The variables that these names come from, as they are set."""
+    return dict(found for name in variables_of(*names) if (found := _said(environment, (name,))))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 def _said(values: Environment, names: Sequence[str]) -> tuple[str, str] | None:

@@ -19,7 +19,16 @@ import jax
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 
-from optimus_jax.cluster.claims import OTHER_WAYS, VARIABLES, Claim, Launcher, common_parent, derived_port, listed
+from optimus_jax.cluster.claims import (
+    OTHER_WAYS,
+    VARIABLES,
+    Claim,
+    Launcher,
+    common_parent,
+    derived_port,
+    listed,
+    settable,
+)
 from optimus_jax.cluster.launchers import ENVIRONMENT, KUBERNETES, LAUNCHERS, OPEN_MPI, POD, POD_INDEX, SLURM
 from optimus_jax.config import DistributedConfig
 from optimus_jax.config.checks import is_host_and_port
@@ -110,8 +119,9 @@ def _claims() -> list[Claim]:
             if any(claim.is_whole for claim in claims):
                 continue
             raise
-        # Rows share variables: those of torchrun are torch.distributed's.
-        if claim is not None and not (claim.said and any(claim.said.keys() <= inner.said.keys() for inner in claims)):
+        # Rows share variables: those of torchrun are torch.distributed's. Whoever is alone has no peers on its host.
+        if claim is not None and not (claim.said and any(
+                claim.said.keys() <= inner.said.keys() and not (inner.is_alone and claim.has_local_peers) for inner in claims)):
             claims.append(claim)
     return claims
 
@@ -136,7 +146,7 @@ def _first_that_counts(claims: list[Claim]) -> Claim | None:
     is_alone = any(claim.is_alone for claim in claims)
     for claim in claims:
         # In the shell of an interactive step, which is alone, srun leaves the number 0 without a count.
-        if claim.is_partial and not (is_alone and claim.count is None and claim.index == 0):
+        if claim.is_partial and not (is_alone and claim.count is None and claim.index == 0 and not claim.has_local_peers):
             raise _partial(claim)
     return None
 
@@ -160,12 +170,16 @@ def _check_outer(inner: Claim, outer: Claim) -> None:
 
 def _partial(claim: Claim) -> ConfigError:
     launcher = claim.launcher
-    fields = [(launcher.count, claim.count), (launcher.index, claim.index)] + ([(launcher.address, claim.address)] if launcher.is_explicit else [])
-    missing = [" or ".join(names) for names, value in fields if value is None and names]
-    said = listed({**claim.said, **({launcher.address[0]: claim.address} if launcher.address and claim.address else {})})
+    fields = [(launcher.count, claim.count is None, "how many processes there are"), (launcher.index, claim.index is None, "which one this is")]
+    if launcher.is_explicit:
+        fields.append((launcher.address, claim.address is None, "where process 0 is"))
+    lacks = [(settable(names), meaning) for names, is_missing, meaning in fields if is_missing]
+    missing = [" or ".join(names) for names, _ in lacks if names]
+    does = ([f"set {' and '.join(missing)} too"] if missing else []) + ([f"unset {' and '.join(claim.said)}"] if claim.said else [])
     return ConfigError(explain(
-        f"{launcher.name} says that this process is one of several, and not how many they are and which one it is", given=said,
-        do=(f"set {' and '.join(missing)} too, or unset {' and '.join(claim.said) or 'it'}, or " if missing else "") + OTHER_WAYS))
+        f"{launcher.name} says that this process is {'the only one' if claim.is_alone else 'one of several'}, "
+        f"but not {' or '.join(meaning for _, meaning in lacks)}",
+        given=listed({**claim.said, **claim.said_address}), do=", or ".join([*does, OTHER_WAYS])))
 
 
 def _placed(claim: Claim, others: list[Claim], config: DistributedConfig, on_cpu: bool) -> Launch:
@@ -217,14 +231,17 @@ def _coordinator(claim: Claim, sources: list[Claim]) -> tuple[str, bool]:
         host = f"[{host}]"
     address = f"{host}:{moved_port or port}"
     if not is_host_and_port(address) or any(character.isspace() or character == "/" for character in address):
-        names = " and ".join((*source.launcher.address, *source.launcher.port))
-        raise ConfigError(explain(f"{source.launcher.name} does not name a host and a port for process 0 to listen on", given=f"{names}: {address}",
-                                  do=f"set {names} to a HOST and a PORT (such as 10.0.0.1 and 1234), or {OTHER_WAYS}"))
+        names = " and ".join(source.said_address)
+        does = f"set {names} to a HOST and a PORT (such as 10.0.0.1 and 1234)"
+        if not settable(source.launcher.address):
+            does = f"set {_ADDRESS}=HOST:PORT to the host of process 0 in each"
+        raise ConfigError(explain(f"{source.launcher.name} does not name a host and a port for process 0 to listen on", given=f"{names}: {address}".removeprefix(": "),
+                                  do=f"{does}, or {OTHER_WAYS}"))
     is_loopback = host in ("localhost", "127.0.0.1", "[::1]")
     if source.launcher.is_exported and is_loopback and claim.index and not is_here and source.local_count is not None:
         raise ConfigError(explain(
             f"{source.launcher.name} names this host itself for process 0, which is on another one", given=f"{address}, {listed(claim.said)}",
-            do=f"set {' or '.join(source.launcher.address)} to the host of process 0, or {OTHER_WAYS}"))
+            do=f"set {' or '.join(name for name in source.said_address if name in source.launcher.address)} to the host of process 0, or {OTHER_WAYS}"))
     return address, is_loopback and is_here and host != "[::1]"
 
 
@@ -240,7 +257,8 @@ def _port_on_this_host(claim: Claim, sources: list[Claim]) -> int:
 
 def _nowhere(claim: Claim) -> ConfigError:
     launcher = claim.launcher
-    does = f"set {' or '.join(launcher.address)} too, or " if launcher.address else ""
+    names = settable(launcher.address)
+    does = f"set {' or '.join(names)} too, or " if names else ""
     return ConfigError(explain(
         f"{launcher.name} has started several processes, and does not say where the first one is", given=listed(claim.said),
         do=f"{does}set {_ADDRESS}=HOST:PORT to the host of process 0 in each, or {OTHER_WAYS}"))
@@ -267,7 +285,8 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
                 f"{name} has started this process, and does not say where the others are", given=f"{type(error).__name__}: {' '.join(str(error).split())}",
                 do=f"mend that, or {OTHER_WAYS}")) from error
         host, _, port = address.rpartition(":")
-        claim = Claim(launcher=Launcher(name=name, restarts=restarts), said={}, count=count, index=index, address=host, port=port,
+        claim = Claim(launcher=Launcher(name=name, restarts=restarts), said={}, said_address={}, count=count, index=index,
+                      address=host, port=port,
                       local_count=None, local_index=None, num_agents=None, where="", job="")
         claim.check()
         return _placed(claim, [], config, on_cpu)
@@ -276,7 +295,7 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
 
 def _is_indexed_pod() -> bool:
     """Whether this is a pod of those that JAX could find together. Raises ConfigError if JAX lacks what it needs for that."""
-    if POD not in os.environ or not os.environ.get(POD_INDEX):
+    if not os.environ.get(POD) or not os.environ.get(POD_INDEX):
         return False
     if find_spec("kubernetes") is None:
         raise ConfigError(explain(

@@ -23,6 +23,7 @@ from optimus_jax.cluster.claims import (
     Environment,
     Launcher,
     derived_port,
+    settable,
 )
 
 LOCAL_ID, NUM_LOCAL = "OPTIMUS_LOCAL_ID", "OPTIMUS_NUM_LOCAL"
@@ -124,7 +125,14 @@ def _tasks(variable: str, roles: Sequence[str]) -> Callable[[Environment], Envir
     return derive
 
 
-LAUNCHERS = (
+def _byteps(environment: Environment) -> Environment:
+    """DMLC_NUM_WORKER counts hosts, on each of which `bpslaunch` may start several processes."""
+    if environment.get("BYTEPS_LOCAL_SIZE", "1").strip() not in ("", "1"):
+        raise ValueError(f"BYTEPS_LOCAL_SIZE={environment['BYTEPS_LOCAL_SIZE']} processes on a host, which share DMLC_WORKER_ID")
+    return {}
+
+
+_LAUNCHERS = (
     Launcher(name=ENVIRONMENT, count=(NUM_PROCESSES,), index=(PROCESS_ID,), address=(COORDINATOR,), local_count=(NUM_LOCAL,),
              local_index=(LOCAL_ID,), restarts=True, is_explicit=True),
     # JAX's own, which Kubeflow Trainer sets too (its runtime for JAX).
@@ -174,11 +182,31 @@ LAUNCHERS = (
              job=("SKYPILOT_TASK_ID",), derive=_first_of_sky),
     Launcher(name="AWS Batch", needs=("AWS_BATCH_JOB_NUM_NODES",), count=("AWS_BATCH_JOB_NUM_NODES",), index=("AWS_BATCH_JOB_NODE_INDEX",),
              address=("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",), job=("job of AWS_BATCH_JOB_ID",), derive=_aws_batch),
+    Launcher(name="Volcengine", count=("MLP_WORKER_NUM",), index=("MLP_ROLE_INDEX",), address=("MLP_WORKER_0_HOST",),
+             port=("MLP_WORKER_0_PORT",), is_exported=True),
+    Launcher(name="BytePS", needs=("DMLC_NUM_WORKER",), count=("DMLC_NUM_WORKER",), index=("DMLC_WORKER_ID",), derive=_byteps, is_exported=True,
+             local_index=("BYTEPS_LOCAL_RANK",), local_count=("BYTEPS_LOCAL_SIZE",)),
+)
+_COMMON_WORDS = {"LOCAL_SIZE"}
+"""Which say nothing alone."""
+
+
+def _local(names_of: Callable[[Launcher], Sequence[str]]) -> tuple[str, ...]:
+    """What the launchers call the processes of a host."""
+    names = dict.fromkeys(name for launcher in _LAUNCHERS for name in settable(names_of(launcher)))
+    return tuple(name for name in names if name not in _COMMON_WORDS)
+
+
+LAUNCHERS = (
+    *_LAUNCHERS,
     # What says that there are others, and no more.
-    Launcher(name="Volcano", index=("VC_TASK_INDEX", "VK_TASK_INDEX"), is_exported=True),
+    Launcher(name="Volcano", index=("VC_TASK_INDEX", "VK_TASK_INDEX"), is_exported=True, is_hint=True),
     Launcher(name="pbsdsh", index=("PBS_NODENUM",), is_exported=True),
-    Launcher(name="local ranks", index=("LOCAL_RANK", "MPT_LRANK"), is_exported=True),
+    # JAX takes it in a pod, where the API server has the count.
+    Launcher(name="indexed Job", index=(POD_INDEX,), unless=(POD,), is_exported=True),
+    Launcher(name="local ranks", local_index=(*_local(lambda launcher: launcher.local_index), "MPT_LRANK"),
+             local_count=_local(lambda launcher: launcher.local_count), is_exported=True, is_hint=True),
     Launcher(name="ranks of nodes", index=("NODE_RANK",), is_exported=True),
-    Launcher(name="ranks of tasks", index=("PMIX_RANK", "SLURM_PROCID", "DMLC_RANK", "RANK_ID"), is_exported=True),
+    Launcher(name="ranks of tasks", index=("PMIX_RANK", "SLURM_PROCID", "DMLC_RANK", "DMLC_WORKER_ID", "RANK_ID"), is_exported=True, is_hint=True),
 )
 """All of them but two: TPU pods and the indexed Jobs of Kubernetes, whose count only the API server has, are found by JAX."""

@@ -1,6 +1,8 @@
 """Who has started this process, told from environments as the engines make them."""
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +14,7 @@ from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from optimus_jax.cluster import launch as engines
-from optimus_jax.cluster.claims import derived_port, documented
+from optimus_jax.cluster.claims import derived_port, documented, variables_of
 from optimus_jax.cluster.launch import Launch, find_launch
 from optimus_jax.cluster.launchers import LAUNCHERS
 from optimus_jax.config import DistributedConfig
@@ -32,7 +34,8 @@ EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 def nothing_said(monkeypatch):
     """Whatever has started the tests."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_", "OPTIMUS_", "KUBERNETES_", "JOB_COMPLETION", "JAX_", "CUDA_VISIBLE", "TORCHELASTIC_", "MASTER_")) \
+        if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_", "OPTIMUS_", "KUBERNETES_", "JOB_COMPLETION", "JAX_", "CUDA_VISIBLE", "TORCHELASTIC_", "MASTER_",
+                            "MV2_", "MVP_", "HOROVOD_", "FLUX_", "PALS_", "JSM_", "DMLC_", "BYTEPS_", "MLP_")) \
                 or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"):
             monkeypatch.delenv(name)
 
@@ -254,6 +257,8 @@ TF = '{"cluster": {"chief": ["c:1"], "worker": ["w0:2", "w1:3"], "ps": ["p:4"]},
     (STEP | {"WORLD_SIZE": "4", "MASTER_ADDR": "h"}, ("SLURM", f"gpu07:{61440 + 12}", 4, 2)),
     (STEP | {"WORLD_SIZE": "1", "RANK": "0", "PMI_SIZE": "1", "PMI_RANK": "0"}, ("SLURM", f"gpu07:{61440 + 12}", 4, 2)),
     (MPI | {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, ("Open MPI", f"10.96.0.1:{1531576320 // 4096 % 4096 + 61440}", 8, 5)),
+    ({"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1", "MLP_WORKER_0_HOST": "h", "MLP_WORKER_0_PORT": "9"}, ("Volcengine", "h:9", 2, 1)),
+    ({"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "1", "JAX_COORDINATOR_ADDRESS": "h:9"}, ("BytePS", "h:9", 2, 1)),
     (STEP | {"SLURM_STEP_NODELIST": "127.0.0.[1-3]"}, ("SLURM", f"127.0.0.1:{61440 + 12}", 4, 2)),  # several nodes on one machine
     (STEP | {"SLURM_STEP_NODELIST": "rack1-[2-3]-ib,x"}, ("SLURM", f"rack1-2-ib:{61440 + 12}", 4, 2)),
 ], ids=lambda value: value[0] if isinstance(value, tuple) else "")
@@ -286,7 +291,16 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
     # Each of four tasks would train a run of its own; four tasks would all be process 0.
     (STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "SLURM has started 4 processes"), (STEP | TORCH | {"WORLD_SIZE": "2", "RANK": "0"}, "SLURM has started 4"),
     (STEP | TORCH | {"RANK": "0"}, "do not agree"), (MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"}, "OMPI_MCA_orte_hnp_uri"),
+    ({"OMPI_MCA_orte_hnp_uri": "nonsense"}, "mend or unset OMPI_MCA_orte_hnp_uri, or"),
     ({"PMIX_RANK": "1"}, "PMIX_RANK=1"), ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1"), ({"NODE_RANK": "1"}, "NODE_RANK=1"),
+    ({"MPI_LOCALRANKID": "0", "LOCAL_RANK": "0", "SLURM_LOCALID": "2"}, "given: SLURM_LOCALID=2"), ({"MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS=2"),
+    ({"PMIX_RANK": "0", "RANK_ID": "3"}, "RANK_ID=3"), ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
+    ({"RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "but not how many processes there are\n  given: RANK=0 LOCAL_WORLD_SIZE=2"),
+    ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2"), ({"WORLD_SIZE": "2"}, "several, but not which one this is\n"),
+    ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1"), ({"DMLC_WORKER_ID": "1"}, "DMLC_WORKER_ID=1"),
+    ({"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "0", "BYTEPS_LOCAL_SIZE": "8"}, "BYTEPS_LOCAL_SIZE=8"), ({"MLP_ROLE_INDEX": "1"}, "set MLP_WORKER_NUM too"),
+    ({"NODE_RANK": "1", "MASTER_ADDR": "h"}, "given: NODE_RANK=1 MASTER_ADDR=h\n"), ({"OPTIMUS_NUM_PROCESSES": "1"}, "the only one, but not which"),
+    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "do:    set JAX_COORDINATOR_ADDRESS"),
     ({"JAX_LOCAL_DEVICE_IDS": "abc"}, "JAX_LOCAL_DEVICE_IDS=abc")])
 def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(found, monkeypatch, environment, named):
     monkeypatch.setattr(engines, "common_parent", lambda variable: None)
@@ -305,9 +319,56 @@ def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(found, monkeyp
     {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, {"PBS_NODENUM": "0"}, {"VC_TASK_INDEX": "0"}, TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0",
     "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "h:1"},
     STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.12.0"},
-    {"OPTIMUS_COORDINATOR": "h:1", "OPTIMUS_NUM_PROCESSES": "1", "OPTIMUS_PROCESS_ID": "0"}])
+    {"OPTIMUS_COORDINATOR": "h:1", "OPTIMUS_NUM_PROCESSES": "1", "OPTIMUS_PROCESS_ID": "0"},
+    {"MPI_LOCALRANKID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "SLURM_LOCALID": "0", "FLUX_TASK_LOCAL_ID": "0"},
+    {"LOCAL_WORLD_SIZE": "1", "MPI_LOCALNRANKS": "1"}, {"LOCAL_SIZE": "8"}, {"BYTEPS_LOCAL_SIZE": "1"}, {"MLP_ROLE_INDEX": "0"},
+    {"MLP_WORKER_NUM": "1", "MLP_ROLE_INDEX": "0", "MLP_WORKER_0_HOST": "h"}, {"JOB_COMPLETION_INDEX": "0"}, {"DMLC_WORKER_ID": "0"},
+    STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "LOCAL_RANK": "0", "MPI_LOCALRANKID": "0"},
+    {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}])
 def test_what_a_shell_was_left_with_is_harmless(found, environment):
     assert found(environment).is_alone
+
+
+NEEDED = {"TORCHELASTIC_RUN_ID": "none", "PET_NNODES": "4", "PMIX_NAMESPACE": "n", "SLURM_JOB_ID": "12", "SLURM_STEP_NODELIST": "n1,n2",
+          "SM_HOSTS": '["a","b"]', "SM_CURRENT_HOST": "b", "TF_CONFIG": TF % ("worker", 1), "PALS_RANKID": "1", "SLURM_PROCID": "1",
+          "CLUSTER_SPEC": '{"cluster":{"workerpool0":["a:1","b:1"]},"task":{"type":"workerpool0","index":1}}',
+          "AWS_BATCH_JOB_NUM_NODES": "4", "DMLC_NUM_WORKER": "4"}
+"""By which rows of the table are recognised."""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_what_is_missing_is_told_in_names_that_can_be_set(monkeypatch, launcher):
+    """Every part of what a launcher may say, with every name of it: the run is formed, or the message says what is set and what to set."""
+    monkeypatch.setattr(engines, "common_parent", lambda variable: None)
+    said = {"count": "4", "index": "1", "address": "h:1" if launcher.is_explicit else "h", "local_count": "2", "local_index": "1"}
+    numbers = said.keys() - {"address"}
+    names = {field: [name for name in getattr(launcher, field) if " " not in name] for field in said}
+    for fields in itertools.chain.from_iterable(itertools.combinations([field for field in said if names[field]], n) for n in range(1, 6)):
+        for place in range(max(len(names[field]) for field in fields)):
+            environment = {name: NEEDED[name] for name in launcher.needs}
+            environment |= {name: said[field] for field in fields for name in [names[field][place % len(names[field])]]}
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "environ", environment)
+                try:
+                    launch = find_launch(AUTO, on_cpu=True)
+                except ConfigError as error:
+                    what, given, do = str(error).split("\n")
+                else:
+                    silent = (launcher.num_said == 2 and not {"index", "address"} & set(fields)) or environment.keys() <= {
+                        "LOCAL_SIZE", "MASTER_ADDR", "NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS", "BYTEPS_LOCAL_SIZE"}
+                    assert not launch.is_alone or silent or not numbers & set(fields), environment
+                    continue
+            if "JAX_COORDINATOR_ADDRESS names" in what:  # it is there, and names no port
+                continue
+            told = dict(pair.split("=", 1) for pair in given.removeprefix("  given: ").split(": ")[0].split(" "))
+            assert told.items() <= environment.items(), given
+            to_set = re.match(r"  do:    set (.*?) too,", do)
+            for name in re.split(" and | or ", to_set[1]) if to_set else ():
+                assert re.fullmatch(r"\w+", name), do
+                assert name not in environment, do
+            if "but not" in what:
+                assert ("how many" in what) != bool(set(variables_of(*launcher.count)) & environment.keys()), what
+                assert ("which one" in what) != bool(set(variables_of(*launcher.index)) & environment.keys()), what
 
 
 def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
