@@ -186,7 +186,7 @@ def test_a_run_whose_decay_is_over_is_told_where_to_go_back_to(settings, steps, 
     assert (
         f"--resume --set checkpoint.resume_step={back} --set optimizer.decay_steps=none" in told
     )
-    typed = {"optimizer.decay_steps": "none"}
+    typed: dict[str, Any] = {"optimizer.decay_steps": "none"}
     for again in (
         resume(text_of(resumed), back, **typed),
         resume(text, back, steps=steps, **typed),
@@ -222,7 +222,7 @@ OTHER: dict[str, Any] = {
 def test_no_setting_changes_the_rate_without_a_word(schedule, step):
     """Of all of the optimizer's, and the steps: whatever makes the next rate jump is told as one."""
     text = begun(steps=100, **{"optimizer.schedule": schedule})
-    tried = [{"steps": 200}, {"steps": 101}]
+    tried: list[dict[str, Any]] = [{"steps": 200}, {"steps": 101}]
     for field in dataclasses.fields(OptimizerConfig):
         value = OTHER.get(field.name, 7 if field.type is int else 0.5)
         tried += [{f"optimizer.{field.name}": value}, {f"optimizer.{field.name}": value, "steps": 200}]
