@@ -27,7 +27,7 @@ WIDE = 160
 """Columns of a table that goes into a file."""
 HERE = "here"
 SAID_BY_FLAGS = ("parallel.mesh", "parallel.microbatches", "parallel.remat", "parallel.zero", "parallel.schedule", "parallel.repeats",
-                 "parallel.stage_residuals", "parallel.send_slack", "parallel.offload", "precision.compute", "data.seq_len", "data.global_batch")
+                 "parallel.stage_residuals", "parallel.send_slack", "parallel.offload", "precision.compute", "data.seq_len", "data.global_batch", "data.phases")
 """Settings that a plan's own flags give."""
 
 
@@ -43,6 +43,7 @@ def parser() -> Parser:
     flags.add_argument("--link", action="append", default=[], metavar="NAME=SPEED", help="another speed: inside=300GB/s, between=400Gb/s,5us or host=50GB/s")
     flags.add_argument("--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)")
     flags.add_argument("--global-batch", metavar="N", help="examples per step, all devices (default: 8 for each)")
+    flags.add_argument("--phases", metavar="LIST", help="other batches later, as scripts/train.py has them: what plan 1 becomes in each")
     flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16, f16 on GPUs without it, f32 on a CPU)")
     flags.add_argument("--mesh", metavar="SIZES", help="only this one: data=2,pipe=4 (default: all)")
     flags.add_argument("--schedule", metavar="NAME", help="only this one (default: all)")
@@ -157,9 +158,18 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     console.print(table)
     if found.cluster.num_hosts > 1:
         console.print(f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False)
+    for later in found.later:
+        console.print(f"later: {later.describe()}", highlight=False, soft_wrap=True)
     show_divisibility(found)
     device = f" --precision {best.plan.precision} --seq-len {config.seq_len} --global-batch {config.data.global_batch}"
+    device += f" --phases {','.join(map(str, config.data.phases))}" if config.data.phases else ""
     said = flags(best.plan)
+    if any(later.plan != best.plan for later in found.later):  # what is fixed is fixed in every phase
+        from optimus_jax.config.request import typed
+
+        layout = {name: value for name, value in overrides(given).items() if name in SAID_BY_FLAGS and name.startswith("parallel.")}
+        console.print("later phases need another layout than plan 1, so the run is left to choose what was not given:", highlight=False)
+        said = typed({"parallel.mesh": "auto"} | layout)
     further = settings({"set": given["set"]}, note=lambda _: None)
     others = "".join(f" --set {name}={value}" for name, value in further.items() if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said)
     console.print(f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}", highlight=False, soft_wrap=True)
@@ -174,6 +184,8 @@ def show_divisibility(found: "Found") -> None:
         print(f"note: {'; '.join(said.reasons)}.")
         for other in said.batches:
             print(f"  --global-batch {other.global_batch} ({other.global_batch / batch - 1:+.1%}): {other.describe()}")
+        if said.no_batch is not None:
+            print(f"  {said.no_batch}")
         for other in said.clusters:
             print(f"  the same batch on {other.num_devices:,} devices, {found.cluster.num_devices - other.num_devices:,} left idle: {other.describe()}")
 

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import math
+import typing
 from pathlib import Path
+from types import UnionType
 
 import pytest
 from hypothesis import given
@@ -23,7 +26,7 @@ from optimus_jax.config import (
 )
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.request import SHORT_NAMES, make_config, read_config, repeated_config, resumed_config
-from optimus_jax.config.settings import setting_names
+from optimus_jax.config.settings import field_types, section_type, setting_names
 from optimus_jax.errors import ConfigError
 from optimus_jax.models.families import FAMILIES, check_family, family_of
 from optimus_jax.models.shapes import model_shapes
@@ -170,7 +173,7 @@ def test_settings_left_open_are_derived():
     ({"steps": "many"}, r"steps has the wrong type(.|\n)*'many' \(str\)(.|\n)*type int"),
     ({"steps": 1.5}, r"steps has the wrong type(.|\n)*1.5"),
     ({"steps": True}, r"steps has the wrong type"),
-    ({"optimizer.lr": "nan"}, r"optimizer.lr has the wrong type"),
+    ({"optimizer.lr": "nan"}, r"optimizer.lr must be finite"),
     ({"model.tied": "maybe"}, r"model.tied has the wrong type(.|\n)*type bool"),
     ({"data.sources": 3}, r"data.sources has the wrong type(.|\n)*3 \(int\)(.|\n)*type tuple"),
     ({"data.sources": (3,)}, r"data.sources has the wrong type"),
@@ -258,3 +261,31 @@ def test_every_section_is_frozen_and_fits_into_json():
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(section(), dataclasses.fields(section)[0].name, None)
         assert json.loads(json.dumps(dataclasses.asdict(section())))
+
+
+def numbers_of(cls, prefix=""):
+    """The dotted names of the settings that are numbers."""
+    for name, kind in field_types(cls).items():
+        if section := section_type(kind):
+            yield from numbers_of(section, f"{prefix}{name}.")
+        elif {int, float} & {kind, *(typing.get_args(kind) if isinstance(kind, UnionType) else ())}:
+            yield prefix + name
+
+
+def test_every_number_has_to_be_finite_wherever_it_comes_from():
+    """As text of a flag or `--set`, in Python, in JSON, and in a section that was built directly."""
+    names = list(numbers_of(Config))
+    assert len(names) > 60
+    for name in names:
+        for value in ("nan", "inf", "-Infinity", "1e999", math.nan, -math.inf):
+            with pytest.raises(ConfigError, match=rf"^{name} must be finite\n  given: {name}="):
+                make_config("gpt2-nano", {name: value})
+    for text in ("NaN", "Infinity", "1e999", '"nan"'):
+        with pytest.raises(ConfigError, match=r"^optimizer.lr must be finite"):
+            Config.from_json(f'{{"optimizer": {{"lr": {text}}}}}')
+    with pytest.raises(ConfigError, match=r"^optimizer.weight_decay must be finite"):
+        Config(optimizer=OptimizerConfig(weight_decay=math.nan))
+    with pytest.raises(ConfigError, match=r"^model.rope_scaling.factor must be finite"):
+        Config(model=ModelConfig(rope_scaling=RopeScaling(factor=math.inf)))
+    with pytest.raises(ConfigError, match=r"^optimizer.lr must be finite"):
+        make_config("gpt2-nano", {"lr": 10**400})

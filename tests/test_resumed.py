@@ -1,5 +1,6 @@
 """What a run derived when it began is its own: a resume keeps it unless that very setting changes."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, OptimizerConfig
 from optimus_jax.config.request import make_config, named_settings, repeated_config, resumed_config
 from optimus_jax.errors import ConfigError
 from optimus_jax.run.rate_change import RateChange
@@ -50,8 +51,14 @@ def rates(config, first, last):
     )
 
 
-def change(resumed, step):
-    return RateChange(before=resumed.before, now=resumed.config, num_params=NUM_PARAMS, step=step)
+def change(resumed, step, checkpoints=()):
+    return RateChange(
+        before=resumed.before,
+        now=resumed.config,
+        num_params=NUM_PARAMS,
+        step=step,
+        checkpoints=checkpoints,
+    )
 
 
 @pytest.mark.parametrize("auto", [True, False])
@@ -152,6 +159,84 @@ def test_what_a_change_does_to_the_rate_is_told(settings, step, changed, now):
     assert changed in text
     assert "the rate jumps" in text
     assert all(f"{rate:.4g}" in text for rate in told.rates.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "checkpoints", "back"),
+    [
+        ({"optimizer.schedule": "wsd"}, 3000, (400, 800, 900, 1000), 800),
+        ({"optimizer.schedule": "wsd"}, 3000, (500, 1000), 500),
+        ({"optimizer.schedule": "wsd"}, 3000, (801, 900, 1000), None),
+        ({"optimizer.schedule": "wsd"}, 3000, (), None),
+        ({"optimizer.schedule": "wsd", "optimizer.decay_steps": 500}, 3000, (400, 401), 400),
+        ({}, 3000, (50, 1000), 50),
+        ({"optimizer.schedule": "linear"}, 3000, (51, 1000), None),
+        ({"optimizer.schedule": "wsd", "optimizer.decay_fraction": 1.0}, 3000, (50, 60), 50),
+    ],
+)
+def test_a_run_whose_decay_is_over_is_told_where_to_go_back_to(settings, steps, checkpoints, back):
+    """And what it is told to type does extend the run without a jump, before and after the first resume."""
+    text = begun(steps=1000, **settings)
+    resumed = resume(text, 1000, steps=steps)
+    told = change(resumed, 1000, checkpoints).describe()
+    if back is None:
+        assert "no checkpoint of step" in told
+        assert "checkpoint.resume_step" not in told
+        return
+    assert (
+        f"--resume --set checkpoint.resume_step={back} --set optimizer.decay_steps=none" in told
+    )
+    typed: dict[str, Any] = {"optimizer.decay_steps": "none"}
+    for again in (
+        resume(text_of(resumed), back, **typed),
+        resume(text, back, steps=steps, **typed),
+    ):
+        assert again.config.decay_steps == steps
+        assert "the rate jumps" not in change(again, back).describe()
+        later = resume(text_of(again), back, steps=2 * steps)
+        assert later.config.decay_steps == 2 * steps, "it can be extended once more"
+
+
+def test_no_way_back_is_said_where_nothing_was_lost():
+    """Before the decay begins, without one, and where the run is shorter than its warm-up."""
+    for settings, step, steps in (
+        ({"optimizer.schedule": "wsd"}, 700, 3000),
+        ({"optimizer.schedule": "constant"}, 1000, 3000),
+        ({"optimizer.warmup_steps": 500}, 20, 30),
+    ):
+        resumed = resume(begun(steps=1000, **settings), step, steps=steps)
+        assert "go back" not in change(resumed, step, (5, 500, 1000)).describe()
+
+
+OTHER: dict[str, Any] = {
+    "lr": 1e-3,
+    "schedule": "linear",
+    "warmup_steps": 40,
+    "decay_steps": 90,
+    "min_lr_ratio": 0.4,
+    "decay_fraction": 0.9,
+}
+
+
+@pytest.mark.parametrize(("schedule", "step"), [("cosine", 3), ("wsd", 95), ("constant", 100)])
+def test_no_setting_changes_the_rate_without_a_word(schedule, step):
+    """Of all of the optimizer's, and the steps: whatever makes the next rate jump is told as one."""
+    text = begun(steps=100, **{"optimizer.schedule": schedule})
+    tried: list[dict[str, Any]] = [{"steps": 200}, {"steps": 101}]
+    for field in dataclasses.fields(OptimizerConfig):
+        value = OTHER.get(field.name, 7 if field.type is int else 0.5)
+        tried += [{f"optimizer.{field.name}": value}, {f"optimizer.{field.name}": value, "steps": 200}]
+    for settings in tried:
+        resumed = resume(text, step, **settings)
+        told = change(resumed, step)
+        at = jnp.arange(step, 202, dtype=jnp.int32)
+        both = [learning_rate(each, NUM_PARAMS)(at) for each in (resumed.before, resumed.config)]
+        old, new = np.array(both)[:, 1:]
+        if not np.array_equal(old, new):
+            assert told.is_one, settings
+        was = float(both[0][0])
+        if all(new[0] != pytest.approx(other, rel=2e-3) for other in (old[0], was)):
+            assert "the rate jumps" in told.describe(), settings
 
 
 def test_a_warm_up_that_is_asked_for_now_may_be_longer_than_the_decay_was():

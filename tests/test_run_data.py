@@ -15,8 +15,15 @@ from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.errors import DataError
 from optimus_jax.inference.generation import load_text_model
 from optimus_jax.run import api
+from optimus_jax.run.inputs import Inputs
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.run_data import check_same_data, held_out_in_run, identity_in_run, tokenizer_of_run
+from optimus_jax.run_directory.run_data import (
+    NOT_COMPARABLE,
+    check_same_data,
+    held_out_in_run,
+    identity_in_run,
+    tokenizer_of_run,
+)
 
 TEXTS = [f"Hello world {'wd' * (n % 7)}" for n in range(40)] + [SPEAK] * 5
 TINY = {"mesh": "data=8", "global_batch": 8, "seq_len": 16, "eval_every": 0, "progress": "plain", "model.vocab_size": 64, "model.num_layers": 1,
@@ -115,6 +122,31 @@ def test_other_data_may_be_allowed_and_another_tokenizer_never(tmp_path):
     check_same_data(None, data, DataConfig(), told.append)
     assert told == []
     check_same_data({"content": "0"}, data, DataConfig(allow_change=True), told.append)
-    assert told == [f"the data has changed, which data.allow_change allows: content was 0 and is {data.identity['content']}"]
+    assert told == [f"the data has changed, which data.allow_change allows: content was 0 and is {data.identity['content']}; {NOT_COMPARABLE}"]
     with pytest.raises(DataError, match="a run keeps its tokenizer"):
         check_same_data({"tokenizer": "0"}, data, DataConfig(allow_change=True), told.append)
+
+
+def test_that_evaluations_read_other_tokens_is_said(tmp_path):
+    """Of whichever setting that says which tokens they read, under its old name too; not where so many are not held out."""
+    path = tmp_path / "d.txt"
+    path.write_text("one two three four five " * 400)
+    given = {"data": str(path), "seq_len": 32, "global_batch": 4, "data.eval_fraction": 0.1, "eval_every": 5}
+    before = make_config("gpt2-nano", given | {"evaluation.examples": 8, "evaluation.seq_len": 32})
+    there = Inputs.of(make_config("gpt2-nano", given | {"evaluation.examples": 10**6})).num_eval_examples
+    for changes, now in (
+        ({"evaluation.examples": 9}, "9 x 32"),
+        ({"evaluation.examples": 8, "evaluation.seq_len": 16}, "8 x 16"),
+        ({"eval_batches": 3}, "12 x 32"),
+        ({"evaluation.examples": 10**6}, f"{there} x 32"),
+    ):
+        told = Inputs.of(make_config("gpt2-nano", given | changes)).other_evaluation(before)
+        assert told is not None
+        assert f"8 x 32 tokens before, {now} tokens from here on: {NOT_COMPARABLE}" in told
+        assert "--set evaluation.examples=8 --set evaluation.seq_len=32" in told
+    for same in ({"eval_batches": 2}, {"evaluation.examples": 8, "phases": "5:16x64", "eval_every": 3}):
+        assert Inputs.of(make_config("gpt2-nano", given | same)).other_evaluation(before) is None
+    more = make_config("gpt2-nano", given | {"evaluation.examples": 10**5})
+    assert Inputs.of(make_config("gpt2-nano", given | {"evaluation.examples": 10**6})).other_evaluation(more) is None
+    none = make_config("gpt2-nano", given | {"eval_every": 0})
+    assert Inputs.of(none).other_evaluation(before) is None

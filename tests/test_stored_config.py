@@ -47,6 +47,9 @@ def test_data_may_differ_where_that_is_allowed():
     said = []
     check_stored_config(METADATA, SAVED.with_values({"data.eval_fraction": 0.5, "data.allow_change": True}), say=said.append)
     assert "data.eval_fraction" in said[0]
+    assert said[0].endswith("cannot be compared")
+    check_stored_config(METADATA, SAVED.with_values({"data.global_batch": 8, "data.allow_change": True}), say=said.append)
+    assert "compared" not in said[1]
     with pytest.raises(CheckpointError):
         check_stored_config(METADATA, SAVED.with_values({"seed": 5, "data.allow_change": True}))
 

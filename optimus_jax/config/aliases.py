@@ -7,6 +7,7 @@ value where that is possible. No word is in both, and none is a setting of ours;
 is one that there is.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -189,6 +190,8 @@ def _share_of_steps(value: str, others: Others) -> str:
 def _least_lr(value: str, others: Others) -> str:
     try:
         share = float(value) / float(next(others[name] for name in ("lr", "optimizer.lr", *_ALIASES["optimizer.lr"].split()) if name in others))
+        if not math.isfinite(share):
+            raise ValueError
     except (ValueError, ZeroDivisionError, StopIteration, TypeError):
         return f"write --set optimizer.min_lr_ratio=X, the last learning rate over the peak: {value} / the value of --lr"
     return f"write --set optimizer.min_lr_ratio={share:g}, the last learning rate over the peak"
@@ -201,7 +204,9 @@ def _samples(value: str, others: Others) -> str:
 
 def _percent(value: str, _: Others) -> str:
     try:
-        return f"write --set data.eval_fraction={float(value) / 100:g}, a share of the documents"
+        if not math.isfinite(share := float(value) / 100):
+            raise ValueError
+        return f"write --set data.eval_fraction={share:g}, a share of the documents"
     except ValueError:
         return "write --set data.eval_fraction=0.01, a share of the documents"
 

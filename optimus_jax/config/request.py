@@ -67,7 +67,7 @@ def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | 
 def read_config(path: UserPath) -> Config:
     """The config in a file or object, such as a run's config.json, without the place where that run works. Raises OptimusError if there is none."""
     try:
-        value = read_json(local_file(path, what="--config"))
+        value = read_json(local_file(path, what="--config"), finite=False)  # the setting that is not is named
     except (OSError, ValueError) as error:
         raise ConfigError(explain("a config cannot be read", given=f"{path}: {error}", do="give --config the config.json of a run")) from error
     return Config.from_value(_in_our_words(value, say)).with_values({"store.local_dir": None})

@@ -176,7 +176,9 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
             if isinstance(value, bool):
                 raise TypeError
             number = float(value)
-            if kind is float and math.isfinite(number):
+            if not math.isfinite(number):
+                raise _not_finite(name, value)
+            if kind is float:
                 return number
             if kind is int and isinstance(value, int) and abs(value) <= LARGEST_INT:
                 return value  # not by way of a float, which has 53 bits
@@ -186,9 +188,28 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
             return _text(value)
         elif origin is None and isinstance(value, kind):
             return value
-    except (TypeError, ValueError, OverflowError):
+    except OverflowError:  # an int that no float holds
+        raise _not_finite(name, value) from None
+    except (TypeError, ValueError):
         pass
     raise ConfigError(explain(f"{name} has the wrong type", given=f"{shown(value, quoted=True)} ({type(value).__name__})", do=f"give a value of type {kind.__name__}"))
+
+
+def check_finite(value: Any, path: str = "") -> None:
+    """Raise ConfigError if a number anywhere in a dataclass is NaN or infinite.
+
+    Python and JSON may build one without `build`; NaN passes every comparison that refuses."""
+    for name in _hints(type(value)):
+        item = getattr(value, name)
+        if isinstance(item, float) and not math.isfinite(item):
+            raise _not_finite(path + name, item)
+        if dataclasses.is_dataclass(item):
+            check_finite(item, f"{path}{name}.")
+
+
+def _not_finite(name: str, value: object) -> ConfigError:
+    return ConfigError(explain(f"{name} must be finite", given=f"{name}={shown(value)}",
+                               do="give a number that is neither nan nor infinite, nor too large for a float"))
 
 
 def _text(value: str) -> str:

@@ -60,6 +60,7 @@ class Config:
     """Virtual devices on a CPU; None: whatever JAX finds."""
 
     def __post_init__(self) -> None:
+        settings.check_finite(self)
         check_positive(self, "steps", "eval_batches", "cpu_devices")
         check_counts(self, "steps", "eval_batches", "cpu_devices")
         if not 0 <= self.seed < 2**31:  # it is an int32 where weights are drawn
@@ -131,7 +132,7 @@ class Config:
     def from_json(cls, text: str | bytes) -> "Config":
         """The inverse of `to_json`. Raises ConfigError for unknown keys and wrong types."""
         try:
-            value = parse_json(text)
+            value = parse_json(text, finite=False)  # `build` names the setting that is not
         except JSONInputError as error:
             raise ConfigError(explain("a config is not JSON", given=str(error), do="restore the file, or start a new run")) from error
         return cls.from_value(value)
@@ -149,7 +150,7 @@ class Config:
           ConfigError: the text is not a config's.
         """
         cls.from_json(text)
-        derived = parse_json(text).get(DERIVED, {})
+        derived = parse_json(text, finite=False).get(DERIVED, {})
         if not isinstance(derived, dict):
             raise ConfigError(explain("what a run has derived has names", given=f"{DERIVED}: {derived!r}",
                                       do="restore the run's config.json, or start a new run"))

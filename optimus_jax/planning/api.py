@@ -1,11 +1,12 @@
 """`find_plans`: the best layouts of a model on a cluster, there or not, with predictions and reasons."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import Config
+from optimus_jax.config.phases import Phase, in_phase
 from optimus_jax.config.request import dotted, make_config
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, PlanError, explain
@@ -18,9 +19,16 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import check_words
-from optimus_jax.planning.search.divisibility import Alternative, Divisibility, Progress, divisibility
-from optimus_jax.planning.search.explain import flags, gib, why_best, why_not
+from optimus_jax.planning.search.divisibility import (
+    Alternative,
+    Divisibility,
+    Progress,
+    divisibility,
+    reasons_of,
+)
+from optimus_jax.planning.search.explain import flags, gib, seconds, why_best, why_not
 from optimus_jax.planning.search.layouts import Rejection
+from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, search
 
 SEQUENCES_PER_DEVICE = 8
@@ -44,6 +52,8 @@ class RankedPlan:
     """Fewer hosts of the cluster on which the same batch would be faster, likewise."""
     lost: "Lost | None" = None
     """What leaving devices out costs; None: none were left out."""
+    later: "tuple[LaterPhase, ...]" = ()
+    """What this plan becomes in later phases; only for the best."""
 
     @property
     def axes(self) -> AxisSizes:
@@ -79,7 +89,7 @@ class RankedPlan:
             "memory": dataclasses.asdict(self.memory), "bubble": prediction.bubble, "communication": prediction.communication,
             "terms_s": {term.name: term.time_s for term in prediction.terms}, "why": self.why, "flags": flags(self.plan),
             "batch_advice": [other.as_json() for other in self.batch_advice], "cluster_advice": [other.as_json() for other in self.cluster_advice],
-            "lost": self.lost and self.lost.as_json()}
+            "later_phases": [phase.as_json() for phase in self.later], "lost": self.lost and self.lost.as_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +123,29 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaterPhase:
+    """What the best plan becomes in a later phase of a run; every figure is a prediction."""
+
+    phase: Phase
+    plan: Plan
+    step_time_s: float
+    tokens_per_s: float
+    reason: str | None = None
+    """Why its batch is not split over all devices; None: it is."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What `scripts/plan.py --json` prints."""
+        return {"after_step": self.phase.steps_before, "global_batch": self.phase.global_batch, "seq_len": self.phase.seq_len, "mesh": str(self.plan.axes),
+                "microbatches": self.plan.microbatches, "remat": self.plan.remat, "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s}
+
+    def describe(self) -> str:
+        """One line for people."""
+        plan = self.plan
+        return (f"{self.phase}: mesh {plan.axes}, {plan.microbatches} microbatch(es), remat {plan.remat}, step {seconds(self.step_time_s)}, "
+                f"{self.tokens_per_s:,.0f} tokens/s" + (f" ({self.reason})" if self.reason else ""))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """What a search has found, and for what."""
 
@@ -127,6 +160,8 @@ class Found:
     divisibility: Divisibility
     """What does not divide, and what would."""
     lost: Lost | None = None
+    later: tuple[LaterPhase, ...] = ()
+    """What the best plan becomes in the phases after the first, for which plans were ranked."""
 
 
 def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iterable[str] = (), rates: Rates | None = None,
@@ -170,7 +205,8 @@ def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Itera
         before = search(dataclasses.replace(pricing, cluster=whole), top=1).best
         lost = Lost(before=whole, tokens_per_s_before=before[0].prediction.tokens_per_s if before else None, tokens_per_s=ranking.best[0].prediction.tokens_per_s,
                     num_devices=whole.num_devices - where.num_devices)
-    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking, divided, lost), rejections=ranking.rejections,
+    later = tuple(_later(pricing, ranking.best[0].plan))
+    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking, divided, lost, later), later=later, rejections=ranking.rejections,
                  num_priced=ranking.num_priced, divisibility=divided, lost=lost)
 
 
@@ -186,11 +222,21 @@ def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
 _GLOBAL_BATCH = {"global_batch", "data.global_batch"}
 
 
-def ranked(ranking: Ranking, divided: Divisibility, lost: Lost | None = None) -> list[RankedPlan]:
+def _later(pricing: Pricing, plan: Plan) -> Iterator[LaterPhase]:
+    """The phases after the first of a run that begins under `plan`. Raises PlanError where one has no plan."""
+    config, num_devices = pricing.config, pricing.cluster.num_devices
+    for phase, own in plans_ahead(config, plan, 0, pricing.cluster.topology(), lambda config: dataclasses.replace(pricing, config=config)):
+        priced = dataclasses.replace(pricing, config=in_phase(config, phase))
+        prediction = priced.predicted(own)
+        reason = next(reasons_of(priced.config, num_devices, own), None) if phase.global_batch % num_devices else None
+        yield LaterPhase(phase=phase, plan=own, step_time_s=prediction.step_time_s, tokens_per_s=prediction.tokens_per_s, reason=reason)
+
+
+def ranked(ranking: Ranking, divided: Divisibility, lost: Lost | None = None, later: tuple[LaterPhase, ...] = ()) -> list[RankedPlan]:
     """The ranking's best with a sentence for each."""
     return [RankedPlan(
         rank=rank, plan=candidate.plan, prediction=candidate.prediction, memory=candidate.memory,
-        batch_advice=divided.batches, cluster_advice=divided.clusters, lost=lost,
+        batch_advice=divided.batches, cluster_advice=divided.clusters, lost=lost, later=later if rank == 1 else (),
         why=why_best(candidate.prediction, ranking.num_priced) if rank == 1 else why_not(candidate.prediction, ranking.best[0].prediction))
         for rank, candidate in enumerate(ranking.best, start=1)]
 
@@ -214,7 +260,7 @@ def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) ->
     reasons = dict.fromkeys([*divided.reasons, *(rejection.reason for rejection in ranking.rejections)])
     unknown = [name for name, link in (("inside", cluster.inside), ("between", cluster.between)) if link is not None and link.bytes_per_s is None]
     return explain(f"no layout of {config.model.name} is legal on {cluster.num_devices} devices", given="; ".join(list(reasons)[:3]),
-                   do="change the --global-batch, the number of devices, or the settings that were fixed"
+                   do=f"change the --global-batch{f' ({divided.no_batch})' if divided.no_batch else ''}, the number of devices, or the settings that were fixed"
                    + "".join(f"; say how fast a link is: --link {name}=25GB/s" for name in unknown))
 
 

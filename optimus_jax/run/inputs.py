@@ -11,10 +11,10 @@ from optimus_jax.config import Config
 from optimus_jax.config.phases import Phase, phase_after, phases_of
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.loader import BatchLoader, check_held_out, eval_batches
-from optimus_jax.data.sampler import Batch
+from optimus_jax.data.sampler import Batch, count_examples
 from optimus_jax.mesh.sharding import local_rows, put_batch
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.run_data import held_out_in_run, tokenizer_of_run
+from optimus_jax.run_directory.run_data import NOT_COMPARABLE, held_out_in_run, tokenizer_of_run
 from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.step import Program
 
@@ -61,6 +61,24 @@ class Inputs:
         is_old = config.eval_examples == (config.eval_batches or 0) * config.data.global_batch
         return f"{text} x {config.eval_seq_len:,} tokens, whatever the batch" + (
             f" (eval_batches={config.eval_batches} x {config.data.global_batch}; its name is now evaluation.examples)" if is_old else "")
+
+    def other_evaluation(self, before: Config) -> str | None:
+        """That evaluations read other tokens than those of the run until now; None: they read the same, or there are none.
+
+        Args:
+          before: the run until now, on the same data, nothing left open.
+        """
+        held_out, now = self.data.held_out, self.config
+        if held_out is None or not self.num_eval_examples or not before.eval_every:
+            return None
+        there = min(before.eval_examples, count_examples(held_out, before.eval_seq_len))
+        sets = [f"{number:,} x {length:,} tokens" for number, length in
+                ((there, before.eval_seq_len), (self.num_eval_examples, now.eval_seq_len))]
+        if sets[0] == sets[1]:
+            return None
+        back = {"evaluation.examples": before.eval_examples, "evaluation.seq_len": before.eval_seq_len}
+        return (f"evaluation: {sets[0]} before, {sets[1]} from here on: {NOT_COMPARABLE}; for those from before: "
+                + " ".join(f"--set {name}={value}" for name, value in back.items()))
 
     def dealt(self, program: Program, step: int) -> "Dealt":
         """The batches of the phase that the step after `step` is in, the rows that this process's devices hold under a program of that phase."""

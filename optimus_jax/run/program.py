@@ -106,8 +106,9 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
         if (now := in_phase(config, phase_after(config, first_step))) != program.config:
             program = program_of(now, choice)  # another learning rate, and the same state
     assert_same_everywhere({"the step to go on from": str(first_step)})
+    steps_there = tuple(checkpoints.steps_for_all()) if resume else ()
     with all_or_none():
-        _write_down(config, devices, choice, program, inputs, run, display, first_step, resumed)
+        _write_down(config, devices, choice, program, inputs, run, display, first_step, resumed, steps_there)
     num_bytes_of_host = bytes_of_host(state)
     snapshots = snapshots_of(config, run, display)
     with all_or_none():
@@ -221,7 +222,7 @@ def _in_next_phase(trainer: Trainer, state: TrainState, step: int, controller: C
 
 
 def _write_down(config: Config, devices: Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory,
-                display: Display, first_step: int, resumed: Resumed | None) -> None:
+                display: Display, first_step: int, resumed: Resumed | None, checkpoints: tuple[int, ...]) -> None:
     """What is about to run; from here on it can be resumed."""
     if first_step > config.steps:
         raise ConfigError(explain(
@@ -236,7 +237,7 @@ def _write_down(config: Config, devices: Devices, choice: Choice, program: Progr
     if (died := Journal(run).recover(first_step)) is not None:
         display.message(f"the run ended while it tried {died.target.describe()}: it goes on under the plan from before")
     run.write_plan(choice.plan.to_json())
-    changed = {} if resumed is None else _tell_what_changes(config, devices, choice.plan, program, resumed, display, first_step)
+    changed = {} if resumed is None else _tell_what_changes(config, devices, choice.plan, program, inputs, resumed, display, first_step, checkpoints)
     run.log_event("start" if resumed is None else "resume", first_step, **changed, devices=str(devices.topology), data=inputs.data.description,
                   identity=inputs.data.identity, notes=inputs.data.notes, end_of_document=inputs.data.tokenizer.end,
                   engine=devices.launch.engine, launch=devices.launch.why)
@@ -247,18 +248,25 @@ def _write_down(config: Config, devices: Devices, choice: Choice, program: Progr
     run.check()
 
 
-def _tell_what_changes(config: Config, devices: Devices, plan: Plan, program: Program, resumed: Resumed, display: Display,
-                       first_step: int) -> dict[str, Any]:
-    """Show how the learning rate and precision of a run that goes on differ from what they were, or would be; what the log is to say of it."""
+def _tell_what_changes(config: Config, devices: Devices, plan: Plan, program: Program, inputs: Inputs, resumed: Resumed, display: Display,
+                       first_step: int, checkpoints: tuple[int, ...]) -> dict[str, Any]:
+    """Show how the learning rate, evaluations and precision of a run that goes on differ from what they were, or would be; what the log is to say of it.
+
+    Args:
+      checkpoints: steps of those that are there.
+    """
     usual = compute_precision(config.with_values({"precision.compute": "auto"}), devices.topology)
     if resumed.asked.precision.compute == "auto" and plan.precision != usual:
         display.message(f"precision {plan.precision}, in which the run began; on these devices a new run would have {usual}: "
                         f"to change it, --precision {usual}")
-    change = RateChange(before=resumed.before, now=config, num_params=program.shapes.num_params, step=first_step)
+    if (told := inputs.other_evaluation(resumed.before)) is not None:
+        display.message(told)
+    change = RateChange(before=resumed.before, now=config, num_params=program.shapes.num_params, step=first_step, checkpoints=checkpoints)
+    said = {} if told is None else {"evaluation": told}
     if not change.is_one:
-        return {}
+        return said
     display.message(change.describe())
-    return dict(change.rates)
+    return said | change.rates
 
 
 def _room(config: Config, run: RunDirectory, state: TrainState, first_step: int) -> str | None:

@@ -27,6 +27,8 @@ class RateChange:
     """The run from here on."""
     num_params: int
     step: int
+    checkpoints: tuple[int, ...] = ()
+    """Steps of those that are there."""
 
     @property
     def is_one(self) -> bool:
@@ -55,7 +57,11 @@ class RateChange:
             )
         )
         unchanged = self._rate(self.before, self.step + 1)
-        if self.step and abs(rates["lr_now"] - unchanged) > _JUMP * max(rates["lr_now"], unchanged):
+        # The step after the last one before a decay would have had less; to stay is no jump.
+        if self.step and all(
+            abs(rates["lr_now"] - other) > _JUMP * max(rates["lr_now"], other)
+            for other in (unchanged, rates["lr_before"])
+        ):
             back = " ".join(
                 f"--set {name}={value}"
                 for name, (value, _) in self._changes.items()
@@ -86,7 +92,28 @@ class RateChange:
             "To train on at the peak: --set optimizer.schedule=constant "
             f"({with_values(schedule='constant')}). Without a jump a run can be extended that has "
             "optimizer.schedule=wsd (warm-up, stable, decay at the end), before its decay begins, or "
-            "constant"
+            f"constant{self._way_back()}"
+        )
+
+    def _way_back(self) -> str:
+        """The checkpoint from which the run can have its decay at its new end without a jump."""
+        now = self.now.with_values({"optimizer.decay_steps": None})
+        if now.steps < effective_warmup(self.now):
+            return ""
+        begins = int(min(decay_begins(self.before), decay_begins(now)))
+        if self.step <= begins:
+            return ""
+        if not (earlier := [step for step in self.checkpoints if 0 < step <= begins]):
+            there = ", ".join(map(str, self.checkpoints)) or "none"
+            return (
+                f"\n  to go back to before the decay is not possible any more: no checkpoint of step {begins} or "
+                f"before is left (there are: {there}). checkpoint.keep_every=N keeps some for ever"
+            )
+        step = max(earlier)
+        return (
+            f"\n  to undo the decay, go back to the checkpoint of step {step}, from before it: --resume --set "
+            f"checkpoint.resume_step={step} --set optimizer.decay_steps=none ({self._rate(now, step + 1):.4g} at "
+            f"step {step + 1}; {curve(now)}), at once: later checkpoints take its place"
         )
 
     @property

@@ -14,11 +14,15 @@ from optimus_jax.config.request import FIXED_FOR_A_RUN, KNOWN_BY_CONTENT
 from optimus_jax.config.settings import setting_names, value_of
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.run.resumed import OPEN, own_config
+from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 
 NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)
 """Settings that name what is computed with, or where it lies; of data and tokenizer the content is compared (run/first_state.py)."""
 MAY_CHANGE = ("optimizer.", "precision.")
 """Sections that change what is computed and may be changed when a run goes on; that is said."""
+
+EVALUATED = {"data.eval_fraction", "data.respect_documents"}
+"""Settings of the data that say which of its tokens are evaluated, and with what attention."""
 
 
 def check_stored_config(metadata: Mapping[str, Any], config: Config, *, sections: tuple[str, ...] = FIXED_FOR_A_RUN,
@@ -41,7 +45,8 @@ def check_stored_config(metadata: Mapping[str, Any], config: Config, *, sections
                 f"saved with {other}={was}, asked for {asked}" for other, (was, asked) in differing.items()),
             do=f"bring back {name}={before} (config.json may have been edited), or start a new run"))
     if changed := differing | _differing(saved, config, MAY_CHANGE):
-        say("changed since the checkpoint was saved: " + ", ".join(f"{name} from {before} to {now}" for name, (before, now) in changed.items()))
+        say("changed since the checkpoint was saved: " + ", ".join(f"{name} from {before} to {now}" for name, (before, now) in changed.items())
+            + (f"; {NOT_COMPARABLE}" if EVALUATED & changed.keys() else ""))
 
 
 def _as_saved(metadata: Mapping[str, Any]) -> Config:

@@ -15,6 +15,8 @@ from optimus_jax.data.tokens import HeldOutBy
 from optimus_jax.errors import DataError, explain
 from optimus_jax.run_directory.directory import RunDirectory
 
+NOT_COMPARABLE = "held-out losses from before and from here on cannot be compared"
+"""What to say where evaluations read other tokens than they did."""
 _BEGINNINGS = ("start", "resume")
 
 
@@ -112,7 +114,7 @@ def check_same_data(
                 "or go on with the new: --set data.allow_change=true",
             )
         )
-    tell(f"the data has changed, which data.allow_change allows: {changed}")
+    tell(f"the data has changed, which data.allow_change allows: {changed}; {NOT_COMPARABLE}")
 
 
 def _other_tokenizer(given: str) -> DataError:

@@ -15,7 +15,14 @@ from optimus_jax.planning.api import find_plans, look_for_plans
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.choice import choose_plan
-from optimus_jax.planning.search.divisibility import MOST_BATCHES, NEAR, WORTH_SAYING, near_batches, smaller_clusters
+from optimus_jax.planning.search.divisibility import (
+    MOST_BATCHES,
+    NEAR,
+    WORTH_SAYING,
+    near_batches,
+    no_better,
+    smaller_clusters,
+)
 from optimus_jax.planning.search.divisors import divisors, prime_factors
 from optimus_jax.planning.search.search import Pricing
 
@@ -63,6 +70,47 @@ def test_what_divides_is_not_searched_again():
     assert not found.divisibility.is_worth_saying
 
 
+@pytest.mark.parametrize(("cluster", "batch", "whole"), [("h100:8", 1, 8), ("h100:16x8", 2, 128), ("h100:7", 1, 7), ("h100:5", 24, None)])
+def test_that_no_near_batch_is_better_is_said(cluster, batch, whole):
+    """With the nearest that leaves no device over; not where a near batch is better."""
+    found = look_for_plans("gpt2", cluster, top=1, overrides={"global_batch": batch, "seq_len": 64})
+    said = found.divisibility
+    assert said.is_worth_saying
+    assert (said.no_batch is None) == bool(said.batches)
+    if whole is not None:
+        assert said.no_batch is not None
+        assert f"--global-batch {whole}, {whole // batch} times larger" in said.no_batch
+        assert math.gcd(whole, found.cluster.num_devices) == found.cluster.num_devices
+
+
+@given(batch=st.integers(1, 5000), num_devices=st.integers(2, 2048))
+def test_the_batch_that_leaves_none_over_is_the_nearest(batch, num_devices):
+    said = no_better(batch, num_devices, tried=near_batches(batch, num_devices))
+    if "--global-batch" in said and "devices divide is" in said:
+        whole = int(said.rpartition("--global-batch ")[2].partition(",")[0])
+        assert whole % num_devices == 0
+        assert whole < num_devices + batch
+    else:
+        assert batch % num_devices == 0 or any(each % num_devices == 0 for each in near_batches(batch, num_devices))
+
+
+def test_later_phases_are_planned_too():
+    """By either name; what has no plan is refused with the phase."""
+    asked = {"global_batch": 8, "seq_len": 64}
+    [first] = find_plans("gpt2-nano", "h100:8", top=1, **asked)
+    for name in ("phases", "data.phases"):
+        found = look_for_plans("gpt2-nano", "h100:8", top=2, overrides=asked | {name: "5:16x32,9:4"})
+        best = found.plans[0]
+        assert best.plan == first.plan
+        assert [(each.phase.steps_before, each.phase.global_batch, each.phase.seq_len) for each in found.later] == [(5, 16, 32), (9, 4, 32)]
+        assert found.later[0].tokens_per_s == pytest.approx(16 * 32 / found.later[0].step_time_s)
+        assert "4 of 8 (2^3) devices" in found.later[1].describe()
+        assert best.as_json()["later_phases"] == [each.as_json() for each in found.later]
+        assert not found.plans[1].as_json()["later_phases"]
+    with pytest.raises(PlanError, match=r"the batches after step 5 \(data.phases: "):
+        find_plans("gpt2-nano", "h100:8", top=1, mesh="data=8", phases="5:9", **asked)
+
+
 def test_hosts_are_left_out_and_what_is_lost_is_said():
     [whole] = find_plans("llama3-8b", "h100:8x8", top=1, global_batch=64, seq_len=1024)
     found = look_for_plans("llama3-8b", "h100:8x8", top=1, without=1, overrides={"global_batch": 64, "seq_len": 1024})
@@ -95,6 +143,11 @@ def test_a_run_is_told_too_unless_its_batch_is_fixed():
     pricing = Pricing(config, cluster, Rates.of(cluster.accelerator))
     assert "--global-batch 80 is predicted to give" in choose_plan(config, topology, pricing).why
     assert "--global-batch" not in choose_plan(config, topology, pricing, kept=("model.", "data.", "seed")).why
+    few = Pricing(config.with_values({"data.global_batch": 3}), cluster, Rates.of(cluster.accelerator))
+    assert "no batch near it can be split over more; the nearest that all 40 devices divide is --global-batch 40, 13.3 times larger" in choose_plan(few.config, topology, few).why
     small = Topology(num_devices=6, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)
     nano = Config(model=model_preset("gpt2-nano")).with_values({"data.global_batch": 16})
     assert "--global-batch 18 over 6 of them" in choose_plan(nano, small).why
+    alone = nano.with_values({"data.global_batch": 1})
+    assert "no batch near it can be split over more; the nearest that all 6 devices divide is --global-batch 6, 6 times larger" in choose_plan(alone, small).why
+    assert "batch near" not in choose_plan(alone, small, kept=("data.",)).why

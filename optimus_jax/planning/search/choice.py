@@ -19,7 +19,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.search.assemble import DEFAULT_ZERO, can_offload, check_words, memory_fallbacks, plan_for
-from optimus_jax.planning.search.divisibility import divisibility, near_batches
+from optimus_jax.planning.search.divisibility import divisibility, near_batches, no_better
 from optimus_jax.planning.search.divisors import divisors
 from optimus_jax.planning.search.explain import gib, why_best
 from optimus_jax.planning.search.search import USABLE_SHARE, Candidate, Pricing, fits, on_the_host, search
@@ -84,7 +84,11 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
 def _by_rule(config: Config, topology: Topology, *, may_change_batch: bool) -> Choice:
     """Without rates: whole copies if they fit, else shards; what the batch cannot be split over is said, and which near it could."""
     choice = _by_plain_rule(config, topology)
-    near = near_batches(config.data.global_batch, topology.num_devices) if may_change_batch and choice.plan.axes.tensor * choice.plan.axes.pipe > 1 else []
+    if not may_change_batch or choice.plan.axes.tensor * choice.plan.axes.pipe == 1:
+        return choice
+    near = near_batches(config.data.global_batch, topology.num_devices)
+    if not near and config.data.global_batch % topology.num_devices:
+        return dataclasses.replace(choice, why=f"{choice.why}; {no_better(config.data.global_batch, topology.num_devices, tried=near)}")
     over = " or ".join(f"--global-batch {batch} over {math.gcd(batch, topology.num_devices)}" for batch in near)
     return dataclasses.replace(choice, why=f"{choice.why}; {over} of them") if near else choice
 
@@ -141,6 +145,7 @@ def _by_search(config: Config, topology: Topology, pricing: Pricing, *, may_chan
     divided = divisibility(pricing, best, may_change_batch=may_change_batch, may_leave_hosts=False)
     said = "".join(f"; {reason}" for reason in divided.reasons) if divided.is_worth_saying else ""
     said += "".join(f"; --global-batch {other.global_batch} is predicted to give {other.describe()}" for other in divided.batches)
+    said += "" if divided.no_batch is None else f"; {divided.no_batch}"
     return Choice(plan=best.plan, memory=best.memory, ranked=ranking.best,
                   why=f"auto: predicted to be {why_best(best.prediction, ranking.num_priced)}; rates: {pricing.rates.source}{said}")
 

@@ -6,7 +6,7 @@ that ranked the plans; so are clusters with some hosts left idle. MOST_PRICED of
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,13 +69,15 @@ class Divisibility:
     """On the same devices, nearest first; only those that are predicted to give more tokens per second."""
     clusters: tuple[Alternative, ...] = ()
     """The same batch on fewer hosts, likewise."""
+    no_batch: str | None = None
+    """Why `batches` is empty though the batch leaves devices over, and from which batch on none is; None: it is not, or no other batch is an answer."""
     is_awkward: bool = False
     """Whether a prime of the number of devices divides neither the batch nor the heads: the layout is then odd, whether or not something near is better."""
 
     @property
     def is_worth_saying(self) -> bool:
         """Whether a person should hear of it."""
-        return bool(self.batches or self.clusters or self.is_awkward)
+        return bool(self.batches or self.clusters or self.is_awkward or self.no_batch)
 
 
 def divisibility(pricing: Pricing, best: Candidate | None, *, may_change_batch: bool = True, may_leave_hosts: bool = True,
@@ -91,9 +93,12 @@ def divisibility(pricing: Pricing, best: Candidate | None, *, may_change_batch: 
     reasons = tuple(reasons_of(pricing.config, pricing.cluster.num_devices, best and best.plan))
     batch, num_devices = pricing.config.data.global_batch, pricing.cluster.num_devices
     now = None if best is None else best.prediction.tokens_per_s
-    batches = [_with_batch(pricing, each) for each in near_batches(batch, num_devices)] if may_change_batch else []
+    near = near_batches(batch, num_devices) if may_change_batch else []
+    better = tuple(_priced([_with_batch(pricing, each) for each in near], now, progress))
+    leaves_over = batch % num_devices > 0
     clusters = [replace(pricing, cluster=each) for each in smaller_clusters(pricing.cluster, pricing.config)] if may_leave_hosts else []
-    return Divisibility(reasons=reasons, is_awkward=bool(_left_over(pricing.config, num_devices)), batches=tuple(_priced(batches, now, progress)), clusters=tuple(_priced(clusters, now, progress)))
+    return Divisibility(reasons=reasons, is_awkward=bool(_left_over(pricing.config, num_devices)), batches=better, clusters=tuple(_priced(clusters, now, progress)),
+                        no_batch=no_better(batch, num_devices, tried=near) if may_change_batch and leaves_over and not better else None)
 
 
 def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[str]:
@@ -122,6 +127,26 @@ def near_batches(batch: int, num_devices: int) -> list[int]:
             found.append(number)
             most = ways
     return found if len(found) <= MOST_BATCHES else [found[0], *found[-(MOST_BATCHES - 1):]]
+
+
+def no_better(batch: int, num_devices: int, *, tried: Sequence[int]) -> str:
+    """That no batch near this one, which leaves devices over, is better; and the nearest one that leaves none.
+
+    Args:
+      tried: near batches that are split over more devices, but are not predicted to give more.
+    """
+    below = batch // num_devices * num_devices
+    whole = min((each for each in (below, below + num_devices) if each), key=lambda each: (abs(math.log(each / batch)), each))
+    first, last = math.ceil(batch / NEAR), math.floor(batch * NEAR)
+    near = f"no batch from {first:,} to {last:,}" if last > first else "no batch near it"
+    if not tried:
+        said = f"{near} can be split over more"
+    elif len(tried) == 1:
+        said = f"--global-batch {tried[0]} can be split over more, but is not predicted to give {WORTH_SAYING:.0%} more tokens/s"
+    else:
+        said = f"--global-batch {' or '.join(map(str, tried))} can be split over more, but neither is predicted to give {WORTH_SAYING:.0%} more tokens/s"
+    ratio = max(whole / batch, batch / whole)
+    return said if whole in tried else f"{said}; the nearest that all {num_devices:,} devices divide is --global-batch {whole}, {ratio:.3g} times {'larger' if whole > batch else 'smaller'}"
 
 
 def smaller_clusters(cluster: Cluster, config: Config) -> list[Cluster]:
