@@ -60,6 +60,13 @@ def test_no_modules_import_in_a_circle():
     TopologicalSorter({module: {name for name in imported(path, modules) if name in modules} for module, path in modules.items() if module}).prepare()
 
 
+def test_the_readme_lists_every_folder_as_its_docstring_says():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for front in (ROOT / "optimus_jax").glob("*/__init__.py"):
+        docstring = ast.get_docstring(ast.parse(front.read_text(encoding="utf-8"))) or ""
+        assert f"{front.parent.name + '/':<15}{docstring.splitlines()[0]}\n" in readme
+
+
 def test_every_room_is_there_and_in_the_table():
     rooms = {room_of(module) for module in module_names(ROOT) if module}
     assert rooms == set(LEVELS)

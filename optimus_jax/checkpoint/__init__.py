@@ -1,1 +1,1 @@
-"""Checkpoints on disk and snapshots in memory: saving, restoring, retries, room on the disk."""
+"""Checkpoints on disk, snapshots in memory, retries, room on the disk."""

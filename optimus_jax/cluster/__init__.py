@@ -1,1 +1,1 @@
-"""Which processes make up a run: launchers, rendezvous, agreement between processes, local launch."""
+"""Which processes make up a run: launchers, rendezvous, agreement."""

@@ -1,1 +1,1 @@
-"""Text to tokens to batches: sources, formats, tokenizers, packing, held-out split, sampler, loader."""
+"""Text to batches: formats, tokenizers, packing, held-out split, loader."""

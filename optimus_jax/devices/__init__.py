@@ -1,1 +1,1 @@
-"""Which devices JAX finds, and under which of its own settings: backend, virtual CPU devices, hosts, data sheets."""
+"""Starting JAX: its settings, backend, virtual CPU devices, hosts, data sheets."""

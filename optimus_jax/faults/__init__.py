@@ -1,1 +1,1 @@
-"""What goes wrong in a run: watchdog, heartbeats, stop requests, divergence, the fault log."""
+"""Watchdog, heartbeats, stop requests, divergence, the fault log."""

@@ -1,1 +1,1 @@
-"""Axes, rules and shardings; the collectives that a step is made of; ZeRO. Knows nothing of plans."""
+"""Axes, rules, shardings; a step's collectives; ZeRO. Knows nothing of plans."""

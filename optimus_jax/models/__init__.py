@@ -1,1 +1,1 @@
-"""Decoders in Flax that name logical axes; attention kernels; weights from Hugging Face; FLOPs and bytes of a layer."""
+"""Decoders that name logical axes; kernels; Hugging Face's weights; FLOPs."""

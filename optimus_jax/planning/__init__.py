@@ -1,1 +1,1 @@
-"""Which plan is best: profiles, costs, learning from measurements, search, ahead-of-time compiling, trials."""
+"""Profiles, costs, learning, search, ahead-of-time compiling, trials."""

@@ -1,1 +1,1 @@
-"""Object stores (S3, GCS, Azure, HTTP): objects by URL, local copies of them, and who writes."""
+"""Objects by URL (S3, GCS, Azure, HTTP), local copies of them, who writes."""

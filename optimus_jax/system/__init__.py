@@ -1,1 +1,1 @@
-"""What the operating system gives: paths and URLs, environment variables, JSON from outside, streams, the cache."""
+"""Paths and URLs, environment, JSON from outside, streams, the cache."""
