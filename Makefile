@@ -12,7 +12,7 @@ PYTHON = $(shell for python in python3 python3.14 python3.13 python3.12 python3.
 	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$python && break; done)
 
-.PHONY: train test lint clean
+.PHONY: train test quick lint clean
 
 # A small GPT, on Python's own library as text and eight virtual devices.
 train: $(VENV)/installed
@@ -20,6 +20,10 @@ train: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+# While you work: what starts no process and compiles no step.
+quick: $(VENV)/installed-dev
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m 'not processes and not compiles'
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -4,7 +4,9 @@ import importlib.metadata
 import os
 import tempfile
 
+import pytest
 from hypothesis import settings
+from markers import marks_of
 
 # Read when jax is imported, which no test has done yet.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,3 +24,10 @@ os.environ["XDG_CACHE_HOME"] = _cache.name
 # What an example costs is mostly tracing and compiling, whose time says nothing about the code.
 settings.register_profile("optimus_jax", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("optimus_jax")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start processes or compile steps: `make quick` leaves them out."""
+    for item in items:
+        for mark in marks_of(item.path, getattr(item, "originalname", item.name)):
+            item.add_marker(mark)
