@@ -98,6 +98,31 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     assert read(write(tmp_path / name, content)) == ["x"]
 
 
+def join_streams(name, *, damage=None, behind=b""):
+    """Two streams in a row, some bytes of the second overwritten, and what follows them."""
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd.compress}[name]
+    second = bytearray(compress(b'{"text": "two"}\n' * 50))
+    if damage is not None:
+        second[damage] ^= 255
+    return compress(b'{"text": "one"}\n') + bytes(second) + behind
+
+
+@pytest.mark.parametrize("name", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("change", [{"damage": 0}, {"damage": 3}, {"damage": 30}, {"damage": -6}, {"behind": b"more"}, {"behind": b"BZ"}, {"behind": b"\xfd7zX"}])
+def test_all_that_follows_a_compressed_stream_is_another_whole_one(tmp_path, name, change):
+    file = write(tmp_path / f"a.jsonl.{name}", join_streams(name, **change))
+    with pytest.raises(DataError, match=r"cannot be read(.|\n)*this one is damaged or cut short"):
+        read(file)
+
+
+def test_xz_may_be_padded_by_zeros_in_fours(tmp_path):
+    assert len(read(write(tmp_path / "a.jsonl.xz", join_streams("xz", behind=b"\0" * 8)))) == 51
+    between = lzma.compress(JSON_LINES) + b"\0" * 70_000 + lzma.compress(JSON_LINES) + lzma.compress(b"")
+    assert read(write(tmp_path / "b.jsonl.xz", between)) == ["one", "two\n"] * 2
+    with pytest.raises(DataError, match="3 zero bytes follow a stream"):
+        read(write(tmp_path / "c.jsonl.xz", join_streams("xz", behind=b"\0" * 3)))
+
+
 def test_bad_lines_are_skipped_and_counted_on_request(tmp_path):
     lines = write(tmp_path / "a.jsonl", b'nope\n{"text": "one"}\n{"text": null}\n{"txt": "x"}\n{"text": "\xe9"}\n{"text": "\\ud800"}\n' + b"[" * 100_000)
     table = write(tmp_path / "b.csv", 'text,n\ntwo,2\nthree\n')
