@@ -63,22 +63,22 @@ class _Streams(io.RawIOBase):
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        while self._stream is not None or self._begin_stream():
+        while (stream := self._stream or self._next_stream()) is not None:
             compressed = b""
-            if self._stream.needs_input:
+            if stream.needs_input:
                 compressed, self._rest = self._rest or self._file.read(_READ_BYTES), b""
                 if not compressed:
                     raise EOFError("a compressed stream ends before its end marker")
-            data = self._stream.decompress(compressed, len(buffer))
-            if self._stream.eof:
-                self._rest, self._stream = self._stream.unused_data, None
+            data = stream.decompress(compressed, len(buffer))
+            if stream.eof:
+                self._rest, self._stream = stream.unused_data, None
             if data:
                 buffer[: len(data)] = data
                 return len(data)
         return 0
 
-    def _begin_stream(self) -> bool:
-        """Whether another stream follows."""
+    def _next_stream(self) -> Any:
+        """What decompresses the stream that follows; None: the file ends."""
         rest, num_zeros = self._rest or self._file.read(_READ_BYTES), 0
         while self._is_padded and self._num_streams and rest.startswith(b"\0"):
             num_zeros += len(rest) - len(rest := rest.lstrip(b"\0"))
@@ -86,10 +86,10 @@ class _Streams(io.RawIOBase):
         if num_zeros % _PADDING_UNIT:
             raise lzma.LZMAError(f"{num_zeros} zero bytes follow a stream, no multiple of 4")
         if not rest:
-            return False
+            return None
         self._rest, self._stream = rest, self._make()
         self._num_streams += 1
-        return True
+        return self._stream
 
 
 def _open_bz2(path: Path) -> Any:

@@ -7,6 +7,7 @@ library does: `sources.py` turns all of that into a DataError.
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ _SHOWN = 80
 """Characters of a bad line that a message shows."""
 _LONGEST_FIELD = 2**31 - 1
 """Characters of a CSV field; Python's own limit is 131,072."""
+_UNCLOSED = "unexpected end of data"
+"""What the csv module says of a quoted field that the end of the file cuts."""
 TEXT_SUFFIXES = (
     ".txt",
     ".text",
@@ -58,10 +61,16 @@ class Reading:
     left_out: LeftOut
     """Where they are counted."""
 
-    def bad(self, unit: str, number: int, shown: object, error: Exception) -> None:
-        """Count line, row or item `number`. Raises DataError if such are not to be skipped."""
+    def bad(
+        self, unit: str, number: int, shown: object, error: Exception, *, num_lines: int = 1
+    ) -> None:
+        """Count line, row or item `number`, and the lines after it that went with it.
+
+        Raises DataError if such are not to be skipped.
+        """
         if self.skip_bad_lines:
-            self.left_out.bad_lines.setdefault(self.path, []).append(number)
+            numbers = range(number, number + num_lines)
+            self.left_out.bad_lines.setdefault(self.path, []).extend(numbers)
             return
         reason = (
             str(error)
@@ -70,7 +79,9 @@ class Reading:
         )
         text = repr(shown)
         if unit == "row":
-            what, given, name = f"line {number}, is no row of its table", reason, ""
+            last = number + num_lines - 1
+            lines = f"line {number}" if num_lines == 1 else f"lines {number} to {last}"
+            what, given, name = f"{lines}, is no row of its table", reason, ""
         else:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
@@ -129,27 +140,91 @@ def read_csv(reading: Reading) -> Iterator[str]:
         open_file(reading.path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines,
     ):
-        rows = csv.reader(lines, delimiter=separator, strict=True)
-        names = next(rows, None)
-        if names is None:
-            return
-        if reading.text_field not in names:
-            raise _no_column(reading, ", ".join(name[:_SHOWN] for name in names[:50]))
-        column = names.index(reading.text_field)
+        taken = _LinesOfRow(lines)
+        rows = csv.reader(taken, delimiter=separator, strict=True)
+        names: list[str] | None = None
+        column = 0
         while True:
+            taken.lines.clear()
             try:
                 row = next(rows)
-                if row and len(row) != len(names):
+                if names is not None and row and len(row) != len(names):
                     raise NotTextError(f"{len(row)} fields; the names above are {len(names)}")
             except StopIteration:
                 return
             except UnicodeDecodeError:  # from here on nothing can be read
                 raise
             except (csv.Error, NotTextError) as error:
-                reading.bad("row", rows.line_num, "", error)
+                first = rows.line_num - len(taken.lines) + 1
+                if str(error) == _UNCLOSED:
+                    raise _unclosed_quote(reading, taken.lines, first, separator) from error
+                if names is None:
+                    raise _bad_names(reading, first, error) from error
+                reading.bad("row", first, "", error, num_lines=len(taken.lines))
                 continue
-            if row:
+            if names is None:
+                names = row
+                if reading.text_field not in names:
+                    raise _no_column(reading, ", ".join(name[:_SHOWN] for name in names[:50]))
+                column = names.index(reading.text_field)
+            elif row:
                 yield row[column]
+
+
+class _LinesOfRow:
+    """Lines of a table, those of the row that is being read kept: a quoted field may hold many."""
+
+    def __init__(self, source: Iterable[str]) -> None:
+        self._source = iter(source)
+        self.lines: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._source)
+        self.lines.append(line)
+        return line
+
+
+def _unclosed_quote(
+    reading: Reading, lines: list[str], first: int, separator: str
+) -> DataError:
+    """The error of a table whose last field is quoted and has no end.
+
+    It is one with skip_bad_lines too: nothing says how many rows that field has swallowed.
+
+    Args:
+      lines: of the last row, which is at line `first`.
+    """
+    text = "".join(lines)
+    field = re.compile(rf'"[^"]*+(?:""[^"]*+)*+"(?!")|[^"{separator}\r\n][^{separator}\r\n]*')
+    start = 0
+    while start < len(text):
+        found = field.match(text, start)
+        if found is None and text[start] == '"':
+            break
+        start = start + 1 if found is None else found.end()
+    line = first + len(re.findall(r"\r\n|\r|\n", text[:start]))
+    lost = first + len(lines) - line
+    return DataError(
+        explain(
+            f"{reading.path}, line {line}, opens a quote that is never closed",
+            given=f"{text[start : start + _SHOWN].splitlines()[0]!r}; "
+            f"the field would hold the {lost:,} line(s) from there to the end of the file",
+            do='close the quote, or write the character as "" inside of quotes',
+        )
+    )
+
+
+def _bad_names(reading: Reading, line: int, error: Exception) -> DataError:
+    return DataError(
+        explain(
+            f"{reading.path}, line {line}, is no row of names",
+            given=error,
+            do="mend the first row, which names the columns",
+        )
+    )
 
 
 def read_parquet(reading: Reading) -> Iterator[str | None]:

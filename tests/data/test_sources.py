@@ -137,6 +137,28 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path):
         list(read_documents([str(write(tmp_path / "d.jsonl", "nope"))], "text", skip_bad_lines=True))
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+@pytest.mark.parametrize(("rows", "line"), [
+    ('1,one\n2,"two\n3,three\n4,four\n', 3),
+    ('1,"o ""n"" e"\r\n\r\n2,"two\r\nlines\r\n', 4),
+    ('"1\n""\n",5" wide\n"2\n\n",""\n"3\n\n","two ""\nmore', 10),
+    ('1,one\n2,"', 3), ('1,one\n2,"two""', 3), ('"1,one\n2,two', 2)])
+def test_a_quote_that_is_never_closed_is_no_bad_line(tmp_path, name, rows, line):
+    """It has swallowed all that follows, so it is an error where bad lines are skipped too."""
+    rows = ("id,text\n" + rows).replace(",", "\t" if "tsv" in name else ",").encode()
+    file = write(tmp_path / name, gzip.compress(rows) if name.endswith("gz") else rows)
+    for skip in (False, True):
+        with pytest.raises(DataError, match=f", line {line}, opens a quote that is never closed"):
+            list(read_documents([str(file)], "text", skip_bad_lines=skip))
+
+
+def test_every_line_that_a_bad_row_takes_is_counted(tmp_path):
+    file = write(tmp_path / "a.csv", 'id,text\n1,one\n2,"two\n3,three\n4,"four"\n5,five\n"6\n",six,x\n7,seven\n')
+    left_out = LeftOut()
+    assert list(read_documents([str(file)], "text", skip_bad_lines=True, left_out=left_out)) == ["one", "five", "seven"]
+    assert left_out.bad_lines == {file: [3, 4, 5, 7, 8]}
+
+
 def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
     for name in ("b.txt", "a/c.txt", "a/B.md", ".hidden.txt", ".git/d.txt", "e.png", "a/f", "t.bin.json.txt"):
         write(tmp_path / name, name)
@@ -253,7 +275,10 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
     ("a.json", '{"a": 1}', "item 1, .*\n.*no field 'text'; there are 'a'"),
     ("a.csv", "x\n1\n", "no column of text named 'text'\n  given: x\n"),
     ("a.csv", "text,b\n1,2,3\n", "line 2, is no row of its table\n  given: 3 fields; the names above are 2"),
-    ("a.csv", 'text\n"open', "line 2, is no row of its table"),
+    ("a.csv", 'text\n"open', "line 2, opens a quote that is never closed"),
+    ("a.csv", '"text\nopen', "line 1, opens a quote that is never closed"),
+    ("a.csv", '"te"xt\n', "line 1, is no row of names"),
+    ("a.csv", 'text,b\n"1\n2",3\n"4\n5",6,7\n', "lines 4 to 5, is no row of its table\n  given: 3 fields"),
     ("a.arrow", b"ARROW1\0\0broken", "a.arrow cannot be read"),
     ("a\0.txt", None, "--data holds a NUL character"),
     ("n" * 300, None, "--data is too long for a path"),
