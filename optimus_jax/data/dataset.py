@@ -94,7 +94,7 @@ def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: 
     if skipped := sum(header.bad_lines for header in headers):
         notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
     identity = {**identity_of(stream, headers), "documents": num_documents,
-                "tokenizer": tokenizer.digest, "held_out_by": by}
+                "tokenizer": tokenizer.digest, "eos": tokenizer.eos, "held_out_by": by}
     return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description,
                 identity=identity, notes=tuple(notes))
 
