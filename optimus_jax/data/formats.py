@@ -21,6 +21,11 @@ from optimus_jax.errors import DataError, explain
 _NO_CHAT = (
     "a conversation needs a chat template, which does not exist here yet: write it out as text first"
 )
+_READ_BYTES = 1 << 20
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""What ends an Arrow stream, unless its writer has left it out."""
+_OLD_END_OF_STREAM = b"\0\0\0\0"
+"""The same of before Arrow 0.15, whose messages do not begin with four bytes of 255."""
 _SHOWN = 80
 """Characters of a bad line that a message shows."""
 _LONGEST_FIELD = 2**31 - 1
@@ -258,6 +263,25 @@ def read_arrow(reading: Reading) -> Iterator[str | None]:
         index = schema.get_field_index(reading.text_field)
         for batch in batches:
             yield from batch.column(index).to_pylist()
+        if not is_file:
+            _check_end_of_stream(source, reading)
+
+
+def _check_end_of_stream(source: Any, reading: Reading) -> None:
+    """Note that an Arrow stream has no marker at its end; raise ValueError if more follows it.
+
+    Args:
+      source: the file, from which all messages of the stream have been read.
+    """
+    end = source.tell()
+    source.seek(0)
+    marker = _END_OF_STREAM if source.read(4) == _END_OF_STREAM[:4] else _OLD_END_OF_STREAM
+    source.seek(max(0, end - len(marker)))
+    if source.read(len(marker)) != marker:
+        reading.left_out.without_end.append(reading.path)
+    while more := source.read(_READ_BYTES):
+        if more.strip(b"\0"):
+            raise ValueError("more data follows the end of its stream, which would not be read")
 
 
 Reader = Callable[[Reading], Iterator[str | None]]

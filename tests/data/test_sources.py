@@ -171,6 +171,45 @@ def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
     assert len(find_files([f"{tmp_path}/**/*.txt"])) == 3, "the link that leads back is not followed"
 
 
+def test_links_between_folders_are_followed_once(tmp_path):
+    """Each folder has links to all: there are more ways than could ever be walked."""
+    names = [f"d{number}" for number in range(12)]
+    for name in names:
+        write(tmp_path / "top" / name / "a.txt", name)
+        write(tmp_path / "top" / name / "in" / "er" / "b.txt", name)
+        for other in (*names, ".."):
+            (tmp_path / "top" / name / f"to {other.strip('.')}").symlink_to(tmp_path / "top" / other)
+    (tmp_path / "top" / "itself.txt").symlink_to("itself.txt")
+    write(tmp_path / "beside" / "a.txt", "beside")
+    (tmp_path / "top" / "a link").symlink_to(tmp_path / "beside")
+    a = [str(tmp_path / "top" / name / "a.txt") for name in ("a link", *names)]
+    b = [str(tmp_path / "top" / name / "in" / "er" / "b.txt") for name in names]
+    top = tmp_path / "top"
+    for source, files in {top: a + b, top / "**": a + b, top / "**" / "*.txt": a + b, top / "**" / "**" / "a.txt": a,
+                          top / "**" / "in" / "**" / "*.txt": b, top / "**" / "b.txt": b, tmp_path / "t*" / "**" / "er" / "*": b}.items():
+        assert sorted(map(str, find_files([str(source)]))) == sorted(files), source
+
+
+def test_an_arrow_stream_without_an_end_is_told(tmp_path):
+    for name in ("whole", "cut", "more", "padded"):
+        arrow_file(tmp_path / f"{name}.arrow", stream=True)
+    whole = (tmp_path / "whole.arrow").read_bytes()
+    write(tmp_path / "cut.arrow", whole[:-8])
+    write(tmp_path / "padded.arrow", whole + b"\0" * 8)
+    write(tmp_path / "more.arrow", whole * 2)
+    old = pyarrow.ipc.IpcWriteOptions(use_legacy_format=True)
+    with pyarrow.OSFile(str(tmp_path / "old.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, TABLE.schema, options=old) as writer:
+        writer.write_table(TABLE)
+    for name in ("whole", "cut", "padded", "old"):
+        left_out = LeftOut()
+        assert list(read_documents([str(tmp_path / f"{name}.arrow")], "text", left_out=left_out)) == ["one", "two\n"]
+        assert left_out.without_end == ([tmp_path / "cut.arrow"] if name == "cut" else []), name
+        assert left_out.notes() == (["1 Arrow stream(s) have no end-of-stream marker, which a writer may leave out; but if they were cut "
+                                     f"short, rows are missing: {tmp_path}/cut.arrow"] if name == "cut" else [])
+    with pytest.raises(DataError, match="more data follows the end of its stream"):
+        read(tmp_path / "more.arrow")
+
+
 def test_a_folder_of_hugging_face_datasets_is_its_shards(tmp_path):
     for split in ("train", "test"):
         for shard in (0, 1):
