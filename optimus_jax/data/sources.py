@@ -15,9 +15,9 @@ from pathlib import Path
 
 from optimus_jax.config.data import STDLIB
 from optimus_jax.data.compressed import suffixes_of
+from optimus_jax.data.folders import matching, walk
 from optimus_jax.data.formats import HEADER_SUFFIX, READERS, SUFFIXES, TOKEN_SUFFIX, Reading, has_format
 from optimus_jax.data.left_out import LeftOut
-from optimus_jax.data.folders import matching, walk
 from optimus_jax.data.refused import check_format, nothing_there, unreadable
 from optimus_jax.errors import DataError, explain
 from optimus_jax.store.local_copies import local_copies
