@@ -47,7 +47,8 @@ TEXT_SUFFIXES = (
     ".java",
     ".js",
 )
-_TEXT_TYPES = ("string", "large_string", "string_view")
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+"""Of Arrow; columns of bytes hold UTF-8 where a writer did not say that they are text."""
 
 
 class NotTextError(ValueError):
@@ -120,7 +121,7 @@ def read_json(reading: Reading) -> Iterator[str]:
     with open_file(reading.path) as file:
         data = file.read().removeprefix(TEXT_BYTE_ORDER_MARK)
     try:
-        value = json.loads(data) if data.strip() else []
+        value = _loads(data) if data.strip() else []
     except ValueError as error:
         if "Extra data" not in str(error):
             raise
@@ -241,7 +242,7 @@ def read_parquet(reading: Reading) -> Iterator[str | None]:
     with pyarrow.parquet.ParquetFile(reading.path) as table:
         _check_column(table.schema_arrow, reading)
         for rows in table.iter_batches(columns=[reading.text_field]):
-            yield from rows.column(0).to_pylist()
+            yield from map(_decoded, rows.column(0).to_pylist())
 
 
 def read_arrow(reading: Reading) -> Iterator[str | None]:
@@ -262,7 +263,7 @@ def read_arrow(reading: Reading) -> Iterator[str | None]:
         _check_column(schema, reading)
         index = schema.get_field_index(reading.text_field)
         for batch in batches:
-            yield from batch.column(index).to_pylist()
+            yield from map(_decoded, batch.column(index).to_pylist())
         if not is_file:
             _check_end_of_stream(source, reading)
 
@@ -310,6 +311,11 @@ def has_format(path: Path) -> bool:
     return suffix in READERS and READERS[suffix] not in _SEEKING
 
 
+def reads_text(path: Path) -> bool:
+    """Whether a file is read as text, from front to end."""
+    return READERS[suffixes_of(path)[0]] not in _SEEKING
+
+
 def text_in(record: Any, field: str) -> str:
     """The text of a JSON value. Raises ValueError if it has none."""
     text = record
@@ -326,6 +332,23 @@ def text_in(record: Any, field: str) -> str:
     return text
 
 
+def _decoded(value: str | bytes | None) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _loads(data: bytes) -> Any:
+    """The value of a JSON text; an integer that Python finds too long to convert is a float.
+
+    Raises ValueError or RecursionError.
+    """
+    try:
+        return json.loads(data)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # sys.get_int_max_str_digits
+        return json.loads(data, parse_int=float)
+
+
 def _json_lines(file: BinaryIO | io.BytesIO, reading: Reading) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         if number == 1:
@@ -335,7 +358,7 @@ def _json_lines(file: BinaryIO | io.BytesIO, reading: Reading) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            text = text_in(json.loads(line), reading.text_field)
+            text = text_in(_loads(line), reading.text_field)
         except (ValueError, RecursionError) as error:
             reading.bad("line", number, line[:_SHOWN], error)
             continue

@@ -22,6 +22,9 @@ class LeftOut:
     without_end: list[Path] = field(default_factory=list)
     """Arrow streams that do not say where they end, so that some of them may be missing."""
 
+    repeated: list[Path] = field(default_factory=list)
+    """Files that are given more than once, and are read as often."""
+
     @property
     def num_bad_lines(self) -> int:
         """Lines, rows and items skipped, over all files."""
@@ -50,6 +53,11 @@ class LeftOut:
             )
             found.append(
                 f"file(s) in folders left out, as they are of no format to train on: {kinds}"
+            )
+        if self.repeated:
+            found.append(
+                f"{len(self.repeated):,} file(s) are given more than once, and read as often: "
+                + _some(list(map(str, self.repeated)))
             )
         if self.without_end:
             found.append(

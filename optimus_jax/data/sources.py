@@ -16,9 +16,9 @@ from pathlib import Path
 from optimus_jax.config.data import STDLIB
 from optimus_jax.data.compressed import suffixes_of
 from optimus_jax.data.folders import matching, walk
-from optimus_jax.data.formats import HEADER_SUFFIX, READERS, SUFFIXES, TOKEN_SUFFIX, Reading, has_format
+from optimus_jax.data.formats import HEADER_SUFFIX, READERS, SUFFIXES, TOKEN_SUFFIX, Reading, has_format, reads_text
 from optimus_jax.data.left_out import LeftOut
-from optimus_jax.data.refused import check_format, nothing_there, unreadable
+from optimus_jax.data.refused import check_content, check_format, nothing_there, unreadable
 from optimus_jax.errors import DataError, explain
 from optimus_jax.store.local_copies import local_copies
 from optimus_jax.system.paths import Url, local_pattern, user_path
@@ -37,7 +37,18 @@ def find_files(sources: Sequence[str], left_out: LeftOut | None = None) -> list[
         nothing about a format.
     """
     left_out = left_out or LeftOut()
-    return [path for source in sources if source != STDLIB for path in _expand(source, left_out)]
+    found = [path for source in sources if source != STDLIB for path in _expand(source, left_out)]
+    _count_repeated(found, left_out)
+    return found
+
+
+def _count_repeated(paths: Sequence[Path], left_out: LeftOut) -> None:
+    """Note which files come more than once, as one that a glob and a folder both find."""
+    seen: set[str] = set()
+    for path in paths:
+        if (real := os.path.realpath(path)) in seen and path not in left_out.repeated:
+            left_out.repeated.append(path)
+        seen.add(real)
 
 
 def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: bool = False,
@@ -54,7 +65,9 @@ def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: b
     """
     left_out = left_out or LeftOut()
     found = [(source, [] if source == STDLIB else _expand(source, left_out)) for source in sources]
-    for path in (path for _, paths in found for path in paths):
+    all_paths = [path for _, paths in found for path in paths]
+    _count_repeated(all_paths, left_out)
+    for path in all_paths:
         if is_token_file(path):
             raise DataError(explain(f"{path} holds tokens, not text", given=" ".join(sources),
                                     do="train on .bin files alone, one or several; "
@@ -180,6 +193,8 @@ def _read_stdlib() -> Iterator[str]:
 
 def _read_file(reading: Reading, *, may_be_empty: bool) -> Iterator[str]:
     path, is_empty = reading.path, True
+    if reads_text(path):
+        check_content(path)
     texts = READERS[suffixes_of(path)[0]](reading)
     while True:
         try:

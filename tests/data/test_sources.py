@@ -1,11 +1,13 @@
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
 import shutil
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pyarrow
@@ -274,6 +276,28 @@ def test_sources_keep_their_order_and_globs_are_sorted(tmp_path):
     assert read(last, tmp_path / "**/*.md") == ["glob characters in a name", "a.md", "b.md", "deep/er/c.md"]
 
 
+def test_a_file_that_is_given_twice_is_told(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        write(tmp_path / name, name)
+    for find in (find_files, lambda sources, left_out: list(read_documents(sources, "text", left_out=left_out))):
+        left_out = LeftOut()
+        assert len(find([str(tmp_path / "a.txt"), f"{tmp_path}/*.txt"], left_out)) == 3
+        assert left_out.notes() == [f"1 file(s) are given more than once, and read as often: {tmp_path}/a.txt"]
+
+
+def test_other_fields_need_not_be_what_python_can_convert(tmp_path):
+    long = "9" * 6000
+    file = write(tmp_path / "a.jsonl", f'{{"text": "one", "n": {long}}}\n{{"text": "two", "n": -{long}}}\n')
+    array = write(tmp_path / "b.json", f'[{{"n": [{long}], "text": "three"}}]')
+    assert read(file, array) == ["one", "two", "three"]
+    table = pyarrow.table({"text": pyarrow.array([b"caf\xc3\xa9", None], pyarrow.binary())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["caf\u00e9"]
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([b"caf\xe9"], pyarrow.large_binary())}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet cannot be read\n.*0xe9(.|\n)*whose text is UTF-8"):
+        read(tmp_path / "b.parquet")
+
+
 def test_find_files_leaves_stdlib_out(tmp_path):
     file = write(tmp_path / "a.txt", "x")
     assert find_files(["stdlib", str(file)]) == [file]
@@ -283,6 +307,17 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
     first = write(tmp_path / "a.txt", "x")
     with pytest.raises(DataError, match="no such data file"):
         next(read_documents([str(first), str(tmp_path / "b.txt")], "text"))
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+
+
+def tar_of(content):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        (member := tarfile.TarInfo("a.txt")).size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
@@ -309,7 +344,16 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}], "text": [{"role": 1}]}',
      "'text' holds a list of objects with 'role', not a text; a conversation needs a chat template"),
     ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1, .*\n.*RecursionError"),
-    ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1, .*\n.*ValueError"),
+    ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1, .*\n.*'text' holds a number"),
+    ("a.jsonl", gzip.compress(JSON_LINES), "a.jsonl cannot be read: it is gzip data\n(.|\n)*end with .txt.gz or .jsonl.gz"),
+    ("a.json", b"PAR1\x15\x00\x15\x80", "a.json cannot be read: it is a Parquet file"),
+    ("a.txt", tar_of(b"plain words"), "a.txt cannot be read: it is a tar archive"),
+    ("a.jsonl.gz", gzip.compress(tar_of(JSON_LINES)), "a.jsonl.gz cannot be read: it is a tar archive"),
+    *((name, LFS_POINTER, f"{name} cannot be read: it is a pointer of git-lfs(.|\\n)*git lfs pull")
+      for name in ("a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow", "a.txt.gz")),
+    ("a.txt.gz", gzip.compress("text".encode("utf-16")), "a.txt.gz cannot be read: it is text in UTF-16"),
+    ("a.csv.bz2", bz2.compress("text\nx\n".encode("utf-16")), "a.csv.bz2 cannot be read: it is text in UTF-16"),
+    ("a.txt.gz", gzip.compress(b"caf\xe9"), "a.txt.gz cannot be read\n.*0xe9(.|\n)*whose text is UTF-8"),
     ("a.json", "[" * 100_000, "too deep inside one another"),
     ("a.json", '{"a": 1}', "item 1, .*\n.*no field 'text'; there are 'a'"),
     ("a.csv", "x\n1\n", "no column of text named 'text'\n  given: x\n"),
