@@ -309,6 +309,11 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
         next(read_documents([str(first), str(tmp_path / "b.txt")], "text"))
 
 
+def gzipped(content):
+    """The same bytes, and so the same name of a test, whenever they are made."""
+    return gzip.compress(content, mtime=0)
+
+
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 
 
@@ -334,10 +339,10 @@ def tar_of(content):
     ("a.gz", b"\x1f\x8b", r"does not say what is inside the compression\n.*\n.*\.jsonl\.gz"),
     ("a.parquet.gz", b"\x1f\x8b", "is compressed, and .parquet files cannot be read so"),
     ("a.txt.gz", "no gzip", "a.txt.gz cannot be read\n.*Not a gzipped file(.|\n)*damaged or cut short"),
-    ("a.txt.gz", gzip.compress(b"text" * 1000)[:-9], "a.txt.gz cannot be read\n.*EOFError"),
+    ("a.txt.gz", gzipped(b"text" * 1000)[:-9], "a.txt.gz cannot be read\n.*EOFError"),
     ("a.txt.gz", b"", "a.txt.gz holds no text"),
     ("a.jsonl.zst", zstd.compress(b'{"text": "x"}')[:-3], "a.jsonl.zst cannot be read\n.*EOFError"),
-    ("a.txt", gzip.compress(b"text"), "a.txt cannot be read: it is gzip data"),
+    ("a.txt", gzipped(b"text"), "a.txt cannot be read: it is gzip data"),
     ("a.txt", "text".encode("utf-16"), "a.txt cannot be read: it is text in UTF-16\n(.|\n)*iconv -f UTF-16"),
     ("a.txt", "plain text".encode("utf-16-le"), "it is text in UTF-16"),
     ("a.jsonl", '{"text": "x"}'.encode("utf-16"), "it is text in UTF-16"),
@@ -345,15 +350,15 @@ def tar_of(content):
      "'text' holds a list of objects with 'role', not a text; a conversation needs a chat template"),
     ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1, .*\n.*RecursionError"),
     ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1, .*\n.*'text' holds a number"),
-    ("a.jsonl", gzip.compress(JSON_LINES), "a.jsonl cannot be read: it is gzip data\n(.|\n)*end with .txt.gz or .jsonl.gz"),
+    ("a.jsonl", gzipped(JSON_LINES), "a.jsonl cannot be read: it is gzip data\n(.|\n)*end with .txt.gz or .jsonl.gz"),
     ("a.json", b"PAR1\x15\x00\x15\x80", "a.json cannot be read: it is a Parquet file"),
     ("a.txt", tar_of(b"plain words"), "a.txt cannot be read: it is a tar archive"),
-    ("a.jsonl.gz", gzip.compress(tar_of(JSON_LINES)), "a.jsonl.gz cannot be read: it is a tar archive"),
+    ("a.jsonl.gz", gzipped(tar_of(JSON_LINES)), "a.jsonl.gz cannot be read: it is a tar archive"),
     *((name, LFS_POINTER, f"{name} cannot be read: it is a pointer of git-lfs(.|\\n)*git lfs pull")
       for name in ("a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow", "a.txt.gz")),
-    ("a.txt.gz", gzip.compress("text".encode("utf-16")), "a.txt.gz cannot be read: it is text in UTF-16"),
+    ("a.txt.gz", gzipped("text".encode("utf-16")), "a.txt.gz cannot be read: it is text in UTF-16"),
     ("a.csv.bz2", bz2.compress("text\nx\n".encode("utf-16")), "a.csv.bz2 cannot be read: it is text in UTF-16"),
-    ("a.txt.gz", gzip.compress(b"caf\xe9"), "a.txt.gz cannot be read\n.*0xe9(.|\n)*whose text is UTF-8"),
+    ("a.txt.gz", gzipped(b"caf\xe9"), "a.txt.gz cannot be read\n.*0xe9(.|\n)*whose text is UTF-8"),
     ("a.json", "[" * 100_000, "too deep inside one another"),
     ("a.json", '{"a": 1}', "item 1, .*\n.*no field 'text'; there are 'a'"),
     ("a.csv", "x\n1\n", "no column of text named 'text'\n  given: x\n"),
