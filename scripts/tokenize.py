@@ -56,7 +56,7 @@ def main() -> None:
     print(f"{out}: {header.num_documents:,} documents, {header.num_tokens:,} tokens of {header.dtype}")
     if given["tokenizer"] != BYTES:
         print(f"documents end with {tokenizer.end}")
-    for note in (*left_out.notes(), *tokenizer.respelled.notes()):
+    for note in (*left_out.notes(), *tokenizer.notes):
         print(f"note: {note}", file=sys.stderr)
 
 

@@ -20,6 +20,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import (
     NOT_COMPARABLE,
     check_same_data,
+    check_tokenizer,
     held_out_in_run,
     identity_in_run,
     tokenizer_of_run,
@@ -113,6 +114,30 @@ def test_a_run_of_before_ends_documents_as_it_did(tmp_path):
         tokenizer_of_run(run, DataConfig(tokenizer=str(tmp_path / "other.json")))
 
 
+def test_a_run_ends_documents_with_the_token_it_began_with(tmp_path):
+    """Whatever its own tokenizer_config.json or data.eos come to say, where other data is allowed too."""
+    made = unigram()
+    made.save(str(tmp_path / "tokenizer.json"))
+    named = DataConfig(tokenizer=str(tmp_path / "tokenizer.json"), allow_change=True)
+    files = load_tokenizer(named.tokenizer).files
+    run = begun(tmp_path / "run", tokenizer=named.tokenizer, begin={"eos": made.token_to_id("</s>")})
+    for name, content in files.items():
+        (run.path / name).write_bytes(content)
+    assert tokenizer_of_run(run, named).eos == 2
+    old, own = begun(tmp_path / "old", tokenizer=named.tokenizer, begin={"tokenizer": "of before"}), load_tokenizer(named.tokenizer)
+    check_tokenizer(own, old, {"data": {"tokenizer": own.digest}})
+    with pytest.raises(DataError, match=r"token that ends a document \(eos\)\n.*it is '</s>', id 2 .*the checkpoint says id 1(.|\n)*tokenizer_config.json"):
+        check_tokenizer(own, run, {"data": {"tokenizer": own.digest, "eos": 1}})
+    message = r"a run keeps its tokenizer, .*\(eos\)\n.*it is '<s>', id 1 \({}\); the run was begun with id 2"
+    with pytest.raises(DataError, match=message.format("data.eos")):
+        tokenizer_of_run(run, DataConfig(tokenizer=named.tokenizer, eos="<s>", allow_change=True))
+    (run.path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    with pytest.raises(DataError, match=message.format("tokenizer_config.json")):
+        tokenizer_of_run(run, named)
+    (run.path / "tokenizer_config.json").unlink()
+    assert tokenizer_of_run(run, named).eos == 2, "the usual name is the same one"
+
+
 def test_other_data_may_be_allowed_and_another_tokenizer_never(tmp_path):
     write_texts(tmp_path / "a.jsonl", TEXTS)
     data = load_data(DataConfig(sources=(str(tmp_path / "a.jsonl"),)), seq_len=4, vocab_size=257, model_name="tiny")
@@ -123,6 +148,8 @@ def test_other_data_may_be_allowed_and_another_tokenizer_never(tmp_path):
     assert told == []
     check_same_data({"content": "0"}, data, DataConfig(allow_change=True), told.append)
     assert told == [f"the data has changed, which data.allow_change allows: content was 0 and is {data.identity['content']}; {NOT_COMPARABLE}"]
+    with pytest.raises(DataError, match=r"\(eos\)\n.*it is id 256, which is no byte; it was id 7"):
+        check_same_data({"eos": 7, "content": "0"}, data, DataConfig(allow_change=True), told.append)
     with pytest.raises(DataError, match="a run keeps its tokenizer"):
         check_same_data({"tokenizer": "0"}, data, DataConfig(allow_change=True), told.append)
 

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import sys
 from collections.abc import Callable
@@ -29,10 +30,80 @@ def _open_zst(path: Path) -> Any:
     return zstd.ZstdFile(path)
 
 
+_READ_BYTES = 1 << 16
+"""Compressed bytes read in one go."""
+_PADDING_UNIT = 4
+"""Zero bytes between and behind streams of .xz come in multiples of this."""
+
+
+class _Streams(io.RawIOBase):
+    """The content of whole streams in a row.
+
+    BZ2File and LZMAFile take whatever follows the first stream for the end if it is no stream, so
+    a damaged second one would cut the text without a word. Here every byte must be of a stream.
+
+    Args:
+      make: a decompressor of one stream.
+      is_padded: whether zero bytes may follow a stream, as in .xz.
+    Raises:
+      EOFError, OSError or lzma.LZMAError on reading: a stream is damaged or cut short.
+    """
+
+    def __init__(self, path: Path, make: Callable[[], Any], *, is_padded: bool = False) -> None:
+        self._file, self._make, self._is_padded = path.open("rb"), make, is_padded
+        self._stream: Any = None
+        """The stream that is being read; None before the first and behind each."""
+        self._rest, self._num_streams = b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while (stream := self._stream or self._next_stream()) is not None:
+            compressed = b""
+            if stream.needs_input:
+                compressed, self._rest = self._rest or self._file.read(_READ_BYTES), b""
+                if not compressed:
+                    raise EOFError("a compressed stream ends before its end marker")
+            data = stream.decompress(compressed, len(buffer))
+            if stream.eof:
+                self._rest, self._stream = stream.unused_data, None
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+        return 0
+
+    def _next_stream(self) -> Any:
+        """What decompresses the stream that follows; None: the file ends."""
+        rest, num_zeros = self._rest or self._file.read(_READ_BYTES), 0
+        while self._is_padded and self._num_streams and rest.startswith(b"\0"):
+            num_zeros += len(rest) - len(rest := rest.lstrip(b"\0"))
+            rest = rest or self._file.read(_READ_BYTES)
+        if num_zeros % _PADDING_UNIT:
+            raise lzma.LZMAError(f"{num_zeros} zero bytes follow a stream, no multiple of 4")
+        if not rest:
+            return None
+        self._rest, self._stream = rest, self._make()
+        self._num_streams += 1
+        return self._stream
+
+
+def _open_bz2(path: Path) -> Any:
+    return io.BufferedReader(_Streams(path, bz2.BZ2Decompressor))
+
+
+def _open_xz(path: Path) -> Any:
+    return io.BufferedReader(_Streams(path, lzma.LZMADecompressor, is_padded=True))
+
+
 OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.GzipFile,
-    ".bz2": bz2.BZ2File,
-    ".xz": lzma.LZMAFile,
+    ".bz2": _open_bz2,
+    ".xz": _open_xz,
     ".zst": _open_zst,
     ".zstd": _open_zst,
 }

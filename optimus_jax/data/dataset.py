@@ -90,11 +90,11 @@ def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: 
     description = (f"{stream.name}: {len(stream):,} tokens ({stream.tokens.nbytes:,} bytes as {stream.tokens.dtype}) "
                    f"in {num_documents:,} documents; {count_examples(train, seq_len):,} examples of {seq_len:,} tokens "
                    f"to train on, {len(held_out) if held_out else 0:,} tokens held out")
-    notes = [*left_out.notes(), *tokenizer.respelled.notes()]
+    notes = [*left_out.notes(), *tokenizer.notes]
     if skipped := sum(header.bad_lines for header in headers):
         notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
     identity = {**identity_of(stream, headers), "documents": num_documents,
-                "tokenizer": tokenizer.digest, "held_out_by": by}
+                "tokenizer": tokenizer.digest, "eos": tokenizer.eos, "held_out_by": by}
     return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description,
                 identity=identity, notes=tuple(notes))
 

@@ -9,6 +9,7 @@ called special. So what counts here are the ids that came out.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class Respelled:
     """Texts that had some."""
     respelled: int = 0
     """Tokens written by others with the same text."""
+    changed: int = 0
+    """Of those, tokens for whose text the vocabulary has only other text."""
     dropped: int = 0
     """Tokens left out, as the vocabulary has no other way to write them."""
 
@@ -53,6 +56,12 @@ class Respelled:
         """What a user should know of it."""
         if not self.documents:
             return []
+        changed = (
+            f" ({self.changed:,} of them with other text than the document has, "
+            "as the vocabulary cannot write it)"
+            if self.changed
+            else ""
+        )
         dropped = (
             f", {self.dropped:,} left out, as the vocabulary cannot write them otherwise"
             if self.dropped
@@ -61,7 +70,7 @@ class Respelled:
         return [
             f"{self.documents:,} document(s) contain the text of a special token, "
             "such as the end of a document: "
-            f"{self.respelled:,} such token(s) were written by ordinary ones{dropped}"
+            f"{self.respelled:,} such token(s) were written by ordinary ones{changed}{dropped}"
         ]
 
 
@@ -133,6 +142,10 @@ def _named_in(file: Path) -> str | None:
     return token if isinstance(token, str) else None
 
 
+def _spaceless(text: str) -> str:
+    return "".join(text.split())
+
+
 def _some_of(vocabulary: Mapping[str, int]) -> str:
     found = [
         token for token in vocabulary if token[:1] in "<[" and token[-1:] in ">]" and len(token) > 2
@@ -155,7 +168,7 @@ class Respelling:
     ) -> None:
         self._tokenizer = tokenizer
         self._reserved, self._dropped, self._unknown = reserved, dropped, unknown
-        self._known: dict[tuple[int, str], list[int] | None] = {}
+        self._known: dict[tuple[int, str], tuple[list[int], bool] | None] = {}
         self.found = Respelled()
 
     def __call__(self, text: str, ids: np.ndarray) -> np.ndarray:
@@ -174,32 +187,42 @@ class Respelling:
                 self._known[token, surface] = self._others(token, surface)
             others = self._known[token, surface]
             if others is not None:
+                other_ids, is_same = others
                 self.found.respelled += 1
-                written += others
+                self.found.changed += not is_same
+                written += other_ids
             elif token == self._dropped:
                 self.found.dropped += 1
             else:
                 written.append(token)
         return np.array(written, ids.dtype)
 
-    def _others(self, token: int, surface: str) -> list[int] | None:
-        """The best ordinary tokens for a reserved one, None if there are none."""
+    def _others(self, token: int, surface: str) -> tuple[list[int], bool] | None:
+        """The best ordinary tokens for a reserved one, None if there are none.
+
+        With them, whether they say the same but for spaces: the text, or what the normalizer makes
+        of it.
+        """
         if token == self._unknown:  # it says nothing, and there may be millions of texts for it
             return None
-        wanted = surface.strip()
+        normalizer = self._tokenizer.normalizer
+        normal = surface if normalizer is None else normalizer.normalize_str(surface)
+        wanted = (surface.strip(), normal.strip())
         best, least = None, None
         for ids in self._ways(self._tokenizer.id_to_token(token) or "", surface):
             if not ids or self._reserved[ids].any():
                 continue
             said = self._tokenizer.decode(ids, skip_special_tokens=False)
+            is_same = said.strip() in wanted
             cost = (
                 ids.count(self._unknown) if self._unknown is not None else 0,
-                said.strip() != wanted,
+                0 if is_same else 1 - SequenceMatcher(None, said, surface).ratio(),
+                said.strip() != wanted[0],
                 said != surface,
                 len(ids),
             )
             if least is None or cost < least:
-                best, least = ids, cost
+                best, least = (ids, _spaceless(said) in map(_spaceless, wanted)), cost
         return best
 
     def _ways(self, name: str, surface: str) -> Iterator[list[int]]:

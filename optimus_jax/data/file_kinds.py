@@ -1,6 +1,8 @@
 """What a file is by its first bytes, for messages about files that cannot be trained on."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 _HEAD_BYTES = 1 << 16
 """Looked at; a tar archive says what it is after 257 bytes, and text is judged by more."""
@@ -57,6 +59,14 @@ _KINDS = (
 )
 
 
+_LFS_POINTER = "a pointer of git-lfs, not the file itself"
+_UTF8_KINDS = ("JSON", "plain text", "an HTML page")
+
+
+def _open(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
 def wide_encoding(head: bytes) -> str | None:
     """UTF-16 or UTF-32 if a file begins as those do, else None."""
     for mark, name in _WIDE_MARKS.items():
@@ -73,13 +83,21 @@ def wide_encoding(head: bytes) -> str | None:
     return None
 
 
-def head_of(path: Path) -> bytes:
-    """The first bytes of a file; none if it cannot be read."""
+def head_of(path: Path, open_file: Callable[[Path], BinaryIO] = _open) -> bytes:
+    """The first bytes of a file, as `open_file` gives them; none if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(_HEAD_BYTES)
-    except OSError:
+    except Exception:  # libraries raise what they like about damaged files
         return b""
+
+
+def what_it_is_instead_of_text(head: bytes) -> tuple[str, str] | None:
+    """As `what_it_is`, of what no reader of text should take: archives of texts decode as UTF-8 too."""
+    found = what_it_is(head)
+    if found is None or found[0] in _UTF8_KINDS or wide_encoding(head) is not None or not head:
+        return None
+    return None if _is_utf8(head) and found[0] != _LFS_POINTER else found
 
 
 def what_it_is(head: bytes) -> tuple[str, str] | None:
@@ -89,6 +107,8 @@ def what_it_is(head: bytes) -> tuple[str, str] | None:
     for magic, kind, advice in _KINDS:
         if head.startswith(magic):
             return kind, advice
+    if head.startswith(b"version https://git-lfs.github.com/") and b"\noid sha256:" in head[:1024]:
+        return _LFS_POINTER, "fetch the file: git lfs pull"
     if head[257:262] == b"ustar":
         return "a tar archive", _UNPACK
     if head.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):

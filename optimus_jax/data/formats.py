@@ -7,6 +7,7 @@ library does: `sources.py` turns all of that into a DataError.
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,17 @@ from optimus_jax.errors import DataError, explain
 _NO_CHAT = (
     "a conversation needs a chat template, which does not exist here yet: write it out as text first"
 )
+_READ_BYTES = 1 << 20
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""What ends an Arrow stream, unless its writer has left it out."""
+_OLD_END_OF_STREAM = b"\0\0\0\0"
+"""The same of before Arrow 0.15, whose messages do not begin with four bytes of 255."""
 _SHOWN = 80
 """Characters of a bad line that a message shows."""
 _LONGEST_FIELD = 2**31 - 1
 """Characters of a CSV field; Python's own limit is 131,072."""
+_UNCLOSED = "unexpected end of data"
+"""What the csv module says of a quoted field that the end of the file cuts."""
 TEXT_SUFFIXES = (
     ".txt",
     ".text",
@@ -39,7 +47,8 @@ TEXT_SUFFIXES = (
     ".java",
     ".js",
 )
-_TEXT_TYPES = ("string", "large_string", "string_view")
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+"""Of Arrow; columns of bytes hold UTF-8 where a writer did not say that they are text."""
 
 
 class NotTextError(ValueError):
@@ -58,10 +67,16 @@ class Reading:
     left_out: LeftOut
     """Where they are counted."""
 
-    def bad(self, unit: str, number: int, shown: object, error: Exception) -> None:
-        """Count line, row or item `number`. Raises DataError if such are not to be skipped."""
+    def bad(
+        self, unit: str, number: int, shown: object, error: Exception, *, num_lines: int = 1
+    ) -> None:
+        """Count line, row or item `number`, and the lines after it that went with it.
+
+        Raises DataError if such are not to be skipped.
+        """
         if self.skip_bad_lines:
-            self.left_out.bad_lines.setdefault(self.path, []).append(number)
+            numbers = range(number, number + num_lines)
+            self.left_out.bad_lines.setdefault(self.path, []).extend(numbers)
             return
         reason = (
             str(error)
@@ -70,7 +85,9 @@ class Reading:
         )
         text = repr(shown)
         if unit == "row":
-            what, given, name = f"line {number}, is no row of its table", reason, ""
+            last = number + num_lines - 1
+            lines = f"line {number}" if num_lines == 1 else f"lines {number} to {last}"
+            what, given, name = f"{lines}, is no row of its table", reason, ""
         else:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
@@ -104,7 +121,7 @@ def read_json(reading: Reading) -> Iterator[str]:
     with open_file(reading.path) as file:
         data = file.read().removeprefix(TEXT_BYTE_ORDER_MARK)
     try:
-        value = json.loads(data) if data.strip() else []
+        value = _loads(data) if data.strip() else []
     except ValueError as error:
         if "Extra data" not in str(error):
             raise
@@ -129,27 +146,91 @@ def read_csv(reading: Reading) -> Iterator[str]:
         open_file(reading.path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines,
     ):
-        rows = csv.reader(lines, delimiter=separator, strict=True)
-        names = next(rows, None)
-        if names is None:
-            return
-        if reading.text_field not in names:
-            raise _no_column(reading, ", ".join(name[:_SHOWN] for name in names[:50]))
-        column = names.index(reading.text_field)
+        taken = _LinesOfRow(lines)
+        rows = csv.reader(taken, delimiter=separator, strict=True)
+        names: list[str] | None = None
+        column = 0
         while True:
+            taken.lines.clear()
             try:
                 row = next(rows)
-                if row and len(row) != len(names):
+                if names is not None and row and len(row) != len(names):
                     raise NotTextError(f"{len(row)} fields; the names above are {len(names)}")
             except StopIteration:
                 return
             except UnicodeDecodeError:  # from here on nothing can be read
                 raise
             except (csv.Error, NotTextError) as error:
-                reading.bad("row", rows.line_num, "", error)
+                first = rows.line_num - len(taken.lines) + 1
+                if str(error) == _UNCLOSED:
+                    raise _unclosed_quote(reading, taken.lines, first, separator) from error
+                if names is None:
+                    raise _bad_names(reading, first, error) from error
+                reading.bad("row", first, "", error, num_lines=len(taken.lines))
                 continue
-            if row:
+            if names is None:
+                names = row
+                if reading.text_field not in names:
+                    raise _no_column(reading, ", ".join(name[:_SHOWN] for name in names[:50]))
+                column = names.index(reading.text_field)
+            elif row:
                 yield row[column]
+
+
+class _LinesOfRow:
+    """Lines of a table, those of the row that is being read kept: a quoted field may hold many."""
+
+    def __init__(self, source: Iterable[str]) -> None:
+        self._source = iter(source)
+        self.lines: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._source)
+        self.lines.append(line)
+        return line
+
+
+def _unclosed_quote(
+    reading: Reading, lines: list[str], first: int, separator: str
+) -> DataError:
+    """The error of a table whose last field is quoted and has no end.
+
+    It is one with skip_bad_lines too: nothing says how many rows that field has swallowed.
+
+    Args:
+      lines: of the last row, which is at line `first`.
+    """
+    text = "".join(lines)
+    field = re.compile(rf'"[^"]*+(?:""[^"]*+)*+"(?!")|[^"{separator}\r\n][^{separator}\r\n]*')
+    start = 0
+    while start < len(text):
+        found = field.match(text, start)
+        if found is None and text[start] == '"':
+            break
+        start = start + 1 if found is None else found.end()
+    line = first + len(re.findall(r"\r\n|\r|\n", text[:start]))
+    lost = first + len(lines) - line
+    return DataError(
+        explain(
+            f"{reading.path}, line {line}, opens a quote that is never closed",
+            given=f"{text[start : start + _SHOWN].splitlines()[0]!r}; "
+            f"the field would hold the {lost:,} line(s) from there to the end of the file",
+            do='close the quote, or write the character as "" inside of quotes',
+        )
+    )
+
+
+def _bad_names(reading: Reading, line: int, error: Exception) -> DataError:
+    return DataError(
+        explain(
+            f"{reading.path}, line {line}, is no row of names",
+            given=error,
+            do="mend the first row, which names the columns",
+        )
+    )
 
 
 def read_parquet(reading: Reading) -> Iterator[str | None]:
@@ -161,7 +242,7 @@ def read_parquet(reading: Reading) -> Iterator[str | None]:
     with pyarrow.parquet.ParquetFile(reading.path) as table:
         _check_column(table.schema_arrow, reading)
         for rows in table.iter_batches(columns=[reading.text_field]):
-            yield from rows.column(0).to_pylist()
+            yield from map(_decoded, rows.column(0).to_pylist())
 
 
 def read_arrow(reading: Reading) -> Iterator[str | None]:
@@ -182,7 +263,26 @@ def read_arrow(reading: Reading) -> Iterator[str | None]:
         _check_column(schema, reading)
         index = schema.get_field_index(reading.text_field)
         for batch in batches:
-            yield from batch.column(index).to_pylist()
+            yield from map(_decoded, batch.column(index).to_pylist())
+        if not is_file:
+            _check_end_of_stream(source, reading)
+
+
+def _check_end_of_stream(source: Any, reading: Reading) -> None:
+    """Note that an Arrow stream has no marker at its end; raise ValueError if more follows it.
+
+    Args:
+      source: the file, from which all messages of the stream have been read.
+    """
+    end = source.tell()
+    source.seek(0)
+    marker = _END_OF_STREAM if source.read(4) == _END_OF_STREAM[:4] else _OLD_END_OF_STREAM
+    source.seek(max(0, end - len(marker)))
+    if source.read(len(marker)) != marker:
+        reading.left_out.without_end.append(reading.path)
+    while more := source.read(_READ_BYTES):
+        if more.strip(b"\0"):
+            raise ValueError("more data follows the end of its stream, which would not be read")
 
 
 Reader = Callable[[Reading], Iterator[str | None]]
@@ -211,6 +311,11 @@ def has_format(path: Path) -> bool:
     return suffix in READERS and READERS[suffix] not in _SEEKING
 
 
+def reads_text(path: Path) -> bool:
+    """Whether a file is read as text, from front to end."""
+    return READERS[suffixes_of(path)[0]] not in _SEEKING
+
+
 def text_in(record: Any, field: str) -> str:
     """The text of a JSON value. Raises ValueError if it has none."""
     text = record
@@ -227,6 +332,23 @@ def text_in(record: Any, field: str) -> str:
     return text
 
 
+def _decoded(value: str | bytes | None) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _loads(data: bytes) -> Any:
+    """The value of a JSON text; an integer that Python finds too long to convert is a float.
+
+    Raises ValueError or RecursionError.
+    """
+    try:
+        return json.loads(data)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # sys.get_int_max_str_digits
+        return json.loads(data, parse_int=float)
+
+
 def _json_lines(file: BinaryIO | io.BytesIO, reading: Reading) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         if number == 1:
@@ -236,7 +358,7 @@ def _json_lines(file: BinaryIO | io.BytesIO, reading: Reading) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            text = text_in(json.loads(line), reading.text_field)
+            text = text_in(_loads(line), reading.text_field)
         except (ValueError, RecursionError) as error:
             reading.bad("line", number, line[:_SHOWN], error)
             continue

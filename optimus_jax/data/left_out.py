@@ -19,6 +19,12 @@ class LeftOut:
     other_files: Counter[str] = field(default_factory=Counter)
     """By suffix, files of folders that are of no format to train on."""
 
+    without_end: list[Path] = field(default_factory=list)
+    """Arrow streams that do not say where they end, so that some of them may be missing."""
+
+    repeated: list[Path] = field(default_factory=list)
+    """Files that are given more than once, and are read as often."""
+
     @property
     def num_bad_lines(self) -> int:
         """Lines, rows and items skipped, over all files."""
@@ -47,6 +53,17 @@ class LeftOut:
             )
             found.append(
                 f"file(s) in folders left out, as they are of no format to train on: {kinds}"
+            )
+        if self.repeated:
+            found.append(
+                f"{len(self.repeated):,} file(s) are given more than once, and read as often: "
+                + _some(list(map(str, self.repeated)))
+            )
+        if self.without_end:
+            found.append(
+                f"{len(self.without_end):,} Arrow stream(s) have no end-of-stream marker, "
+                "which a writer may leave out; but if they were cut short, rows are missing: "
+                + _some(list(map(str, self.without_end)))
             )
         return found
 

@@ -6,8 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-from optimus_jax.data.compressed import OPENERS, suffixes_of
-from optimus_jax.data.file_kinds import head_of, what_it_is
+from optimus_jax.data.compressed import OPENERS, open_file, suffixes_of
+from optimus_jax.data.file_kinds import head_of, what_it_is, what_it_is_instead_of_text
 from optimus_jax.data.formats import SUFFIXES, has_format
 from optimus_jax.errors import DataError, explain
 
@@ -39,6 +39,19 @@ def check_format(path: Path) -> None:
         f"{path} has a suffix that says nothing about a format to train on",
         given=f"{path.suffix or 'no suffix'}; by its first bytes it is {kind}",
         do=f"{advice} (read are {' '.join(SUFFIXES)}, those of text also with {' '.join(OPENERS)})"))
+
+
+def check_content(path: Path) -> None:
+    """Raise DataError if a file that is to be read as text is something else by its first bytes."""
+    if (found := what_it_is_instead_of_text(content_head(path))) is not None:
+        kind, advice = found
+        raise DataError(explain(f"{path} cannot be read: it is {kind}", given="its first bytes",
+                                do=advice))
+
+
+def content_head(path: Path) -> bytes:
+    """The first bytes of what is in a file, decompressed; none if it cannot be read."""
+    return head_of(path, open_file)
 
 
 def nothing_there(source: str) -> DataError:
@@ -77,10 +90,16 @@ def unreadable(path: Path, error: Exception) -> DataError:
         reason = "its values lie too deep inside one another"
     suffix, compression = suffixes_of(path)
     found = None if isinstance(error, PermissionError) else what_it_is(head_of(path))
+    if compression and found is not None and found[0] == _EXPECTED[compression]:
+        found = what_it_is(content_head(path))
+        if found is not None and found[0].startswith("an empty"):
+            found = None
     if found is not None and found[0] != _EXPECTED.get(compression or suffix) \
             and not found[0].startswith(("plain", "JSON", "an Arrow")):
         return DataError(explain(f"{path} cannot be read: it is {found[0]}", given=reason, do=found[1]))
-    if compression or suffix in (".parquet", ".arrow", ".feather"):
+    if isinstance(error, UnicodeDecodeError):
+        advice = "give a file whose text is UTF-8: iconv -f ENCODING -t UTF-8"
+    elif compression or suffix in (".parquet", ".arrow", ".feather"):
         advice = "give a whole file: this one is damaged or cut short"
     else:
         advice = "give a readable file whose text is UTF-8, or leave it out"

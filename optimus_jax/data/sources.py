@@ -7,7 +7,6 @@ those. What cannot be read is refused by `refused.py`.
 """
 
 import contextlib
-import glob
 import json
 import os
 import sysconfig
@@ -16,9 +15,10 @@ from pathlib import Path
 
 from optimus_jax.config.data import STDLIB
 from optimus_jax.data.compressed import suffixes_of
-from optimus_jax.data.formats import HEADER_SUFFIX, READERS, SUFFIXES, TOKEN_SUFFIX, Reading, has_format
+from optimus_jax.data.folders import matching, walk
+from optimus_jax.data.formats import HEADER_SUFFIX, READERS, SUFFIXES, TOKEN_SUFFIX, Reading, has_format, reads_text
 from optimus_jax.data.left_out import LeftOut
-from optimus_jax.data.refused import check_format, nothing_there, unreadable
+from optimus_jax.data.refused import check_content, check_format, nothing_there, unreadable
 from optimus_jax.errors import DataError, explain
 from optimus_jax.store.local_copies import local_copies
 from optimus_jax.system.paths import Url, local_pattern, user_path
@@ -37,7 +37,18 @@ def find_files(sources: Sequence[str], left_out: LeftOut | None = None) -> list[
         nothing about a format.
     """
     left_out = left_out or LeftOut()
-    return [path for source in sources if source != STDLIB for path in _expand(source, left_out)]
+    found = [path for source in sources if source != STDLIB for path in _expand(source, left_out)]
+    _count_repeated(found, left_out)
+    return found
+
+
+def _count_repeated(paths: Sequence[Path], left_out: LeftOut) -> None:
+    """Note which files come more than once, as one that a glob and a folder both find."""
+    seen: set[str] = set()
+    for path in paths:
+        if (real := os.path.realpath(path)) in seen and path not in left_out.repeated:
+            left_out.repeated.append(path)
+        seen.add(real)
 
 
 def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: bool = False,
@@ -54,7 +65,9 @@ def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: b
     """
     left_out = left_out or LeftOut()
     found = [(source, [] if source == STDLIB else _expand(source, left_out)) for source in sources]
-    for path in (path for _, paths in found for path in paths):
+    all_paths = [path for _, paths in found for path in paths]
+    _count_repeated(all_paths, left_out)
+    for path in all_paths:
         if is_token_file(path):
             raise DataError(explain(f"{path} holds tokens, not text", given=" ".join(sources),
                                     do="train on .bin files alone, one or several; "
@@ -109,7 +122,7 @@ def _files_of(source: str, left_out: LeftOut) -> list[Path]:
                                     do="give a folder with some of " + " ".join(SUFFIXES)))
         return files
     pattern = local_pattern(source, what="--data")
-    paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True))
+    paths = sorted(path for path in map(Path, set(matching(pattern)))
                    if path.is_file() and not _is_header(path) and not _is_in_circle(path))
     if not paths:
         raise nothing_there(source)
@@ -118,28 +131,22 @@ def _files_of(source: str, left_out: LeftOut) -> list[Path]:
     return paths
 
 
-def _files_in(folder: Path, left_out: LeftOut, above: tuple[str, ...] = ()) -> Iterator[Path]:
+def _files_in(top: Path, left_out: LeftOut) -> Iterator[Path]:
     """Files to train on in a folder and its folders, hidden ones left out."""
-    real = os.path.realpath(folder)
-    if real in above:  # a link that leads back
-        return
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
-    if "dataset_dict.json" in names:
-        splits = [name for name in names if (folder / name).is_dir()]
-        if len(splits) > 1:
+    for folder, subfolders, names in walk(top):
+        if "dataset_dict.json" in names and len(subfolders) > 1:
             raise DataError(explain("a folder holds several splits of a data set",
-                                    given=f"{folder}: {', '.join(splits)}",
-                                    do=f"name one to train on: {folder / splits[-1]}"))
-    is_saved = "dataset_info.json" in names or "state.json" in names  # by Hugging Face's datasets
-    if is_saved and (shards := _shards(folder, names)):
-        yield from (folder / name for name in shards)
-        return
-    for name in names:
-        path = folder / name
-        if path.is_dir():
-            yield from _files_in(path, left_out, (*above, real))
-        elif path.is_file() and name not in _ABOUT and not _is_header(path):
+                                    given=f"{folder}: {', '.join(subfolders)}",
+                                    do=f"name one to train on: {folder / subfolders[-1]}"))
+        is_saved = "dataset_info.json" in names or "state.json" in names  # by Hugging Face's datasets
+        if is_saved and (shards := _shards(folder, names)):
+            yield from (folder / name for name in shards)
+            subfolders.clear()
+            continue
+        for name in names:
+            path = folder / name
+            if not path.is_file() or name in _ABOUT or _is_header(path):
+                continue
             if has_format(path):
                 yield path
             else:
@@ -186,6 +193,8 @@ def _read_stdlib() -> Iterator[str]:
 
 def _read_file(reading: Reading, *, may_be_empty: bool) -> Iterator[str]:
     path, is_empty = reading.path, True
+    if reads_text(path):
+        check_content(path)
     texts = READERS[suffixes_of(path)[0]](reading)
     while True:
         try:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
@@ -55,6 +55,11 @@ class Tokenizer(Protocol):
     @property
     def respelled(self) -> Respelled:
         """What was done so far with texts that contain special tokens."""
+        ...
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of how texts were written, a sentence each."""
         ...
 
     @property
@@ -112,6 +117,10 @@ class ByteTokenizer:
         return Respelled()
 
     @property
+    def notes(self) -> list[str]:
+        return []
+
+    @property
     def files(self) -> Mapping[str, bytes]:
         return {}
 
@@ -130,7 +139,8 @@ class HuggingFaceTokenizer:
     """A tokenizer.json of the `tokenizers` library.
 
     Special tokens spelled out in a text are taken as ordinary characters, so that no document can
-    contain its own end. Nothing is added, padded or truncated, whatever the file asks for.
+    contain its own end. Nothing is added, padded or truncated, and nothing is drawn at random, whatever
+    the file asks for: the same text has the same ids each time.
 
     Raises:
       DataError: the library or the file is missing, the file is not a tokenizer, or no token of it
@@ -155,7 +165,9 @@ class HuggingFaceTokenizer:
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             self._tokenizer.encode_special_tokens = True
+            self._without_dropout = _switch_dropout_off(self._tokenizer.model)
             vocabulary = self._tokenizer.get_vocab()
+            unknown = _unknown_of(data, vocabulary)  # the library takes some JSON that is none
             special = [token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special]
         except BaseException as error:
             if not _is_of_library(error):
@@ -172,7 +184,6 @@ class HuggingFaceTokenizer:
         self.digest = hashlib.sha256(data).hexdigest()[:16]
         self.files = {FILE: data, CONFIG: json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}, indent=2).encode() + b"\n"}
         reserved = np.zeros(self.vocab_size, bool)
-        unknown = _unknown_of(data, vocabulary)
         reserved[[token for token in special if token != unknown]] = True
         reserved[self.eos] = True
         self._respelling = Respelling(self._tokenizer, reserved, dropped=self.eos, unknown=unknown)
@@ -180,6 +191,10 @@ class HuggingFaceTokenizer:
     @property
     def respelled(self) -> Respelled:
         return self._respelling.found
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self._without_dropout, *self.respelled.notes()]
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -207,6 +222,17 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(token) for token in ids if token != self.eos], skip_special_tokens=True)
+
+
+def _switch_dropout_off(model: Any) -> list[str]:
+    """Let a model of the tokenizers library write a text the same each time; returns what to say of it.
+
+    BPE leaves out merges at random by its dropout. Of Unigram's alpha, which draws among pieces, a file holds nothing.
+    """
+    if (dropout := getattr(model, "dropout", None)) is None:
+        return []
+    model.dropout = None
+    return [f"the tokenizer's dropout of {dropout:g} is switched off, as token ids must not differ from one reading of the data to the next"]
 
 
 def _is_of_library(error: BaseException) -> bool:

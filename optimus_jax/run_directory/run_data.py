@@ -5,10 +5,12 @@ run is away.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from optimus_jax.config import Config, DataConfig
 from optimus_jax.data.dataset import Data, differences
+from optimus_jax.data.eos import CONFIG
 from optimus_jax.data.formats import TOKEN_SUFFIX
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.data.tokens import HeldOutBy
@@ -33,6 +35,8 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
         is_of_before = identity_in_run(run) is None
         return load_tokenizer(config.tokenizer, config.eos, by_list=is_of_before)
     own = load_tokenizer(str(run.tokenizer), config.eos)
+    if (eos := (identity_in_run(run) or {}).get("eos")) is not None and own.eos != eos:
+        raise _other_eos(f"it is {own.end}; the run was begun with id {eos}", run.path)
     if config.tokenizer != (begun := Config.from_json(run.config_text()).data.tokenizer):
         other = load_tokenizer(config.tokenizer, by_list=True)
         if other.digest != own.digest:
@@ -46,10 +50,13 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
 def check_tokenizer(tokenizer: Tokenizer, run: RunDirectory, metadata: Mapping[str, Any]) -> None:
     """Raise DataError if a tokenizer is not the one that the tokens of a checkpoint were made with.
 
+    Nor may documents end with another token than they did.
+
     Args:
       metadata: of the checkpoint.
     """
-    digest = (metadata.get("data") or {}).get("tokenizer")
+    data = metadata.get("data") or {}
+    digest, eos = data.get("tokenizer"), data.get("eos")
     if digest is not None and tokenizer.digest != digest:
         raise DataError(
             explain(
@@ -58,6 +65,8 @@ def check_tokenizer(tokenizer: Tokenizer, run: RunDirectory, metadata: Mapping[s
                 do=f"bring the file back, to where it was or as {run.path / 'tokenizer.json'}",
             )
         )
+    if eos is not None and tokenizer.eos != eos:
+        raise _other_eos(f"it is {tokenizer.end}; the checkpoint says id {eos}", run.path)
 
 
 def held_out_in_run(run: RunDirectory) -> HeldOutBy:
@@ -100,6 +109,8 @@ def check_same_data(
     changed = ", ".join(f"{name} was {before[name]} and is {data.identity[name]}" for name in names)
     if "tokenizer" in names:
         raise _other_tokenizer(f"{data.train.name}: {changed}")
+    if "eos" in names:
+        raise _other_eos(f"{data.train.name}: it is {data.tokenizer.end}; it was id {before['eos']}")
     if not config.allow_change:
         hint = (
             ""
@@ -115,6 +126,18 @@ def check_same_data(
             )
         )
     tell(f"the data has changed, which data.allow_change allows: {changed}; {NOT_COMPARABLE}")
+
+
+def _other_eos(given: str, run: Path | None = None) -> DataError:
+    where = "its tokenizer_config.json" if run is None else run / CONFIG
+    return DataError(
+        explain(
+            "a run keeps its tokenizer, and with it the token that ends a document (eos)",
+            given=given,
+            do=f"leave data.eos out and bring back {where}, whose eos_token names it; "
+            "or start a new run with another --run-dir",
+        )
+    )
 
 
 def _other_tokenizer(given: str) -> DataError:

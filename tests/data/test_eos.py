@@ -88,6 +88,20 @@ def test_what_was_done_with_ends_inside_of_documents_is_counted(tmp_path):
     assert ByteTokenizer().respelled.notes() == []
 
 
+def test_an_end_that_a_normalizer_changes_is_written_as_it_would_be(tmp_path):
+    """The name of the token itself never comes out of NFKC, which makes its wide characters plain."""
+    made = byte_bpe([AddedToken(DEEPSEEK, special=False)])
+    made.normalizer = normalizers.NFKC()
+    tokenizer = loaded(made, tmp_path)
+    assert tokenizer.decode(tokenizer.encode(f"a{DEEPSEEK} b")) == "a<|end\u2581of\u2581sentence|> b"
+    assert "other text" not in tokenizer.notes[0]
+    vocabulary = [("<unk>", 0.0), ("</s>", 0.0), ("s", -5.0), ("/", -5.0), (">", -5.0)]  # and no <
+    tokenizer = loaded(Tokenizer(models.Unigram(vocabulary, unk_id=0)), tmp_path)
+    assert tokenizer.decode(tokenizer.encode("s</s>s")) == "s <unk> / s > s"
+    assert tokenizer.notes[0].endswith(
+        "1 such token(s) were written by ordinary ones (1 of them with other text than the document has, as the vocabulary cannot write it)")
+
+
 def test_an_end_that_cannot_be_written_otherwise_is_left_out(tmp_path):
     words = models.WordLevel({"</s>": 0, "Hello": 1, "world": 2}, unk_token="</s>")  # and so is every word that it does not know
     tokenizer = Tokenizer(words)

@@ -1,11 +1,13 @@
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
 import shutil
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pyarrow
@@ -98,6 +100,31 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     assert read(write(tmp_path / name, content)) == ["x"]
 
 
+def join_streams(name, *, damage=None, behind=b""):
+    """Two streams in a row, some bytes of the second overwritten, and what follows them."""
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd.compress}[name]
+    second = bytearray(compress(b'{"text": "two"}\n' * 50))
+    if damage is not None:
+        second[damage] ^= 255
+    return compress(b'{"text": "one"}\n') + bytes(second) + behind
+
+
+@pytest.mark.parametrize("name", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("change", [{"damage": 0}, {"damage": 3}, {"damage": 30}, {"damage": -6}, {"behind": b"more"}, {"behind": b"BZ"}, {"behind": b"\xfd7zX"}])
+def test_all_that_follows_a_compressed_stream_is_another_whole_one(tmp_path, name, change):
+    file = write(tmp_path / f"a.jsonl.{name}", join_streams(name, **change))
+    with pytest.raises(DataError, match=r"cannot be read(.|\n)*this one is damaged or cut short"):
+        read(file)
+
+
+def test_xz_may_be_padded_by_zeros_in_fours(tmp_path):
+    assert len(read(write(tmp_path / "a.jsonl.xz", join_streams("xz", behind=b"\0" * 8)))) == 51
+    between = lzma.compress(JSON_LINES) + b"\0" * 70_000 + lzma.compress(JSON_LINES) + lzma.compress(b"")
+    assert read(write(tmp_path / "b.jsonl.xz", between)) == ["one", "two\n"] * 2
+    with pytest.raises(DataError, match="3 zero bytes follow a stream"):
+        read(write(tmp_path / "c.jsonl.xz", join_streams("xz", behind=b"\0" * 3)))
+
+
 def test_bad_lines_are_skipped_and_counted_on_request(tmp_path):
     lines = write(tmp_path / "a.jsonl", b'nope\n{"text": "one"}\n{"text": null}\n{"txt": "x"}\n{"text": "\xe9"}\n{"text": "\\ud800"}\n' + b"[" * 100_000)
     table = write(tmp_path / "b.csv", 'text,n\ntwo,2\nthree\n')
@@ -112,6 +139,28 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path):
         list(read_documents([str(write(tmp_path / "d.jsonl", "nope"))], "text", skip_bad_lines=True))
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+@pytest.mark.parametrize(("rows", "line"), [
+    ('1,one\n2,"two\n3,three\n4,four\n', 3),
+    ('1,"o ""n"" e"\r\n\r\n2,"two\r\nlines\r\n', 4),
+    ('"1\n""\n",5" wide\n"2\n\n",""\n"3\n\n","two ""\nmore', 10),
+    ('1,one\n2,"', 3), ('1,one\n2,"two""', 3), ('"1,one\n2,two', 2)])
+def test_a_quote_that_is_never_closed_is_no_bad_line(tmp_path, name, rows, line):
+    """It has swallowed all that follows, so it is an error where bad lines are skipped too."""
+    rows = ("id,text\n" + rows).replace(",", "\t" if "tsv" in name else ",").encode()
+    file = write(tmp_path / name, gzip.compress(rows) if name.endswith("gz") else rows)
+    for skip in (False, True):
+        with pytest.raises(DataError, match=f", line {line}, opens a quote that is never closed"):
+            list(read_documents([str(file)], "text", skip_bad_lines=skip))
+
+
+def test_every_line_that_a_bad_row_takes_is_counted(tmp_path):
+    file = write(tmp_path / "a.csv", 'id,text\n1,one\n2,"two\n3,three\n4,"four"\n5,five\n"6\n",six,x\n7,seven\n')
+    left_out = LeftOut()
+    assert list(read_documents([str(file)], "text", skip_bad_lines=True, left_out=left_out)) == ["one", "five", "seven"]
+    assert left_out.bad_lines == {file: [3, 4, 5, 7, 8]}
+
+
 def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
     for name in ("b.txt", "a/c.txt", "a/B.md", ".hidden.txt", ".git/d.txt", "e.png", "a/f", "t.bin.json.txt"):
         write(tmp_path / name, name)
@@ -122,6 +171,45 @@ def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
     assert left_out.notes() == [f"1 empty file(s) left out: {tmp_path}/empty.py",
                                 "file(s) in folders left out, as they are of no format to train on: 1 without a suffix, 1 .png"]
     assert len(find_files([f"{tmp_path}/**/*.txt"])) == 3, "the link that leads back is not followed"
+
+
+def test_links_between_folders_are_followed_once(tmp_path):
+    """Each folder has links to all: there are more ways than could ever be walked."""
+    names = [f"d{number}" for number in range(12)]
+    for name in names:
+        write(tmp_path / "top" / name / "a.txt", name)
+        write(tmp_path / "top" / name / "in" / "er" / "b.txt", name)
+        for other in (*names, ".."):
+            (tmp_path / "top" / name / f"to {other.strip('.')}").symlink_to(tmp_path / "top" / other)
+    (tmp_path / "top" / "itself.txt").symlink_to("itself.txt")
+    write(tmp_path / "beside" / "a.txt", "beside")
+    (tmp_path / "top" / "a link").symlink_to(tmp_path / "beside")
+    a = [str(tmp_path / "top" / name / "a.txt") for name in ("a link", *names)]
+    b = [str(tmp_path / "top" / name / "in" / "er" / "b.txt") for name in names]
+    top = tmp_path / "top"
+    for source, files in {top: a + b, top / "**": a + b, top / "**" / "*.txt": a + b, top / "**" / "**" / "a.txt": a,
+                          top / "**" / "in" / "**" / "*.txt": b, top / "**" / "b.txt": b, tmp_path / "t*" / "**" / "er" / "*": b}.items():
+        assert sorted(map(str, find_files([str(source)]))) == sorted(files), source
+
+
+def test_an_arrow_stream_without_an_end_is_told(tmp_path):
+    for name in ("whole", "cut", "more", "padded"):
+        arrow_file(tmp_path / f"{name}.arrow", stream=True)
+    whole = (tmp_path / "whole.arrow").read_bytes()
+    write(tmp_path / "cut.arrow", whole[:-8])
+    write(tmp_path / "padded.arrow", whole + b"\0" * 8)
+    write(tmp_path / "more.arrow", whole * 2)
+    old = pyarrow.ipc.IpcWriteOptions(use_legacy_format=True)
+    with pyarrow.OSFile(str(tmp_path / "old.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, TABLE.schema, options=old) as writer:
+        writer.write_table(TABLE)
+    for name in ("whole", "cut", "padded", "old"):
+        left_out = LeftOut()
+        assert list(read_documents([str(tmp_path / f"{name}.arrow")], "text", left_out=left_out)) == ["one", "two\n"]
+        assert left_out.without_end == ([tmp_path / "cut.arrow"] if name == "cut" else []), name
+        assert left_out.notes() == (["1 Arrow stream(s) have no end-of-stream marker, which a writer may leave out; but if they were cut "
+                                     f"short, rows are missing: {tmp_path}/cut.arrow"] if name == "cut" else [])
+    with pytest.raises(DataError, match="more data follows the end of its stream"):
+        read(tmp_path / "more.arrow")
 
 
 def test_a_folder_of_hugging_face_datasets_is_its_shards(tmp_path):
@@ -188,6 +276,28 @@ def test_sources_keep_their_order_and_globs_are_sorted(tmp_path):
     assert read(last, tmp_path / "**/*.md") == ["glob characters in a name", "a.md", "b.md", "deep/er/c.md"]
 
 
+def test_a_file_that_is_given_twice_is_told(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        write(tmp_path / name, name)
+    for find in (find_files, lambda sources, left_out: list(read_documents(sources, "text", left_out=left_out))):
+        left_out = LeftOut()
+        assert len(find([str(tmp_path / "a.txt"), f"{tmp_path}/*.txt"], left_out)) == 3
+        assert left_out.notes() == [f"1 file(s) are given more than once, and read as often: {tmp_path}/a.txt"]
+
+
+def test_other_fields_need_not_be_what_python_can_convert(tmp_path):
+    long = "9" * 6000
+    file = write(tmp_path / "a.jsonl", f'{{"text": "one", "n": {long}}}\n{{"text": "two", "n": -{long}}}\n')
+    array = write(tmp_path / "b.json", f'[{{"n": [{long}], "text": "three"}}]')
+    assert read(file, array) == ["one", "two", "three"]
+    table = pyarrow.table({"text": pyarrow.array([b"caf\xc3\xa9", None], pyarrow.binary())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["caf\u00e9"]
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([b"caf\xe9"], pyarrow.large_binary())}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet cannot be read\n.*0xe9(.|\n)*whose text is UTF-8"):
+        read(tmp_path / "b.parquet")
+
+
 def test_find_files_leaves_stdlib_out(tmp_path):
     file = write(tmp_path / "a.txt", "x")
     assert find_files(["stdlib", str(file)]) == [file]
@@ -197,6 +307,22 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
     first = write(tmp_path / "a.txt", "x")
     with pytest.raises(DataError, match="no such data file"):
         next(read_documents([str(first), str(tmp_path / "b.txt")], "text"))
+
+
+def gzipped(content):
+    """The same bytes, and so the same name of a test, whenever they are made."""
+    return gzip.compress(content, mtime=0)
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+
+
+def tar_of(content):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        (member := tarfile.TarInfo("a.txt")).size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
@@ -213,22 +339,34 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
     ("a.gz", b"\x1f\x8b", r"does not say what is inside the compression\n.*\n.*\.jsonl\.gz"),
     ("a.parquet.gz", b"\x1f\x8b", "is compressed, and .parquet files cannot be read so"),
     ("a.txt.gz", "no gzip", "a.txt.gz cannot be read\n.*Not a gzipped file(.|\n)*damaged or cut short"),
-    ("a.txt.gz", gzip.compress(b"text" * 1000)[:-9], "a.txt.gz cannot be read\n.*EOFError"),
+    ("a.txt.gz", gzipped(b"text" * 1000)[:-9], "a.txt.gz cannot be read\n.*EOFError"),
     ("a.txt.gz", b"", "a.txt.gz holds no text"),
     ("a.jsonl.zst", zstd.compress(b'{"text": "x"}')[:-3], "a.jsonl.zst cannot be read\n.*EOFError"),
-    ("a.txt", gzip.compress(b"text"), "a.txt cannot be read: it is gzip data"),
+    ("a.txt", gzipped(b"text"), "a.txt cannot be read: it is gzip data"),
     ("a.txt", "text".encode("utf-16"), "a.txt cannot be read: it is text in UTF-16\n(.|\n)*iconv -f UTF-16"),
     ("a.txt", "plain text".encode("utf-16-le"), "it is text in UTF-16"),
     ("a.jsonl", '{"text": "x"}'.encode("utf-16"), "it is text in UTF-16"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}], "text": [{"role": 1}]}',
      "'text' holds a list of objects with 'role', not a text; a conversation needs a chat template"),
     ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1, .*\n.*RecursionError"),
-    ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1, .*\n.*ValueError"),
+    ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1, .*\n.*'text' holds a number"),
+    ("a.jsonl", gzipped(JSON_LINES), "a.jsonl cannot be read: it is gzip data\n(.|\n)*end with .txt.gz or .jsonl.gz"),
+    ("a.json", b"PAR1\x15\x00\x15\x80", "a.json cannot be read: it is a Parquet file"),
+    ("a.txt", tar_of(b"plain words"), "a.txt cannot be read: it is a tar archive"),
+    ("a.jsonl.gz", gzipped(tar_of(JSON_LINES)), "a.jsonl.gz cannot be read: it is a tar archive"),
+    *((name, LFS_POINTER, f"{name} cannot be read: it is a pointer of git-lfs(.|\\n)*git lfs pull")
+      for name in ("a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow", "a.txt.gz")),
+    ("a.txt.gz", gzipped("text".encode("utf-16")), "a.txt.gz cannot be read: it is text in UTF-16"),
+    ("a.csv.bz2", bz2.compress("text\nx\n".encode("utf-16")), "a.csv.bz2 cannot be read: it is text in UTF-16"),
+    ("a.txt.gz", gzipped(b"caf\xe9"), "a.txt.gz cannot be read\n.*0xe9(.|\n)*whose text is UTF-8"),
     ("a.json", "[" * 100_000, "too deep inside one another"),
     ("a.json", '{"a": 1}', "item 1, .*\n.*no field 'text'; there are 'a'"),
     ("a.csv", "x\n1\n", "no column of text named 'text'\n  given: x\n"),
     ("a.csv", "text,b\n1,2,3\n", "line 2, is no row of its table\n  given: 3 fields; the names above are 2"),
-    ("a.csv", 'text\n"open', "line 2, is no row of its table"),
+    ("a.csv", 'text\n"open', "line 2, opens a quote that is never closed"),
+    ("a.csv", '"text\nopen', "line 1, opens a quote that is never closed"),
+    ("a.csv", '"te"xt\n', "line 1, is no row of names"),
+    ("a.csv", 'text,b\n"1\n2",3\n"4\n5",6,7\n', "lines 4 to 5, is no row of its table\n  given: 3 fields"),
     ("a.arrow", b"ARROW1\0\0broken", "a.arrow cannot be read"),
     ("a\0.txt", None, "--data holds a NUL character"),
     ("n" * 300, None, "--data is too long for a path"),

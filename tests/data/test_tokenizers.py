@@ -78,6 +78,20 @@ def test_vocab_size_counts_ids_with_gaps(tmp_path):
     assert tokenizer.encode("a").dtype == np.uint32
 
 
+def test_a_text_has_the_same_ids_each_time(tmp_path):
+    """A file may ask for a random choice of merges."""
+    path = tmp_path / "tokenizer.json"
+    made = tokenizers.Tokenizer.from_file(save_tokenizer(path, ["</s>"]))
+    made.model.dropout = 0.5
+    made.save(str(path))
+    text = "the cat the cat the cat the the the"
+    assert len({tuple(made.encode(text).ids) for _ in range(20)}) > 1
+    tokenizer = load_tokenizer(str(path))
+    assert len({tuple(tokenizer.encode(text).tolist()) for _ in range(20)}) == 1
+    assert tokenizer.notes == ["the tokenizer's dropout of 0.5 is switched off, as token ids must not differ from one reading of the data to the next"]
+    assert tokenizer.files["tokenizer.json"] == path.read_bytes(), "what a run keeps is the file itself"
+
+
 def test_digests_tell_tokenizers_apart(tmp_path, hugging_face):
     other = load_tokenizer(save_tokenizer(tmp_path / "tokenizer.json", ["</s>"]))
     assert len({hugging_face.digest, other.digest, load_tokenizer("bytes").digest}) == 3
