@@ -59,6 +59,8 @@ def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides:
     if text is None or any(name in layout or name.startswith(LAYOUT_SETTINGS) for name in overrides):
         return None
     plan = Plan.from_json(text)
+    if config.precision.compute not in ("auto", plan.precision):  # as good as given: somebody has edited config.json
+        return None
     if plan.num_devices != topology.num_devices:
         return None
     if config.data.phases:
