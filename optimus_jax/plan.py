@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from optimus_jax.config import AttentionKernel, ModelConfig, MomentPrecision, Offload, Precision, RematPolicy
 from optimus_jax.config.settings import shown, with_right_types
@@ -236,10 +237,19 @@ class Plan:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """The inverse of `to_json`. Raises PlanError for what is not a Plan."""
+    def from_json(cls, text: str, source: Path | None = None) -> "Plan":
+        """The inverse of `to_json`. Raises PlanError for what is not a Plan.
+
+        Args:
+          source: the file that the text is of, for the error.
+        """
         try:
             value = parse_json(text)
+            if not isinstance(value, dict):
+                raise ValueError(f"a JSON object with a plan's fields is wanted, and this is {shown(value)}")
+            if lacking := [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING
+                           and field.default_factory is dataclasses.MISSING and field.name not in value]:
+                raise ValueError(f"it lacks {', '.join(lacking)}")
             value["axes"] = AxisSizes(**value["axes"])
             value["rules"] = tuple((logical, tuple(axes)) for logical, axes in value["rules"])
             if (pipeline := value["pipeline"]) is not None:
@@ -250,4 +260,4 @@ class Plan:
                     raise ValueError(f"rules has {logical}={','.join(axes)}")
             return plan
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(explain("this is not a plan", given=shown(error), do="use a plan.json that this version wrote")) from error
+            raise PlanError(explain("this is not a plan", given=("" if source is None else f"{source}: ") + shown(str(error) if type(error) is ValueError else error), do="use a plan.json that this version wrote")) from error

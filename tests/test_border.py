@@ -218,3 +218,23 @@ def test_arguments(seed):
         else:
             said = "\n\n"
         assert said.count("\n") >= 2, "what, given, do"
+
+
+def test_what_has_taken_the_place_of_a_runs_file_is_said(tmp_path):
+    """Not that there may be no room; and a report is made of what can be read."""
+    run = RunDirectory(tmp_path, writer=False)
+    for name, read in (("plan.json", run.plan_text), ("config.json", run.config_text), ("metrics.jsonl", run.metrics), ("events.jsonl", run.events)):
+        (tmp_path / name).mkdir()
+        with pytest.raises(OptimusError, match=f"{name} of the run is a folder, where a file should be"):
+            read()
+    (tmp_path / "config.json").rmdir()
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(OptimusError, match=r"(?s)not JSON.*config\.json: the file is empty"):
+        run.config_text()
+    assert "events.jsonl of the run is a folder" in run_report(tmp_path)
+    with pytest.raises(PlanError, match=r"(?s)a JSON object with a plan's fields is wanted(?!.*TypeError)"):
+        Plan.from_json('[1, "a", null]')
+    writer = RunDirectory(tmp_path)
+    (tmp_path / "checkpoints").write_text("x")
+    with pytest.raises(OptimusError, match="checkpoints of the run is a file, where a folder should be"):
+        writer.write_config(Config().to_json())

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optimus_jax.checkpoint import errors as checkpoint_errors
-from optimus_jax.checkpoint.checkpoints import ABANDONED, Checkpoints, NotFiniteError
+from optimus_jax.checkpoint.checkpoints import ABANDONED, STEP_METADATA, Checkpoints, NotFiniteError
 from optimus_jax.checkpoint.disk_space import Room, check_room, num_wanted, room_in
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError
@@ -196,7 +196,7 @@ DAMAGE = {
     "arrays lost": (lambda directory: data_file(directory).unlink(), "Error reading"),
     "bit flipped": (flip_a_bit, "checksum of .* is not what was saved"),
     "state lost": (lambda directory: shutil.rmtree(directory / "state"), "FileNotFoundError"),
-    "tree unreadable": (lambda directory: (directory / "state" / "_METADATA").write_text("{"), "JSONDecodeError"),
+    "tree unreadable": (lambda directory: (directory / "state" / "_METADATA").write_text("{"), "state/_METADATA is not JSON"),
     "manifest lost": (lambda directory: (directory / "manifest" / "metadata").unlink(), "FileNotFoundError"),
     "metadata changed": (change_metadata, "manifest is not what was saved")}
 
@@ -216,6 +216,29 @@ def test_a_damaged_checkpoint_is_passed_over(two_saved, opened, warned, tmp_path
         checkpoints.restore(target, step=2)
     checkpoints.save(2, place(make_state(3)), {})  # the run comes to step 2 again
     assert_identical(checkpoints.restore(target).state, make_state(3))
+
+
+@pytest.mark.parametrize("content", [b'[1,"a",null]', b'{"item_handlers": 5}', b"\xff\x00{", b"", None])
+def test_a_damaged_description_costs_one_checkpoint_and_no_save(two_saved, opened, warned, tmp_path, content):
+    """Orbax reads arrays whatever such a file says, and then could save nothing beside it. None: a folder in its place."""
+    for step, name in ((2, STEP_METADATA), (1, STEP_METADATA), (2, "state/_sharding")):
+        if name != STEP_METADATA and content and content.startswith(b"{"):
+            continue
+        shutil.copytree(two_saved, tmp_path / "run")
+        path = tmp_path / "run" / str(step) / name
+        path.unlink()
+        path.mkdir() if content is None else path.write_bytes(content)
+        checkpoints = opened()
+        assert checkpoints.restore(abstract(make_state())).step == 3 - step or step == 1
+        for later in (3, 4):
+            checkpoints.save(later, place(make_state()), {})
+        checkpoints.close()
+        assert checkpoints.steps() == [3 - step, 3, 4]
+        assert f"step {step} is damaged" in warned[0]
+        assert (tmp_path / "damaged" / str(step)).is_dir(), "nothing of it is deleted"
+        shutil.rmtree(tmp_path / "run")
+        shutil.rmtree(tmp_path / "damaged")
+        warned.clear()
 
 
 def test_damage_everywhere_is_an_error(two_saved, opened, tmp_path):

@@ -59,6 +59,29 @@ def text(tmp_path_factory):
     return str(path)
 
 
+def test_an_edited_config_is_what_is_told_used_and_recorded(uninterrupted, text, tmp_path, monkeypatch):
+    """What was before, the checkpoint says. Edited: what the run has derived, and a setting itself."""
+    told: list[str] = []
+    monkeypatch.setattr(Display, "message", lambda self, words: told.append(words))
+    run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
+    config = json.loads((run_dir / "config.json").read_text())
+    config["derived"] |= {"precision.compute": "bf16", "optimizer.decay_steps": 100}
+    config["optimizer"] |= {"lr": 0.5, "weight_decay": 0.25}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    result = optimus_jax.train(run_dir=run_dir, resume=True, steps=STEPS + 1)
+    assert result.plan.precision == "bf16"
+    changed = next(words for words in told if words.startswith("changed since"))
+    for name, before, now in (("optimizer.lr", 0.01, 0.5), ("optimizer.weight_decay", 0.1, 0.25), ("precision.compute", "f32", "bf16")):
+        assert f"{name} from {before} to {now}" in changed
+    assert not any("in which the run began" in words for words in told)
+    saved = Checkpoints(run_dir / "checkpoints", CheckpointConfig()).latest()
+    assert saved is not None
+    recorded = json.loads(saved.metadata["config"])
+    assert recorded["precision"]["compute"] == json.loads(saved.metadata["plan"])["precision"] == "bf16"
+    resumed = RunDirectory(run_dir, writer=False).events()
+    assert next(event for event in resumed if event["event"] == "resume")["lr_before"] == pytest.approx(1e-3)
+
+
 LAYERS_IN_STAGES = 9
 """One for every virtual stage of pipe=4 interleaved, and one more: no pipe size divides them."""
 

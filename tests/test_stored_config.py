@@ -8,7 +8,7 @@ import pytest
 from optimus_jax.config import Config
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import CheckpointError
-from optimus_jax.run.stored_config import check_stored_config
+from optimus_jax.run.stored_config import changes_since, check_stored_config, saved_config
 
 SAVED = Config(model=model_preset("llama3.2-1b"))
 METADATA = {"config": SAVED.to_json(derived={"optimizer.lr": 3e-4, "precision.compute": "bf16"})}
@@ -35,20 +35,37 @@ def test_names_and_places_may_differ():
 
 @pytest.mark.parametrize(("name", "value"), [("optimizer.beta2", 0.9), ("optimizer.lr", 0.1), ("precision.compute", "f16")])
 def test_what_may_change_is_said(name, value):
-    said = []
-    check_stored_config(METADATA, SAVED.with_values({name: value}), say=said.append)
-    assert len(said) == 1
-    assert f"{name} from" in said[0]
-    check_stored_config(METADATA, SAVED, say=said.append)
-    assert len(said) == 1
+    check_stored_config(METADATA, now := SAVED.with_values({name: value}))
+    told = changes_since(saved_config(METADATA), now)
+    assert told is not None
+    assert f"{name} from" in told
+    assert changes_since(saved_config(METADATA), SAVED) is None
+
+
+@pytest.mark.parametrize("section", ["optimizer", "precision", "evaluation"])
+def test_every_field_that_may_change_is_said(section):
+    other = {"schedule": "wsd", "compute": "f16", "moments": "bf16"}
+    for field in dataclasses.fields(getattr(SAVED, section)):
+        value = other.get(field.name, 0.5 if field.type in (float, "float", float | None) else 7)
+        name = f"{section}.{field.name}"
+        told = changes_since(saved_config(METADATA), SAVED.with_values({name: value}))
+        assert f"{name} from" in (told or ""), name
+
+
+def test_the_precision_of_a_checkpoint_is_that_of_its_plan():
+    """Of a run that went on in f32 under a config.json that was edited to bf16, by an older version."""
+    metadata = METADATA | {"plan": json.dumps({"precision": "f32"})}
+    assert saved_config(metadata).precision.compute == "f32"
 
 
 def test_data_may_differ_where_that_is_allowed():
     said = []
-    check_stored_config(METADATA, SAVED.with_values({"data.eval_fraction": 0.5, "data.allow_change": True}), say=said.append)
+    for change in ({"data.eval_fraction": 0.5}, {"data.global_batch": 8}):
+        check_stored_config(METADATA, now := SAVED.with_values(change | {"data.allow_change": True}))
+        said.append(changes_since(saved_config(METADATA), now) or "")
     assert "data.eval_fraction" in said[0]
     assert said[0].endswith("cannot be compared")
-    check_stored_config(METADATA, SAVED.with_values({"data.global_batch": 8, "data.allow_change": True}), say=said.append)
+    assert "data.global_batch" in said[1]
     assert "compared" not in said[1]
     with pytest.raises(CheckpointError):
         check_stored_config(METADATA, SAVED.with_values({"seed": 5, "data.allow_change": True}))

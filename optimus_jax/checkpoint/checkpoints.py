@@ -57,6 +57,7 @@ from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.reshard.checksum import checksums, examined, named_leaves
+from optimus_jax.system.json_input import JSONInputError, parse_json
 
 _REMEDIES = {
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f)", errno.ENOSPC: "make room", errno.EDQUOT: "make room within the quota",
@@ -65,6 +66,9 @@ _REMEDIES = {
 """By what the system says: what to do about a save that has failed."""
 STATE = "state"
 MANIFEST = "manifest"
+STEP_METADATA = "_CHECKPOINT_METADATA"
+ORBAX_JSON = (STEP_METADATA, f"{STATE}/_METADATA", f"{STATE}/_sharding")
+"""Files of a checkpoint in which Orbax describes it; each is a JSON object."""
 ASIDE, ABANDONED = "damaged", "abandoned"
 """Beside the directory of checkpoints: those that were found to be damaged, and those of a course that the run was told to leave."""
 
@@ -330,8 +334,47 @@ class Checkpoints:
             stored = ocp.JsonCheckpointHandler().restore(self._directory / str(step) / MANIFEST)
             if stored["crc32"] != _crc32(stored["content"]):
                 raise ValueError("the manifest is not what was saved")
+            self._check_descriptions(step)
             return stored["content"]
         return on_every_process(read, self._path(step))
+
+    def _check_descriptions(self, step: int) -> None:
+        """Raise DamagedError or OSError unless what Orbax wrote of a checkpoint beside its arrays says what it should.
+
+        Orbax itself passes over some of that when it reads arrays, and cannot save beside it.
+        """
+        for name in ORBAX_JSON:
+            path = self._path(step) / name
+            if not os.path.lexists(path):
+                continue  # other versions of Orbax write other files
+            try:
+                is_object = isinstance(parse_json(path.read_bytes(), finite=False), dict)
+            except JSONInputError as error:
+                raise DamagedError(f"{name} is not JSON: {error}") from error
+            if not is_object:
+                raise DamagedError(f"{name} is not a JSON object")
+            if name == STEP_METADATA:
+                try:
+                    ocp.metadata.get_step_metadata(self._directory / str(step))
+                except (ValueError, TypeError) as error:
+                    raise DamagedError(f"{name} does not describe a checkpoint: {in_one_line(error)}") from error
+
+    def _set_aside_unreadable(self) -> None:
+        """Move checkpoints out of the way that Orbax could not list, which it does before the first save."""
+        damaged = []
+        for step in self.steps_for_all():
+            try:
+                on_every_process(lambda step=step: self._check_descriptions(step), self._path(step))
+            except DamagedError as error:
+                damaged.append(step)
+                self._warn(f"the checkpoint of step {step} is damaged: {error}")
+            except UnreachableError:
+                continue  # it may be good, and Orbax can save beside it
+        if jax.process_index() == 0:
+            for path in self.set_aside(damaged):
+                self._warn(f"the damaged checkpoint is kept as {path}")
+        if damaged:
+            broadcast_from_0("")  # nobody lists them before they have moved
 
     def _path(self, step: int) -> Path:
         return Path(self._directory / str(step))
@@ -339,6 +382,7 @@ class Checkpoints:
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is None:
             self._remove_unfinished()
+            self._set_aside_unreadable()
             kept: list[PreservationPolicy] = [LatestN(self._config.keep), _NewestUpTo(self._limits)]
             if self._config.keep_every is not None:
                 kept.append(EveryNSteps(self._config.keep_every))

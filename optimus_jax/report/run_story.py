@@ -8,13 +8,13 @@ a comparison holds one of each.
 import bisect
 import contextlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.report.run_events import (
     DecisionLine,
@@ -30,6 +30,8 @@ from optimus_jax.report.run_events import (
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.system.json_input import parse_json
+
+T = TypeVar("T")
 
 NEAR_STEPS = 50
 """Most steps before and after a switch whose times are compared."""
@@ -112,7 +114,6 @@ class RunStory:
 
         Raises:
           ConfigError: there is no run in `path`.
-          RunDirectoryError: a log cannot be read.
         """
         troubles: list[str] = []
         run = RunDirectory(path, writer=False, warn=lambda told: troubles.append(str(told)))
@@ -130,8 +131,8 @@ class RunStory:
             current = Plan.from_json(plan) if (plan := run.plan_text()) is not None else None
         except (OSError, OptimusError, ValueError) as error:
             troubles.append(f"plan.json: {error}")
-        steps = [replace(step, plan=str(showable(step.plan))) for step in sorted(run.metrics(), key=lambda step: step.step)]
-        events = [showable(event) for event in run.events()]
+        metrics, events = _readable(run.metrics, troubles), [showable(event) for event in _readable(run.events, troubles)]
+        steps = [replace(step, plan=str(showable(step.plan))) for step in sorted(metrics, key=lambda step: step.step)]
         return cls(path=run.path, config=showable(config) if isinstance(config, Mapping) else {}, steps=steps, events=events, current=current,
                    written_s=_newest(logs), troubles=tuple(map(showable, troubles)))
 
@@ -268,3 +269,12 @@ def _newest(logs: Iterable[Path]) -> float | None:
         with contextlib.suppress(OSError):
             times.append(log.stat().st_mtime)
     return max(times, default=None)
+
+
+def _readable(read: Callable[[], list[T]], troubles: list[str]) -> list[T]:
+    """The lines of a log; none, and what is wrong, if it cannot be read: the page is made of the rest."""
+    try:
+        return read()
+    except RunDirectoryError as error:
+        troubles.append(str(error))
+        return []

@@ -58,7 +58,9 @@ def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides:
     layout = {name for name, dotted in SHORT_NAMES.items() if dotted.startswith(LAYOUT_SETTINGS)}
     if text is None or any(name in layout or name.startswith(LAYOUT_SETTINGS) for name in overrides):
         return None
-    plan = Plan.from_json(text)
+    plan = Plan.from_json(text, run.path / "plan.json")
+    if config.precision.compute not in ("auto", plan.precision):  # as good as given: somebody has edited config.json
+        return None
     if plan.num_devices != topology.num_devices:
         return None
     if config.data.phases:

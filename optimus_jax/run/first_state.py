@@ -15,7 +15,7 @@ from optimus_jax.cluster.distributed import broadcast_from_0, is_writer
 from optimus_jax.config import Config, Precision
 from optimus_jax.faults.divergence import Learning, saying, way_back
 from optimus_jax.run.inputs import Inputs
-from optimus_jax.run.stored_config import check_stored_config
+from optimus_jax.run.stored_config import check_stored_config, saved_config
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_same_data, identity_in_run
 from optimus_jax.training.state import (
@@ -29,8 +29,10 @@ from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display
 
 
-def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run: RunDirectory, resume: bool, display: Display) -> tuple[TrainState, Learning]:
-    """Fresh, or restored onto this plan's mesh whatever mesh saved it; and what is known of how the run has learnt until then.
+def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run: RunDirectory, resume: bool,
+                display: Display) -> tuple[TrainState, Learning, Config | None]:
+    """Fresh, or restored onto this plan's mesh whatever mesh saved it; what is known of how the run has learnt until then; and the config
+    that the state was saved under, which a config.json that somebody has edited does not say. None: it is fresh.
 
     Raises:
       CheckpointError: there is no checkpoint of the step that was asked for, or none that is good.
@@ -41,18 +43,18 @@ def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run:
         _tell_of_trouble(learning, restored.step, checkpoints, display)
         check_same_data(restored.metadata.get("data"), inputs.data, config.data, display.message)
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
-        return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display), learning
+        return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display), learning, saved_config(restored.metadata)
     if resume:
         begun_with = json.loads(broadcast_from_0(json.dumps(identity_in_run(run))))
         check_same_data(begun_with, inputs.data, config.data, display.message)
         display.message("the run has no checkpoint yet: it starts again at step 1")
-    return program.init(jnp.int32(config.seed)), Learning()
+    return program.init(jnp.int32(config.seed)), Learning(), None
 
 
 def _newest_state(program: Program, config: Config, checkpoints: Checkpoints, run: RunDirectory, display: Display) -> Restored | None:
     """The newest good state of either tier, as stored; None: there is none. Checkpoints that are damaged are set aside."""
     target = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
-    check = partial(check_stored_config, config=config, say=display.message)
+    check = partial(check_stored_config, config=config)
     if config.checkpoint.resume_step is not None:
         return _state_of(config.checkpoint.resume_step, target, check, checkpoints, display)
     latest = checkpoints.latest()

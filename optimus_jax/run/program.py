@@ -47,8 +47,10 @@ from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.rate_change import RateChange
 from optimus_jax.run.resumed import Resumed, derived_values
 from optimus_jax.run.start_table import start_report
+from optimus_jax.run.stored_config import changes_since
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState, planned_shapes
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.trainer import Outcome, Trainer, described
@@ -92,19 +94,23 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
         run.checkpoints, config.checkpoint, warn=display.message,
         saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s), limits=lambda: learning.limits)
     resume = resumed is not None
-    state, learning = first_state(program, inputs, checkpoints, run, resume, display)
+    state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
     now = in_phase(config, phase_after(config, int(state.step)))
     if now != program.config:  # the newest checkpoint was damaged, and the one before it is of an earlier phase
         plan = plan_of(phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing)
         choice = replace(choice, plan=plan)
         program = program_of(now, choice)
-        state, learning = first_state(program, inputs, checkpoints, run, resume, display)
+        state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
     if resumed is not None:
-        resumed = resumed.from_step(first_step)
+        # What the run was until now is what its checkpoint was saved under: config.json may have been edited since.
+        resumed = (resumed if saved is None else replace(resumed, before=saved)).from_step(first_step)
         config = config.with_values({"optimizer.decay_steps": resumed.config.optimizer.decay_steps})
         if (now := in_phase(config, phase_after(config, first_step))) != program.config:
             program = program_of(now, choice)  # another learning rate, and the same state
+        exact = config.with_values({"optimizer.lr": peak_learning_rate(config.optimizer, program.shapes.num_params), "precision.compute": program.plan.precision})
+        if saved is not None and (told := changes_since(saved, exact)) is not None:
+            display.message(told)
     assert_same_everywhere({"the step to go on from": str(first_step)})
     steps_there = tuple(checkpoints.steps_for_all()) if resume else ()
     with all_or_none():
@@ -256,7 +262,7 @@ def _tell_what_changes(config: Config, devices: Devices, plan: Plan, program: Pr
       checkpoints: steps of those that are there.
     """
     usual = compute_precision(config.with_values({"precision.compute": "auto"}), devices.topology)
-    if resumed.asked.precision.compute == "auto" and plan.precision != usual:
+    if resumed.asked.precision.compute == "auto" and usual != plan.precision == resumed.before.precision.compute:
         display.message(f"precision {plan.precision}, in which the run began; on these devices a new run would have {usual}: "
                         f"to change it, --precision {usual}")
     if (told := inputs.other_evaluation(resumed.before)) is not None:

@@ -6,7 +6,7 @@ Every setting that changes what is computed is compared, and which those are fol
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from optimus_jax.config import DERIVED, Config
@@ -18,15 +18,14 @@ from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 
 NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)
 """Settings that name what is computed with, or where it lies; of data and tokenizer the content is compared (run/first_state.py)."""
-MAY_CHANGE = ("optimizer.", "precision.")
+MAY_CHANGE = ("optimizer.", "precision.", "evaluation.")
 """Sections that change what is computed and may be changed when a run goes on; that is said."""
 
 EVALUATED = {"data.eval_fraction", "data.respect_documents"}
 """Settings of the data that say which of its tokens are evaluated, and with what attention."""
 
 
-def check_stored_config(metadata: Mapping[str, Any], config: Config, *, sections: tuple[str, ...] = FIXED_FOR_A_RUN,
-                        say: Callable[[str], object] = lambda text: None) -> None:
+def check_stored_config(metadata: Mapping[str, Any], config: Config, *, sections: tuple[str, ...] = FIXED_FOR_A_RUN) -> None:
     """Raise CheckpointError unless a checkpoint with this metadata is of the same model, batches and seed.
 
     Of sizes, another number of layers would pass for padding; of all else, nothing in the arrays would tell.
@@ -34,26 +33,40 @@ def check_stored_config(metadata: Mapping[str, Any], config: Config, *, sections
     Args:
       config: that the checkpoint is to be used under.
       sections: settings that have to be the same, by how they begin; data may differ where data.allow_change says so.
-      say: told in one line what else has changed since it was saved.
     """
-    saved = _as_saved(metadata)
-    if (differing := _differing(saved, config, sections)) and not (config.data.allow_change and all(name.startswith("data.") for name in differing)):
+    differing = _differing(saved_config(metadata), config, sections)
+    if differing and not (config.data.allow_change and all(name.startswith("data.") for name in differing)):
         name = next(iter(differing))
         before, _ = differing[name]
         raise CheckpointError(explain(
             "the checkpoint is of another model" if name.startswith("model.") else "the checkpoint is of a run with other data or another seed", given="; ".join(
                 f"saved with {other}={was}, asked for {asked}" for other, (was, asked) in differing.items()),
             do=f"bring back {name}={before} (config.json may have been edited), or start a new run"))
-    if changed := differing | _differing(saved, config, MAY_CHANGE):
-        say("changed since the checkpoint was saved: " + ", ".join(f"{name} from {before} to {now}" for name, (before, now) in changed.items())
+
+
+def changes_since(saved: Config, config: Config) -> str | None:
+    """What changes the computation and was otherwise when the checkpoint was saved, in one line; None: nothing.
+
+    Args:
+      saved: as `saved_config` has it.
+      config: that the run goes on with, nothing left open.
+    """
+    changed = _differing(saved, config, (*FIXED_FOR_A_RUN, *MAY_CHANGE))
+    if not changed:
+        return None
+    return ("changed since the checkpoint was saved: " + ", ".join(f"{name} from {before} to {now}" for name, (before, now) in changed.items())
             + (f"; {NOT_COMPARABLE}" if EVALUATED & changed.keys() else ""))
 
 
-def _as_saved(metadata: Mapping[str, Any]) -> Config:
-    """The config in a checkpoint's metadata, with what the run had derived. One from before a setting was there has its default; what this version does not know is passed over."""
+def saved_config(metadata: Mapping[str, Any]) -> Config:
+    """The config in a checkpoint's metadata, with what the run had derived, and the precision of its plan, which is what it computed in.
+
+    One from before a setting was there has its default; what this version does not know is passed over.
+    """
     values = json.loads(metadata["config"])
     known = {DERIVED, *(field.name for field in dataclasses.fields(Config))}
-    return own_config(json.dumps({name: value for name, value in values.items() if name in known}))
+    saved = own_config(json.dumps({name: value for name, value in values.items() if name in known}))
+    return saved if "plan" not in metadata else saved.with_values({"precision.compute": json.loads(metadata["plan"])["precision"]})
 
 
 def _differing(saved: Config, config: Config, sections: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:

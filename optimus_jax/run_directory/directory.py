@@ -36,6 +36,7 @@ from optimus_jax.run_directory.files import (
 )
 from optimus_jax.run_directory.lock import RunLock
 from optimus_jax.run_directory.step_record import StepRecord, record_of, values_of
+from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.system.paths import local_path
 
 T = TypeVar("T")
@@ -258,9 +259,16 @@ class RunDirectory:
         self._written[path] = content
 
     def config_text(self) -> str:
-        """The config as it was written. Raises RunDirectoryError if it is there and cannot be read."""
+        """The config as it was written. Raises RunDirectoryError if it is there and cannot be read, ConfigError if it is not JSON."""
         try:
-            return self._config.read_text(encoding="utf-8")
+            text = self._config.read_text(encoding="utf-8")
+            parse_json(text, finite=False)  # who reads it does not know where it lies
+            return text
+        except JSONInputError as error:
+            raise ConfigError(explain("a run's config is not JSON", given=f"{self._config}: {error if text.strip() else 'the file is empty'}",
+                                      do="restore the file, or start a new run")) from error
+        except IsADirectoryError as error:
+            raise failure_of(self._config, error) from error
         except (FileNotFoundError, NotADirectoryError):
             raise
         except (OSError, UnicodeDecodeError) as error:

@@ -80,6 +80,11 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def failure_of(path: Path, error: OSError) -> RunDirectoryError:
+    """An error that says what is wrong with a file or folder of a run."""
+    if (wrong := _of_another_kind(path, error)) is not None:
+        return RunDirectoryError(explain(
+            f"{path.name} of the run is {wrong}", given=path,
+            do="put the right one back, or move this one away; then start again, with --resume if the run had begun"))
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
     except OSError:
@@ -87,6 +92,16 @@ def failure_of(path: Path, error: OSError) -> RunDirectoryError:
     return RunDirectoryError(explain(
         f"{path.name} of the run cannot be read or written: {error.strerror or error}", given=f"{path}; {free}",
         do="make room, raise the limit or mend the permissions; then start again, with --resume if the run had begun"))
+
+
+def _of_another_kind(path: Path, error: OSError) -> str | None:
+    """What is there, where the trouble is that a folder has taken the place of a file, or a file that of a folder."""
+    match error:
+        case IsADirectoryError() if path.is_dir():
+            return "a folder, where a file should be"
+        case FileExistsError() | NotADirectoryError() if path.exists() and not path.is_dir():
+            return "a file, where a folder should be"
+    return None
 
 
 def event_of(line: bytes) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from optimus_jax.data.eos import CONFIG
 from optimus_jax.data.formats import TOKEN_SUFFIX
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.data.tokens import HeldOutBy
-from optimus_jax.errors import DataError, explain
+from optimus_jax.errors import DataError, RunDirectoryError, explain
 from optimus_jax.run_directory.directory import RunDirectory
 
 NOT_COMPARABLE = "held-out losses from before and from here on cannot be compared"
@@ -32,7 +32,10 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
     """
     if run.tokenizer is None:
         # Before runs kept theirs, what ends a document was found by the list alone.
-        is_of_before = identity_in_run(run) is None
+        try:
+            is_of_before = identity_in_run(run) is None
+        except RunDirectoryError:  # the checkpoint knows the tokenizer as well (check_tokenizer)
+            is_of_before = False
         return load_tokenizer(config.tokenizer, config.eos, by_list=is_of_before)
     own = load_tokenizer(str(run.tokenizer), config.eos)
     if (eos := (identity_in_run(run) or {}).get("eos")) is not None and own.eos != eos:
