@@ -149,9 +149,12 @@ def test_arguments_of_train_have_other_names_too(tmp_path):
 
 def test_spelling_comes_last_and_is_not_far_fetched():
     known = [*known_settings(), *SHORT_NAMES]
-    for name, expected in {"optimizer.bta2": "optimizer.beta2", "steps_warmup": "optimizer.warmup_steps", "Seq-Len": "seq_len", "stps": "steps", "wandb": None,
+    for name, expected in {"optimizer.bta2": "optimizer.beta2", "steps_warmup": "optimizer.warmup_steps", "Seq-Len": "seq_len", "stps": "steps", "wandb": None, "zeor": "parallel.zero", "lt": "optimizer.lr",
                            "batch_size": None, "optimizer.foo": None, "x" * 10_000: None, "": None, "-": None}.items():
         assert closest(name, known) == expected
+    flags = PARSERS["train"]().flags()
+    assert [closest(f"--{name}", flags) for name in ("chec", "hepl", "abcd", "lar", "sead", "pipe", "loop")] == [
+        "--checkpoint-every", "--help", None, "--lr", "--seed", None, None]
 
 
 # Once.
@@ -263,11 +266,11 @@ def test_streams_of_real_processes(tmp_path):
     schedule = f"{sys.executable} {SCRIPTS['schedule']} --stages 2 --microbatches 2"
     shell = "; ".join(f"( {line} ); echo $?" for line in (
         f"exec <&- >&- 2>&-; {schedule} --json {tmp_path}/t.json", f"{schedule} > /dev/full 2> {tmp_path}/full", f"{schedule} 2> /dev/full > {tmp_path}/shown",
-        f"{sys.executable} {SCRIPTS['train']} --model nix >&- 2> {tmp_path}/train"))
+        f"{sys.executable} {SCRIPTS['train']} --model nix >&- 2> {tmp_path}/train", f"{sys.executable} {SCRIPTS['train']} --help > /dev/full 2> {tmp_path}/help"))
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, env=env)
-    assert (done.stdout.split(), done.stderr) == (["0", "2", "0", "2"], "")
+    assert (done.stdout.split(), done.stderr) == (["0", "2", "0", "2", "2"], "")
     assert (tmp_path / "t.json").is_file()
-    assert "takes nothing more" in (tmp_path / "full").read_text()
+    assert all("takes nothing more" in (tmp_path / name).read_text() for name in ("full", "help"))
     assert "ticks, bubble" in (tmp_path / "shown").read_text()
     assert "unknown model 'nix'" in (tmp_path / "train").read_text()
     assert not any("Traceback" in path.read_text() for path in tmp_path.iterdir())

@@ -301,7 +301,7 @@ _ADVICE: dict[str, Advice] = {
     "deepspeed deepspeed_config": "not supported; ZeRO is --mesh fsdp=N --zero 1, 2 or 3, offload --set parallel.offload=optimizer",
     "accelerate_config megatron_config": "not supported; write --mesh, or leave the layout to --mesh auto",
     "fsdp_config fsdp_transformer_layer_cls_to_wrap": "leave it out: layers are gathered one by one",
-    "parallelism strategy distributed_backend": "write --mesh data=2,fsdp=4, sizes of data, fsdp, tensor and pipe, or leave it to --mesh auto",
+    "parallelism strategy": "write --mesh data=2,fsdp=4, sizes of data, fsdp, tensor and pipe, or leave it to --mesh auto",
     "pipeline_schedule pipeline_parallel_schedule pp_schedule pp_engine": "write --schedule gpipe, 1f1b or interleaved",
     "offload cpu_offload offload_optimizer offload_activations optimizer_cpu_offload offload_param": "write --set parallel.offload=optimizer, activations or all",
     "gradient_checkpointing recompute recompute_granularity recompute_activations activation_checkpointing activation_checkpoint checkpoint_activations remat_policy ac_mode":
