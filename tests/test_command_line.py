@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
@@ -127,6 +128,31 @@ def test_a_hint_names_only_flags_of_its_script(script):
             continue
         hint = parser._hint(flag, "1", {})
         assert set(re.findall(r"--[a-z][a-z-]*", hint)) <= set(parser.flags()), (flag, hint)
+
+
+@pytest.mark.parametrize(("name", "value", "setting"), [
+    ("trainer.max_steps", 7, "steps"), ("training.steps", 7, "steps"), ("training.seq_len", 64, "data.seq_len"), ("train.lr_warmup_steps", 3, "optimizer.warmup_steps"),
+    ("zero_optimization.stage", 2, "parallel.zero"), ("deepspeed.zero_optimization.stage", 2, "parallel.zero"), ("cutoff_len", 64, "data.seq_len"),
+    ("trainer.gradient_clip_val", 0.5, "optimizer.clip_norm")])
+def test_sections_of_other_frameworks_are_read_in_all_three_places(tmp_path, name, value, setting):
+    expected = Config().with_values({setting: value})
+    assert Config().with_values(dotted({name: value})) == expected
+    assert Config().with_values(settings(PARSERS["train"]().read([f"--{name}", str(value)]))) == expected
+    nested = value
+    for part in reversed(name.split(".")):
+        nested = {part: nested}
+    (tmp_path / "c.json").write_text(json.dumps(nested))
+    assert read_config(tmp_path / "c.json") == expected
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--distributed-backend", "nccl"), "do:    leave it out"), (("--sample-packing",), "always packed"), (("--save-strategy", "steps"), "--checkpoint-every N"),
+    (("--micro-batch", "2", "--global-batch", "64", "--cpu-devices", "8"), "--microbatches 4"), (("--optim.lr", "1"), "did you mean --lr=1"),
+    (("--lr_scheduler.warmup_steps", "5"), "did you mean --set optimizer.warmup_steps=5"), (("--fp16.enabled", "true"), "--precision f16"),
+    (("--fp16.enabled", "false"), "it is off"), (("--parallelism.tensor_parallel_degree", "4"), "--mesh tensor=4"), (("--eval.max_iters", "4"), "eval_batches"),
+    (("--checkpoint.interval", "4"), "--checkpoint-every 4"), (("--val_size", "0.1"), "data.eval_fraction=0.1"), (("--eval_strategy", "steps"), "--eval-every N")])
+def test_further_words_are_answered(arguments, message):
+    assert re.search(message, refused(PARSERS["train"](), *arguments))
 
 
 def test_values_of_other_frameworks_and_axes_are_answered():

@@ -1,5 +1,5 @@
 """What settings are called elsewhere: in Hugging Face's Trainer and Accelerate, Megatron-LM, DeepSpeed, MaxText, torchtitan, NeMo,
-Lightning, nanotron, nanoGPT, nanochat, Levanter and axolotl.
+Lightning, nanotron, nanoGPT, nanochat, Levanter, axolotl, LLaMA-Factory and LitGPT.
 
 Two tables. A word of ALIASES means the same as a setting of ours, in the same unit, and is taken for it. A word of ADVICE means
 something else, something that we count otherwise, or nothing that there is: what to write instead is said, computed from the
@@ -26,7 +26,7 @@ _ALIASES = {
     "data.sources": "train_file train_files",
     "data.tokenizer": "tokenizer_path tokenizer_file",
     "data.text_field": "text_column text_column_name dataset_text_field text_key",
-    "data.seq_len": "seq_length sequence_length sequence_len max_seq_length max_seq_len block_size max_target_length train_seq_len",
+    "data.seq_len": "seq_length sequence_length sequence_len max_seq_length max_seq_len block_size max_target_length train_seq_len cutoff_len",
     "data.global_batch": "global_batch_size",
     "optimizer.lr": "learning_rate peak_lr peak_learning_rate max_lr lr_max",
     "optimizer.warmup_steps": "warmup_steps num_warmup_steps warmup_iters lr_warmup_iters lr_warmup_steps warmup_num_steps",
@@ -35,12 +35,12 @@ _ALIASES = {
     "optimizer.beta2": "beta2 adam_beta2 adam_b2 b2",
     "optimizer.epsilon": "adam_epsilon adam_eps optimizer_epsilon",
     "optimizer.weight_decay": "weight_decay adam_weight_decay wd",
-    "optimizer.clip_norm": "clip_norm max_grad_norm clip_grad grad_clip gradient_clipping gradient_clip_val gradient_clipping_threshold max_norm clip_grad_norm",
+    "optimizer.clip_norm": "clip_norm max_grad_norm clip_grad grad_clip gradient_clipping gradient_clip_val gradient_clipping_threshold max_norm clip_grad_norm gradient_max_norm clip_gradients",
     "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_period save_frequency checkpoint_freq ckpt_every",
     "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep max_num_checkpoints_to_keep",
     "log.every": "logging_steps log_interval log_freq log_every log_every_n_steps logging_interval log_period",
     "parallel.microbatches": "num_microbatches n_microbatches num_pipeline_microbatches",
-    "parallel.zero": "zero_stage",
+    "parallel.zero": "zero_stage zero_optimization.stage",
     "parallel.repeats": "virtual_pipeline_model_parallel_size",
     "model.vocab_size": "vocab_size n_vocab",
     "model.num_layers": "num_layers num_hidden_layers n_layer n_layers num_decoder_layers base_num_decoder_layers num_transformer_layers",
@@ -79,7 +79,7 @@ AXIS_OF: Mapping[str, str] = {word: axis for axis, words in MESH_WORDS.items() f
 _NO_AXIS = ("cp cp_size context_parallel context_parallel_size context_parallel_degree sp sp_size sequence_parallel sequence_parallel_size ep ep_size expert_parallel "
             "expert_parallel_size expert_parallel_degree expert_model_parallel_size ulysses_degree ring_attention num_experts")
 _DEVICES = "num_gpus n_gpus n_gpu gpus num_devices n_devices devices ngpu num_gpus_per_node gpus_per_node n_gpus_per_node nproc_per_node nproc num_accelerators"
-_PER_DEVICE = ("micro_batch_size per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu device_batch_size "
+_PER_DEVICE = ("micro_batch_size micro_batch per_device_batch per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu device_batch_size "
                "local_batch_size per_device_parallelism microbatch_size mbs pipeline_parallel_microbatch_size")
 
 
@@ -88,27 +88,45 @@ def word(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
+TRAINING = {"trainer", "training", "train", "training_args", "train_args", "args", "hparams"}
+"""Sections of other frameworks' configs, in which a word means what it means alone."""
+_OWN = {target.rpartition(".")[2]: target for target in _ALIASES if sum(other.endswith(f".{target.rpartition('.')[2]}") for other in _ALIASES) <= 1}
+
+
 def alias_of(name: str) -> str | None:
     """The setting, or parameter, that a word of another framework means; None: none, or not for certain.
 
-    A section in front has to be that of the setting: `optimizer.learning_rate`.
+    A section in front has to be that of the setting, `optimizer.learning_rate`, or another framework's for training, `trainer.max_steps`.
     """
     section, dot, leaf = word(name).rpartition(".")
-    target = ALIASES.get(leaf)
-    return target if target is not None and (not dot or target.rpartition(".")[0] == section) and target != name else None
+    last_two = ".".join(word(name).split(".")[-2:])
+    target = ALIASES.get(last_two) or ALIASES.get(leaf) or (_OWN.get(leaf) if section in TRAINING else None)
+    is_there = not dot or last_two in ALIASES or section in TRAINING or (target or "").rpartition(".")[0] == section
+    return target if target is not None and is_there and target != name else None
+
+
+def meant_by_last_part(name: str) -> str | None:
+    """The setting that the last part of a dotted name would mean without its section, which is in doubt; None: it is no word of the tables."""
+    section, _, leaf = word(name).rpartition(".")
+    if not section or any(part.startswith(("eval", "val", "test")) for part in section.split(".")):  # a word of training means something else there
+        return None
+    return ALIASES.get(leaf) or _OWN.get(leaf)
 
 
 def advice_for(name: str, value: object = None, others: Others | None = None) -> str | None:
     """What to write instead of a word of another framework; None: it is not in the table.
 
     Args:
-      name: as typed.
+      name: as typed; of a dotted one the whole, the last part or the first is the word.
       value: as typed; None: it stood alone.
       others: what else was given, to be computed with.
     """
-    advice = ADVICE.get(word(name).rpartition(".")[2])
+    whole = word(name)
+    parts = [whole, ".".join(whole.split(".")[-2:]), whole.rpartition(".")[2], *([] if meant_by_last_part(name) else [whole.partition(".")[0]])]
+    advice = next((ADVICE[each] for each in parts if each in ADVICE), None)
+    others = {each.rpartition(".")[2]: given for each, given in (others or {}).items()} | dict(others or {})
     text = "N" if value is None else str(value)[:100]
-    return advice if advice is None else advice.replace("{value}", text) if isinstance(advice, str) else advice(text, others or {})
+    return advice if advice is None else advice.replace("{value}", text) if isinstance(advice, str) else advice(text, others)
 
 
 MISSPELLED = 0.8
@@ -168,7 +186,7 @@ def _per_device(value: str, others: Others) -> str:
     return f"batches are counted over all devices: --global-batch is {value} x the devices of data and fsdp x the microbatches (--microbatches, gradients of which are added)"
 
 
-_ACCUMULATION = ("gradient_accumulation_steps grad_accum_steps gradient_accumulation accumulate_grad_batches grad_acc_steps accumulation_steps "
+_ACCUMULATION = ("gradient_accumulation_steps grad_accum grad_accum_steps gradient_accumulation accumulate_grad_batches grad_acc_steps accumulation_steps "
                  "batch_accumulation_per_replica")
 
 
@@ -214,6 +232,11 @@ def _percent(value: str, _: Others) -> str:
 def _precision(value: str, _: Others) -> str:
     name = VALUES["precision.compute"].get(value.lower(), value.lower() if value.lower() in ("bf16", "f16", "f32") else None)
     return f"write --precision {name}" if name else "write --precision bf16, f16 or f32 (default: bf16 on GPUs that have it)"
+
+
+def _switch(advice: str) -> Callable[[str, Others], str]:
+    """Advice on what is turned on: turned off, it is to be left out."""
+    return lambda value, _: "leave it out: it is off" if value.lower() in ("false", "0", "no", "off", "none") else advice
 
 
 def _recomputing(value: str, _: Others) -> str:
@@ -269,9 +292,9 @@ _ADVICE: dict[str, Advice] = {
                                                                                    "optimizer.min_lr_ratio of the peak, 0.1 unless set",
     "lr_decay_iters lr_decay_steps decay_steps warmdown_ratio": "leave it out: the rate decays until --steps; with --set optimizer.schedule=wsd over optimizer.decay_fraction",
     "optim optimizer optimizer_name optimizer_type": "leave it out: the optimizer is AdamW, with the settings optimizer.*",
-    "bf16 bfloat16": "write --precision bf16",
-    "fp16 float16 half": "write --precision f16",
-    "fp32 float32 tf32": "write --precision f32",
+    "bf16 bfloat16": _switch("write --precision bf16"),
+    "fp16 float16 half": _switch("write --precision f16"),
+    "fp32 float32": _switch("write --precision f32"),
     "dtype torch_dtype mixed_precision mixed_precision_param param_dtype compute_dtype autocast amp": _precision,
     "ckpt_dir save_dir checkpoint_dir checkpoint_path save_path save checkpoints_path base_output_directory dump_folder exp_dir log_dir logging_dir work_dir":
         "write --run-dir {value}, a directory for each run; checkpoints lie in its checkpoints/",
@@ -290,7 +313,7 @@ _ADVICE: dict[str, Advice] = {
     "tokenizer_name tokenizer_name_or_path tokenizer_model tokenizer_type vocab_file merge_file": "write --tokenizer PATH of a tokenizer.json, or `bytes`; none is downloaded",
     "num_workers dataloader_num_workers preprocessing_num_workers": "leave it out: loading needs no number of workers",
     "shuffle data_seed": "leave it out: the order of the data follows from --seed",
-    "packing": "leave it out: documents are always packed; --set data.respect_documents keeps them apart",
+    "packing sample_packing eval_sample_packing pad_to_sequence_len pad_to_max_length group_by_length length_column_name": "leave it out: documents are always packed; --set data.respect_documents keeps them apart",
     _DEVICES: "leave it out: all devices are used (CUDA_VISIBLE_DEVICES hides some; --cpu-devices {value} makes virtual ones; the planner takes a cluster such as h100:{value})",
     "world_size nnodes num_nodes num_machines nodes": "leave it out where a launcher starts the processes, or write --coordinator HOST:PORT --num-processes {value} --process-id I",
     "master_addr main_process_ip rdzv_endpoint coordinator_address": "write --coordinator {value}:PORT --num-processes N --process-id I, or let a launcher say so",
@@ -323,6 +346,59 @@ _ADVICE: dict[str, Advice] = {
     "loss_scale initial_loss_scale": "write --set precision.loss_scale={value}",
     "loss_scale_window": "write --set precision.loss_scale_growth_steps={value}",
     "hysteresis": "write --set precision.loss_scale_hysteresis={value}",
+    "distributed_backend ddp_backend backend process_group_backend dist_backend": "leave it out: JAX chooses how devices talk, NCCL between NVIDIA GPUs",
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers overlap_grad_reduce overlap_param_gather overlap_comm contiguous_gradients allgather_bucket_size "
+    "reduce_bucket_size reduce_scatter allgather_partitions tp_comm_overlap defer_embedding_wgrad_compute": "leave it out: XLA orders and overlaps what devices send",
+    "ddp_timeout distributed_timeout_minutes timeout init_timeout_seconds": "leave it out, or write --set faults.connect_s=N, seconds that processes wait for one another at the start",
+    "save_strategy always_save_checkpoint enable_checkpoint enable_checkpointing checkpointing checkpoint.enable": "leave it out, or write --checkpoint-every N: steps between saves",
+    "save_only_model save_safetensors save_on_each_node no_save_optim no_load_optim no_load_rng no_save_rng async_save async_checkpointing async_mode saves_per_epoch "
+    "load_best_model_at_end metric_for_best_model greater_is_better": "leave it out: every checkpoint is the whole state, saved in the background each --checkpoint-every N steps",
+    "evaluation_strategy eval_strategy do_eval eval_on_start eval_at_start evals_per_epoch check_val_every_n_epoch num_sanity_val_steps skip_eval":
+        "leave it out, or write --eval-every N: steps between held-out losses",
+    "limit_val_batches limit_eval_batches eval_max_batches": "write --set evaluation.examples=N, counted in examples rather than batches",
+    "logging_strategy logging_first_step steps_per_print log_freq_steps": "leave it out, or write --set log.every=N: steps between lines",
+    "max_length model_max_length": "write --seq-len {value} for the tokens of an example, or --set model.max_length={value} for positions of the model",
+    "warmup_epochs num_warmup_epochs lr_warmup_samples": "write --set optimizer.warmup_steps=N, a number of steps",
+    "do_train do_predict": "leave it out: scripts/train.py trains",
+    "eval_only test_only": "not supported: scripts/train.py trains",
+    "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo": "not supported: nothing is sent anywhere",
+    "auto_find_batch_size": "leave it out: --global-batch is kept, and the planner finds what fits",
+    "rampup_batch_size": "write --phases STEP:BATCH,..., the batches after a step",
+    "fp16_opt_level half_precision_backend fp16_backend amp_level": "leave it out: --precision says it",
+    "enable_tf32 allow_tf32 tf32": "leave it out; JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32 in the environment sets how float32 matrices are multiplied",
+    "full_determinism deterministic deterministic_mode benchmark cudnn_benchmark": "leave it out: weights and data follow from --seed; on GPUs, xla_gpu_deterministic_ops in XLA_FLAGS",
+    "disable_tqdm enable_progress_bar progress_bar": "write --progress auto, rich, plain or none",
+    "enable_model_summary model_summary plot_loss log_throughput timing_log_level wall_clock_breakdown": "leave it out: what there is, is shown and lies in metrics.jsonl",
+    "remove_unused_columns label_names dataloader_pin_memory dataloader_drop_last dataloader_persistent_workers dataloader_prefetch_factor prefetch_factor pin_memory drop_last "
+    "overwrite_cache preprocessing_batch_size": "leave it out: there is nothing to set about loading",
+    "label_smoothing label_smoothing_factor neftune_noise_alpha noisy_embedding_alpha z_loss_multiplier": "not supported: the loss is the cross-entropy of the next token; leave it out",
+    "torch_empty_cache_steps empty_cache empty_unused_memory_level manual_gc manual_gc_interval gc_freq": "leave it out: XLA plans memory",
+    "exit_interval exit_duration_in_mins max_time train_time": "leave it out: SIGTERM saves and stops a run, and --run-dir DIR --resume goes on",
+    "max_samples max_train_samples limit_train_batches max_steps_per_epoch fast_dev_run overfit_batches": "write --steps N: a run is as long as its steps",
+    "val_set_size val_size eval_size test_size": "write --set data.eval_fraction={value}, a share of the documents",
+    "position_embedding_type swiglu normalization group_query_attention disable_bias_linear add_bias_linear activation_function hidden_act bias use_bias qk_layernorm "
+    "activations mlp_activations": "leave it out: --model, or --set model.family=gpt2 or llama, decides it",
+    "make_vocab_size_divisible_by pad_vocab_size_to_multiple_of padded_vocab_size": "leave it out: rows of the vocabulary are padded as the mesh needs it",
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_parallel_layers_per_stage": "write --schedule interleaved --set parallel.repeats=N: visits to a device",
+    "transformer_impl use_mcore_models attention_softmax_in_fp32 scan_layers fused_ops use_liger_kernel liger_kernel use_fused_rmsnorm bias_gelu_fusion masked_softmax_fusion":
+        "leave it out: XLA fuses, and there is one implementation",
+    "recompute_method recompute_num_layers selective_ac_option": "write --remat selective or full; it holds for all layers",
+    "quantization load_in_8bit load_in_4bit quantization_bit fp8 float8 use_fp8 quantize": "not supported: --precision is bf16, f16 or f32",
+    "adapter lora_alpha lora_dropout lora_target lora_target_modules finetuning_type qlora": "not supported: all weights are trained",
+    "stage train_on_inputs chat_template template completion_only_loss": "not supported: training is on plain text, and all its tokens count",
+    "max_tokens_per_microbatch loss_chunk_size": "leave it out: --microbatches divides a step",
+    "decay_lr": "leave it out, or write --set optimizer.schedule=constant for a rate that does not decay",
+    "lr_scheduler_kwargs scheduler_kwargs": "write --set optimizer.decay_fraction and others of optimizer.*",
+    "accelerator hardware platform": "leave it out: JAX takes what there is; --cpu-devices N makes virtual devices of a CPU",
+    "logger_name loggers": "leave it out: metrics.jsonl in the run directory has every step",
+    "callbacks plugins profiler": "not supported; leave it out",
+    "default_root_dir": "write --run-dir {value}, a directory for each run",
+    "gradient_clip_algorithm": "leave it out: gradients are clipped by their norm, --set optimizer.clip_norm",
+    "dataset_type": "leave it out: the ending of a file of --data says it",
+    "checkpoint.interval": "write --checkpoint-every {value}",
+    "checkpoint.folder": "write --run-dir DIR: checkpoints lie in its checkpoints/",
+    "eval.interval": "write --eval-every {value}",
+    "model.flavor": "write --model NAME, such as llama3-8b",
     "verbose quiet log_level": "write --progress auto, rich, plain or none",
 }
 ADVICE: Mapping[str, Advice] = {each: advice for words, advice in _ADVICE.items() for each in words.split()}
