@@ -21,7 +21,7 @@ _ALIASES = {
     "model": "model_name",
     "run_dir": "output_dir out_dir output_directory",
     "steps": "max_steps train_iters max_iters train_steps num_train_steps total_steps num_steps training_steps total_training_steps num_iterations max_train_steps iters num_iters iterations n_steps",
-    "seed": "random_seed rng_seed manual_seed",
+    "seed": "random_seed rng_seed manual_seed seed_everything",
     "eval_every": "eval_interval eval_freq eval_frequency evaluation_interval steps_per_eval",
     "data.sources": "train_file train_files",
     "data.tokenizer": "tokenizer_path tokenizer_file",
@@ -36,7 +36,7 @@ _ALIASES = {
     "optimizer.epsilon": "adam_epsilon adam_eps optimizer_epsilon",
     "optimizer.weight_decay": "weight_decay adam_weight_decay wd",
     "optimizer.clip_norm": "clip_norm max_grad_norm clip_grad grad_clip gradient_clipping gradient_clip_val gradient_clipping_threshold max_norm clip_grad_norm gradient_max_norm clip_gradients",
-    "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_period save_frequency checkpoint_freq ckpt_every",
+    "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_period save_frequency checkpoint_freq ckpt_every save_checkpoint_steps checkpoint_every_n_steps every_n_train_steps",
     "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep max_num_checkpoints_to_keep",
     "log.every": "logging_steps log_interval log_freq log_every log_every_n_steps logging_interval log_period",
     "parallel.microbatches": "num_microbatches n_microbatches num_pipeline_microbatches",
@@ -278,7 +278,7 @@ _ADVICE: dict[str, Advice] = {
     "batch_size bs": "write --global-batch {value} if that counts the examples of a step on all devices; if it counts those of one device, {value} x the devices "
                      "of data and fsdp (x accumulation)",
     "train_batch_size": "write --global-batch {value} if that counts the examples of a step on all devices (DeepSpeed, Levanter); otherwise {value} x the devices",
-    "total_batch_size tokens_per_batch batch_tokens": "write --global-batch N, which counts examples: tokens / --seq-len",
+    "total_batch_size tokens_per_batch batch_tokens tokens_per_step max_tokens_per_batch": "write --global-batch N, which counts examples: tokens / --seq-len",
     "eval_batch_size per_device_eval_batch_size valid_batch_size": "leave it out: evaluation runs in the batches of training",
     "eval_iters eval_iterations num_eval_batches": "write --set evaluation.examples=N, counted in examples rather than batches",
     "eval_steps val_check_interval": "write --eval-every {value}, if it is the number of steps between evaluations; how much is evaluated is --set evaluation.examples",
@@ -287,7 +287,7 @@ _ADVICE: dict[str, Advice] = {
     "train_tokens num_tokens max_tokens total_tokens target_tokens": "write --steps N: tokens / (--global-batch x --seq-len)",
     "context_length context_len context_size ctx_len": "write --seq-len {value} for the tokens of an example, and --set model.max_length={value} for positions of the model",
     "warmup_ratio warmup_fraction lr_warmup_fraction warmup_steps_fraction warmup": _share_of_steps,
-    "min_lr min_learning_rate lr_min end_lr final_lr": _least_lr,
+    "min_lr min_learning_rate lr_min end_lr lr_end final_lr": _least_lr,
     "lr_scheduler_type lr_scheduler lr_decay_style lr_schedule decay_type scheduler lr_decay": "write --set optimizer.schedule={value} (cosine, linear, wsd, constant); it ends at "
                                                                                    "optimizer.min_lr_ratio of the peak, 0.1 unless set",
     "lr_decay_iters lr_decay_steps decay_steps warmdown_ratio": "leave it out: the rate decays until --steps; with --set optimizer.schedule=wsd over optimizer.decay_fraction",
@@ -329,7 +329,7 @@ _ADVICE: dict[str, Advice] = {
     "offload cpu_offload offload_optimizer offload_activations optimizer_cpu_offload offload_param": "write --set parallel.offload=optimizer, activations or all",
     "gradient_checkpointing recompute recompute_granularity recompute_activations activation_checkpointing activation_checkpoint checkpoint_activations remat_policy ac_mode":
         _recomputing,
-    "attn_implementation flash_attention flash_attn use_flash_attn use_flash_attention flash_attention_2 attention attention_backend sdp":
+    "attn_implementation attn_impl flash_attention flash_attn use_flash_attn use_flash_attention flash_attention_2 attention attention_backend sdp":
         "leave it out: on GPUs cuDNN's attention is used in bf16 and f16; --set parallel.attention=xla or cudnn fixes it",
     "compile torch_compile jit use_compile": "leave it out: every step is compiled",
     "wandb use_wandb project wandb_project wandb_entity wandb_run_name wandb_name wandb_mode wandb_log mlflow comet clearml neptune aim trackio swanlab use_mlflow":
@@ -387,6 +387,16 @@ _ADVICE: dict[str, Advice] = {
     "adapter lora_alpha lora_dropout lora_target lora_target_modules finetuning_type qlora": "not supported: all weights are trained",
     "stage train_on_inputs chat_template template completion_only_loss": "not supported: training is on plain text, and all its tokens count",
     "max_tokens_per_microbatch loss_chunk_size": "leave it out: --microbatches divides a step",
+    "betas adam_betas": "write --set optimizer.beta1=0.9 --set optimizer.beta2=0.95",
+    "rdzv_backend rdzv_id standalone max_restarts gpu_ids main_training_function": "leave it out: it is of the launcher, which torchrun or scripts/launch.py is",
+    "use_cpu no_cuda cpu": "write --cpu-devices N, or set JAX_PLATFORMS=cpu in the environment",
+    "save_top_k early_stopping patience early_stopping_patience": "not supported: a run ends at --steps, and --set checkpoint.keep=N keeps the newest checkpoints",
+    "steps_per_epoch": "leave it out: a run is counted in --steps",
+    "streaming cache_dir dataset_cache_dir trust_remote_code": "leave it out: nothing is downloaded, and --data names files",
+    "use_reentrant gradient_checkpointing_kwargs": "leave it out: --remat none, selective, dots or full says it",
+    "use_cache": "leave it out: it is of generation",
+    "rope_scaling": "write --set model.rope_scaling.factor=N and others of model.rope_scaling.*",
+    "nsys_profile profile use_profiler enable_profiling enable_profiler profile_steps": "not supported by a run; leave it out",
     "decay_lr": "leave it out, or write --set optimizer.schedule=constant for a rate that does not decay",
     "lr_scheduler_kwargs scheduler_kwargs": "write --set optimizer.decay_fraction and others of optimizer.*",
     "accelerator hardware platform": "leave it out: JAX takes what there is; --cpu-devices N makes virtual devices of a CPU",
@@ -399,7 +409,7 @@ _ADVICE: dict[str, Advice] = {
     "checkpoint.folder": "write --run-dir DIR: checkpoints lie in its checkpoints/",
     "eval.interval": "write --eval-every {value}",
     "model.flavor": "write --model NAME, such as llama3-8b",
-    "verbose quiet log_level": "write --progress auto, rich, plain or none",
+    "verbose quiet log_level verbosity debug": "write --progress auto, rich, plain or none",
 }
 ADVICE: Mapping[str, Advice] = {each: advice for words, advice in _ADVICE.items() for each in words.split()}
 """Word to what to write instead."""
