@@ -150,7 +150,8 @@ def test_sections_of_other_frameworks_are_read_in_all_three_places(tmp_path, nam
     (("--micro-batch", "2", "--global-batch", "64", "--cpu-devices", "8"), "--microbatches 4"), (("--optim.lr", "1"), "did you mean --lr=1"),
     (("--lr_scheduler.warmup_steps", "5"), "did you mean --set optimizer.warmup_steps=5"), (("--fp16.enabled", "true"), "--precision f16"),
     (("--fp16.enabled", "false"), "it is off"), (("--parallelism.tensor_parallel_degree", "4"), "--mesh tensor=4"), (("--eval.max_iters", "4"), "eval_batches"),
-    (("--checkpoint.interval", "4"), "--checkpoint-every 4"), (("--val_size", "0.1"), "data.eval_fraction=0.1"), (("--eval_strategy", "steps"), "--eval-every N")])
+    (("--checkpoint.interval", "4"), "--checkpoint-every 4"), (("--val_size", "0.1"), "data.eval_fraction=0.1"), (("--local_rank=-1",), "leave it out"),
+    (("--rdzv_endpoint", "h:1"), "--coordinator h:1 "), (("--master_addr", "h"), "--coordinator h:PORT "), (("--eval_strategy", "steps"), "--eval-every N")])
 def test_further_words_are_answered(arguments, message):
     assert re.search(message, refused(PARSERS["train"](), *arguments))
 

@@ -234,6 +234,15 @@ def _precision(value: str, _: Others) -> str:
     return f"write --precision {name}" if name else "write --precision bf16, f16 or f32 (default: bf16 on GPUs that have it)"
 
 
+def _coordinator(value: str, _: Others) -> str:
+    return f"write --coordinator {value if value.rpartition(':')[2].isdecimal() else f'{value}:PORT'} --num-processes N --process-id I, or let a launcher say so"
+
+
+def _rank(value: str, _: Others) -> str:
+    return "leave it out: -1 says that nothing is distributed" if value == "-1" else \
+        f"write --process-id {value} with --coordinator HOST:PORT --num-processes N, or let a launcher say so"
+
+
 def _switch(advice: str) -> Callable[[str, Others], str]:
     """Advice on what is turned on: turned off, it is to be left out."""
     return lambda value, _: "leave it out: it is off" if value.lower() in ("false", "0", "no", "off", "none") else advice
@@ -316,9 +325,9 @@ _ADVICE: dict[str, Advice] = {
     "packing sample_packing eval_sample_packing pad_to_sequence_len pad_to_max_length group_by_length length_column_name": "leave it out: documents are always packed; --set data.respect_documents keeps them apart",
     _DEVICES: "leave it out: all devices are used (CUDA_VISIBLE_DEVICES hides some; --cpu-devices {value} makes virtual ones; the planner takes a cluster such as h100:{value})",
     "world_size nnodes num_nodes num_machines nodes": "leave it out where a launcher starts the processes, or write --coordinator HOST:PORT --num-processes {value} --process-id I",
-    "master_addr main_process_ip rdzv_endpoint coordinator_address": "write --coordinator {value}:PORT --num-processes N --process-id I, or let a launcher say so",
+    "master_addr main_process_ip rdzv_endpoint coordinator_address": _coordinator,
     "master_port main_process_port": "write --coordinator HOST:{value} --num-processes N --process-id I, or let a launcher say so",
-    "local_rank rank node_rank machine_rank process_index": "write --process-id {value} with --coordinator HOST:PORT --num-processes N, or let a launcher say so",
+    "local_rank rank node_rank machine_rank process_index": _rank,
     "fsdp full_shard use_fsdp fully_shard": "write --mesh fsdp=N --zero 3, or --mesh auto",
     "use_distributed_optimizer distributed_optimizer": "write --mesh fsdp=N --zero 1",
     "deepspeed deepspeed_config": "not supported; ZeRO is --mesh fsdp=N --zero 1, 2 or 3, offload --set parallel.offload=optimizer",
