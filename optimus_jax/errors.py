@@ -67,8 +67,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close!r}?" if close is not None else "choose one of: " + ", ".join(known)
 
 
-ALIKE, ALIKE_IF_SHORT, SHORT = 0.68, 0.5, 4
-"""Least likeness of two spellings; a word of up to SHORT letters is half another one after a single slip."""
+ALIKE, SHORT = 0.68, 4
+"""Least likeness of two spellings; that of a word of up to SHORT letters says little, and a single slip is what counts."""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -86,13 +86,20 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     for is_meant in tests:
         if found := [word for word in known if is_meant(_parts(word), _parts(word.rpartition(".")[2]))]:
             return found[0]
-    if len(plain) > SHORT and len(found := [word for word in known if any("_".join(_parts(each)).startswith(plain) for each in (word, word.rpartition(".")[2]))]) == 1:
+    if len(plain) >= SHORT and len(found := [word for word in known if any("_".join(_parts(each)).startswith(plain) for each in (word, word.rpartition(".")[2]))]) == 1:
         return found[0]
     best = max(known, key=lambda word: likeness(name, word), default=None)
     if best is None:
         return None
-    is_one_slip = len(leaf_of(name)) <= SHORT and abs(len(leaf_of(name)) - len(leaf_of(best))) <= 1
-    return best if likeness(name, best) >= (ALIKE_IF_SHORT if is_one_slip else ALIKE) else None
+    slipped = next((word for word in known if len(leaf_of(name)) <= SHORT and is_one_slip(leaf_of(name).lower(), leaf_of(word).lower())), None)
+    return best if likeness(name, best) >= ALIKE else slipped
+
+
+def is_one_slip(typed: str, word: str) -> bool:
+    """Whether one letter is wrong, missing or too much, or two neighbours have changed places."""
+    start = next((place for place, (one, other) in enumerate(zip(typed, word, strict=False)) if one != other), min(len(typed), len(word)))
+    typed, word = typed[start:], word[start:]
+    return typed != word and (typed[1:] in (word, word[1:]) or typed == word[1:] or (typed[:2] == word[1::-1] and typed[2:] == word[2:]))
 
 
 def likeness(name: str, word: str) -> float:

@@ -20,7 +20,7 @@ from optimus_jax.faults.stopping import (
     exit_when_asked,
     raise_when_asked,
 )
-from optimus_jax.system.resilient_io import flush_with_timeout, open_closed_streams, patient
+from optimus_jax.system.resilient_io import flush_with_timeout, open_closed_streams, patient, reporting
 
 if __name__ == "__main__":
     exit_when_asked()
@@ -32,7 +32,7 @@ from typing import Literal, NoReturn
 from optimus_jax.config import Config
 from optimus_jax.config.presets import PRESETS
 from optimus_jax.errors import FaultError, OptimusError
-from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.run.command_line import NO_READER, Parser, settings
 from optimus_jax.system.environment import import_jax, show_every_character
 
 RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
@@ -81,9 +81,20 @@ def main() -> int:
     130 ended by Ctrl-C before the first step or, asked twice, without saving."""
     open_closed_streams()
     show_every_character()
-    sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
+    stdout = sys.stdout
+    sys.stdout, sys.stderr = reporting(stdout), patient(sys.stderr)
     try:
-        given = parser().read()
+        try:  # only --help prints here, and it is a result, which a run's lines are not
+            given = parser().read()
+        finally:
+            sys.stdout.flush()
+            sys.stdout = patient(stdout)
+    except OptimusError as error:
+        flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
+        return end_in_order(exit_code_of(error))
+    except BrokenPipeError:
+        return NO_READER
+    try:
         overrides = settings(given)
         # After parsing: --help need not wait for JAX.
         import_jax()

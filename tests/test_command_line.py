@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
@@ -129,6 +130,32 @@ def test_a_hint_names_only_flags_of_its_script(script):
         assert set(re.findall(r"--[a-z][a-z-]*", hint)) <= set(parser.flags()), (flag, hint)
 
 
+@pytest.mark.parametrize(("name", "value", "setting"), [
+    ("trainer.max_steps", 7, "steps"), ("training.steps", 7, "steps"), ("training.seq_len", 64, "data.seq_len"), ("train.lr_warmup_steps", 3, "optimizer.warmup_steps"),
+    ("zero_optimization.stage", 2, "parallel.zero"), ("deepspeed.zero_optimization.stage", 2, "parallel.zero"), ("cutoff_len", 64, "data.seq_len"),
+    ("trainer.gradient_clip_val", 0.5, "optimizer.clip_norm")])
+def test_sections_of_other_frameworks_are_read_in_all_three_places(tmp_path, name, value, setting):
+    expected = Config().with_values({setting: value})
+    assert Config().with_values(dotted({name: value})) == expected
+    assert Config().with_values(settings(PARSERS["train"]().read([f"--{name}", str(value)]))) == expected
+    nested = value
+    for part in reversed(name.split(".")):
+        nested = {part: nested}
+    (tmp_path / "c.json").write_text(json.dumps(nested))
+    assert read_config(tmp_path / "c.json") == expected
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--distributed-backend", "nccl"), "do:    leave it out"), (("--sample-packing",), "always packed"), (("--save-strategy", "steps"), "--checkpoint-every N"),
+    (("--micro-batch", "2", "--global-batch", "64", "--cpu-devices", "8"), "--microbatches 4"), (("--optim.lr", "1"), "did you mean --lr=1"),
+    (("--lr_scheduler.warmup_steps", "5"), "did you mean --set optimizer.warmup_steps=5"), (("--fp16.enabled", "true"), "--precision f16"),
+    (("--fp16.enabled", "false"), "it is off"), (("--parallelism.tensor_parallel_degree", "4"), "--mesh tensor=4"), (("--eval.max_iters", "4"), "eval_batches"),
+    (("--checkpoint.interval", "4"), "--checkpoint-every 4"), (("--val_size", "0.1"), "data.eval_fraction=0.1"), (("--local_rank=-1",), "leave it out"),
+    (("--rdzv_endpoint", "h:1"), "--coordinator h:1 "), (("--master_addr", "h"), "--coordinator h:PORT "), (("--eval_strategy", "steps"), "--eval-every N")])
+def test_further_words_are_answered(arguments, message):
+    assert re.search(message, refused(PARSERS["train"](), *arguments))
+
+
 def test_values_of_other_frameworks_and_axes_are_answered():
     for given, message in ({"precision": "bfloat16"}, "'bf16'"), ({"remat": "minimal"}, "'dots'"), ({"lr_scheduler": "x"}, "optimizer.schedule=x"):
         with pytest.raises(ConfigError, match=message):
@@ -149,9 +176,12 @@ def test_arguments_of_train_have_other_names_too(tmp_path):
 
 def test_spelling_comes_last_and_is_not_far_fetched():
     known = [*known_settings(), *SHORT_NAMES]
-    for name, expected in {"optimizer.bta2": "optimizer.beta2", "steps_warmup": "optimizer.warmup_steps", "Seq-Len": "seq_len", "stps": "steps", "wandb": None,
+    for name, expected in {"optimizer.bta2": "optimizer.beta2", "steps_warmup": "optimizer.warmup_steps", "Seq-Len": "seq_len", "stps": "steps", "wandb": None, "zeor": "parallel.zero", "lt": "optimizer.lr",
                            "batch_size": None, "optimizer.foo": None, "x" * 10_000: None, "": None, "-": None}.items():
         assert closest(name, known) == expected
+    flags = PARSERS["train"]().flags()
+    assert [closest(f"--{name}", flags) for name in ("chec", "hepl", "abcd", "lar", "sead", "pipe", "loop")] == [
+        "--checkpoint-every", "--help", None, "--lr", "--seed", None, None]
 
 
 # Once.
@@ -263,11 +293,11 @@ def test_streams_of_real_processes(tmp_path):
     schedule = f"{sys.executable} {SCRIPTS['schedule']} --stages 2 --microbatches 2"
     shell = "; ".join(f"( {line} ); echo $?" for line in (
         f"exec <&- >&- 2>&-; {schedule} --json {tmp_path}/t.json", f"{schedule} > /dev/full 2> {tmp_path}/full", f"{schedule} 2> /dev/full > {tmp_path}/shown",
-        f"{sys.executable} {SCRIPTS['train']} --model nix >&- 2> {tmp_path}/train"))
+        f"{sys.executable} {SCRIPTS['train']} --model nix >&- 2> {tmp_path}/train", f"{sys.executable} {SCRIPTS['train']} --help > /dev/full 2> {tmp_path}/help"))
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, env=env)
-    assert (done.stdout.split(), done.stderr) == (["0", "2", "0", "2"], "")
+    assert (done.stdout.split(), done.stderr) == (["0", "2", "0", "2", "2"], "")
     assert (tmp_path / "t.json").is_file()
-    assert "takes nothing more" in (tmp_path / "full").read_text()
+    assert all("takes nothing more" in (tmp_path / name).read_text() for name in ("full", "help"))
     assert "ticks, bubble" in (tmp_path / "shown").read_text()
     assert "unknown model 'nix'" in (tmp_path / "train").read_text()
     assert not any("Traceback" in path.read_text() for path in tmp_path.iterdir())

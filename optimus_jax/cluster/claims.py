@@ -18,6 +18,8 @@ FIRST_PORT, NUM_PORTS = 61440, 4096
 """Ports that nobody is given by the system unasked, as JAX chooses them too."""
 MOST_DIGITS = 6
 """Of a number of processes."""
+NOT_ONE_OF_SEVERAL = "-1"
+"""What scripts for PyTorch have for a rank where nothing is distributed."""
 
 Environment = Mapping[str, str]
 
@@ -81,6 +83,8 @@ class Launcher:
             raise ConfigError(explain(
                 f"{self.name} has started this process, and what it says cannot be read", given=f"{listed(told)}: {error}",
                 do=f"mend or unset {' and '.join(told)}, or {OTHER_WAYS}")) from error
+        if self.is_exported:
+            values = self._without_none(values)
         fields = [self.count, self.index]
         if self.is_explicit or self.num_said > 1:
             fields.append(self.address)
@@ -100,6 +104,13 @@ class Launcher:
             job=_value(values, self.job) or "")
         claim.check()
         return claim
+
+    def _without_none(self, values: Environment) -> Environment:
+        """Without -1, which says that a process is not one of several, unless a count says that it is."""
+        if any(value not in (NOT_ONE_OF_SEVERAL, "1") for names in (self.count, self.local_count) for name in names if (value := _value(values, (name,)))):
+            return values
+        numbers = {*self.count, *self.index, *self.local_count, *self.local_index}
+        return {name: value for name, value in values.items() if name not in numbers or value.strip() != NOT_ONE_OF_SEVERAL}
 
     def _number(self, values: Environment, names: Sequence[str]) -> int | None:
         if (found := self._pick(values, names)) is None:

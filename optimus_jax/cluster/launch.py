@@ -260,7 +260,7 @@ def _nowhere(claim: Claim) -> ConfigError:
     names = settable(launcher.address)
     does = f"set {' or '.join(names)} too, or " if names else ""
     return ConfigError(explain(
-        f"{launcher.name} has started several processes, and does not say where the first one is", given=listed(claim.said),
+        f"{launcher.name} says that there are several processes, and does not say where the first one is", given=listed(claim.said),
         do=f"{does}set {_ADDRESS}=HOST:PORT to the host of process 0 in each, or {OTHER_WAYS}"))
 
 
@@ -324,7 +324,7 @@ def _why_alone() -> str:
     if (job := os.environ.get("SLURM_JOB_ID")) is not None:
         tasks = os.environ.get("SLURM_NTASKS", "1")
         return f"in SLURM job {job}, and not started by srun" + (f", which would start its {tasks} tasks" if tasks != "1" else "")
-    if POD in os.environ:
+    if os.environ.get(POD):
         return "in a pod that is not one of an indexed Job"
     if address := os.environ.get(_ADDRESS):
         return f"{_ADDRESS}={address}, but JAX_NUM_PROCESSES and JAX_PROCESS_ID are not set"

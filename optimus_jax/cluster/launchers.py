@@ -136,7 +136,7 @@ _LAUNCHERS = (
     Launcher(name=ENVIRONMENT, count=(NUM_PROCESSES,), index=(PROCESS_ID,), address=(COORDINATOR,), local_count=(NUM_LOCAL,),
              local_index=(LOCAL_ID,), restarts=True, is_explicit=True),
     # JAX's own, which Kubeflow Trainer sets too (its runtime for JAX).
-    Launcher(name="JAX's variables", count=("JAX_NUM_PROCESSES",), index=("JAX_PROCESS_ID",), address=("JAX_COORDINATOR_ADDRESS",),
+    Launcher(name="JAX's environment", count=("JAX_NUM_PROCESSES",), index=("JAX_PROCESS_ID",), address=("JAX_COORDINATOR_ADDRESS",),
              port=("JAX_COORDINATOR_PORT",), restarts=True),
     Launcher(name="torchrun", needs=("TORCHELASTIC_RUN_ID",), count=("WORLD_SIZE",), index=("RANK",), address=("MASTER_ADDR",),
              port=("a port beside MASTER_PORT",), local_count=("LOCAL_WORLD_SIZE",), local_index=("LOCAL_RANK",),
@@ -162,7 +162,7 @@ _LAUNCHERS = (
     Launcher(name="PyTorchJob", needs=("PET_NNODES",), count=("nodes of PET_NNODES",), index=("PET_NODE_RANK",), restarts=True,
              address=("PET_MASTER_ADDR", "MASTER_ADDR"), port=("PET_MASTER_PORT", "MASTER_PORT"), derive=_torch_nodes),
     # PyTorchJob without torchrun, DeepSpeed's launcher (LOCAL_SIZE), Azure ML, and whoever exports them.
-    Launcher(name="torch.distributed's variables", count=("WORLD_SIZE",), index=("RANK",), address=("MASTER_ADDR",), port=("MASTER_PORT",),
+    Launcher(name="torch.distributed's environment", count=("WORLD_SIZE",), index=("RANK",), address=("MASTER_ADDR",), port=("MASTER_PORT",),
              local_count=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), local_index=("LOCAL_RANK",), is_exported=True, restarts=True),
     Launcher(name=SLURM, needs=("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"), count=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
              index=("SLURM_PROCID",), address=("first node of SLURM_STEP_NODELIST",), port=("port from SLURM_JOB_ID",),
@@ -170,7 +170,7 @@ _LAUNCHERS = (
              job=("SLURM_JOB_ID, SLURM_STEP_ID and SLURM_RESTART_COUNT",), gives_gpus=_is_bound_by_slurm, derive=_slurm, restarts=True),
     Launcher(name="JAXJob", num_said=2, count=("NUM_PROCESSES",), index=("PROCESS_ID",), address=("COORDINATOR_ADDRESS",),
              port=("COORDINATOR_PORT",), restarts=True),
-    Launcher(name="MaxText's variables", num_said=2, count=("NNODES",), index=("NODE_RANK",), address=("JAX_COORDINATOR_IP", "MASTER_ADDR"),
+    Launcher(name="MaxText's environment", num_said=2, count=("NNODES",), index=("NODE_RANK",), address=("JAX_COORDINATOR_IP", "MASTER_ADDR"),
              port=("JAX_COORDINATOR_PORT", "MASTER_PORT"), is_exported=True),
     Launcher(name="TFJob", needs=("TF_CONFIG",), count=("hosts of TF_CONFIG",), index=("task of TF_CONFIG",),
              address=("first host of TF_CONFIG",), derive=_tasks("TF_CONFIG", ("chief", "master", "worker")), restarts=True),
@@ -204,9 +204,11 @@ LAUNCHERS = (
     Launcher(name="pbsdsh", index=("PBS_NODENUM",), is_exported=True),
     # JAX takes it in a pod, where the API server has the count.
     Launcher(name="indexed Job", index=(POD_INDEX,), unless=(POD,), is_exported=True),
-    Launcher(name="local ranks", local_index=(*_local(lambda launcher: launcher.local_index), "MPT_LRANK"),
+    Launcher(name="a local rank", local_index=(*_local(lambda launcher: launcher.local_index), "MPT_LRANK"),
              local_count=_local(lambda launcher: launcher.local_count), is_exported=True, is_hint=True),
-    Launcher(name="ranks of nodes", index=("NODE_RANK",), is_exported=True),
-    Launcher(name="ranks of tasks", index=("PMIX_RANK", "SLURM_PROCID", "DMLC_RANK", "DMLC_WORKER_ID", "RANK_ID"), is_exported=True, is_hint=True),
+    # Of a host: accelerate's, torchrun's, whose own variables say more where it is there, and Horovod's.
+    Launcher(name="a node's rank", index=("NODE_RANK", "MACHINE_RANK", "GROUP_RANK", "CROSS_RANK", "HOROVOD_CROSS_RANK"),
+             unless=("TORCHELASTIC_RUN_ID",), is_exported=True, is_hint=True),
+    Launcher(name="a task's rank", index=("PMIX_RANK", "SLURM_PROCID", "DMLC_RANK", "DMLC_WORKER_ID", "RANK_ID"), is_exported=True, is_hint=True),
 )
 """All of them but two: TPU pods and the indexed Jobs of Kubernetes, whose count only the API server has, are found by JAX."""

@@ -1,5 +1,5 @@
 """What settings are called elsewhere: in Hugging Face's Trainer and Accelerate, Megatron-LM, DeepSpeed, MaxText, torchtitan, NeMo,
-Lightning, nanotron, nanoGPT, nanochat, Levanter and axolotl.
+Lightning, nanotron, nanoGPT, nanochat, Levanter, axolotl, LLaMA-Factory and LitGPT.
 
 Two tables. A word of ALIASES means the same as a setting of ours, in the same unit, and is taken for it. A word of ADVICE means
 something else, something that we count otherwise, or nothing that there is: what to write instead is said, computed from the
@@ -21,12 +21,12 @@ _ALIASES = {
     "model": "model_name",
     "run_dir": "output_dir out_dir output_directory",
     "steps": "max_steps train_iters max_iters train_steps num_train_steps total_steps num_steps training_steps total_training_steps num_iterations max_train_steps iters num_iters iterations n_steps",
-    "seed": "random_seed rng_seed manual_seed",
+    "seed": "random_seed rng_seed manual_seed seed_everything",
     "eval_every": "eval_interval eval_freq eval_frequency evaluation_interval steps_per_eval",
     "data.sources": "train_file train_files",
     "data.tokenizer": "tokenizer_path tokenizer_file",
     "data.text_field": "text_column text_column_name dataset_text_field text_key",
-    "data.seq_len": "seq_length sequence_length sequence_len max_seq_length max_seq_len block_size max_target_length train_seq_len",
+    "data.seq_len": "seq_length sequence_length sequence_len max_seq_length max_seq_len block_size max_target_length train_seq_len cutoff_len",
     "data.global_batch": "global_batch_size",
     "optimizer.lr": "learning_rate peak_lr peak_learning_rate max_lr lr_max",
     "optimizer.warmup_steps": "warmup_steps num_warmup_steps warmup_iters lr_warmup_iters lr_warmup_steps warmup_num_steps",
@@ -35,12 +35,12 @@ _ALIASES = {
     "optimizer.beta2": "beta2 adam_beta2 adam_b2 b2",
     "optimizer.epsilon": "adam_epsilon adam_eps optimizer_epsilon",
     "optimizer.weight_decay": "weight_decay adam_weight_decay wd",
-    "optimizer.clip_norm": "clip_norm max_grad_norm clip_grad grad_clip gradient_clipping gradient_clip_val gradient_clipping_threshold max_norm clip_grad_norm",
-    "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_period save_frequency checkpoint_freq ckpt_every",
+    "optimizer.clip_norm": "clip_norm max_grad_norm clip_grad grad_clip gradient_clipping gradient_clip_val gradient_clipping_threshold max_norm clip_grad_norm gradient_max_norm clip_gradients",
+    "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_period save_frequency checkpoint_freq ckpt_every save_checkpoint_steps checkpoint_every_n_steps every_n_train_steps",
     "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep max_num_checkpoints_to_keep",
     "log.every": "logging_steps log_interval log_freq log_every log_every_n_steps logging_interval log_period",
     "parallel.microbatches": "num_microbatches n_microbatches num_pipeline_microbatches",
-    "parallel.zero": "zero_stage",
+    "parallel.zero": "zero_stage zero_optimization.stage",
     "parallel.repeats": "virtual_pipeline_model_parallel_size",
     "model.vocab_size": "vocab_size n_vocab",
     "model.num_layers": "num_layers num_hidden_layers n_layer n_layers num_decoder_layers base_num_decoder_layers num_transformer_layers",
@@ -79,7 +79,7 @@ AXIS_OF: Mapping[str, str] = {word: axis for axis, words in MESH_WORDS.items() f
 _NO_AXIS = ("cp cp_size context_parallel context_parallel_size context_parallel_degree sp sp_size sequence_parallel sequence_parallel_size ep ep_size expert_parallel "
             "expert_parallel_size expert_parallel_degree expert_model_parallel_size ulysses_degree ring_attention num_experts")
 _DEVICES = "num_gpus n_gpus n_gpu gpus num_devices n_devices devices ngpu num_gpus_per_node gpus_per_node n_gpus_per_node nproc_per_node nproc num_accelerators"
-_PER_DEVICE = ("micro_batch_size per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu device_batch_size "
+_PER_DEVICE = ("micro_batch_size micro_batch per_device_batch per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu device_batch_size "
                "local_batch_size per_device_parallelism microbatch_size mbs pipeline_parallel_microbatch_size")
 
 
@@ -88,27 +88,45 @@ def word(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
+TRAINING = {"trainer", "training", "train", "training_args", "train_args", "args", "hparams"}
+"""Sections of other frameworks' configs, in which a word means what it means alone."""
+_OWN = {target.rpartition(".")[2]: target for target in _ALIASES if sum(other.endswith(f".{target.rpartition('.')[2]}") for other in _ALIASES) <= 1}
+
+
 def alias_of(name: str) -> str | None:
     """The setting, or parameter, that a word of another framework means; None: none, or not for certain.
 
-    A section in front has to be that of the setting: `optimizer.learning_rate`.
+    A section in front has to be that of the setting, `optimizer.learning_rate`, or another framework's for training, `trainer.max_steps`.
     """
     section, dot, leaf = word(name).rpartition(".")
-    target = ALIASES.get(leaf)
-    return target if target is not None and (not dot or target.rpartition(".")[0] == section) and target != name else None
+    last_two = ".".join(word(name).split(".")[-2:])
+    target = ALIASES.get(last_two) or ALIASES.get(leaf) or (_OWN.get(leaf) if section in TRAINING else None)
+    is_there = not dot or last_two in ALIASES or section in TRAINING or (target or "").rpartition(".")[0] == section
+    return target if target is not None and is_there and target != name else None
+
+
+def meant_by_last_part(name: str) -> str | None:
+    """The setting that the last part of a dotted name would mean without its section, which is in doubt; None: it is no word of the tables."""
+    section, _, leaf = word(name).rpartition(".")
+    if not section or any(part.startswith(("eval", "val", "test")) for part in section.split(".")):  # a word of training means something else there
+        return None
+    return ALIASES.get(leaf) or _OWN.get(leaf)
 
 
 def advice_for(name: str, value: object = None, others: Others | None = None) -> str | None:
     """What to write instead of a word of another framework; None: it is not in the table.
 
     Args:
-      name: as typed.
+      name: as typed; of a dotted one the whole, the last part or the first is the word.
       value: as typed; None: it stood alone.
       others: what else was given, to be computed with.
     """
-    advice = ADVICE.get(word(name).rpartition(".")[2])
+    whole = word(name)
+    parts = [whole, ".".join(whole.split(".")[-2:]), whole.rpartition(".")[2], *([] if meant_by_last_part(name) else [whole.partition(".")[0]])]
+    advice = next((ADVICE[each] for each in parts if each in ADVICE), None)
+    others = {each.rpartition(".")[2]: given for each, given in (others or {}).items()} | dict(others or {})
     text = "N" if value is None else str(value)[:100]
-    return advice if advice is None else advice.replace("{value}", text) if isinstance(advice, str) else advice(text, others or {})
+    return advice if advice is None else advice.replace("{value}", text) if isinstance(advice, str) else advice(text, others)
 
 
 MISSPELLED = 0.8
@@ -168,7 +186,7 @@ def _per_device(value: str, others: Others) -> str:
     return f"batches are counted over all devices: --global-batch is {value} x the devices of data and fsdp x the microbatches (--microbatches, gradients of which are added)"
 
 
-_ACCUMULATION = ("gradient_accumulation_steps grad_accum_steps gradient_accumulation accumulate_grad_batches grad_acc_steps accumulation_steps "
+_ACCUMULATION = ("gradient_accumulation_steps grad_accum grad_accum_steps gradient_accumulation accumulate_grad_batches grad_acc_steps accumulation_steps "
                  "batch_accumulation_per_replica")
 
 
@@ -216,6 +234,20 @@ def _precision(value: str, _: Others) -> str:
     return f"write --precision {name}" if name else "write --precision bf16, f16 or f32 (default: bf16 on GPUs that have it)"
 
 
+def _coordinator(value: str, _: Others) -> str:
+    return f"write --coordinator {value if value.rpartition(':')[2].isdecimal() else f'{value}:PORT'} --num-processes N --process-id I, or let a launcher say so"
+
+
+def _rank(value: str, _: Others) -> str:
+    return "leave it out: -1 says that nothing is distributed" if value == "-1" else \
+        f"write --process-id {value} with --coordinator HOST:PORT --num-processes N, or let a launcher say so"
+
+
+def _switch(advice: str) -> Callable[[str, Others], str]:
+    """Advice on what is turned on: turned off, it is to be left out."""
+    return lambda value, _: "leave it out: it is off" if value.lower() in ("false", "0", "no", "off", "none") else advice
+
+
 def _recomputing(value: str, _: Others) -> str:
     name = {"selective": "selective", "full": "full", "block": "full", "uniform": "full", "none": "none", "false": "none", "0": "none", "off": "none",
             "dots": "dots"}.get(value.lower(), "full")
@@ -255,7 +287,7 @@ _ADVICE: dict[str, Advice] = {
     "batch_size bs": "write --global-batch {value} if that counts the examples of a step on all devices; if it counts those of one device, {value} x the devices "
                      "of data and fsdp (x accumulation)",
     "train_batch_size": "write --global-batch {value} if that counts the examples of a step on all devices (DeepSpeed, Levanter); otherwise {value} x the devices",
-    "total_batch_size tokens_per_batch batch_tokens": "write --global-batch N, which counts examples: tokens / --seq-len",
+    "total_batch_size tokens_per_batch batch_tokens tokens_per_step max_tokens_per_batch": "write --global-batch N, which counts examples: tokens / --seq-len",
     "eval_batch_size per_device_eval_batch_size valid_batch_size": "leave it out: evaluation runs in the batches of training",
     "eval_iters eval_iterations num_eval_batches": "write --set evaluation.examples=N, counted in examples rather than batches",
     "eval_steps val_check_interval": "write --eval-every {value}, if it is the number of steps between evaluations; how much is evaluated is --set evaluation.examples",
@@ -264,14 +296,14 @@ _ADVICE: dict[str, Advice] = {
     "train_tokens num_tokens max_tokens total_tokens target_tokens": "write --steps N: tokens / (--global-batch x --seq-len)",
     "context_length context_len context_size ctx_len": "write --seq-len {value} for the tokens of an example, and --set model.max_length={value} for positions of the model",
     "warmup_ratio warmup_fraction lr_warmup_fraction warmup_steps_fraction warmup": _share_of_steps,
-    "min_lr min_learning_rate lr_min end_lr final_lr": _least_lr,
+    "min_lr min_learning_rate lr_min end_lr lr_end final_lr": _least_lr,
     "lr_scheduler_type lr_scheduler lr_decay_style lr_schedule decay_type scheduler lr_decay": "write --set optimizer.schedule={value} (cosine, linear, wsd, constant); it ends at "
                                                                                    "optimizer.min_lr_ratio of the peak, 0.1 unless set",
     "lr_decay_iters lr_decay_steps decay_steps warmdown_ratio": "leave it out: the rate decays until --steps; with --set optimizer.schedule=wsd over optimizer.decay_fraction",
     "optim optimizer optimizer_name optimizer_type": "leave it out: the optimizer is AdamW, with the settings optimizer.*",
-    "bf16 bfloat16": "write --precision bf16",
-    "fp16 float16 half": "write --precision f16",
-    "fp32 float32 tf32": "write --precision f32",
+    "bf16 bfloat16": _switch("write --precision bf16"),
+    "fp16 float16 half": _switch("write --precision f16"),
+    "fp32 float32": _switch("write --precision f32"),
     "dtype torch_dtype mixed_precision mixed_precision_param param_dtype compute_dtype autocast amp": _precision,
     "ckpt_dir save_dir checkpoint_dir checkpoint_path save_path save checkpoints_path base_output_directory dump_folder exp_dir log_dir logging_dir work_dir":
         "write --run-dir {value}, a directory for each run; checkpoints lie in its checkpoints/",
@@ -290,23 +322,23 @@ _ADVICE: dict[str, Advice] = {
     "tokenizer_name tokenizer_name_or_path tokenizer_model tokenizer_type vocab_file merge_file": "write --tokenizer PATH of a tokenizer.json, or `bytes`; none is downloaded",
     "num_workers dataloader_num_workers preprocessing_num_workers": "leave it out: loading needs no number of workers",
     "shuffle data_seed": "leave it out: the order of the data follows from --seed",
-    "packing": "leave it out: documents are always packed; --set data.respect_documents keeps them apart",
+    "packing sample_packing eval_sample_packing pad_to_sequence_len pad_to_max_length group_by_length length_column_name": "leave it out: documents are always packed; --set data.respect_documents keeps them apart",
     _DEVICES: "leave it out: all devices are used (CUDA_VISIBLE_DEVICES hides some; --cpu-devices {value} makes virtual ones; the planner takes a cluster such as h100:{value})",
     "world_size nnodes num_nodes num_machines nodes": "leave it out where a launcher starts the processes, or write --coordinator HOST:PORT --num-processes {value} --process-id I",
-    "master_addr main_process_ip rdzv_endpoint coordinator_address": "write --coordinator {value}:PORT --num-processes N --process-id I, or let a launcher say so",
+    "master_addr main_process_ip rdzv_endpoint coordinator_address": _coordinator,
     "master_port main_process_port": "write --coordinator HOST:{value} --num-processes N --process-id I, or let a launcher say so",
-    "local_rank rank node_rank machine_rank process_index": "write --process-id {value} with --coordinator HOST:PORT --num-processes N, or let a launcher say so",
+    "local_rank rank node_rank machine_rank process_index": _rank,
     "fsdp full_shard use_fsdp fully_shard": "write --mesh fsdp=N --zero 3, or --mesh auto",
     "use_distributed_optimizer distributed_optimizer": "write --mesh fsdp=N --zero 1",
     "deepspeed deepspeed_config": "not supported; ZeRO is --mesh fsdp=N --zero 1, 2 or 3, offload --set parallel.offload=optimizer",
     "accelerate_config megatron_config": "not supported; write --mesh, or leave the layout to --mesh auto",
     "fsdp_config fsdp_transformer_layer_cls_to_wrap": "leave it out: layers are gathered one by one",
-    "parallelism strategy distributed_backend": "write --mesh data=2,fsdp=4, sizes of data, fsdp, tensor and pipe, or leave it to --mesh auto",
+    "parallelism strategy": "write --mesh data=2,fsdp=4, sizes of data, fsdp, tensor and pipe, or leave it to --mesh auto",
     "pipeline_schedule pipeline_parallel_schedule pp_schedule pp_engine": "write --schedule gpipe, 1f1b or interleaved",
     "offload cpu_offload offload_optimizer offload_activations optimizer_cpu_offload offload_param": "write --set parallel.offload=optimizer, activations or all",
     "gradient_checkpointing recompute recompute_granularity recompute_activations activation_checkpointing activation_checkpoint checkpoint_activations remat_policy ac_mode":
         _recomputing,
-    "attn_implementation flash_attention flash_attn use_flash_attn use_flash_attention flash_attention_2 attention attention_backend sdp":
+    "attn_implementation attn_impl flash_attention flash_attn use_flash_attn use_flash_attention flash_attention_2 attention attention_backend sdp":
         "leave it out: on GPUs cuDNN's attention is used in bf16 and f16; --set parallel.attention=xla or cudnn fixes it",
     "compile torch_compile jit use_compile": "leave it out: every step is compiled",
     "wandb use_wandb project wandb_project wandb_entity wandb_run_name wandb_name wandb_mode wandb_log mlflow comet clearml neptune aim trackio swanlab use_mlflow":
@@ -323,7 +355,70 @@ _ADVICE: dict[str, Advice] = {
     "loss_scale initial_loss_scale": "write --set precision.loss_scale={value}",
     "loss_scale_window": "write --set precision.loss_scale_growth_steps={value}",
     "hysteresis": "write --set precision.loss_scale_hysteresis={value}",
-    "verbose quiet log_level": "write --progress auto, rich, plain or none",
+    "distributed_backend ddp_backend backend process_group_backend dist_backend": "leave it out: JAX chooses how devices talk, NCCL between NVIDIA GPUs",
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers overlap_grad_reduce overlap_param_gather overlap_comm contiguous_gradients allgather_bucket_size "
+    "reduce_bucket_size reduce_scatter allgather_partitions tp_comm_overlap defer_embedding_wgrad_compute": "leave it out: XLA orders and overlaps what devices send",
+    "ddp_timeout distributed_timeout_minutes timeout init_timeout_seconds": "leave it out, or write --set faults.connect_s=N, seconds that processes wait for one another at the start",
+    "save_strategy always_save_checkpoint enable_checkpoint enable_checkpointing checkpointing checkpoint.enable": "leave it out, or write --checkpoint-every N: steps between saves",
+    "save_only_model save_safetensors save_on_each_node no_save_optim no_load_optim no_load_rng no_save_rng async_save async_checkpointing async_mode saves_per_epoch "
+    "load_best_model_at_end metric_for_best_model greater_is_better": "leave it out: every checkpoint is the whole state, saved in the background each --checkpoint-every N steps",
+    "evaluation_strategy eval_strategy do_eval eval_on_start eval_at_start evals_per_epoch check_val_every_n_epoch num_sanity_val_steps skip_eval":
+        "leave it out, or write --eval-every N: steps between held-out losses",
+    "limit_val_batches limit_eval_batches eval_max_batches": "write --set evaluation.examples=N, counted in examples rather than batches",
+    "logging_strategy logging_first_step steps_per_print log_freq_steps": "leave it out, or write --set log.every=N: steps between lines",
+    "max_length model_max_length": "write --seq-len {value} for the tokens of an example, or --set model.max_length={value} for positions of the model",
+    "warmup_epochs num_warmup_epochs lr_warmup_samples": "write --set optimizer.warmup_steps=N, a number of steps",
+    "do_train do_predict": "leave it out: scripts/train.py trains",
+    "eval_only test_only": "not supported: scripts/train.py trains",
+    "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo": "not supported: nothing is sent anywhere",
+    "auto_find_batch_size": "leave it out: --global-batch is kept, and the planner finds what fits",
+    "rampup_batch_size": "write --phases STEP:BATCH,..., the batches after a step",
+    "fp16_opt_level half_precision_backend fp16_backend amp_level": "leave it out: --precision says it",
+    "enable_tf32 allow_tf32 tf32": "leave it out; JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32 in the environment sets how float32 matrices are multiplied",
+    "full_determinism deterministic deterministic_mode benchmark cudnn_benchmark": "leave it out: weights and data follow from --seed; on GPUs, xla_gpu_deterministic_ops in XLA_FLAGS",
+    "disable_tqdm enable_progress_bar progress_bar": "write --progress auto, rich, plain or none",
+    "enable_model_summary model_summary plot_loss log_throughput timing_log_level wall_clock_breakdown": "leave it out: what there is, is shown and lies in metrics.jsonl",
+    "remove_unused_columns label_names dataloader_pin_memory dataloader_drop_last dataloader_persistent_workers dataloader_prefetch_factor prefetch_factor pin_memory drop_last "
+    "overwrite_cache preprocessing_batch_size": "leave it out: there is nothing to set about loading",
+    "label_smoothing label_smoothing_factor neftune_noise_alpha noisy_embedding_alpha z_loss_multiplier": "not supported: the loss is the cross-entropy of the next token; leave it out",
+    "torch_empty_cache_steps empty_cache empty_unused_memory_level manual_gc manual_gc_interval gc_freq": "leave it out: XLA plans memory",
+    "exit_interval exit_duration_in_mins max_time train_time": "leave it out: SIGTERM saves and stops a run, and --run-dir DIR --resume goes on",
+    "max_samples max_train_samples limit_train_batches max_steps_per_epoch fast_dev_run overfit_batches": "write --steps N: a run is as long as its steps",
+    "val_set_size val_size eval_size test_size": "write --set data.eval_fraction={value}, a share of the documents",
+    "position_embedding_type swiglu normalization group_query_attention disable_bias_linear add_bias_linear activation_function hidden_act bias use_bias qk_layernorm "
+    "activations mlp_activations": "leave it out: --model, or --set model.family=gpt2 or llama, decides it",
+    "make_vocab_size_divisible_by pad_vocab_size_to_multiple_of padded_vocab_size": "leave it out: rows of the vocabulary are padded as the mesh needs it",
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_parallel_layers_per_stage": "write --schedule interleaved --set parallel.repeats=N: visits to a device",
+    "transformer_impl use_mcore_models attention_softmax_in_fp32 scan_layers fused_ops use_liger_kernel liger_kernel use_fused_rmsnorm bias_gelu_fusion masked_softmax_fusion":
+        "leave it out: XLA fuses, and there is one implementation",
+    "recompute_method recompute_num_layers selective_ac_option": "write --remat selective or full; it holds for all layers",
+    "quantization load_in_8bit load_in_4bit quantization_bit fp8 float8 use_fp8 quantize": "not supported: --precision is bf16, f16 or f32",
+    "adapter lora_alpha lora_dropout lora_target lora_target_modules finetuning_type qlora": "not supported: all weights are trained",
+    "stage train_on_inputs chat_template template completion_only_loss": "not supported: training is on plain text, and all its tokens count",
+    "max_tokens_per_microbatch loss_chunk_size": "leave it out: --microbatches divides a step",
+    "betas adam_betas": "write --set optimizer.beta1=0.9 --set optimizer.beta2=0.95",
+    "rdzv_backend rdzv_id standalone max_restarts gpu_ids main_training_function": "leave it out: it is of the launcher, which torchrun or scripts/launch.py is",
+    "use_cpu no_cuda cpu": "write --cpu-devices N, or set JAX_PLATFORMS=cpu in the environment",
+    "save_top_k early_stopping patience early_stopping_patience": "not supported: a run ends at --steps, and --set checkpoint.keep=N keeps the newest checkpoints",
+    "steps_per_epoch": "leave it out: a run is counted in --steps",
+    "streaming cache_dir dataset_cache_dir trust_remote_code": "leave it out: nothing is downloaded, and --data names files",
+    "use_reentrant gradient_checkpointing_kwargs": "leave it out: --remat none, selective, dots or full says it",
+    "use_cache": "leave it out: it is of generation",
+    "rope_scaling": "write --set model.rope_scaling.factor=N and others of model.rope_scaling.*",
+    "nsys_profile profile use_profiler enable_profiling enable_profiler profile_steps": "not supported by a run; leave it out",
+    "decay_lr": "leave it out, or write --set optimizer.schedule=constant for a rate that does not decay",
+    "lr_scheduler_kwargs scheduler_kwargs": "write --set optimizer.decay_fraction and others of optimizer.*",
+    "accelerator hardware platform": "leave it out: JAX takes what there is; --cpu-devices N makes virtual devices of a CPU",
+    "logger_name loggers": "leave it out: metrics.jsonl in the run directory has every step",
+    "callbacks plugins profiler": "not supported; leave it out",
+    "default_root_dir": "write --run-dir {value}, a directory for each run",
+    "gradient_clip_algorithm": "leave it out: gradients are clipped by their norm, --set optimizer.clip_norm",
+    "dataset_type": "leave it out: the ending of a file of --data says it",
+    "checkpoint.interval": "write --checkpoint-every {value}",
+    "checkpoint.folder": "write --run-dir DIR: checkpoints lie in its checkpoints/",
+    "eval.interval": "write --eval-every {value}",
+    "model.flavor": "write --model NAME, such as llama3-8b",
+    "verbose quiet log_level verbosity debug": "write --progress auto, rich, plain or none",
 }
 ADVICE: Mapping[str, Advice] = {each: advice for words, advice in _ADVICE.items() for each in words.split()}
 """Word to what to write instead."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from optimus_jax.config import DERIVED, Config
-from optimus_jax.config.aliases import PARAMETERS, VALUES, advice_for, alias_of, spelled_like, word
+from optimus_jax.config.aliases import PARAMETERS, VALUES, advice_for, alias_of, meant_by_last_part, spelled_like, word
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain
@@ -191,6 +191,8 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
         return target, False
     parameter = target or (word(name) if word(name) in PARAMETERS else None)
     advice = f"write --{parameter.replace('_', '-')} {value}, or {parameter}= in Python: it is no setting" if parameter else advice_for(name, value, others)
+    if advice is None and (meant := meant_by_last_part(name)) is not None:
+        advice = f"did you mean {meant!r}?"
     raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={shown(value)}",
                               do=advice or spelled_like(name, [*SHORT_NAMES, *names], value, others) or _choices(name)))
 
@@ -251,11 +253,11 @@ def _in_our_words(value: Any, note: Callable[[str], None]) -> Any:
         if name in kinds and isinstance(item, Mapping) and (section := section_type(kinds[name])) is not None:
             own = field_types(section)
             result[name] = {inner: each for inner, each in item.items() if inner in own}
-            entries += [(f"{name}.{inner}", each) for inner, each in item.items() if inner not in own]
+            entries += [pair for inner, each in item.items() if inner not in own for pair in _leaves(f"{name}.{inner}", each)]
         elif name in kinds or name == DERIVED:
             result[name] = item
         else:
-            entries.append((name, item))
+            entries += _leaves(name, item)
     for target, item in canonical(((name, item, f"{name}: {shown(item)}") for name, item in entries), note=note).items():
         section, _, leaf = target.rpartition(".")
         place = result.setdefault(section, {}) if section else result
@@ -265,6 +267,13 @@ def _in_our_words(value: Any, note: Callable[[str], None]) -> Any:
             raise ConfigError(explain(f"{target} is given two values", given=f"{shown(place[leaf])} and {shown(item)}", do="give one of them"))
         place[leaf] = item
     return result
+
+
+def _leaves(name: str, item: Any) -> list[tuple[str, Any]]:
+    """What a section of another framework's config says, by dotted names."""
+    if not isinstance(item, Mapping) or not item or name.count(".") > 9:
+        return [(name, item)]
+    return [pair for inner, each in item.items() for pair in _leaves(f"{name}.{inner}", each)]
 
 
 EVAL_EXAMPLES, OLD_EVAL_EXAMPLES = "evaluation.examples", "eval_batches"

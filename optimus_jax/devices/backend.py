@@ -50,9 +50,13 @@ def start_backend() -> None:
     check_jax_settings()
     has_begun = backends_are_initialized()
     _limit_memory(has_begun)
-    if has_begun:
-        return
-    check_xla_flags()
+    if not has_begun:
+        check_xla_flags()
+        _begin()
+    _check_default_device()
+
+
+def _begin() -> None:
     try:
         jax.devices()
     except Exception as error:  # of plugins that are not ours
@@ -134,16 +138,38 @@ def _cannot_start(said: str) -> ConfigError:
     said_by = [f"{name}={os.environ[name]}" for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME") if os.environ.get(name)]
     given = " ".join(said_by) or (f"platform {asked}" if asked else "JAX_PLATFORMS is not set")
     if asked and not asked.startswith("cpu"):
-        wants_gpu = any(name in asked for name in ("cuda", "gpu", "rocm"))
-        what, do = gpu_that_is_not_used() or (
-            ("there is no GPU that this machine knows of", "pip install 'optimus-jax[cuda13]' on a machine with one") if wants_gpu else
-            ("there is no TPU that this machine knows of", "pip install 'jax[tpu]' on a machine with one") if "tpu" in asked else
-            ("JAX does not know it", "choose cpu, cuda, rocm or tpu"))
-        return ConfigError(explain(f"no {'GPU was' if wants_gpu else 'device was'} found, for JAX cannot start the platform that was asked for: {what}",
+        found, what, do = _not_found(asked)
+        return ConfigError(explain(f"{found}, for JAX cannot start the platform that was asked for: {what}",
                                    given=f"{given}; JAX: {said}", do=f"{do}; or unset JAX_PLATFORMS to take what there is"))
     here = gpu_that_is_not_used()
     return ConfigError(explain("JAX cannot start" + (f": {here[0]}" if here else ""), given=f"{given}; JAX: {said}",
                                do=(f"{here[1]}; or " if here else "") + "set JAX_PLATFORMS=cpu to use the CPU"))
+
+
+def _not_found(platform: str) -> tuple[str, str, str]:
+    """Of a platform that JAX does not start: what was not found, why, and what to do."""
+    wants_gpu = any(name in platform for name in ("cuda", "gpu", "rocm"))
+    what, do = gpu_that_is_not_used() or (
+        ("there is no GPU that this machine knows of", "pip install 'optimus-jax[cuda13]' on a machine with one") if wants_gpu else
+        ("there is no TPU that this machine knows of", "pip install 'jax[tpu]' on a machine with one") if "tpu" in platform else
+        ("JAX does not know it", "choose cpu, cuda, rocm or tpu"))
+    return f"no {'GPU was' if wants_gpu else 'device was'} found", what, do
+
+
+def _check_default_device() -> None:
+    """Raises ConfigError if JAX's default device is of a platform that it has not started: its first array would not know where to be."""
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(default, str):
+        return
+    try:
+        jax.local_devices(backend=default)
+    except Exception as error:  # of plugins that are not ours
+        found, what, do = _not_found(default)
+        if (asked := _asked_for()) and default not in asked.split(","):
+            what, do = f"platform {asked} was asked for, which leaves it out", f"let both name one platform, such as JAX_PLATFORMS={default}"
+        given = f"JAX_DEFAULT_DEVICE={default}" if os.environ.get("JAX_DEFAULT_DEVICE") == default else f"jax_default_device={default!r} in jax.config"
+        raise ConfigError(explain(f"{found}, which is to be JAX's default device: {what}", given=f"{given}; JAX: {' '.join(str(error).split())}",
+                                  do=f"unset JAX_DEFAULT_DEVICE to take what there is; or {do}")) from error
 
 
 def _asked_for() -> str:

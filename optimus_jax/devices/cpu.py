@@ -58,9 +58,12 @@ def leave_compilation_cache() -> bool:
 def use_cpu_devices(num_devices: int) -> None:
     """Make JAX run on this many virtual devices of the CPU. Call it before anything asks for a device.
 
+    Settings of JAX that name another platform are not followed, which a note says.
+
     Raises:
       ConfigError: JAX has already started with other devices.
     """
+    others = _other_platforms()
     try:
         jax.config.update("jax_platforms", "cpu")
         if "jax_platform_name" in jax.config.values:  # the older name would win
@@ -73,3 +76,14 @@ def use_cpu_devices(num_devices: int) -> None:
                 "JAX has started already and cannot change its devices",
                 given=f"cpu_devices={num_devices}, JAX has {len(found)} x {found[0].platform}",
                 do="set cpu_devices before the first use of JAX in this program")) from None
+    if "jax_default_device" in others:
+        jax.config.update("jax_default_device", None)
+    if others:
+        said = [f"{name.upper()}={value}" if os.environ.get(name.upper()) == value else f"{name}={value!r} in jax.config" for name, value in others.items()]
+        print(f"note: {' and '.join(said)} {'is' if len(said) == 1 else 'are'} not followed: {num_devices} virtual CPU devices were asked for", file=sys.stderr)
+
+
+def _other_platforms() -> dict[str, str]:
+    """JAX's settings that name another platform than the CPU first, and what they say."""
+    values = {name: jax.config.values.get(name) for name in ("jax_platforms", "jax_platform_name", "jax_default_device")}
+    return {name: value for name, value in values.items() if isinstance(value, str) and value and value.partition(",")[0].strip() != "cpu"}

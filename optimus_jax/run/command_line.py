@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from optimus_jax.config.aliases import PARAMETERS, advice_for, alias_of, spelled_like, word
+from optimus_jax.config.aliases import PARAMETERS, advice_for, alias_of, meant_by_last_part, spelled_like, word
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
 from optimus_jax.config.settings import shown
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest
@@ -142,6 +142,10 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, name: str, value: str | None, others: Mapping[str, Any]) -> str:
         flags = self.flags()
         advice = advice_for(name, value, others)
+        if advice is None and (meant := meant_by_last_part(name)) is not None:
+            short = next((short for short, dotted in SHORT_NAMES.items() if dotted == meant), meant)
+            own = f"--{short.replace('_', '-')}"
+            advice = f"did you mean {own if own in flags else f'{SET} {meant}'}={value or 'VALUE'}?"
         if advice is None and SET in flags and closest(name, flags) is None and (setting := closest(name.lstrip("-"), known_settings())) is not None:
             return f"did you mean {SET} {setting}={value or 'VALUE'}?"
         advice = advice or spelled_like(name, flags, value, others)

@@ -5,6 +5,7 @@ import pytest
 
 from optimus_jax.devices import backend, gpu_sharing
 from optimus_jax.devices.backend import start_backend, warning_of_cpu
+from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.errors import ConfigError, FaultError
 
 GPT2 = 124_439_808
@@ -76,3 +77,43 @@ def test_gpus_are_counted_by_the_driver(monkeypatch):
     monkeypatch.setattr(gpu_sharing.pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(gpu_sharing.pynvml, "nvmlDeviceGetCount", lambda: 3)
     assert gpu_sharing.num_gpus() == 3
+
+
+@pytest.fixture
+def jax_setting():
+    """Sets one of JAX's settings for a test."""
+    before = {name: jax.config.values[name] for name in ("jax_platforms", "jax_platform_name", "jax_default_device") if name in jax.config.values}
+    yield jax.config.update
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(("device", "platforms", "words"), [
+    ("gpu", "", ["no GPU was found", "JAX_DEFAULT_DEVICE=gpu; JAX: Unknown backend", "unset JAX_DEFAULT_DEVICE", "optimus-jax[cuda13]"]),
+    ("gpu", "cpu", ["platform cpu was asked for, which leaves it out", "JAX_PLATFORMS=gpu"])])
+def test_a_default_device_that_is_not_there_is_an_error_in_words(monkeypatch, jax_setting, device, platforms, words):
+    assert jax.devices()[0].platform == "cpu"
+    monkeypatch.setattr(backend, "_asked_for", lambda: platforms)
+    monkeypatch.setattr(backend, "gpu_that_is_not_used", lambda: None)
+    monkeypatch.setenv("JAX_DEFAULT_DEVICE", device)
+    jax_setting("jax_default_device", device)
+    with pytest.raises(ConfigError) as raised:
+        start_backend()
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    jax_setting("jax_default_device", "cpu")
+    start_backend()
+
+
+@pytest.mark.parametrize(("name", "value", "note"), [
+    ("jax_platforms", "cuda", "JAX_PLATFORMS=cuda is not followed: {} virtual CPU devices were asked for"), ("jax_platforms", "cpu,cuda", None),
+    ("jax_default_device", "gpu", "JAX_DEFAULT_DEVICE=gpu is not followed"), ("jax_platforms", "tpu,cpu", "JAX_PLATFORMS=tpu,cpu is not")])
+def test_a_platform_that_virtual_devices_leave_aside_is_said_once(monkeypatch, jax_setting, capsys, name, value, note):
+    count = len(jax.devices())
+    monkeypatch.setenv(name.upper(), value)
+    jax_setting(name, value)
+    use_cpu_devices(count)
+    use_cpu_devices(count)
+    said = capsys.readouterr().err
+    assert said.count("note:") == (note is not None)
+    assert note is None or note.format(count) in said
+    start_backend()

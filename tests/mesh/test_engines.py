@@ -36,7 +36,7 @@ def nothing_said(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_", "OPTIMUS_", "KUBERNETES_", "JOB_COMPLETION", "JAX_", "CUDA_VISIBLE", "TORCHELASTIC_", "MASTER_",
                             "MV2_", "MVP_", "HOROVOD_", "FLUX_", "PALS_", "JSM_", "DMLC_", "BYTEPS_", "MLP_")) \
-                or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"):
+                or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES", "MACHINE_RANK", "GROUP_RANK", "CROSS_RANK"):
             monkeypatch.delenv(name)
 
 
@@ -220,18 +220,18 @@ TF = '{"cluster": {"chief": ["c:1"], "worker": ["w0:2", "w1:3"], "ps": ["p:4"]},
 
 
 @pytest.mark.parametrize(("environment", "expected"), [
-    ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ("JAX's variables", "h:1", 2, 1)),
-    ({"JAX_COORDINATOR_ADDRESS": "h", "JAX_COORDINATOR_PORT": "6", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ("JAX's variables", "h:6", 2, 1)),
+    ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ("JAX's environment", "h:1", 2, 1)),
+    ({"JAX_COORDINATOR_ADDRESS": "h", "JAX_COORDINATOR_PORT": "6", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ("JAX's environment", "h:6", 2, 1)),
     (TORCHRUN, ("torchrun", f"h:{derived_port('29500 none')}", 4, 3)),
     (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, ("torchrun", "h:29500", 4, 3)),
     (TORCHRUN | {"JAX_COORDINATOR_PORT": "77"}, ("torchrun", "h:77", 4, 3)),
     (TORCHRUN | {"PET_NNODES": "1:4"}, ("torchrun", f"h:{derived_port('29500 none')}", 4, 3)),
-    (TORCH, ("torch.distributed's variables", "h:29500", 4, 3)),
-    (TORCH | {"MASTER_ADDR": "fd00::1"}, ("torch.distributed's variables", "[fd00::1]:29500", 4, 3)),
-    (TORCH | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, ("torch.distributed's variables", "localhost:29500", 4, 3)),
+    (TORCH, ("torch.distributed's environment", "h:29500", 4, 3)),
+    (TORCH | {"MASTER_ADDR": "fd00::1"}, ("torch.distributed's environment", "[fd00::1]:29500", 4, 3)),
+    (TORCH | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, ("torch.distributed's environment", "localhost:29500", 4, 3)),
     (TORCH | {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2"}, ("PyTorchJob", "h:29500", 2, 1)),
     ({"COORDINATOR_ADDRESS": "j-worker-0", "COORDINATOR_PORT": "6666", "NUM_PROCESSES": "2", "PROCESS_ID": "0"}, ("JAXJob", "j-worker-0:6666", 2, 0)),
-    ({"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "6", "NNODES": "2", "NODE_RANK": "1"}, ("MaxText's variables", "10.0.0.1:6", 2, 1)),
+    ({"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "6", "NNODES": "2", "NODE_RANK": "1"}, ("MaxText's environment", "10.0.0.1:6", 2, 1)),
     ({"TF_CONFIG": TF % ("worker", 1)}, ("TFJob", "c:1", 3, 2)),
     ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222"]}, "task": {"type": "workerpool1", "index": 0}}'},
      ("Vertex AI", "a:2222", 2, 1)),
@@ -298,9 +298,16 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
     ({"RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "but not how many processes there are\n  given: RANK=0 LOCAL_WORLD_SIZE=2"),
     ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2"), ({"WORLD_SIZE": "2"}, "several, but not which one this is\n"),
     ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1"), ({"DMLC_WORKER_ID": "1"}, "DMLC_WORKER_ID=1"),
-    ({"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "0", "BYTEPS_LOCAL_SIZE": "8"}, "BYTEPS_LOCAL_SIZE=8"), ({"MLP_ROLE_INDEX": "1"}, "set MLP_WORKER_NUM too"),
+    ({"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "0", "BYTEPS_LOCAL_SIZE": "8"}, "BYTEPS_LOCAL_SIZE=8 processes on a host, which share DMLC_WORKER_ID"), ({"MLP_ROLE_INDEX": "1"}, "set MLP_WORKER_NUM too"),
     ({"NODE_RANK": "1", "MASTER_ADDR": "h"}, "given: NODE_RANK=1 MASTER_ADDR=h\n"), ({"OPTIMUS_NUM_PROCESSES": "1"}, "the only one, but not which"),
     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "do:    set JAX_COORDINATOR_ADDRESS"),
+    # The only task of its step, in which a launcher has started several.
+    (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "RANK": "0", "LOCAL_RANK": "1"}, "given: RANK=0 LOCAL_RANK=1"),
+    ({"TF_CONFIG": '{"cluster": {"worker": ["a b:1", "c:1"]}, "task": {"type": "worker", "index": 1}}'}, "do:    set JAX_COORDINATOR_ADDRESS=HOST:PORT to the host of"),
+    ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a/b:1", "c:1"]}, "task": {"type": "workerpool0", "index": 1}}'}, "do:    set JAX_COORDINATOR_ADDRESS=HOST"),
+    ({"MACHINE_RANK": "1"}, "a node's rank says that (.|\n)*given: MACHINE_RANK=1"), ({"GROUP_RANK": "2"}, "GROUP_RANK=2"), ({"CROSS_RANK": "1"}, "CROSS_RANK=1"),
+    ({"NODE_RANK": "0", "MACHINE_RANK": "3"}, "MACHINE_RANK=3"), ({"MACHINE_RANK": "one"}, "MACHINE_RANK=one"), ({"HOROVOD_CROSS_RANK": "1"}, "CROSS_RANK=1"),
+    ({"LOCAL_RANK": "-1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=-1"), ({"LOCAL_RANK": "-1", "RANK": "1"}, "given: RANK=1\n"), ({"LOCAL_RANK": "-2"}, "LOCAL_RANK=-2"),
     ({"JAX_LOCAL_DEVICE_IDS": "abc"}, "JAX_LOCAL_DEVICE_IDS=abc")])
 def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(found, monkeypatch, environment, named):
     monkeypatch.setattr(engines, "common_parent", lambda variable: None)
@@ -314,7 +321,8 @@ def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(found, monkeyp
 
 @pytest.mark.parametrize("environment", [
     {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "", "RANK": ""}, {"RANK": "0"},
-    {"LOCAL_RANK": "0"}, {"NODE_RANK": "0"}, {"SLURM_PROCID": "0"}, {"PMI_SIZE": "1"}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, {"NUM_PROCESSES": "8"},
+    {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "-1"}, {"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "-1"},
+    {"MACHINE_RANK": "0", "GROUP_RANK": "0", "CROSS_RANK": "0"}, {"NODE_RANK": "-1"}, {"KUBERNETES_SERVICE_HOST": "", "JOB_COMPLETION_INDEX": "0"}, {"NODE_RANK": "0"}, {"SLURM_PROCID": "0"}, {"PMI_SIZE": "1"}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, {"NUM_PROCESSES": "8"},
     {"PROCESS_ID": "17"}, {"NNODES": "4"}, {"TF_CONFIG": '{"environment": "cloud"}'}, {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
     {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, {"PBS_NODENUM": "0"}, {"VC_TASK_INDEX": "0"}, TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0",
     "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "h:1"},
