@@ -2,7 +2,8 @@
 
     python benchmarks/compile_depth.py [--mesh fsdp=8] [--layers 6 48]
 
-Prints CPU-seconds and wall seconds of lowering and compiling, the least of three, and the ratio to the first depth.
+Prints CPU-seconds and wall seconds of lowering and compiling, the least of three, and the ratio to
+the first depth.
 """
 
 import argparse
@@ -12,7 +13,9 @@ REPEATS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mesh", default="fsdp=8")
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 48])
     args = parser.parse_args()
@@ -21,13 +24,21 @@ def main() -> None:
 
     axes = AxisSizes.parse(args.mesh)
     use_cpu_devices(axes.num_devices)
-    times = {layers: min(compile_time(layers, args.mesh) for _ in range(REPEATS)) for layers in args.layers}
+    times = {
+        layers: min(compile_time(layers, args.mesh) for _ in range(REPEATS))
+        for layers in args.layers
+    }
     for layers, (cpu, wall) in times.items():
-        print(f"{layers:4} layers: {cpu:6.2f} CPU s, {wall:6.2f} s, {cpu / times[args.layers[0]][0]:.2f} of the first")
+        print(
+            f"{layers:4} layers: {cpu:6.2f} CPU s, {wall:6.2f} s,"
+            f" {cpu / times[args.layers[0]][0]:.2f} of the first"
+        )
 
 
 def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
-    """(CPU-seconds, seconds) of tracing, lowering and compiling; nothing is kept from one call to the next."""
+    """(CPU-seconds, seconds) of tracing, lowering and compiling; nothing is kept from one call to
+    the next.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -39,15 +50,28 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
     from optimus_jax.training.step import build_program
 
     jax.clear_caches()
-    model = ModelConfig(vocab_size=8192, num_layers=num_layers, embed_dim=256, num_heads=4, num_kv_heads=4, head_dim=64,
-                        mlp_dim=1024, max_length=256)
-    config = Config(model=model, data=DataConfig(global_batch=16)).with_values({"parallel.mesh": mesh})
+    model = ModelConfig(
+        vocab_size=8192,
+        num_layers=num_layers,
+        embed_dim=256,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+        mlp_dim=1024,
+        max_length=256,
+    )
+    config = Config(model=model, data=DataConfig(global_batch=16)).with_values(
+        {"parallel.mesh": mesh}
+    )
     plan = plan_for(config, AxisSizes.parse(mesh), discover())
     shapes = planned_shapes(model, plan)
     program = build_program(config, shapes, plan, build_mesh(plan.axes))
     state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
     shape, sharding = (16, 256), program.batch_sharding
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "targets", "positions", "segments")}
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        for name in ("tokens", "targets", "positions", "segments")
+    }
     batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
     batch["examples"] = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=sharding)
     cpu, wall = time.process_time(), time.perf_counter()

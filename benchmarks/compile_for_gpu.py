@@ -3,8 +3,9 @@
     pip install 'optimus-jax[plan-gpu]'
     python benchmarks/compile_for_gpu.py --model llama3-8b --mesh pipe=4,tensor=2 --microbatches 8
 
-Prints one JSON object: what `optimus_jax.planning.ahead_of_time.compile_check` finds beside what the planner estimates.
-The compiler lays out memory and orders collectives as on the device, but nothing runs: there is no time in it.
+Prints one JSON object: what `optimus_jax.planning.ahead_of_time.compile_check` finds beside what
+the planner estimates. The compiler lays out memory and orders collectives as on the device, but
+nothing runs: there is no time in it.
 """
 
 import argparse
@@ -26,28 +27,63 @@ DEVICES_PER_HOST = 8
 
 def main() -> None:
     """Parse, compile, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--device", default="h100", help="an accelerator that optimus_jax/planning/targets describes")
+    parser.add_argument(
+        "--device",
+        default="h100",
+        help="an accelerator that optimus_jax/planning/targets describes",
+    )
     parser.add_argument("--mesh", default="pipe=4,tensor=2")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1, help="examples of a microbatch on a device")
     parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting"
+    )
     args = parser.parse_args()
-    settings = {"parallel.microbatches": str(args.microbatches), **dict(entry.split("=", 1) for entry in args.set)}
-    config, plan, cluster = asked(args.model, args.mesh, rows=args.rows, seq_len=args.seq_len, settings=settings, device=args.device)
+    settings = {
+        "parallel.microbatches": str(args.microbatches),
+        **dict(entry.split("=", 1) for entry in args.set),
+    }
+    config, plan, cluster = asked(
+        args.model,
+        args.mesh,
+        rows=args.rows,
+        seq_len=args.seq_len,
+        settings=settings,
+        device=args.device,
+    )
     print(json.dumps(report(config, plan, cluster), indent=1))
 
 
-def asked(model: str, mesh: str, *, rows: int, seq_len: int, settings: dict[str, str], device: str = "h100") -> tuple[Config, Plan, Cluster]:
-    """What is to be compiled: `rows` examples of a microbatch on each device, in bf16 unless the settings say otherwise."""
+def asked(
+    model: str,
+    mesh: str,
+    *,
+    rows: int,
+    seq_len: int,
+    settings: dict[str, str],
+    device: str = "h100",
+) -> tuple[Config, Plan, Cluster]:
+    """What is to be compiled: `rows` examples of a microbatch on each device, in bf16 unless the
+    settings say otherwise.
+    """
     axes = AxisSizes.parse(mesh)
     hosts = max(1, axes.num_devices // DEVICES_PER_HOST)
     cluster = Cluster.parse(f"{device}:{hosts}x{axes.num_devices // hosts}")
-    values = {"precision.compute": "bf16", "parallel.mesh": mesh, "parallel.microbatches": "1", **settings}
+    values = {
+        "precision.compute": "bf16",
+        "parallel.mesh": mesh,
+        "parallel.microbatches": "1",
+        **settings,
+    }
     batch = int(values["parallel.microbatches"]) * rows * axes.data * axes.fsdp
-    config = Config(model=model_preset(model), data=DataConfig(seq_len=seq_len, global_batch=batch)).with_values(values)
+    config = Config(
+        model=model_preset(model), data=DataConfig(seq_len=seq_len, global_batch=batch)
+    ).with_values(values)
     plan = plan_for(config, axes, cluster.topology())
     plan.validate(config.model, global_batch=batch)
     return config, plan, cluster
@@ -56,17 +92,42 @@ def asked(model: str, mesh: str, *, rows: int, seq_len: int, settings: dict[str,
 def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
     """What compiling finds, in GiB, and what the planner estimates."""
     compiled = check(config, plan, cluster)
-    estimate = estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch)
+    estimate = estimate_memory(
+        config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
+    )
     return {
-        "plan": plan.describe(), "model": config.model.name, "global_batch": config.data.global_batch, "seq_len": config.seq_len,
-        "compile_s": round(compiled.compile_s, 1), "jax": jax.__version__,
-        "state_gib": gib(compiled.argument_bytes), "temp_gib": gib(compiled.temp_bytes), "estimate_gib": gib(estimate.total),
-        "device_gib": gib(compiled.capacity_bytes or 0), "fits": compiled.fits, "dot_tflops": round(compiled.dot_flops / 1e12, 3),
-        "wire_gib": {f"{kind} over {'+'.join(axes) or 'nothing'}": gib(sent) for (kind, axes), sent in compiled.wire_bytes().items()},
-        "sends": [{"times": each.times, "work_under": each.work_under} for each in compiled.traffic if each.kind == "collective-permute"],
-        "waited_for": [{"kind": each.kind, "axes": each.axes, "mib": round(each.payload_bytes / 2**20, 1), "times": each.times}
-                       for each in compiled.waited_for],
-        "made_whole": [str(each) for each in compiled.rematerialised]}
+        "plan": plan.describe(),
+        "model": config.model.name,
+        "global_batch": config.data.global_batch,
+        "seq_len": config.seq_len,
+        "compile_s": round(compiled.compile_s, 1),
+        "jax": jax.__version__,
+        "state_gib": gib(compiled.argument_bytes),
+        "temp_gib": gib(compiled.temp_bytes),
+        "estimate_gib": gib(estimate.total),
+        "device_gib": gib(compiled.capacity_bytes or 0),
+        "fits": compiled.fits,
+        "dot_tflops": round(compiled.dot_flops / 1e12, 3),
+        "wire_gib": {
+            f"{kind} over {'+'.join(axes) or 'nothing'}": gib(sent)
+            for (kind, axes), sent in compiled.wire_bytes().items()
+        },
+        "sends": [
+            {"times": each.times, "work_under": each.work_under}
+            for each in compiled.traffic
+            if each.kind == "collective-permute"
+        ],
+        "waited_for": [
+            {
+                "kind": each.kind,
+                "axes": each.axes,
+                "mib": round(each.payload_bytes / 2**20, 1),
+                "times": each.times,
+            }
+            for each in compiled.waited_for
+        ],
+        "made_whole": [str(each) for each in compiled.rematerialised],
+    }
 
 
 def gib(num_bytes: float) -> float:

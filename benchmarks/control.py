@@ -1,11 +1,14 @@
-"""What the controller is worth on this machine: runs that begin at some plan and stay, and runs that may leave it.
+"""What the controller is worth on this machine: runs that begin at some plan and stay, and runs
+that may leave it.
 
-    python benchmarks/control.py run --out runs.jsonl       every model from every start, with --control off and auto (goes on where it stopped)
-    python benchmarks/control.py report --out runs.jsonl
+    python benchmarks/control.py run --out runs.jsonl       every model from every start, with
+    --control off and auto (goes on where it stopped) python benchmarks/control.py report --out
+    runs.jsonl
 
-Eight virtual devices share the cores. A run's figures are its wall time from the first step to the end, switches included, and the processor time of the
-whole process, compiling included: the second does not count what else the machine does. The hardware profile is measured in the first run that asks for it
-and kept beside the figures.
+Eight virtual devices share the cores. A run's figures are its wall time from the first step to the
+end, switches included, and the processor time of the whole process, compiling included: the second
+does not count what else the machine does. The hardware profile is measured in the first run that
+asks for it and kept beside the figures.
 """
 
 import argparse
@@ -22,32 +25,122 @@ from pathlib import Path
 from optimus_jax.system.paths import path_argument
 
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
-COMMON = {"gpt": ["--set", "model.num_layers=2", "--set", "model.embed_dim=256", "--set", "model.num_heads=4", "--set", "model.num_kv_heads=4",
-                  "--set", "model.head_dim=64", "--set", "model.mlp_dim=1024", "--seq-len", "256", "--global-batch", "8"],
-          "llama": ["--set", "model.family=llama", "--set", "model.tied=false", "--set", "model.num_layers=3", "--set", "model.embed_dim=192", "--set",
-                    "model.num_heads=2", "--set", "model.num_kv_heads=1", "--set", "model.head_dim=96", "--set", "model.mlp_dim=512", "--seq-len", "256",
-                    "--global-batch", "8"]}
-STARTS = {"gpt": {"pipe=2, tensor=4, one microbatch": ["--mesh", "pipe=2,tensor=4", "--microbatches", "1"],
-                  "tensor=8, attention whole": ["--mesh", "tensor=8", "--set", "parallel.rules=heads=none"],
-                  "pipe=2, data=4, recomputed": ["--mesh", "pipe=2,data=4", "--microbatches", "1", "--remat", "full"],
-                  "the usual default: fsdp=8, all recomputed": ["--mesh", "fsdp=8", "--remat", "full"],
-                  "the best measured: data=4, tensor=2": ["--mesh", "data=4,tensor=2", "--remat", "none"]},
-          "llama": {"pipe=2, tensor=4, attention whole": ["--mesh", "pipe=2,tensor=4", "--microbatches", "1", "--set", "parallel.rules=heads=none"],
-                    "tensor=8, attention whole": ["--mesh", "tensor=8", "--set", "parallel.rules=heads=none"],
-                    "pipe=2, data=4, recomputed": ["--mesh", "pipe=2,data=4", "--microbatches", "1", "--remat", "full"],
-                    "the usual default: fsdp=8, all recomputed": ["--mesh", "fsdp=8", "--remat", "full"],
-                    "the best measured: data=4, tensor=2": ["--mesh", "data=4,tensor=2", "--remat", "none"]}}
+COMMON = {
+    "gpt": [
+        "--set",
+        "model.num_layers=2",
+        "--set",
+        "model.embed_dim=256",
+        "--set",
+        "model.num_heads=4",
+        "--set",
+        "model.num_kv_heads=4",
+        "--set",
+        "model.head_dim=64",
+        "--set",
+        "model.mlp_dim=1024",
+        "--seq-len",
+        "256",
+        "--global-batch",
+        "8",
+    ],
+    "llama": [
+        "--set",
+        "model.family=llama",
+        "--set",
+        "model.tied=false",
+        "--set",
+        "model.num_layers=3",
+        "--set",
+        "model.embed_dim=192",
+        "--set",
+        "model.num_heads=2",
+        "--set",
+        "model.num_kv_heads=1",
+        "--set",
+        "model.head_dim=96",
+        "--set",
+        "model.mlp_dim=512",
+        "--seq-len",
+        "256",
+        "--global-batch",
+        "8",
+    ],
+}
+STARTS = {
+    "gpt": {
+        "pipe=2, tensor=4, one microbatch": ["--mesh", "pipe=2,tensor=4", "--microbatches", "1"],
+        "tensor=8, attention whole": ["--mesh", "tensor=8", "--set", "parallel.rules=heads=none"],
+        "pipe=2, data=4, recomputed": [
+            "--mesh",
+            "pipe=2,data=4",
+            "--microbatches",
+            "1",
+            "--remat",
+            "full",
+        ],
+        "the usual default: fsdp=8, all recomputed": ["--mesh", "fsdp=8", "--remat", "full"],
+        "the best measured: data=4, tensor=2": ["--mesh", "data=4,tensor=2", "--remat", "none"],
+    },
+    "llama": {
+        "pipe=2, tensor=4, attention whole": [
+            "--mesh",
+            "pipe=2,tensor=4",
+            "--microbatches",
+            "1",
+            "--set",
+            "parallel.rules=heads=none",
+        ],
+        "tensor=8, attention whole": ["--mesh", "tensor=8", "--set", "parallel.rules=heads=none"],
+        "pipe=2, data=4, recomputed": [
+            "--mesh",
+            "pipe=2,data=4",
+            "--microbatches",
+            "1",
+            "--remat",
+            "full",
+        ],
+        "the usual default: fsdp=8, all recomputed": ["--mesh", "fsdp=8", "--remat", "full"],
+        "the best measured: data=4, tensor=2": ["--mesh", "data=4,tensor=2", "--remat", "none"],
+    },
+}
 
 
 def run(out: Path, num_steps: int, budget_share: float, only: str, repeats: int) -> None:
-    """Append a line for each run that has none, from starts whose `model: name` contains `only`; staying and leaving take turns."""
+    """Append a line for each run that has none, from starts whose `model: name` contains `only`;
+    staying and leaving take turns.
+    """
     done = {key(row) for row in rows(out)}
-    every = [(model, start) for model, starts in STARTS.items() for start in starts if only in f"{model}: {start}"]
-    for repeat, (model, start), control in itertools.product(range(repeats), every, ("off", "auto")):
-        row = {"model": model, "start": start, "control": control, "repeat": repeat, "num_steps": num_steps, "budget_share": budget_share}
+    every = [
+        (model, start)
+        for model, starts in STARTS.items()
+        for start in starts
+        if only in f"{model}: {start}"
+    ]
+    for repeat, (model, start), control in itertools.product(
+        range(repeats), every, ("off", "auto")
+    ):
+        row = {
+            "model": model,
+            "start": start,
+            "control": control,
+            "repeat": repeat,
+            "num_steps": num_steps,
+            "budget_share": budget_share,
+        }
         if key(row) not in done:
             forget(Path(os.environ["XDG_CACHE_HOME"]))
-            row |= one_run([*COMMON[model], *STARTS[model][start], "--control", control, "--set", f"controller.budget_share={budget_share}"], num_steps)
+            row |= one_run(
+                [
+                    *COMMON[model],
+                    *STARTS[model][start],
+                    "--control",
+                    control,
+                    "--set",
+                    f"controller.budget_share={budget_share}",
+                ],
+                num_steps,
+            )
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
@@ -59,15 +152,31 @@ def key(row: dict) -> tuple:
 
 
 def forget(cache: Path) -> None:
-    """What controllers of earlier runs have learnt, so that no start profits from another; the hardware profile stays."""
+    """What controllers of earlier runs have learnt, so that no start profits from another; the
+    hardware profile stays.
+    """
     for path in cache.glob("**/control-*.json"):
         path.unlink()
 
 
 def basics(num_steps: int, directory: Path) -> list[str]:
     """Flags that all runs have in common: nothing but steps."""
-    return ["--model", "gpt2-nano", "--cpu-devices", "8", "--steps", str(num_steps), "--run-dir", str(directory), "--set", "eval_every=0", "--set", "checkpoint.every=0",
-            "--progress", "none"]
+    return [
+        "--model",
+        "gpt2-nano",
+        "--cpu-devices",
+        "8",
+        "--steps",
+        str(num_steps),
+        "--run-dir",
+        str(directory),
+        "--set",
+        "eval_every=0",
+        "--set",
+        "checkpoint.every=0",
+        "--progress",
+        "none",
+    ]
 
 
 def one_run(flags: list[str], num_steps: int) -> dict:
@@ -79,17 +188,38 @@ def one_run(flags: list[str], num_steps: int) -> dict:
         started = time.perf_counter()
         subprocess.run(command, check=True)
         seconds, after = time.perf_counter() - started, os.times()
-        events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-        metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()
+        ]
+        metrics = [
+            json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
     moves = [event for event in events if event["event"] in ("remesh", "rollback")]
     compiled = next(event["time_s"] for event in events if event["event"] == "compile")
-    return {"wall_s": round(seconds, 1), "steps_s": round(events[-1]["time_s"] - compiled, 1),
-            "cpu_s": round(after.children_user + after.children_system - before.children_user - before.children_system, 1),
-            "first_step_s": round(statistics.median(row["step_time_s"] for row in metrics[2:12]), 4),
-            "last_step_s": round(statistics.median(row["step_time_s"] for row in metrics[-20:]), 4),
-            "switches": [{"event": event["event"], "step": event["step"], "layout": event["layout"], "delay_s": round(event["step_delay_s"], 2),
-                          "why": event["why"]} for event in moves],
-            "loss": metrics[-1]["loss"]}
+    return {
+        "wall_s": round(seconds, 1),
+        "steps_s": round(events[-1]["time_s"] - compiled, 1),
+        "cpu_s": round(
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system,
+            1,
+        ),
+        "first_step_s": round(statistics.median(row["step_time_s"] for row in metrics[2:12]), 4),
+        "last_step_s": round(statistics.median(row["step_time_s"] for row in metrics[-20:]), 4),
+        "switches": [
+            {
+                "event": event["event"],
+                "step": event["step"],
+                "layout": event["layout"],
+                "delay_s": round(event["step_delay_s"], 2),
+                "why": event["why"],
+            }
+            for event in moves
+        ],
+        "loss": metrics[-1]["loss"],
+    }
 
 
 def rows(out: Path) -> list[dict]:
@@ -97,18 +227,34 @@ def rows(out: Path) -> list[dict]:
 
 
 def report(out: Path) -> None:
-    """A table: what staying takes, and what leaving saves; of repeated runs the medians, and the least and the most that was saved."""
+    """A table: what staying takes, and what leaving saves; of repeated runs the medians, and the
+    least and the most that was saved.
+    """
     found: dict[tuple, list[dict]] = {}
     for row in rows(out):
         found.setdefault((row["model"], row["start"], row["control"]), []).append(row)
-    print("| model | start | runs | steps, staying: s | may leave: s | saved | processor time saved | step at first, at last: s | switches |")
+    print(
+        "| model | start | runs | steps, staying: s | may leave: s | saved | processor time saved |"
+        " step at first, at last: s | switches |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for (model, start, control), auto in found.items():
         if control == "auto" and (stay := found.get((model, start, "off"))):
-            switches = " / ".join("; ".join(f"{each['event']} after {each['step']} to {each['layout'].split(', precision')[0]} ({each['delay_s']} s)"
-                                            for each in row["switches"]) or "none" for row in auto)
-            print(f"| {model} | {start} | {len(auto)} | {_median(stay, 'steps_s'):.1f} | {_median(auto, 'steps_s'):.1f} | {_saved(stay, auto, 'steps_s')} "
-                  f"| {_saved(stay, auto, 'cpu_s')} | {_median(auto, 'first_step_s'):.3f}, {_median(auto, 'last_step_s'):.3f} | {switches} |")
+            switches = " / ".join(
+                "; ".join(
+                    f"{each['event']} after {each['step']} to"
+                    f" {each['layout'].split(', precision')[0]} ({each['delay_s']} s)"
+                    for each in row["switches"]
+                )
+                or "none"
+                for row in auto
+            )
+            print(
+                f"| {model} | {start} | {len(auto)} | {_median(stay, 'steps_s'):.1f} |"
+                f" {_median(auto, 'steps_s'):.1f} | {_saved(stay, auto, 'steps_s')} |"
+                f" {_saved(stay, auto, 'cpu_s')} | {_median(auto, 'first_step_s'):.3f},"
+                f" {_median(auto, 'last_step_s'):.3f} | {switches} |"
+            )
 
 
 def _median(found: list[dict], name: str) -> float:
@@ -123,12 +269,23 @@ def _saved(stay: list[dict], auto: list[dict], name: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--out", type=path_argument, default=Path("runs.jsonl"), help="JSON Lines of runs")
+    parser.add_argument(
+        "--out", type=path_argument, default=Path("runs.jsonl"), help="JSON Lines of runs"
+    )
     parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
-    parser.add_argument("--budget-share", type=float, default=0.01, help="controller.budget_share (default: 0.01)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="starts whose `model: name` contains this (default: all)")
+    parser.add_argument(
+        "--budget-share", type=float, default=0.01, help="controller.budget_share (default: 0.01)"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="starts whose `model: name` contains this (default: all)",
+    )
     parser.add_argument("--repeats", type=int, default=1, help="of each run (default: 1)")
     args = parser.parse_args()
     if args.what == "run":

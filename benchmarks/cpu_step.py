@@ -1,11 +1,13 @@
-"""CPU-seconds of a training step on virtual devices, beside other frameworks' figures for the same work.
+"""CPU-seconds of a training step on virtual devices, beside other frameworks' figures for the same
+work.
 
     python benchmarks/cpu_step.py                       every mesh, a table
     python benchmarks/cpu_step.py --mesh data=8         one mesh, a JSON line
 
-The first row is the step's matrix products alone, which tells how fast the machine is at that moment. With
-`--peer`, a row for Hugging Face's GPT-2 of the same sizes under PyTorch (extra `huggingface`) follows. Cores differ
-and are shared, so ratios within a run are what can be compared.
+The first row is the step's matrix products alone, which tells how fast the machine is at that
+moment. With `--peer`, a row for Hugging Face's GPT-2 of the same sizes under PyTorch (extra
+`huggingface`) follows. Cores differ and are shared, so ratios within a run are what can be
+compared.
 
 CPU-seconds of the whole process per step are steady where wall time on shared cores is not. Each
 mesh runs in a process of its own: its peak memory is the process's. Documents are not regarded, as
@@ -23,7 +25,15 @@ import sys
 import time
 from collections.abc import Callable
 
-MESHES = ("data=1", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2", "pipe=4,data=2", "pipe=4,data=2")
+MESHES = (
+    "data=1",
+    "data=8",
+    "fsdp=8",
+    "data=2,tensor=4",
+    "data=2,fsdp=2,tensor=2",
+    "pipe=4,data=2",
+    "pipe=4,data=2",
+)
 MICROBATCHES = (1, 1, 1, 1, 1, 4, 8)
 """Of each."""
 PEER, MATMULS = "huggingface", "matmuls"
@@ -33,7 +43,11 @@ STEPS, WARMUP = 10, 2
 def measure(mesh: str, settings: dict[str, str]) -> dict:
     """Run STEPS steps under one mesh in this process."""
     started = time.perf_counter()
-    from optimus_jax.devices.cpu import restart_with_huge_pages, return_freed_memory, use_cpu_devices
+    from optimus_jax.devices.cpu import (
+        restart_with_huge_pages,
+        return_freed_memory,
+        use_cpu_devices,
+    )
     from optimus_jax.mesh.axes import AxisSizes
 
     restart_with_huge_pages()
@@ -49,19 +63,37 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     from optimus_jax.training.state import planned_shapes
     from optimus_jax.training.step import build_program
 
-    model = ModelConfig(name="bench", vocab_size=8192, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4,
-                        head_dim=64, mlp_dim=1024, max_length=256)
-    config = Config(model=model, data=DataConfig(global_batch=16, respect_documents=False)).with_values(
-        {"parallel.mesh": mesh, **settings})
+    model = ModelConfig(
+        name="bench",
+        vocab_size=8192,
+        num_layers=4,
+        embed_dim=256,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+        mlp_dim=1024,
+        max_length=256,
+    )
+    config = Config(
+        model=model, data=DataConfig(global_batch=16, respect_documents=False)
+    ).with_values({"parallel.mesh": mesh, **settings})
     plan = plan_for(config, axes, discover())
     plan.validate(model, global_batch=16)
     program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan.axes))
     state = program.init(jnp.int32(0))
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (16, 257), dtype=np.int32)
-    batch = put_batch({
-        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": np.tile(np.arange(256, dtype=np.int32), (16, 1)),
-        "segments": np.zeros((16, 256), np.int32), "loss_mask": np.ones((16, 256), bool),
-        "examples": np.arange(16, dtype=np.int32)}, program.batch_sharding, 16)
+    batch = put_batch(
+        {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "positions": np.tile(np.arange(256, dtype=np.int32), (16, 1)),
+            "segments": np.zeros((16, 256), np.int32),
+            "loss_mask": np.ones((16, 256), bool),
+            "examples": np.arange(16, dtype=np.int32),
+        },
+        program.batch_sharding,
+        16,
+    )
     step = program.train_step.lower(state, batch).compile()
     return_freed_memory()
 
@@ -79,9 +111,21 @@ def measure_huggingface() -> dict:
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
 
-    model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=8192, n_positions=256, n_embd=256, n_layer=4, n_head=4, n_inner=1024, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=8192,
+            n_positions=256,
+            n_embd=256,
+            n_layer=4,
+            n_head=4,
+            n_inner=1024,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
     tokens = torch.randint(0, 8192, (16, 257))
 
@@ -98,14 +142,22 @@ def measure_huggingface() -> dict:
 
 
 def measure_matmuls() -> dict:
-    """The step's matrix products and nothing else, forward and both gradients: what no framework can go below by much."""
+    """The step's matrix products and nothing else, forward and both gradients: what no framework
+    can go below by much.
+    """
     started = time.perf_counter()
     import jax
     import jax.numpy as jnp
 
     jax.config.update("jax_platforms", "cpu")
     tokens, width, layers = 16 * 256, 256, 4
-    sizes = [(width, 3 * width, layers), (width, width, layers), (width, 4 * width, layers), (4 * width, width, layers), (width, 8192, 1)]
+    sizes = [
+        (width, 3 * width, layers),
+        (width, width, layers),
+        (width, 4 * width, layers),
+        (4 * width, width, layers),
+        (width, 8192, 1),
+    ]
     products = []
     for inner, outer, times in sizes:
         x, w, g = jnp.ones((tokens, inner)), jnp.ones((inner, outer)), jnp.ones((tokens, outer))
@@ -133,31 +185,70 @@ def timed(step: Callable[[], float], started: float) -> dict:
         if number >= WARMUP:
             cpu.append(time.process_time() - cpu_before)
             wall.append(time.perf_counter() - wall_before)
-    return {"cpu_s_per_step": statistics.median(cpu), "cpu_s_least": min(cpu), "wall_s_per_step": statistics.median(wall),
-            "first_loss_s": first_loss_s, "loss": loss, "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+    return {
+        "cpu_s_per_step": statistics.median(cpu),
+        "cpu_s_least": min(cpu),
+        "wall_s_per_step": statistics.median(wall),
+        "first_loss_s": first_loss_s,
+        "loss": loss,
+        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mesh", help="measure this one in this process")
-    parser.add_argument("--peer", action="store_true", help="also measure Hugging Face's GPT-2 under PyTorch")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, such as parallel.zero=1")
+    parser.add_argument(
+        "--peer", action="store_true", help="also measure Hugging Face's GPT-2 under PyTorch"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting, such as parallel.zero=1",
+    )
     args = parser.parse_args()
     settings = dict(entry.split("=", 1) for entry in args.set)
     if args.mesh:
-        row = {PEER: measure_huggingface, MATMULS: measure_matmuls}.get(args.mesh, lambda: measure(args.mesh, settings))()
+        row = {PEER: measure_huggingface, MATMULS: measure_matmuls}.get(
+            args.mesh, lambda: measure(args.mesh, settings)
+        )()
         print(json.dumps(row))
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}")
-    print(f"{'mesh':24} {'CPU s/step':>10} {'least':>7} {'wall s/step':>11} {'first loss s':>12} {'peak GB':>8}")
-    rows = [(MATMULS, 1), *([(PEER, 1)] if args.peer else []), *zip(MESHES, MICROBATCHES, strict=True)]
+    print(
+        f"{'mesh':24} {'CPU s/step':>10} {'least':>7} {'wall s/step':>11} {'first loss s':>12}"
+        f" {'peak GB':>8}"
+    )
+    rows = [
+        (MATMULS, 1),
+        *([(PEER, 1)] if args.peer else []),
+        *zip(MESHES, MICROBATCHES, strict=True),
+    ]
     for mesh, microbatches in rows:
         changes = [f"parallel.microbatches={microbatches}", *args.set]
-        command = [sys.executable, __file__, "--mesh", mesh, *(word for entry in changes for word in ("--set", entry))]
-        row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        command = [
+            sys.executable,
+            __file__,
+            "--mesh",
+            mesh,
+            *(word for entry in changes for word in ("--set", entry)),
+        ]
+        row = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[
+                -1
+            ]
+        )
         name = row["mesh"] + (f" m={microbatches}" if microbatches > 1 else "")
-        print(f"{name:24} {row['cpu_s_per_step']:10.3f} {row['cpu_s_least']:7.3f} {row['wall_s_per_step']:11.3f} "
-              f"{row['first_loss_s']:12.1f} {row['peak_rss_gb']:8.2f}", flush=True)
+        print(
+            f"{name:24} {row['cpu_s_per_step']:10.3f} {row['cpu_s_least']:7.3f}"
+            f" {row['wall_s_per_step']:11.3f} {row['first_loss_s']:12.1f}"
+            f" {row['peak_rss_gb']:8.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""A real disturbance: the link between two hosts is cut in mid-run, or one host has other work to do; who stays, who moves, who restarts.
+"""A real disturbance: the link between two hosts is cut in mid-run, or one host has other work to
+do; who stays, who moves, who restarts.
 
-    sudo python benchmarks/disturbance.py run --out runs.jsonl        every contender in every disturbance (goes on where it stopped)
-    python benchmarks/disturbance.py report --out runs.jsonl --picture disturbance.svg
+    sudo python benchmarks/disturbance.py run --out runs.jsonl        every contender in every
+    disturbance (goes on where it stopped) python benchmarks/disturbance.py report --out runs.jsonl
+    --picture disturbance.svg
 
-Two hosts are two network namespaces of this machine, each with a core of its own and a process of four virtual devices. A token bucket (`tc ... tbf`)
-limits the link between them (link-100: to 100 Mbit/s), or processes that do nothing but count take part of the second host's core (load-8: eight of them).
-Making hosts takes root, `ip` and `tc`; they are removed at the end. What is measured is the wall time of a fixed number of steps. Contenders:
+Two hosts are two network namespaces of this machine, each with a core of its own and a process of
+four virtual devices. A token bucket (`tc ... tbf`) limits the link between them (link-100: to 100
+Mbit/s), or processes that do nothing but count take part of the second host's core (load-8: eight
+of them). Making hosts takes root, `ip` and `tc`; they are removed at the end. What is measured is
+the wall time of a fixed number of steps. Contenders:
 
     auto      begins under START with --control auto
     stay      the same with --control off
-    a mesh    begins under that plan and stays: the best of them is the best static plan in hindsight
-    restart   as `stay`, but as soon as the disturbance begins it is stopped, saves, and starts again under the best of those plans, and back when it ends:
+    a mesh    begins under that plan and stays: the best of them is the best static plan in
+    hindsight restart   as `stay`, but as soon as the disturbance begins it is stopped, saves, and
+    starts again under the best of those plans, and back when it ends:
               as somebody would do who watches all the time and knows what is best
 """
 
@@ -32,9 +37,32 @@ from optimus_jax.system.paths import path_argument
 
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
 GLOBAL_BATCH = 8
-MODEL = ["--model", "gpt2-nano", "--set", "model.num_layers=4", "--set", "model.embed_dim=384", "--set", "model.num_heads=6", "--set", "model.num_kv_heads=6",
-         "--set", "model.head_dim=64", "--set", "model.mlp_dim=1536", "--seq-len", "64", "--global-batch", str(GLOBAL_BATCH), "--set", "eval_every=0", "--set",
-         "checkpoint.every=0", "--progress", "none"]
+MODEL = [
+    "--model",
+    "gpt2-nano",
+    "--set",
+    "model.num_layers=4",
+    "--set",
+    "model.embed_dim=384",
+    "--set",
+    "model.num_heads=6",
+    "--set",
+    "model.num_kv_heads=6",
+    "--set",
+    "model.head_dim=64",
+    "--set",
+    "model.mlp_dim=1536",
+    "--seq-len",
+    "64",
+    "--global-batch",
+    str(GLOBAL_BATCH),
+    "--set",
+    "eval_every=0",
+    "--set",
+    "checkpoint.every=0",
+    "--progress",
+    "none",
+]
 START = "data=2,fsdp=4"
 STATIC = ("data=8", "fsdp=8", "data=2,tensor=4", "pipe=2,data=4", "pipe=4,data=2")
 HOSTS = ("oj0", "oj1")
@@ -57,9 +85,16 @@ def two_hosts() -> Iterator[None]:
             address = f"10.77.0.{number + 1}"
             sh(f"ip -n {host} addr add {address}/24 dev v{number}")
             sh(f"ip -n {host} link set v{number} up")
-            # Receivers that wait 40 ms before they acknowledge make some messages of 256 KB take as long.
-            sh(f"ip -n {host} route change 10.77.0.0/24 dev v{number} proto kernel scope link src {address} quickack 1")
-            sh(f"ip -n {host} route change local {address} dev v{number} table local proto kernel scope host src {address} quickack 1")
+            # Receivers that wait 40 ms before they acknowledge make some messages of 256 KB take as
+            # long.
+            sh(
+                f"ip -n {host} route change 10.77.0.0/24 dev v{number} proto kernel scope link src"
+                f" {address} quickack 1"
+            )
+            sh(
+                f"ip -n {host} route change local {address} dev v{number} table local proto kernel"
+                f" scope host src {address} quickack 1"
+            )
             # Processes tell one another the address of their host's name.
             folder = Path("/etc/netns") / host
             folder.mkdir(parents=True)
@@ -87,10 +122,16 @@ class Disturbance:
 
     def begin(self) -> None:
         if self._kind == "load":
-            self._load = [subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"]) for _ in range(self._size)]
+            self._load = [
+                subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"])
+                for _ in range(self._size)
+            ]
         else:
             for number, host in enumerate(HOSTS):
-                sh(f"ip netns exec {host} tc qdisc replace dev v{number} root tbf rate {self._size}mbit burst 64kb latency 200ms")
+                sh(
+                    f"ip netns exec {host} tc qdisc replace dev v{number} root tbf rate"
+                    f" {self._size}mbit burst 64kb latency 200ms"
+                )
 
     def end(self) -> None:
         for process in self._load:
@@ -110,10 +151,34 @@ class Job:
 
     def __init__(self, directory: Path, flags: list[str]) -> None:
         self.directory, port = directory, 5600 + int(time.time()) % 2000
-        self._processes = [subprocess.Popen(
-            ["ip", "netns", "exec", host, "taskset", "-c", str(number), sys.executable, str(TRAIN), "--run-dir", str(directory), "--coordinator", f"10.77.0.1:{port}", "--num-processes", "2",
-             "--process-id", str(number), "--cpu-devices", "4", *flags], stderr=(directory.parent / f"errors{number}.txt").open("w"))
-            for number, host in enumerate(HOSTS)]
+        self._processes = [
+            subprocess.Popen(
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    host,
+                    "taskset",
+                    "-c",
+                    str(number),
+                    sys.executable,
+                    str(TRAIN),
+                    "--run-dir",
+                    str(directory),
+                    "--coordinator",
+                    f"10.77.0.1:{port}",
+                    "--num-processes",
+                    "2",
+                    "--process-id",
+                    str(number),
+                    "--cpu-devices",
+                    "4",
+                    *flags,
+                ],
+                stderr=(directory.parent / f"errors{number}.txt").open("w"),
+            )
+            for number, host in enumerate(HOSTS)
+        ]
 
     def wait_for(self, step: int) -> None:
         """Until that step is done."""
@@ -132,7 +197,10 @@ class Job:
     def end(self, expected: int = 0) -> None:
         codes = [process.wait() for process in self._processes]
         if codes != [expected] * len(HOSTS):
-            raise SystemExit(f"a process failed: {codes}\n{(self.directory.parent / 'errors0.txt').read_text()[-3000:]}")
+            raise SystemExit(
+                "a process failed:"
+                f" {codes}\n{(self.directory.parent / 'errors0.txt').read_text()[-3000:]}"
+            )
 
     def steps(self) -> list[dict]:
         return lines(self.directory / "metrics.jsonl")
@@ -146,7 +214,9 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
-def one_run(contender: str, disturbance: str, num_steps: int, budget_share: float, restart_under: str) -> dict:
+def one_run(
+    contender: str, disturbance: str, num_steps: int, budget_share: float, restart_under: str
+) -> dict:
     """Figures of one contender."""
     mesh = START if contender in ("auto", "stay", "restart") else contender
     flags = [*MODEL, *layout(mesh), "--steps", str(num_steps)]
@@ -172,10 +242,30 @@ def one_run(contender: str, disturbance: str, num_steps: int, budget_share: floa
             restarts_s.append(seconds)
         job.end()
         ended = time.time()
-        return {"contender": contender, "disturbance": disturbance, "num_steps": num_steps, "total_s": round(ended - began, 1), "began": began,
-                "disturbed": disturbed, "mended": mended,
-                "restarts_s": restarts_s, "restart_under": restart_under, "steps": [{"step": row["step"], "plan": row["plan"], "step_time_s": round(row["step_time_s"], 4)} for row in job.steps()],
-                "events": [event for event in job.events() if event["event"] in ("decision", "remesh", "rollback", "plan")]}
+        return {
+            "contender": contender,
+            "disturbance": disturbance,
+            "num_steps": num_steps,
+            "total_s": round(ended - began, 1),
+            "began": began,
+            "disturbed": disturbed,
+            "mended": mended,
+            "restarts_s": restarts_s,
+            "restart_under": restart_under,
+            "steps": [
+                {
+                    "step": row["step"],
+                    "plan": row["plan"],
+                    "step_time_s": round(row["step_time_s"], 4),
+                }
+                for row in job.steps()
+            ],
+            "events": [
+                event
+                for event in job.events()
+                if event["event"] in ("decision", "remesh", "rollback", "plan")
+            ],
+        }
 
 
 def layout(mesh: str) -> list[str]:
@@ -202,12 +292,16 @@ def wait_until(when: float, job: Job) -> None:
 
 
 def forget(cache: Path) -> None:
-    """What controllers of earlier runs have learnt, so that no contender begins with more than another; the hardware profile stays."""
+    """What controllers of earlier runs have learnt, so that no contender begins with more than
+    another; the hardware profile stays.
+    """
     for path in cache.glob("**/control-*.json"):
         path.unlink()
 
 
-def run(out: Path, disturbances: list[str], contenders: list[str], num_steps: int, budget_share: float) -> None:
+def run(
+    out: Path, disturbances: list[str], contenders: list[str], num_steps: int, budget_share: float
+) -> None:
     for disturbance in disturbances:
         for contender in contenders:
             found = {(row["contender"], row["disturbance"]): row for row in lines(out)}
@@ -215,28 +309,61 @@ def run(out: Path, disturbances: list[str], contenders: list[str], num_steps: in
                 continue
             forget(Path(os.environ["XDG_CACHE_HOME"]))
             with two_hosts():
-                row = one_run(contender, disturbance, num_steps, budget_share, best_static(list(found.values()), disturbance) if contender == "restart" else START)
+                row = one_run(
+                    contender,
+                    disturbance,
+                    num_steps,
+                    budget_share,
+                    (
+                        best_static(list(found.values()), disturbance)
+                        if contender == "restart"
+                        else START
+                    ),
+                )
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print({name: value for name, value in row.items() if name not in ("steps", "events")}, flush=True)
+            print(
+                {name: value for name, value in row.items() if name not in ("steps", "events")},
+                flush=True,
+            )
 
 
 def best_static(rows: list[dict], disturbance: str) -> str:
     """The mesh that was fastest with this disturbance, of those that have run."""
-    static = [row for row in rows if row["disturbance"] == disturbance and row["contender"] not in ("auto", "stay", "restart")]
+    static = [
+        row
+        for row in rows
+        if row["disturbance"] == disturbance and row["contender"] not in ("auto", "stay", "restart")
+    ]
     if not static:
-        raise SystemExit(f"restart goes to the best static plan, and none has run under {disturbance}: give --contender some mesh first")
+        raise SystemExit(
+            f"restart goes to the best static plan, and none has run under {disturbance}: give"
+            " --contender some mesh first"
+        )
     return min(static, key=lambda row: row["total_s"])["contender"]
 
 
 def report(out: Path, picture: Path | None) -> None:
     rows = lines(out)
-    print("| disturbance | contender | total: s | against staying | step before, during, after: s | switches |")
+    print(
+        "| disturbance | contender | total: s | against staying | step before, during, after: s |"
+        " switches |"
+    )
     print("|---|---|---|---|---|---|")
     for row in rows:
-        stay = next((each["total_s"] for each in rows if (each["contender"], each["disturbance"]) == ("stay", row["disturbance"])), float("nan"))
-        print(f"| {row['disturbance']} | {row['contender']} | {row['total_s']} | {row['total_s'] / stay - 1:+.0%} | {', '.join(map(seconds, phases(row)))} "
-              f"| {'; '.join(map(told, moves(row))) or ('restarts without steps for ' + ' and '.join(map(str, row['restarts_s'])) + ' s' if row['restarts_s'] else 'none')} |")
+        stay = next(
+            (
+                each["total_s"]
+                for each in rows
+                if (each["contender"], each["disturbance"]) == ("stay", row["disturbance"])
+            ),
+            float("nan"),
+        )
+        print(
+            f"| {row['disturbance']} | {row['contender']} | {row['total_s']} |"
+            f" {row['total_s'] / stay - 1:+.0%} | {', '.join(map(seconds, phases(row)))} "
+            f"| {'; '.join(map(told, moves(row))) or ('restarts without steps for ' + ' and '.join(map(str, row['restarts_s'])) + ' s' if row['restarts_s'] else 'none')} |"
+        )
     for row in rows:
         if row["contender"] == "auto":
             print(f"\n{row['disturbance']}: " + "; ".join(reactions(row)))
@@ -253,8 +380,20 @@ def phases(row: dict) -> list[list[float]]:
 
 
 def finished(row: dict) -> list[tuple[float, float]]:
-    """When each step was finished, and how long it took. A run stands still after the step that it moves at; what a restart takes ends with its first step."""
-    restarted, delays_s = [begun + lasted_s for begun, lasted_s in zip((row["disturbed"], row["mended"]), row["restarts_s"], strict=False)], {event["step"]: event["step_delay_s"] for event in moves(row)}
+    """When each step was finished, and how long it took.
+
+    A run stands still after the step that it moves at; what a restart takes ends with its first
+    step.
+    """
+    restarted, delays_s = (
+        [
+            begun + lasted_s
+            for begun, lasted_s in zip(
+                (row["disturbed"], row["mended"]), row["restarts_s"], strict=False
+            )
+        ],
+        {event["step"]: event["step_delay_s"] for event in moves(row)},
+    )
     when, plan, found = row["began"], row["steps"][WARM_STEPS]["plan"], []
     for step in row["steps"][WARM_STEPS:]:
         is_first = restarted and step["plan"] != plan
@@ -273,19 +412,44 @@ def moves(row: dict) -> list[dict]:
 
 
 def told(event: dict) -> str:
-    return f"{event['event']} after step {event['step']} to {event['layout'].split(', precision')[0]} ({event['step_delay_s']:.2f} s)"
+    return (
+        f"{event['event']} after step {event['step']} to {event['layout'].split(', precision')[0]}"
+        f" ({event['step_delay_s']:.2f} s)"
+    )
 
 
 def reactions(row: dict) -> Iterator[str]:
     """What came when after the disturbance began, and after it ended."""
-    for what, since, until in (("disturbed", row["disturbed"], row["mended"]), ("mended", row["mended"], float("inf"))):
+    for what, since, until in (
+        ("disturbed", row["disturbed"], row["mended"]),
+        ("mended", row["mended"], float("inf")),
+    ):
         events = [event for event in row["events"] if since < event["time_s"] < until]
         noticed = next((event for event in events if event["event"] == "decision"), None)
         moved = next((event for event in events if event["event"] == "remesh"), None)
-        # What was decided before may be withdrawn: the newest decision for what the run then moved to.
-        decided = next((event for event in reversed(events) if moved and event["event"] == "decision" and event["action"] == "switch"
-                        and event["plan"] == moved["plan"] and event["time_s"] < moved["time_s"]), None)
-        times = [f"{name} {event['time_s'] - since:.1f} s" for name, event in (("noticed after", noticed), ("decided after", decided), ("moved after", moved)) if event]
+        # What was decided before may be withdrawn: the newest decision for what the run then moved
+        # to.
+        decided = next(
+            (
+                event
+                for event in reversed(events)
+                if moved
+                and event["event"] == "decision"
+                and event["action"] == "switch"
+                and event["plan"] == moved["plan"]
+                and event["time_s"] < moved["time_s"]
+            ),
+            None,
+        )
+        times = [
+            f"{name} {event['time_s'] - since:.1f} s"
+            for name, event in (
+                ("noticed after", noticed),
+                ("decided after", decided),
+                ("moved after", moved),
+            )
+            if event
+        ]
         yield f"{what}: {', '.join(times) or 'nothing'}"
 
 
@@ -294,27 +458,46 @@ def draw(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(row["disturbance"] for row in rows))
-    figure, axes = plt.subplots(1, len(names), figsize=(5 * len(names), 3.2), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(5 * len(names), 3.2), squeeze=False, layout="constrained"
+    )
     for axis, name in zip(axes[0], names, strict=True):
         for row in (row for row in rows if row["disturbance"] == name):
             times = [0.0, *(when - row["began"] for when, _ in finished(row))]
             axis.plot(times, range(WARM_STEPS, WARM_STEPS + len(times)), label=row["contender"])
             if row["contender"] == "auto":
-                axis.axvspan(row["disturbed"] - row["began"], row["mended"] - row["began"], color="0.9")
+                axis.axvspan(
+                    row["disturbed"] - row["began"], row["mended"] - row["began"], color="0.9"
+                )
         axis.set(xlabel="seconds", ylabel="steps done", title=f"{name} for {LASTS_S:.0f} s")
         axis.legend(frameon=False)
     figure.savefig(path)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--out", type=path_argument, default=Path("runs.jsonl"), help="JSON Lines of runs")
-    parser.add_argument("--disturbance", nargs="+", default=["link-100", "link-20", "load-8"], help="link-MBIT or load-PROCESSES (default: link-100 link-20 load-8)")
-    parser.add_argument("--contender", nargs="+", default=["auto", "stay", *STATIC, "restart"], help="who runs")
+    parser.add_argument(
+        "--out", type=path_argument, default=Path("runs.jsonl"), help="JSON Lines of runs"
+    )
+    parser.add_argument(
+        "--disturbance",
+        nargs="+",
+        default=["link-100", "link-20", "load-8"],
+        help="link-MBIT or load-PROCESSES (default: link-100 link-20 load-8)",
+    )
+    parser.add_argument(
+        "--contender", nargs="+", default=["auto", "stay", *STATIC, "restart"], help="who runs"
+    )
     parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
-    parser.add_argument("--budget-share", type=float, default=0.1, help="controller.budget_share (default: 0.1)")
-    parser.add_argument("--picture", type=path_argument, help="where to draw the report's picture (SVG)")
+    parser.add_argument(
+        "--budget-share", type=float, default=0.1, help="controller.budget_share (default: 0.1)"
+    )
+    parser.add_argument(
+        "--picture", type=path_argument, help="where to draw the report's picture (SVG)"
+    )
     args = parser.parse_args()
     if args.what == "run":
         os.environ["XDG_CACHE_HOME"] = str(args.out.resolve().with_suffix(".cache"))

@@ -1,4 +1,6 @@
-"""A run of several processes that faults are done to (benchmarks/faults.py), and where it runs: on one machine, or on two hosts with a cable between them."""
+"""A run of several processes that faults are done to (benchmarks/faults.py), and where it runs: on
+one machine, or on two hosts with a cable between them.
+"""
 
 import json
 import os
@@ -19,11 +21,47 @@ STEPS, SNAPSHOT_EVERY, CHECKPOINT_EVERY = 40, 4, 10
 DEVICES = 4
 """Virtual ones, dealt out to the processes."""
 SETTINGS = [
-    "--model", "gpt2-nano", "--steps", str(STEPS), "--global-batch", "8", "--seq-len", "32", "--eval-every", "0", "--progress", "plain",
-    "--checkpoint-every", str(CHECKPOINT_EVERY), "--mesh", f"fsdp={DEVICES}", "--resume", "auto",
-    "--set", "model.num_layers=1", "--set", "model.embed_dim=32", "--set", "model.mlp_dim=64", "--set", "model.head_dim=4",
-    "--set", "faults.silence_s=5", "--set", "faults.floor_s=8", "--set", "faults.ceiling_s=30", "--set", "faults.connect_s=20", "--set", "faults.start_s=60", "--set", "faults.stop_s=5",
-    "--set", "faults.heartbeat_s=15"]
+    "--model",
+    "gpt2-nano",
+    "--steps",
+    str(STEPS),
+    "--global-batch",
+    "8",
+    "--seq-len",
+    "32",
+    "--eval-every",
+    "0",
+    "--progress",
+    "plain",
+    "--checkpoint-every",
+    str(CHECKPOINT_EVERY),
+    "--mesh",
+    f"fsdp={DEVICES}",
+    "--resume",
+    "auto",
+    "--set",
+    "model.num_layers=1",
+    "--set",
+    "model.embed_dim=32",
+    "--set",
+    "model.mlp_dim=64",
+    "--set",
+    "model.head_dim=4",
+    "--set",
+    "faults.silence_s=5",
+    "--set",
+    "faults.floor_s=8",
+    "--set",
+    "faults.ceiling_s=30",
+    "--set",
+    "faults.connect_s=20",
+    "--set",
+    "faults.start_s=60",
+    "--set",
+    "faults.stop_s=5",
+    "--set",
+    "faults.heartbeat_s=15",
+]
 LIMIT_S = 100.0
 """Nothing may take longer: then it hangs."""
 STOOD_S = 2.0
@@ -76,9 +114,26 @@ class Job:
         """All processes, by the same command each time."""
         self.starts += 1
         address = f"{self.host}:{_free_port()}"
-        arguments = [*SETTINGS, "--cpu-devices", str(DEVICES // len(self.servers)), "--num-processes", str(len(self.servers)),
-                     "--data", str(self.text), "--run-dir", str(self.run_dir), "--coordinator", address, *self.extra]
-        self.pids = [server.start([*arguments, "--process-id", str(number)], self.log(number), caches=self.caches) for number, server in enumerate(self.servers)]
+        arguments = [
+            *SETTINGS,
+            "--cpu-devices",
+            str(DEVICES // len(self.servers)),
+            "--num-processes",
+            str(len(self.servers)),
+            "--data",
+            str(self.text),
+            "--run-dir",
+            str(self.run_dir),
+            "--coordinator",
+            address,
+            *self.extra,
+        ]
+        self.pids = [
+            server.start(
+                [*arguments, "--process-id", str(number)], self.log(number), caches=self.caches
+            )
+            for number, server in enumerate(self.servers)
+        ]
 
     def log(self, number: int) -> Path:
         return self.run_dir.with_name(f"{self.run_dir.name}.{number}.log")
@@ -109,25 +164,40 @@ class Job:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         path = self.run_dir / name
-        return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+            if path.exists()
+            else []
+        )
 
     @property
     def step(self) -> int:
         return len(self.lines("metrics.jsonl"))
 
     def logs(self) -> str:
-        return "\n".join(self.log(number).read_text(errors="replace")[-3000:] for number in range(len(self.servers)) if self.log(number).exists())
+        return "\n".join(
+            self.log(number).read_text(errors="replace")[-3000:]
+            for number in range(len(self.servers))
+            if self.log(number).exists()
+        )
 
 
 @contextmanager
 def namespaces() -> Iterator[None]:
-    """Two hosts with a cable between them. A name has to lead to a host's own address there, for that is what gloo tells the others."""
+    """Two hosts with a cable between them.
+
+    A name has to lead to a host's own address there, for that is what gloo tells the others.
+    """
     ip("link", "add", "fv0", "type", "veth", "peer", "name", "fv1")
     try:
         for number, name in enumerate(NAMESPACES):
             ip("netns", "add", name)
             ip("link", "set", f"fv{number}", "netns", name)
-            for words in (["addr", "add", f"10.99.0.{number + 1}/24", "dev", f"fv{number}"], ["link", "set", f"fv{number}", "up"], ["link", "set", "lo", "up"]):
+            for words in (
+                ["addr", "add", f"10.99.0.{number + 1}/24", "dev", f"fv{number}"],
+                ["link", "set", f"fv{number}", "up"],
+                ["link", "set", "lo", "up"],
+            ):
                 ip("-n", name, *words)
             hosts = Path("/etc/netns") / name / "hosts"
             hosts.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
-"""Processes of a run that faults are done to, for benchmarks/faults.py: forked from one that has imported everything and has no threads yet.
+"""Processes of a run that faults are done to, for benchmarks/faults.py: forked from one that has
+imported everything and has no threads yet.
 
-`python benchmarks/fault_processes.py` is such a server: a line of JSON on its standard input starts a process, lines on its standard output say
-which began and which ended, and when. It may be started in a network namespace, where its processes then are.
+`python benchmarks/fault_processes.py` is such a server: a line of JSON on its standard input starts
+a process, lines on its standard output say which began and which ended, and when. It may be started
+in a network namespace, where its processes then are.
 """
 
 import importlib.util
@@ -20,8 +22,14 @@ from typing import Any, NoReturn
 import jax
 
 TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0", "OPENBLAS_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
-"""Compile without optimising; no threads before a fork; and train.py need not start itself again for huge pages."""
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0",
+}
+"""Compile without optimising; no threads before a fork; and train.py need not start itself again
+for huge pages."""
 
 
 class Server:
@@ -32,24 +40,36 @@ class Server:
     """
 
     def __init__(self, inside: tuple[str, ...] = ()) -> None:
-        self._process = subprocess.Popen([*inside, sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT)
+        self._process = subprocess.Popen(
+            [*inside, sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | ENVIRONMENT,
+        )
         self._begun: list[int] = []
         self._ended: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
         threading.Thread(target=self._hear, daemon=True).start()
 
     def start(self, arguments: list[str], log: Path, *, caches: bool) -> int:
-        """Begin `train.py arguments`, with compiled programs kept or not; returns its process id."""
+        """Begin `train.py arguments`, with compiled programs kept or not; returns its process
+        id."""
         assert self._process.stdin is not None
         with self._changed:
             count = len(self._begun)
-            self._process.stdin.write(json.dumps({"arguments": arguments, "log": str(log), "caches": caches}) + "\n")
+            self._process.stdin.write(
+                json.dumps({"arguments": arguments, "log": str(log), "caches": caches}) + "\n"
+            )
             self._process.stdin.flush()
-            assert self._changed.wait_for(lambda: len(self._begun) > count, timeout=120), "no process was forked"
+            assert self._changed.wait_for(lambda: len(self._begun) > count, timeout=120), (
+                "no process was forked"
+            )
             return self._begun[-1]
 
     def ended(self, pid: int) -> tuple[int, float] | None:
-        """Exit code, negative for a signal, and when it ended (time.monotonic); None: it has not."""
+        """Exit code, negative for a signal, and when it ended (time.monotonic); None: it has
+        not."""
         with self._changed:
             return self._ended.get(pid)
 

@@ -1,14 +1,18 @@
 """Faults done to a run of several processes, and what became of it.
 
-    python benchmarks/faults.py --out faults.jsonl --repetitions 20           # goes on where it stopped
-    python benchmarks/faults.py --out faults.jsonl --repetitions 20 --processes 4
-    python benchmarks/faults.py --out faults.jsonl --table                     # of what is in the file
+    python benchmarks/faults.py --out faults.jsonl --repetitions 20           # goes on where it
+    stopped python benchmarks/faults.py --out faults.jsonl --repetitions 20 --processes 4
+    python benchmarks/faults.py --out faults.jsonl --table                     # of what is in the
+    file
 
-Each repetition begins a run of a tiny model (fsdp=4: two processes of two virtual devices each, or four of one), does one fault at a random moment, waits for the processes
-to end by themselves, and starts them again by the same command (`--resume auto`), as an engine would, until the run has come to its end.
-What is written down of it: from the fault to the end of the last process; from there to the next finished step; steps that were done twice; and whether
-every loss is the one of a run that nobody disturbed, bit for bit. A repetition in which this machine stood still is done again. The network is cut
-between two network namespaces, and disks that fill up are small file systems in memory: for those one has to be root.
+Each repetition begins a run of a tiny model (fsdp=4: two processes of two virtual devices each, or
+four of one), does one fault at a random moment, waits for the processes to end by themselves, and
+starts them again by the same command (`--resume auto`), as an engine would, until the run has come
+to its end. What is written down of it: from the fault to the end of the last process; from there to
+the next finished step; steps that were done twice; and whether every loss is the one of a run that
+nobody disturbed, bit for bit. A repetition in which this machine stood still is done again. The
+network is cut between two network namespaces, and disks that fill up are small file systems in
+memory: for those one has to be root.
 """
 
 import argparse
@@ -32,22 +36,37 @@ from fault_processes import Server
 from optimus_jax.system.paths import path_argument
 
 
-def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[float]) -> dict[str, Any]:
+def repetition(
+    case: Case, job: Job, draw: random.Random, undisturbed: list[float]
+) -> dict[str, Any]:
     """One fault, and the way to the end of the run."""
     job.start()
     told = case.fault(job, draw)
     began_s, step = time.monotonic(), job.step
     row: dict[str, Any] = {**told, "at_step": step, "is_late": job.is_done}
     waited = job.clock.wait(lambda: all(job.ended(number) for number in told["survivors"]))
-    row |= {"detected_s": None if not told["survivors"] else waited and round(waited, 2), "codes": job.codes(), "hangs": waited is None}
-    if told.get("process") is not None and "wake" not in told and all(job.codes()[number] == 0 for number in told["survivors"]):
-        # That process may have come to its own end in the moment before, which is heard of a little later.
+    row |= {
+        "detected_s": None if not told["survivors"] else waited and round(waited, 2),
+        "codes": job.codes(),
+        "hangs": waited is None,
+    }
+    if (
+        told.get("process") is not None
+        and "wake" not in told
+        and all(job.codes()[number] == 0 for number in told["survivors"])
+    ):
+        # That process may have come to its own end in the moment before, which is heard of a little
+        # later.
         job.clock.wait(job.all_ended)
         row["is_late"] = job.is_done
     if told.get("wake") and not job.ended(told["process"]):
         os.kill(job.pids[told["process"]], signal.SIGCONT)
         woken = job.clock.wait(lambda: job.ended(told["process"]))
-        row |= {"woken_s": woken and round(woken, 2), "codes": job.codes(), "hangs": row["hangs"] or woken is None}
+        row |= {
+            "woken_s": woken and round(woken, 2),
+            "codes": job.codes(),
+            "hangs": row["hangs"] or woken is None,
+        }
     row["said"] = _said(job)
     job.kill()
     _mend(job)
@@ -59,14 +78,35 @@ def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[floa
         if "resumed_at" not in row and (resumed := _resumed(job, before)) is not None:
             job.clock.wait(lambda resumed=resumed: job.step > resumed or job.all_ended())
             # A step that was asked for, but whose line was not written, is not missed by anybody.
-            row |= {"resumed_at": resumed, "steps_lost": step - resumed, "again_s": round(time.monotonic() - began_s, 2), "restart_s": round(time.monotonic() - ended_s, 2)}
+            row |= {
+                "resumed_at": resumed,
+                "steps_lost": step - resumed,
+                "again_s": round(time.monotonic() - began_s, 2),
+                "restart_s": round(time.monotonic() - ended_s, 2),
+            }
         row["hangs"] = job.clock.wait(job.all_ended) is None
         job.kill()
     losses = [line["loss"] for line in job.lines("metrics.jsonl")]
-    row |= {"starts": job.starts, "done": job.is_done, "same_losses": losses == undisturbed, "set_aside": (job.run_dir / "damaged").exists(),
-            "faults_told": len([event for event in job.lines("events.jsonl") if event["event"] == "fault"])}
-    told_well = row["is_late"] or (all(row["codes"][number] in case.codes for number in told["survivors"]) and (row["detected_s"] or 0.0) <= case.within_s)
-    row["ok"] = row["done"] and row["same_losses"] and not row["hangs"] and row.get("steps_lost", 0) <= case.bound and told_well
+    row |= {
+        "starts": job.starts,
+        "done": job.is_done,
+        "same_losses": losses == undisturbed,
+        "set_aside": (job.run_dir / "damaged").exists(),
+        "faults_told": len(
+            [event for event in job.lines("events.jsonl") if event["event"] == "fault"]
+        ),
+    }
+    told_well = row["is_late"] or (
+        all(row["codes"][number] in case.codes for number in told["survivors"])
+        and (row["detected_s"] or 0.0) <= case.within_s
+    )
+    row["ok"] = (
+        row["done"]
+        and row["same_losses"]
+        and not row["hangs"]
+        and row.get("steps_lost", 0) <= case.bound
+        and told_well
+    )
     if not row["ok"]:
         row["logs"] = job.logs()
     return row
@@ -74,14 +114,26 @@ def repetition(case: Case, job: Job, draw: random.Random, undisturbed: list[floa
 
 def _said(job: Job) -> list[str]:
     """What processes said of their end, in a line each."""
-    words = [line for number in range(len(job.servers)) if job.log(number).exists() for line in job.log(number).read_text(errors="replace").splitlines()
-             if line.startswith(("fault:", "error:"))]
+    words = [
+        line
+        for number in range(len(job.servers))
+        if job.log(number).exists()
+        for line in job.log(number).read_text(errors="replace").splitlines()
+        if line.startswith(("fault:", "error:"))
+    ]
     return [word[:200] for word in words]
 
 
 def _resumed(job: Job, before: int) -> int | None:
     """The step that the run goes on from, once it has said so behind that many events."""
-    return next((event["step"] for event in job.lines("events.jsonl")[before:] if event["event"] in ("resume", "start")), None)
+    return next(
+        (
+            event["step"]
+            for event in job.lines("events.jsonl")[before:]
+            if event["event"] in ("resume", "start")
+        ),
+        None,
+    )
 
 
 def _mend(job: Job) -> None:
@@ -94,13 +146,23 @@ def _mend(job: Job) -> None:
 
 def measure(names: list[str], repetitions: int, processes: int, out: Path) -> None:
     """Do what is missing in the file, one of each kind after the other, and add it."""
-    done = {(row["case"], row["repetition"]) for row in _rows(out) if row.get("processes", 2) == processes}
+    done = {
+        (row["case"], row["repetition"])
+        for row in _rows(out)
+        if row.get("processes", 2) == processes
+    }
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
         text = work / "text.txt"
         text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(500)))
-        os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(work / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XDG_CACHE_HOME": str(work)}
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        os.environ |= {
+            "JAX_COMPILATION_CACHE_DIR": str(work / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XDG_CACHE_HOME": str(work),
+        }
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+        )
         server = Server()
         stack.callback(server.close)
         plain = cut = (server,) * processes
@@ -113,15 +175,31 @@ def measure(names: list[str], repetitions: int, processes: int, out: Path) -> No
         for number, name in itertools.product(range(repetitions), names):
             while (name, number) not in done:
                 case, seed = CASES[name], f"{name}/{number}"
-                extra = ["--set", f"checkpoint.snapshot_every={SNAPSHOT_EVERY if case.snapshots else 0}"]
+                extra = [
+                    "--set",
+                    f"checkpoint.snapshot_every={SNAPSHOT_EVERY if case.snapshots else 0}",
+                ]
                 with place_for(case) as folder:
-                    job = Job(run_dir=folder / "run", text=text, servers=cut if case.place == "namespaces" else plain,
-                              host="10.99.0.1" if case.place == "namespaces" else "127.0.0.1", extra=extra, caches=case.caches)
+                    job = Job(
+                        run_dir=folder / "run",
+                        text=text,
+                        servers=cut if case.place == "namespaces" else plain,
+                        host="10.99.0.1" if case.place == "namespaces" else "127.0.0.1",
+                        extra=extra,
+                        caches=case.caches,
+                    )
                     try:
-                        row = {"case": name, "processes": processes, "repetition": number, "seed": seed} | repetition(case, job, random.Random(seed), undisturbed)
+                        row = {
+                            "case": name,
+                            "processes": processes,
+                            "repetition": number,
+                            "seed": seed,
+                        } | repetition(case, job, random.Random(seed), undisturbed)
                     except StoodStill:
                         job.clock = Clock()
-                        print(f"{seed}: the machine stood still; again", file=sys.stderr, flush=True)
+                        print(
+                            f"{seed}: the machine stood still; again", file=sys.stderr, flush=True
+                        )
                         _mend(job)
                         for pid in job.pids:
                             if not any(server.ended(pid) for server in job.servers):
@@ -130,13 +208,26 @@ def measure(names: list[str], repetitions: int, processes: int, out: Path) -> No
                 with open(out, "a") as file:
                     file.write(json.dumps(row) + "\n")
                 done.add((name, number))
-                print(json.dumps({key: value for key, value in row.items() if key != "logs"}), flush=True)
+                print(
+                    json.dumps({key: value for key, value in row.items() if key != "logs"}),
+                    flush=True,
+                )
 
 
 def _undisturbed(work: Path, text: Path, servers: tuple[Server, ...]) -> list[float]:
-    """Losses of a run that nobody disturbed; its times do not matter. One that ended because this machine kept a process standing, as the limits here are short, is begun anew."""
+    """Losses of a run that nobody disturbed; its times do not matter.
+
+    One that ended because this machine kept a process standing, as the limits here are short, is
+    begun anew.
+    """
     for attempt in range(3):
-        job = Job(run_dir=work / f"undisturbed{attempt}", text=text, servers=servers, host="127.0.0.1", extra=["--set", f"checkpoint.snapshot_every={SNAPSHOT_EVERY}"])
+        job = Job(
+            run_dir=work / f"undisturbed{attempt}",
+            text=text,
+            servers=servers,
+            host="127.0.0.1",
+            extra=["--set", f"checkpoint.snapshot_every={SNAPSHOT_EVERY}"],
+        )
         while not job.all_ended():
             with suppress(StoodStill):
                 if job.starts == 0:
@@ -144,7 +235,12 @@ def _undisturbed(work: Path, text: Path, servers: tuple[Server, ...]) -> list[fl
                 job.clock.wait(job.all_ended)
         if job.is_done:
             return [line["loss"] for line in job.lines("metrics.jsonl")]
-        print(job.logs(), f"a run that nobody disturbed ended with {job.codes()}", sep="\n", file=sys.stderr)
+        print(
+            job.logs(),
+            f"a run that nobody disturbed ended with {job.codes()}",
+            sep="\n",
+            file=sys.stderr,
+        )
         if not RESTARTED.union({0}).issuperset(job.codes()):
             break
     raise SystemExit("a run that nobody disturbs does not come to its end")
@@ -156,16 +252,42 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]], repetitions: int) -> str:
     """What is in the file, in Markdown."""
-    lines = ["| fault | processes | repetitions | faults before the end | ended or resumed by itself | noticed after, s: median, most | training again after, s: median, most | steps lost: most (bound) | losses as undisturbed | exit codes |",
-             "|---|---|---|---|---|---|---|---|---|---|"]
-    for processes, name in ((number, name) for number in sorted({row.get("processes", 2) for row in rows}) for name in cases_for(number)):
-        case, mine = CASES[name], [row for row in rows if row["case"] == name and row.get("processes", 2) == processes]
+    lines = [
+        (
+            "| fault | processes | repetitions | faults before the end | ended or resumed by itself"
+            " | noticed after, s: median, most | training again after, s: median, most | steps"
+            " lost: most (bound) | losses as undisturbed | exit codes |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for processes, name in (
+        (number, name)
+        for number in sorted({row.get("processes", 2) for row in rows})
+        for name in cases_for(number)
+    ):
+        case, mine = (
+            CASES[name],
+            [row for row in rows if row["case"] == name and row.get("processes", 2) == processes],
+        )
         met = [row for row in mine if not row["is_late"]]
         lost = [row["steps_lost"] for row in met if "steps_lost" in row]
-        codes = sorted({code for row in met for number, code in enumerate(row["codes"]) if number in row.get("survivors", ())}, key=str)
+        codes = sorted(
+            {
+                code
+                for row in met
+                for number, code in enumerate(row["codes"])
+                if number in row.get("survivors", ())
+            },
+            key=str,
+        )
         missing = "" if len(mine) >= repetitions else f" ({repetitions - len(mine)} missing)"
-        lines.append(f"| {name} | {processes} | {len(mine)}{missing} | {len(met)} | {sum(row['done'] and not row['hangs'] for row in mine)} | {_spread(met, 'detected_s')} | {_spread(met, 'again_s')} | "
-                     f"{max(lost, default='-')} ({case.bound}) | {sum(row['same_losses'] for row in mine)} | {', '.join(map(str, codes)) or '-'} |")
+        lines.append(
+            f"| {name} | {processes} | {len(mine)}{missing} | {len(met)} |"
+            f" {sum(row['done'] and not row['hangs'] for row in mine)} |"
+            f" {_spread(met, 'detected_s')} | {_spread(met, 'again_s')} | {max(lost, default='-')}"
+            f" ({case.bound}) | {sum(row['same_losses'] for row in mine)} |"
+            f" {', '.join(map(str, codes)) or '-'} |"
+        )
     return "\n".join(lines)
 
 
@@ -175,16 +297,28 @@ def _spread(rows: list[dict[str, Any]], name: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=path_argument, required=True, help="JSON Lines, added to")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--processes", type=int, choices=(2, 4), default=2)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="NAME", help="default: all that can be done to so many processes; " + ", ".join(CASES))
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=list(CASES),
+        metavar="NAME",
+        help="default: all that can be done to so many processes; " + ", ".join(CASES),
+    )
     parser.add_argument("--table", action="store_true", help="only print what is in the file")
     given = parser.parse_args()
     if not given.table:
         if beyond := [name for name in given.cases or () if name not in cases_for(given.processes)]:
-            parser.error(f"{', '.join(beyond)}: done to {len(NAMESPACES)} processes, not {given.processes}")
-        measure(given.cases or cases_for(given.processes), given.repetitions, given.processes, given.out)
+            parser.error(
+                f"{', '.join(beyond)}: done to {len(NAMESPACES)} processes, not {given.processes}"
+            )
+        measure(
+            given.cases or cases_for(given.processes), given.repetitions, given.processes, given.out
+        )
     print(table(_rows(given.out), given.repetitions))
     sys.exit(0 if all(row["ok"] for row in _rows(given.out)) else 1)

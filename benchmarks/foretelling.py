@@ -1,13 +1,16 @@
-"""How well the controller's predictor foretells plans that were never run, from a few that were: measured on this machine.
+"""How well the controller's predictor foretells plans that were never run, from a few that were:
+measured on this machine.
 
-    python benchmarks/regret.py measure --out plans.jsonl       run all plans of two small models on 8 virtual devices (goes on where it stopped)
-    python benchmarks/foretelling.py --plans plans.jsonl        teach some of them, foretell all others
+    python benchmarks/regret.py measure --out plans.jsonl       run all plans of two small models on
+    8 virtual devices (goes on where it stopped) python benchmarks/foretelling.py --plans
+    plans.jsonl        teach some of them, foretell all others
 
-For each number of plans taught, many times: that many are drawn at random, the predictor learns their step times, and says those of
-all others. *error* is the mean of the absolute logarithm of measured over foretold; *inside*, how many of the others lie
-within its nine-in-ten intervals, as they are and (*compared*) as ratios to a plan that was taught, which is what
-switches are decided by; *sure*, of the plans that it calls faster than that one with a probability of 0.9 or more, how many are.
-Beside it: the cost model alone, and the cost model times one common factor.
+For each number of plans taught, many times: that many are drawn at random, the predictor learns
+their step times, and says those of all others. *error* is the mean of the absolute logarithm of
+measured over foretold; *inside*, how many of the others lie within its nine-in-ten intervals, as
+they are and (*compared*) as ratios to a plan that was taught, which is what switches are decided
+by; *sure*, of the plans that it calls faster than that one with a probability of 0.9 or more, how
+many are. Beside it: the cost model alone, and the cost model times one common factor.
 """
 
 import argparse
@@ -71,11 +74,24 @@ def scored(queries: Sequence, log_times: np.ndarray, taught: int) -> Score:
         seen, others = order[:taught], order[taught:]
         predictor = Predictor()
         for place in seen:
-            predictor.learn(queries[place], log_time=float(log_times[place]), noise=NOISE, count=regret.NUM_STEPS, step=1)
+            predictor.learn(
+                queries[place],
+                log_time=float(log_times[place]),
+                noise=NOISE,
+                count=regret.NUM_STEPS,
+                step=1,
+            )
         forecast = predictor.foretell(queries)
         factor = np.mean(log_times[seen] - cost_model[seen])
-        errors.append([np.abs(log_times - guess)[others].mean() for guess in (forecast.mean, cost_model, cost_model + factor)])
-        inside += (np.abs(log_times - forecast.mean) < NINE_IN_TEN * np.sqrt(np.diag(forecast.covariance)))[others].tolist()
+        errors.append(
+            [
+                np.abs(log_times - guess)[others].mean()
+                for guess in (forecast.mean, cost_model, cost_model + factor)
+            ]
+        )
+        inside += (
+            np.abs(log_times - forecast.mean) < NINE_IN_TEN * np.sqrt(np.diag(forecast.covariance))
+        )[others].tolist()
         here = int(seen[-1])
         for other in others.tolist():
             mean, deviation = forecast.ratio(other, here)
@@ -84,33 +100,72 @@ def scored(queries: Sequence, log_times: np.ndarray, taught: int) -> Score:
             if NormalDist(mean, deviation).cdf(0.0) >= SURE:
                 claims.append(true < 0)
     error, alone, scaled = np.mean(errors, axis=0).tolist()
-    return Score(taught=taught, error=error, cost_model=alone, scaled=scaled, inside=float(np.mean(inside)), compared=float(np.mean(compared)),
-                 sure=float(np.mean(claims)) if claims else math.nan, claims=len(claims))
+    return Score(
+        taught=taught,
+        error=error,
+        cost_model=alone,
+        scaled=scaled,
+        inside=float(np.mean(inside)),
+        compared=float(np.mean(compared)),
+        sure=float(np.mean(claims)) if claims else math.nan,
+        claims=len(claims),
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=path_argument, default=Path("plans.jsonl"), help="JSON Lines that regret.py has measured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plans",
+        type=path_argument,
+        default=Path("plans.jsonl"),
+        help="JSON Lines that regret.py has measured",
+    )
     args = parser.parse_args()
     if not args.plans.exists():
-        print(f"error: {args.plans} is not there; measure it: python benchmarks/regret.py measure --out {args.plans}", file=sys.stderr)
+        print(
+            f"error: {args.plans} is not there; measure it: python benchmarks/regret.py measure"
+            f" --out {args.plans}",
+            file=sys.stderr,
+        )
         return 2
     from optimus_jax.devices.cpu import use_cpu_devices
 
     use_cpu_devices(regret.NUM_DEVICES)
     from optimus_jax.control.deciding.prices import query
 
-    here, rows = regret.measured_here(), [json.loads(line) for line in args.plans.read_text().splitlines()]
+    here, rows = (
+        regret.measured_here(),
+        [json.loads(line) for line in args.plans.read_text().splitlines()],
+    )
     for name in regret.MODELS:
-        measured = {row["plan"]: row["step_time_s"] for row in rows if row["model"] == name and row.get("round", 0) == 0}
+        measured = {
+            row["plan"]: row["step_time_s"]
+            for row in rows
+            if row["model"] == name and row.get("round", 0) == 0
+        }
         pricing = here.pricing(regret.config_of(name))
         plans = [plan for plan in regret.plans_of(name) if plan.digest in measured]
-        queries, log_times = [query(plan, pricing, "now") for plan in plans], np.log([measured[plan.digest] for plan in plans])
-        print(f"\n{name}: {len(plans)} plans measured, {math.exp(log_times.min()):.3f} to {math.exp(log_times.max()):.3f} s per step; {DRAWS} draws each")
-        print(f"  {'taught':>6} {'error':>8} {'cost model':>11} {'x factor':>9} {'inside':>8} {'compared':>9} {'sure':>7} {'claims':>8}")
+        queries, log_times = (
+            [query(plan, pricing, "now") for plan in plans],
+            np.log([measured[plan.digest] for plan in plans]),
+        )
+        print(
+            f"\n{name}: {len(plans)} plans measured, {math.exp(log_times.min()):.3f} to"
+            f" {math.exp(log_times.max()):.3f} s per step; {DRAWS} draws each"
+        )
+        print(
+            f"  {'taught':>6} {'error':>8} {'cost model':>11} {'x factor':>9} {'inside':>8}"
+            f" {'compared':>9} {'sure':>7} {'claims':>8}"
+        )
         for taught in TAUGHT:
             score = scored(queries, log_times, taught)
-            print(f"  {score.taught:>6} {score.error:>8.1%} {score.cost_model:>11.1%} {score.scaled:>9.1%} {score.inside:>8.1%} {score.compared:>9.1%} {score.sure:>7.1%} {score.claims:>8}")
+            print(
+                f"  {score.taught:>6} {score.error:>8.1%} {score.cost_model:>11.1%}"
+                f" {score.scaled:>9.1%} {score.inside:>8.1%} {score.compared:>9.1%}"
+                f" {score.sure:>7.1%} {score.claims:>8}"
+            )
     return 0
 
 

@@ -1,24 +1,30 @@
-"""Kills a run that switches its plan, at any instant, resumes it, and looks whether anything was lost.
+"""Kills a run that switches its plan, at any instant, resumes it, and looks whether anything was
+lost.
 
     python benchmarks/kill_fuzz.py --kills 100 --out kills.jsonl     goes on where it stopped
     python benchmarks/kill_fuzz.py --report --out kills.jsonl        a table by phase
 
-A real training run with scripted switches (kill_victim.py) gets SIGKILL, is resumed, killed again, and so on, until it comes to its end.
-Half of the kills come there and then, just before or after a write, a sync, a rename, a group of arrays that moves, a checksum, a step; among
-them are lines of the journal of which only half is written. The others come from outside, at a moment drawn evenly from the time that a
-phase takes. What has to hold after every kill:
+A real training run with scripted switches (kill_victim.py) gets SIGKILL, is resumed, killed again,
+and so on, until it comes to its end. Half of the kills come there and then, just before or after a
+write, a sync, a rename, a group of arrays that moves, a checksum, a step; among them are lines of
+the journal of which only half is written. The others come from outside, at a moment drawn evenly
+from the time that a phase takes. What has to hold after every kill:
 
-* the journal can be read and has at most one switch without an end, the last; plan.json is one of that switch's two plans, and if it
-  has ended, the one that the end says; what a resume would go on with is known, and one of the two;
-* the process that resumes goes on under that plan; the switch that the run died in gets an end, and its plan is reported as failed;
+* the journal can be read and has at most one switch without an end, the last; plan.json is one of
+  that switch's two plans, and if it has ended, the one that the end says; what a resume would go on
+  with is known, and one of the two;
+* the process that resumes goes on under that plan; the switch that the run died in gets an end, and
+  its plan is reported as failed;
 
 and of a run that has come to its end:
 
 * it has every step once, and no process has ended in an error;
-* the same steps, done again without any interruption under the plans that it had them under, give the same losses and
-  the same state, bit for bit; and the losses are within 1e-5 of those of a run that never left its first plan.
+* the same steps, done again without any interruption under the plans that it had them under, give
+  the same losses and the same state, bit for bit; and the losses are within 1e-5 of those of a run
+  that never left its first plan.
 
-SIGKILL ends a process and not the machine: what was written and not synced survives it. Power failures are left to tests of the order of writes.
+SIGKILL ends a process and not the machine: what was written and not synced survives it. Power
+failures are left to tests of the order of writes.
 """
 
 import argparse
@@ -33,12 +39,24 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # or numpy starts threads, and a process that has any cannot be forked
+# or numpy starts threads, and a process that has any cannot be forked
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import jax.numpy as jnp
 import numpy as np
 from kill_processes import Kill, Task, Victims
-from kill_victim import MODEL, MOVE_BYTES, SCENES, START, STEPS, config_of, phase_of, plan_of, run, use_devices
+from kill_victim import (
+    MODEL,
+    MOVE_BYTES,
+    SCENES,
+    START,
+    STEPS,
+    config_of,
+    phase_of,
+    plan_of,
+    run,
+    use_devices,
+)
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig
@@ -64,11 +82,25 @@ TORN_SHARE = 0.3
 """Of kills before a line of the journal."""
 F32_RELATIVE = 1e-5
 """What every plan is held to."""
-PHASES = ("prepare", "quiesce", "move", "verify", "commit", "canary", "rollback", "checkpoint", "resume")
+PHASES = (
+    "prepare",
+    "quiesce",
+    "move",
+    "verify",
+    "commit",
+    "canary",
+    "rollback",
+    "checkpoint",
+    "resume",
+)
 ESSENTIAL = (
-    Kill(instant="do/prepared/compile plan >", count=1, delay_s=None), Kill(instant="carry out/switch/begin/append <", count=1, delay_s=None, is_torn=True),
-    Kill(instant="carry out/switch/release >", count=2, delay_s=None), Kill(instant="carry out/switch/commit/write plan/replace >", count=1, delay_s=None),
-    Kill(instant="first steps <", count=2, delay_s=None), Kill(instant="keep/end/append <", count=1, delay_s=None, is_torn=True))
+    Kill(instant="do/prepared/compile plan >", count=1, delay_s=None),
+    Kill(instant="carry out/switch/begin/append <", count=1, delay_s=None, is_torn=True),
+    Kill(instant="carry out/switch/release >", count=2, delay_s=None),
+    Kill(instant="carry out/switch/commit/write plan/replace >", count=1, delay_s=None),
+    Kill(instant="first steps <", count=2, delay_s=None),
+    Kill(instant="keep/end/append <", count=1, delay_s=None, is_torn=True),
+)
 """A short version: one kill in each phase of a switch."""
 
 
@@ -106,15 +138,24 @@ def moments_of(trace: Path) -> dict[str, list[Moment]]:
 
 
 def draw(moments: dict[str, list[Moment]], chance: random.Random) -> Kill:
-    """A kill: every phase is as likely, and in a phase every kind of instant, or else every moment of its time."""
+    """A kill: every phase is as likely, and in a phase every kind of instant, or else every moment
+    of its time.
+    """
     among = moments[chance.choice(sorted(moments))]
     if chance.random() < 0.5:
         [moment] = chance.choices(among, [each.lasts_s for each in among])
-        return Kill(instant=moment.instant, count=moment.count, delay_s=chance.uniform(0, moment.lasts_s))
+        return Kill(
+            instant=moment.instant, count=moment.count, delay_s=chance.uniform(0, moment.lasts_s)
+        )
     instant = chance.choice(sorted({each.instant for each in among}))
     counts = [each.count for each in among if each.instant == instant]
     count = min(chance.choices(counts, k=2))  # a run that was resumed comes to fewer
-    return Kill(instant=instant, count=count, delay_s=None, is_torn=instant.endswith("append <") and chance.random() < TORN_SHARE)
+    return Kill(
+        instant=instant,
+        count=count,
+        delay_s=None,
+        is_torn=instant.endswith("append <") and chance.random() < TORN_SHARE,
+    )
 
 
 # What has to hold.
@@ -123,32 +164,61 @@ def draw(moments: dict[str, list[Moment]], chance: random.Random) -> Kill:
 def last_switch(run_dir: Path) -> SwitchRecord | None:
     """The last one in the journal; raises WrongError if the record contradicts itself."""
     records = switches(run_dir)
-    check(all(record.ending for record in records[:-1]), f"a switch without an end, and another after it: {[record.ending for record in records]}")
+    check(
+        all(record.ending for record in records[:-1]),
+        f"a switch without an end, and another after it: {[record.ending for record in records]}",
+    )
     return records[-1] if records else None
 
 
 def plan_after(run_dir: Path, first: Plan) -> Plan:
-    """What a resume has to go on with, by what the journal says; checked against the rest of the disk."""
+    """What a resume has to go on with, by what the journal says; checked against the rest of the
+    disk.
+    """
     last, text = last_switch(run_dir), RunDirectory(run_dir, writer=False).plan_text()
-    due = first if last is None else last.target if last.ending in ("kept", "stopped") else last.source
-    check(plan_to_resume(run_dir) in ({due.to_json()} if last or text else {None}), "a resume goes on under another plan")
+    due = (
+        first
+        if last is None
+        else last.target
+        if last.ending in ("kept", "stopped")
+        else last.source
+    )
+    check(
+        plan_to_resume(run_dir) in ({due.to_json()} if last or text else {None}),
+        "a resume goes on under another plan",
+    )
     if text is not None:
         allowed = [due] if last is None or last.ending is not None else [last.source, last.target]
-        check(Plan.from_json(text) in allowed, f"plan.json has {Plan.from_json(text).axes}, the journal {[plan.axes for plan in allowed]}")
+        check(
+            Plan.from_json(text) in allowed,
+            f"plan.json has {Plan.from_json(text).axes}, the journal"
+            f" {[plan.axes for plan in allowed]}",
+        )
     return due
 
 
 def check_resumed(run_dir: Path, trace: Path, due: Plan, died: SwitchRecord | None) -> None:
-    """Of a process that has been resumed: the plan that it went on under, and what it made of the switch that the run died in."""
-    notes = [line for line in map(json.loads, trace.read_text().splitlines()) if "instant" not in line]
+    """Of a process that has been resumed: the plan that it went on under, and what it made of the
+    switch that the run died in.
+    """
+    notes = [
+        line for line in map(json.loads, trace.read_text().splitlines()) if "instant" not in line
+    ]
     begun = [line["begins"] for line in notes if "begins" in line]
     if not begun:  # it was killed before
         return
     check(begun == [due.digest], f"{begun} goes on, not {due.digest}")
     if died is not None:
-        ends = [record.ending for record in switches(run_dir) if (record.step, record.source, record.target) == (died.step, died.source, died.target)]
+        ends = [
+            record.ending
+            for record in switches(run_dir)
+            if (record.step, record.source, record.target) == (died.step, died.source, died.target)
+        ]
         check("died" in ends, f"the switch that the run died in has ended as {ends}")
-        check({"failed": died.target.digest} in notes, "the plan that the run died under is not reported as failed")
+        check(
+            {"failed": died.target.digest} in notes,
+            "the plan that the run died under is not reported as failed",
+        )
 
 
 class Replay:
@@ -164,7 +234,12 @@ class Replay:
     @cached_property
     def _stream(self):
         config = self._config
-        return load_data(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size, model_name=MODEL).train
+        return load_data(
+            config.data,
+            seq_len=config.seq_len,
+            vocab_size=config.model.vocab_size,
+            model_name=MODEL,
+        ).train
 
     @cache  # noqa: B019, one replay lives as long as the program
     def _executable(self, plan: Plan) -> Executable:
@@ -172,7 +247,11 @@ class Replay:
 
     @cache  # noqa: B019
     def _move(self, source: Plan, target: Plan) -> Move:
-        return Move(self._executable(source).layout, self._executable(target).layout, budget_bytes=MOVE_BYTES)
+        return Move(
+            self._executable(source).layout,
+            self._executable(target).layout,
+            budget_bytes=MOVE_BYTES,
+        )
 
     def of(self, plans: list[Plan]) -> tuple[list[float], dict[str, int]]:
         """Losses of steps under these plans, and the checksums of the stored state after them."""
@@ -182,17 +261,32 @@ class Replay:
             if following != plan:
                 state = self._move(plan, following).run(state)
             plan, program = following, self._executable(following).program
-            loader = BatchLoader(self._stream, seq_len=self._config.seq_len, global_batch=self._config.data.global_batch, seed=self._config.seed,
-                                 rows=local_rows(program.batch_sharding, self._config.data.global_batch), respect_documents=self._config.data.respect_documents)
-            state, metrics = program.train_step(state, put_batch(loader.batch(step), program.batch_sharding, self._config.data.global_batch))
+            loader = BatchLoader(
+                self._stream,
+                seq_len=self._config.seq_len,
+                global_batch=self._config.data.global_batch,
+                seed=self._config.seed,
+                rows=local_rows(program.batch_sharding, self._config.data.global_batch),
+                respect_documents=self._config.data.respect_documents,
+            )
+            state, metrics = program.train_step(
+                state,
+                put_batch(
+                    loader.batch(step), program.batch_sharding, self._config.data.global_batch
+                ),
+            )
             losses.append(float(metrics["loss"]))
         program = self._executable(plan).program
-        return losses, checksums(to_stored(state, program.shapes, program.plan, program.state_shardings))
+        return losses, checksums(
+            to_stored(state, program.shapes, program.plan, program.state_shardings)
+        )
 
     def saved(self, run_dir: Path, step: int, plan: Plan) -> dict[str, int]:
         """The checksums of a checkpoint."""
         program = self._executable(plan).program
-        wanted = abstract_stored_state(program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh)
+        wanted = abstract_stored_state(
+            program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
+        )
         checkpoints = Checkpoints(run_dir / "checkpoints", CheckpointConfig())
         sums = checksums(checkpoints.restore(wanted, step, paddable=may_be_padded).state)
         checkpoints.close()
@@ -202,15 +296,26 @@ class Replay:
 def check_ended(run_dir: Path, replay: Replay, plans: dict[str, Plan]) -> None:
     """A run that has come to its end."""
     history = RunDirectory(run_dir, writer=False).metrics()
-    check([record.step for record in history] == list(range(1, STEPS + 1)), f"steps {[record.step for record in history]}")
+    check(
+        [record.step for record in history] == list(range(1, STEPS + 1)),
+        f"steps {[record.step for record in history]}",
+    )
     last = plan_after(run_dir, plans[history[0].plan])
     check(history[-1].plan == last.digest, "the last step was under another plan")
     lineage = [plans[record.plan] for record in history]
     losses, sums = replay.of(lineage)
-    check(losses == [record.loss for record in history], f"losses {[record.loss for record in history]}, without interruption {losses}")
-    check(sums == replay.saved(run_dir, STEPS, last), "the state is another than without interruption")
+    check(
+        losses == [record.loss for record in history],
+        f"losses {[record.loss for record in history]}, without interruption {losses}",
+    )
+    check(
+        sums == replay.saved(run_dir, STEPS, last), "the state is another than without interruption"
+    )
     stayed, _ = replay.of([plans[plan_of(START).digest]] * STEPS)
-    check(np.allclose(losses, stayed, rtol=F32_RELATIVE, atol=0), f"losses {losses}, in a run that never switched {stayed}")
+    check(
+        np.allclose(losses, stayed, rtol=F32_RELATIVE, atol=0),
+        f"losses {losses}, in a run that never switched {stayed}",
+    )
 
 
 # Runs.
@@ -253,39 +358,73 @@ class Ground:
         trace.unlink(missing_ok=True)
         is_begun = (run_dir / "config.json").exists()
         first = plan_of(START)
-        due, before = (plan_after(run_dir, first), last_switch(run_dir)) if is_begun else (first, None)
+        due, before = (
+            (plan_after(run_dir, first), last_switch(run_dir)) if is_begun else (first, None)
+        )
         died = before if before is not None and before.ending is None else None
         end = self.victims.run(replace(self.task, kill=kill, is_stubborn=is_stubborn))
-        check(end.is_killed or end.code == 0, f"a process has ended with {end.code}: see {self.folder / 'log'}")
+        check(
+            end.is_killed or end.code == 0,
+            f"a process has ended with {end.code}: see {self.folder / 'log'}",
+        )
         if trace.exists():
             check_resumed(run_dir, trace, due, died)
         row: dict = {"killed": end.is_killed, "cpu_s": round(end.cpu_s, 2)}
         if end.is_killed and kill is not None:
             left = plan_after(run_dir, first) if (run_dir / "config.json").exists() else first
             open_switch = last_switch(run_dir)
-            row |= {"phase": phase_of(kill.instant), "kill": asdict(kill), "goes_on_under": str(left.axes),
-                    "in_a_switch": bool(open_switch and open_switch.ending is None), "checkpoints": sorted(
-                        int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit())}
+            row |= {
+                "phase": phase_of(kill.instant),
+                "kill": asdict(kill),
+                "goes_on_under": str(left.axes),
+                "in_a_switch": bool(open_switch and open_switch.ending is None),
+                "checkpoints": sorted(
+                    int(path.name)
+                    for path in (run_dir / "checkpoints").glob("*")
+                    if path.name.isdigit()
+                ),
+            }
         return row
 
 
 def fuzz(ground: Ground, num_kills: int, seed: int, out: Path) -> None:
     """Runs that are killed until there are enough kills; a line for each."""
-    moments = [census(replace(ground, task=replace(ground.task, scenes=(number,)))) for number in range(len(SCENES))]
+    moments = [
+        census(replace(ground, task=replace(ground.task, scenes=(number,))))
+        for number in range(len(SCENES))
+    ]
     done = rows_of(out)
     number, count = 1 + max((row["run"] for row in done), default=0), len(done)
     while count < num_kills:
         chance = random.Random(f"{seed} {number}")
         scenes = tuple(chance.sample(range(len(SCENES)), k=1 + (chance.random() < TWO_SHARE)))
-        kills: list[Kill | None] = [draw(moments[chance.choice(scenes)], chance) for _ in range(chance.randint(2, MOST_KILLS))]
+        kills: list[Kill | None] = [
+            draw(moments[chance.choice(scenes)], chance)
+            for _ in range(chance.randint(2, MOST_KILLS))
+        ]
         stubborn = [chance.random() < STUBBORN_SHARE for _ in kills]
-        rows = replace(ground, task=replace(ground.task, scenes=scenes)).chain(kills, is_stubborn=stubborn)
+        rows = replace(ground, task=replace(ground.task, scenes=scenes)).chain(
+            kills, is_stubborn=stubborn
+        )
         total_s, killed = sum(row["cpu_s"] for row in rows), [row for row in rows if row["killed"]]
         with out.open("a") as file:
             for row in killed:
-                file.write(json.dumps({"run": number, "scenes": scenes, "cpu_s_per_kill": round(total_s / len(killed), 2), **row}) + "\n")
+                file.write(
+                    json.dumps(
+                        {
+                            "run": number,
+                            "scenes": scenes,
+                            "cpu_s_per_kill": round(total_s / len(killed), 2),
+                            **row,
+                        }
+                    )
+                    + "\n"
+                )
         number, count = number + 1, count + len(killed)
-        print(f"{count} kills: {', '.join(row['phase'] for row in killed)}; {total_s:.0f} CPU-s", flush=True)
+        print(
+            f"{count} kills: {', '.join(row['phase'] for row in killed)}; {total_s:.0f} CPU-s",
+            flush=True,
+        )
 
 
 def census(ground: Ground) -> dict[str, list[Moment]]:
@@ -303,22 +442,48 @@ def report(out: Path) -> None:
     by_phase: dict[str, list[dict]] = defaultdict(list)
     for row in rows_of(out):
         by_phase[row["phase"]].append(row)
-    print("| phase | kills | there and then | half a line | from outside | in a switch | instants |\n|---|---|---|---|---|---|---|")
+    print(
+        "| phase | kills | there and then | half a line | from outside | in a switch | instants"
+        " |\n|---|---|---|---|---|---|---|"
+    )
     for phase in PHASES:
         rows = by_phase[phase]
-        kinds = Counter("half a line" if row["kill"]["is_torn"] else "then" if row["kill"]["delay_s"] is None else "outside" for row in rows)
-        print(f"| {phase} | {len(rows)} | {kinds['then']} | {kinds['half a line']} | {kinds['outside']} | {sum(row['in_a_switch'] for row in rows)} "
-              f"| {len({row['kill']['instant'] for row in rows})} |")
+        kinds = Counter(
+            (
+                "half a line"
+                if row["kill"]["is_torn"]
+                else "then"
+                if row["kill"]["delay_s"] is None
+                else "outside"
+            )
+            for row in rows
+        )
+        print(
+            f"| {phase} | {len(rows)} | {kinds['then']} | {kinds['half a line']} |"
+            f" {kinds['outside']} | {sum(row['in_a_switch'] for row in rows)} |"
+            f" {len({row['kill']['instant'] for row in rows})} |"
+        )
     rows = rows_of(out)
-    print(f"{len(rows)} kills in {len({row['run'] for row in rows})} runs, {sum(row['cpu_s_per_kill'] for row in rows) / max(1, len(rows)):.1f} CPU-s each")
+    print(
+        f"{len(rows)} kills in {len({row['run'] for row in rows})} runs,"
+        f" {sum(row['cpu_s_per_kill'] for row in rows) / max(1, len(rows)):.1f} CPU-s each"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100, help="in all (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
-    parser.add_argument("--out", type=path_argument, default=Path("kills.jsonl"), help="JSON Lines, a kill each")
-    parser.add_argument("--essential", action="store_true", help=f"only {len(ESSENTIAL)} kills, one in each phase of one switch")
+    parser.add_argument(
+        "--out", type=path_argument, default=Path("kills.jsonl"), help="JSON Lines, a kill each"
+    )
+    parser.add_argument(
+        "--essential",
+        action="store_true",
+        help=f"only {len(ESSENTIAL)} kills, one in each phase of one switch",
+    )
     parser.add_argument("--report", action="store_true", help="a table of what is there")
     args = parser.parse_args()
     if args.report:
@@ -326,16 +491,30 @@ def main() -> int:
         return 0
     folder = Path(tempfile.mkdtemp(prefix="kill_fuzz-"))
     text = folder / "text.txt"
-    text.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n" for n in range(300)))
+    text.write_text(
+        "".join(
+            f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n"
+            for n in range(300)
+        )
+    )
     victims = Victims(folder / "log", run)  # before JAX starts here
     use_devices(str(folder / "cache"), is_kept=True)
-    task = Task(run_dir=str(folder / "run"), text=str(text), trace=str(folder / "trace"), cache=str(folder / "cache"), scenes=(0,))
-    plans = {plan.digest: plan for plan in map(plan_of, (START, *(scene.settings for scene in SCENES)))}
+    task = Task(
+        run_dir=str(folder / "run"),
+        text=str(text),
+        trace=str(folder / "trace"),
+        cache=str(folder / "cache"),
+        scenes=(0,),
+    )
+    plans = {
+        plan.digest: plan for plan in map(plan_of, (START, *(scene.settings for scene in SCENES)))
+    }
     ground = Ground(folder=folder, victims=victims, replay=Replay(text), plans=plans, task=task)
     try:
         if args.essential:
             there = plan_of(SCENES[0].settings)
-            ground.replay.of([plan_of(START), there, plan_of(START), there])  # compiled here, once for all processes
+            # compiled here, once for all processes
+            ground.replay.of([plan_of(START), there, plan_of(START), there])
             rows = ground.chain(list(ESSENTIAL), is_stubborn=[True] * len(ESSENTIAL))
             print(json.dumps(rows))
         else:

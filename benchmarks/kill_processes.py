@@ -1,6 +1,7 @@
 """Processes that get killed, for benchmarks/kill_fuzz.py.
 
-They are forked from one that has imported everything and has no threads yet, which saves them the imports.
+They are forked from one that has imported everything and has no threads yet, which saves them the
+imports.
 """
 
 import json
@@ -70,7 +71,9 @@ class End:
 
 
 class Victims:
-    """Runs tasks in processes of their own. Make it before JAX has started: what it begins is the process that they are forked from.
+    """Runs tasks in processes of their own.
+
+    Make it before JAX has started: what it begins is the process that they are forked from.
 
     Args:
       log: where they print.
@@ -122,7 +125,11 @@ def _serve(asked: int, told: int, log: Path, run: Run) -> None:
         _, status, usage = os.wait4(pid, 0)
         os.close(heard)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        end = End(is_killed=killed, code=status if not killed else 0, cpu_s=usage.ru_utime + usage.ru_stime)
+        end = End(
+            is_killed=killed,
+            code=status if not killed else 0,
+            cpu_s=usage.ru_utime + usage.ru_stime,
+        )
         os.write(told, json.dumps(asdict(end)).encode() + b"\n")
     os._exit(0)
 

@@ -1,10 +1,11 @@
 """A training run that can be killed at any instant: what benchmarks/kill_fuzz.py kills and resumes.
 
-The run is a real one (`optimus_jax.train`, control=auto, 8 virtual devices) but for its advisor, which decides what some of SCENES
-say: two of them are switches that are kept, one is taken back after its first steps, and of one the verification fails.
-An *instant* is a moment just before or after something that a switch, a checkpoint or a resume does. Its name is the
-path of what is under way: `switch/commit/write plan/replace <` is before plan.json is replaced, `>` after. A run
-writes each instant that it comes to into a trace; at the one that it was told it kills itself, or has
+The run is a real one (`optimus_jax.train`, control=auto, 8 virtual devices) but for its advisor,
+which decides what some of SCENES say: two of them are switches that are kept, one is taken back
+after its first steps, and of one the verification fails. An *instant* is a moment just before or
+after something that a switch, a checkpoint or a resume does. Its name is the path of what is under
+way: `switch/commit/write plan/replace <` is before plan.json is replaced, `>` after. A run writes
+each instant that it comes to into a trace; at the one that it was told it kills itself, or has
 itself killed from outside some microseconds later.
 """
 
@@ -57,9 +58,25 @@ MODEL = "gpt2-nano"
 MOVE_BYTES = 2**14
 """Of state on the way at the same time: some ten groups."""
 TINY = {
-    "steps": STEPS, "global_batch": 8, "seq_len": 16, "lr": 1e-2, "eval_every": 0, "progress": "none", "control": "auto", "checkpoint_every": 3,
-    "controller.canary_steps": 2, "controller.probe_share": 0, "controller.move_bytes": MOVE_BYTES, "model.num_layers": 3, "model.embed_dim": 16,
-    "model.num_heads": 8, "model.num_kv_heads": 8, "model.head_dim": 2, "model.mlp_dim": 32, "model.dropout": 0.1}
+    "steps": STEPS,
+    "global_batch": 8,
+    "seq_len": 16,
+    "lr": 1e-2,
+    "eval_every": 0,
+    "progress": "none",
+    "control": "auto",
+    "checkpoint_every": 3,
+    "controller.canary_steps": 2,
+    "controller.probe_share": 0,
+    "controller.move_bytes": MOVE_BYTES,
+    "model.num_layers": 3,
+    "model.embed_dim": 16,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 8,
+    "model.head_dim": 2,
+    "model.mlp_dim": 32,
+    "model.dropout": 0.1,
+}
 START = {"parallel.mesh": "data=8"}
 
 Fate = Literal["kept", "taken back", "failed"]
@@ -75,7 +92,10 @@ class Scene:
 
 
 SCENES = (
-    Scene(settings={"parallel.mesh": "pipe=2,data=2,tensor=2", "parallel.microbatches": 2}, fate="kept"),
+    Scene(
+        settings={"parallel.mesh": "pipe=2,data=2,tensor=2", "parallel.microbatches": 2},
+        fate="kept",
+    ),
     Scene(settings={"parallel.mesh": "fsdp=8", "parallel.zero": 3}, fate="taken back"),
     Scene(settings={"parallel.mesh": "data=4,fsdp=2", "parallel.zero": 1}, fate="failed"),
     Scene(settings={"parallel.mesh": "data=2,tensor=4"}, fate="kept"),
@@ -150,7 +170,11 @@ class Instants:
 
         @wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if only_inside and not self.path and threading.current_thread() is threading.main_thread():
+            if (
+                only_inside
+                and not self.path
+                and threading.current_thread() is threading.main_thread()
+            ):
                 return function(*args, **kwargs)
             self.path.append(called)
             try:
@@ -168,16 +192,21 @@ def _tear(journal: Journal, values: dict[str, Any]) -> None:
     """What a crash may leave of a line."""
     line = json.dumps(values).encode()
     with open(journal._path, "ab", buffering=0) as file:
-        file.write(line[:len(line) // 2])
+        file.write(line[: len(line) // 2])
 
 
 def instrument(instants: Instants) -> None:
     """Instants of everything that a switch, a checkpoint and a resume do."""
     for owner, names in (
-            (Preparation, ("do",)), (Switcher, ("_prepared", "switch", "take_back", "keep", "stop")), (Controller, ("carry_out",)),
-            (Move, ("compile", "carry", "release")), (switch_module, ("compile_plan", "_loss", "_brought_back")),
-            (Journal, ("begin", "commit", "end", "recover", "_append")), (RunDirectory, ("write_config", "write_plan", "go_back_to")),
-            (Checkpoints, ("save", "wait", "restore"))):
+        (Preparation, ("do",)),
+        (Switcher, ("_prepared", "switch", "take_back", "keep", "stop")),
+        (Controller, ("carry_out",)),
+        (Move, ("compile", "carry", "release")),
+        (switch_module, ("compile_plan", "_loss", "_brought_back")),
+        (Journal, ("begin", "commit", "end", "recover", "_append")),
+        (RunDirectory, ("write_config", "write_plan", "go_back_to")),
+        (Checkpoints, ("save", "wait", "restore")),
+    ):
         for name in names:
             instants.around(owner, name)
     instants.around(ShardSums, "of", "sums")
@@ -196,14 +225,24 @@ def instrument(instants: Instants) -> None:
 
 
 PHASES = (
-    ("rollback", {"take back", "brought back"}), ("canary", {"keep", "stop", "first steps"}),
-    ("resume", {"recover", "go back to", "write config", "restore"}), ("checkpoint", {"save", "wait"}), ("prepare", {"do"}),
-    ("move", {"carry", "release"}), ("verify", {"sums", "loss"}), ("commit", {"commit"}), ("rollback", {"end"}), ("quiesce", {"carry out"}))
+    ("rollback", {"take back", "brought back"}),
+    ("canary", {"keep", "stop", "first steps"}),
+    ("resume", {"recover", "go back to", "write config", "restore"}),
+    ("checkpoint", {"save", "wait"}),
+    ("prepare", {"do"}),
+    ("move", {"carry", "release"}),
+    ("verify", {"sums", "loss"}),
+    ("commit", {"commit"}),
+    ("rollback", {"end"}),
+    ("quiesce", {"carry out"}),
+)
 """A phase of a run, and what is under way in it; the first that fits counts."""
 
 
 def phase_of(instant: str) -> str:
-    """Writes that no phase has asked for are the beginning of a run, in the main thread, and else a checkpoint's."""
+    """Writes that no phase has asked for are the beginning of a run, in the main thread, and else a
+    checkpoint's.
+    """
     under_way = set(instant[:-2].split("/"))
     found = next((phase for phase, names in PHASES if names & under_way), None)
     return found or ("resume" if "write plan" in under_way else "checkpoint")
@@ -213,7 +252,8 @@ def phase_of(instant: str) -> str:
 
 
 class Scripted(Advisor):
-    """An advisor that decides what the scenes of its task say, but not for a plan that has failed."""
+    """An advisor that decides what the scenes of its task say, but not for a plan that has
+    failed."""
 
     instants: Instants
     task: Task
@@ -233,9 +273,24 @@ class Scripted(Advisor):
         self._asked, plan = scene, plan_of(scene.settings)
         if plan == self._plan or (plan.digest in self._failed and not self.task.is_stubborn):
             return None
-        chosen = Alternative(plan=plan, rung="remesh", step_time_s=1.0, gain_s=1.0, cost_s=0.1, probability=0.95, verdict=CHOSEN)
-        return Decision(step=observation.step, action="switch", why="the script says so", plan=plan, rung="remesh",
-                        at_step=observation.step + NOTICE_STEPS, alternatives=(chosen,))
+        chosen = Alternative(
+            plan=plan,
+            rung="remesh",
+            step_time_s=1.0,
+            gain_s=1.0,
+            cost_s=0.1,
+            probability=0.95,
+            verdict=CHOSEN,
+        )
+        return Decision(
+            step=observation.step,
+            action="switch",
+            why="the script says so",
+            plan=plan,
+            rung="remesh",
+            at_step=observation.step + NOTICE_STEPS,
+            alternatives=(chosen,),
+        )
 
     @property
     def fate(self) -> Fate:
@@ -267,7 +322,13 @@ def fulfil(advisor: Scripted) -> None:
             raise switch_module._NotTheSameError("the script says so")
 
     def judge(times_s: Any, **_: object) -> Verdict:
-        return Verdict(keep=advisor.fate != "taken back", why="the script says so", step_time_s=None, before_s=1.0, predicted_s=1.0)
+        return Verdict(
+            keep=advisor.fate != "taken back",
+            why="the script says so",
+            step_time_s=None,
+            before_s=1.0,
+            predicted_s=1.0,
+        )
 
     switch_module._check_loss = check
     chair_module.judge = judge
@@ -276,16 +337,29 @@ def fulfil(advisor: Scripted) -> None:
 def known_devices(_: object) -> LocalCluster:
     """It is known how fast these are."""
     cluster = Cluster.of(discover())
-    rates = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
-    return LocalCluster(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=rates,
-                records=Path("unused"))
+    rates = Rates(
+        accelerator="cpu",
+        source="made up",
+        matmul_flops_per_s=5e10,
+        f32_matmul_flops_per_s=5e10,
+        memory_bytes_per_s=6e9,
+        num_cores=0.0,
+    )
+    return LocalCluster(
+        cluster=replace(
+            cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
+        ),
+        rates=rates,
+        records=Path("unused"),
+    )
 
 
 def use_devices(cache: str, *, is_kept: bool) -> None:
     """Virtual devices, and compiled programs from a directory.
 
     Args:
-      is_kept: whether what is compiled now is added there: not by a process that may be killed while it writes.
+      is_kept: whether what is compiled now is added there: not by a process that may be killed
+        while it writes.
     """
     use_cpu_devices(DEVICES)
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -302,7 +376,8 @@ def run(task: Task, killer: int) -> None:
 
     def wait(self: Preparation) -> bool:
         with suppress(Exception):
-            self.result()  # so that switches come at the steps that the script says, however long compiling takes
+            # so that switches come at the steps that the script says, however long compiling takes
+            self.result()
         return is_ready(self)
 
     Preparation.is_ready_everywhere = wait

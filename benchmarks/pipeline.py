@@ -1,13 +1,15 @@
-"""What pipeline schedules cost: memory of the compiled step, work per step, and time against the ideal.
+"""What pipeline schedules cost: memory of the compiled step, work per step, and time against the
+ideal.
 
-    python benchmarks/pipeline.py memory       bytes of the compiled step by schedule and microbatches
-    python benchmarks/pipeline.py ticks        work of a step against the useful work and the idle entries
-    python benchmarks/pipeline.py path         seconds of each kind of tick, and the critical path that they make
-    python benchmarks/pipeline.py processes    two processes pinned to a core each, pipe=2: step time against (m + 1) / m
+    python benchmarks/pipeline.py memory       bytes of the compiled step by schedule and
+    microbatches python benchmarks/pipeline.py ticks        work of a step against the useful work
+    and the idle entries python benchmarks/pipeline.py path         seconds of each kind of tick,
+    and the critical path that they make python benchmarks/pipeline.py processes    two processes
+    pinned to a core each, pipe=2: step time against (m + 1) / m
 
-Virtual devices share the cores of one machine: they show work, not latency. `path` therefore measures
-what a tick costs and puts the ticks of a schedule together; `processes` measures wall time, with a
-core for each stage.
+Virtual devices share the cores of one machine: they show work, not latency. `path` therefore
+measures what a tick costs and puts the ticks of a schedule together; `processes` measures wall
+time, with a core for each stage.
 """
 
 import argparse
@@ -27,11 +29,24 @@ ROWS_PER_MICROBATCH = 2
 SEQ_LEN = 256
 NUM_LAYERS = 8
 STAGES = 4
-SCHEDULES = (("gpipe", "keep"), ("gpipe", "recompute"), ("1f1b", "keep"), ("1f1b", "recompute"), ("interleaved", "keep"),
-             ("interleaved", "recompute"))
+SCHEDULES = (
+    ("gpipe", "keep"),
+    ("gpipe", "recompute"),
+    ("1f1b", "keep"),
+    ("1f1b", "recompute"),
+    ("interleaved", "keep"),
+    ("interleaved", "recompute"),
+)
 
 
-def built(mesh: str, microbatches: int, settings: dict, *, num_layers: int = NUM_LAYERS, vocab_size: int = 8192):
+def built(
+    mesh: str,
+    microbatches: int,
+    settings: dict,
+    *,
+    num_layers: int = NUM_LAYERS,
+    vocab_size: int = 8192,
+):
     """Program, and the abstract state and batch that it is compiled for."""
     import jax
     import jax.numpy as jnp
@@ -45,16 +60,44 @@ def built(mesh: str, microbatches: int, settings: dict, *, num_layers: int = NUM
 
     axes = AxisSizes.parse(mesh)
     batch = ROWS_PER_MICROBATCH * microbatches * axes.data
-    model = ModelConfig(name="bench", vocab_size=vocab_size, num_layers=num_layers, embed_dim=256, num_heads=4, num_kv_heads=4,
-                        head_dim=64, mlp_dim=1024, max_length=SEQ_LEN)
-    config = Config(model=model, data=DataConfig(global_batch=batch, respect_documents=False)).with_values(
-        {"parallel.mesh": mesh, "parallel.microbatches": microbatches, **settings})
+    model = ModelConfig(
+        name="bench",
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        embed_dim=256,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+        mlp_dim=1024,
+        max_length=SEQ_LEN,
+    )
+    config = Config(
+        model=model, data=DataConfig(global_batch=batch, respect_documents=False)
+    ).with_values({"parallel.mesh": mesh, "parallel.microbatches": microbatches, **settings})
     plan = plan_for(config, axes, discover())
     plan.validate(model, global_batch=batch)
-    program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan.axes, jax.devices()[: plan.num_devices]))
-    rows = {"tokens": (SEQ_LEN,), "targets": (SEQ_LEN,), "positions": (SEQ_LEN,), "segments": (SEQ_LEN,), "loss_mask": (SEQ_LEN,), "examples": ()}
-    abstract = {name: jax.ShapeDtypeStruct((batch, *shape), jnp.bool_ if name == "loss_mask" else jnp.int32, sharding=program.batch_sharding)
-                for name, shape in rows.items()}
+    program = build_program(
+        config,
+        planned_shapes(model, plan),
+        plan,
+        build_mesh(plan.axes, jax.devices()[: plan.num_devices]),
+    )
+    rows = {
+        "tokens": (SEQ_LEN,),
+        "targets": (SEQ_LEN,),
+        "positions": (SEQ_LEN,),
+        "segments": (SEQ_LEN,),
+        "loss_mask": (SEQ_LEN,),
+        "examples": (),
+    }
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            (batch, *shape),
+            jnp.bool_ if name == "loss_mask" else jnp.int32,
+            sharding=program.batch_sharding,
+        )
+        for name, shape in rows.items()
+    }
     return program, jax.eval_shape(program.init, jnp.int32(0)), abstract
 
 
@@ -67,18 +110,34 @@ def memory(microbatches: tuple[int, ...]) -> None:
 
     use_cpu_devices(STAGES)
     hidden_mb = ROWS_PER_MICROBATCH * SEQ_LEN * 256 * jnp.float32(0).nbytes / 1e6
-    print(f"pipe={STAGES}, {NUM_LAYERS} layers of width 256, microbatches of {ROWS_PER_MICROBATCH} x {SEQ_LEN} tokens, f32; "
-          f"one stage input {hidden_mb:.2f} MB; MB per device")
-    print(f"{'schedule':24} {'m':>4} {'temp':>8}   slots: inputs residuals cotangents   most in flight")
+    print(
+        f"pipe={STAGES}, {NUM_LAYERS} layers of width 256, microbatches of {ROWS_PER_MICROBATCH} x"
+        f" {SEQ_LEN} tokens, f32; one stage input {hidden_mb:.2f} MB; MB per device"
+    )
+    print(
+        f"{'schedule':24} {'m':>4} {'temp':>8}   slots: inputs residuals cotangents   most in"
+        " flight"
+    )
     for schedule, residuals in SCHEDULES:
         for count in microbatches:
-            program, state, batch = built(f"pipe={STAGES}", count, {"parallel.schedule": schedule, "parallel.stage_residuals": residuals})
+            program, state, batch = built(
+                f"pipe={STAGES}",
+                count,
+                {"parallel.schedule": schedule, "parallel.stage_residuals": residuals},
+            )
             # Layouts and buffers are decided before LLVM optimises.
-            compiled = program.train_step.lower(state, batch).compile({"xla_backend_optimization_level": 0})
+            compiled = program.train_step.lower(state, batch).compile(
+                {"xla_backend_optimization_level": 0}
+            )
             table = program.plan.schedule()
             rings = Buffers.of(table, keep_residuals=residuals == "keep")
-            print(f"{schedule + ' ' + residuals:24} {count:4} {compiled.memory_analysis().temp_size_in_bytes / 1e6:8.2f}   "
-                  f"{rings.num_inputs:13} {rings.num_residuals:9} {rings.num_cotangents:10}   {int(table.in_flight().max()):14}", flush=True)
+            print(
+                f"{schedule + ' ' + residuals:24} {count:4}"
+                f" {compiled.memory_analysis().temp_size_in_bytes / 1e6:8.2f}  "
+                f" {rings.num_inputs:13} {rings.num_residuals:9} {rings.num_cotangents:10}  "
+                f" {int(table.in_flight().max()):14}",
+                flush=True,
+            )
 
 
 def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tuple[float, float]:
@@ -91,10 +150,17 @@ def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tupl
     state = program.init(jnp.int32(0))
     size = batch_shapes["tokens"].shape[0]
     random, rows = np.random.default_rng(0), local_rows(program.batch_sharding, size)
-    values = {"tokens": random.integers(0, 8192, (size, SEQ_LEN), dtype=np.int32), "targets": random.integers(0, 8192, (size, SEQ_LEN), dtype=np.int32),
-              "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (size, 1)), "segments": np.zeros((size, SEQ_LEN), np.int32),
-              "loss_mask": np.ones((size, SEQ_LEN), bool), "examples": np.arange(size, dtype=np.int32)}
-    batch = put_batch({name: value[rows] for name, value in values.items()}, program.batch_sharding, size)
+    values = {
+        "tokens": random.integers(0, 8192, (size, SEQ_LEN), dtype=np.int32),
+        "targets": random.integers(0, 8192, (size, SEQ_LEN), dtype=np.int32),
+        "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (size, 1)),
+        "segments": np.zeros((size, SEQ_LEN), np.int32),
+        "loss_mask": np.ones((size, SEQ_LEN), bool),
+        "examples": np.arange(size, dtype=np.int32),
+    }
+    batch = put_batch(
+        {name: value[rows] for name, value in values.items()}, program.batch_sharding, size
+    )
     step = program.train_step.lower(state, batch).compile()
     cpu, wall = [], []
     for _ in range(steps + 2):
@@ -115,22 +181,42 @@ def ticks(microbatches: tuple[int, ...]) -> None:
     per_microbatch_s = cpu_seconds_per_step(one, shapes)[0]
     two, _, shapes = built("data=1", 2, {})
     per_microbatch_s = cpu_seconds_per_step(two, shapes)[0] - per_microbatch_s
-    print(f"one device: a microbatch of {ROWS_PER_MICROBATCH} x {SEQ_LEN} tokens takes {per_microbatch_s:.3f} CPU-s more")
-    print(f"{'schedule':24} {'m':>4} {'CPU-s/step':>10} {'useful':>8} {'idle slots':>10} {'work * (1 - idle)':>17}")
-    for schedule, residuals in (("gpipe", "keep"), ("1f1b", "keep"), ("1f1b", "recompute"), ("interleaved", "keep")):
+    print(
+        f"one device: a microbatch of {ROWS_PER_MICROBATCH} x {SEQ_LEN} tokens takes"
+        f" {per_microbatch_s:.3f} CPU-s more"
+    )
+    print(
+        f"{'schedule':24} {'m':>4} {'CPU-s/step':>10} {'useful':>8} {'idle slots':>10}"
+        f" {'work * (1 - idle)':>17}"
+    )
+    for schedule, residuals in (
+        ("gpipe", "keep"),
+        ("1f1b", "keep"),
+        ("1f1b", "recompute"),
+        ("interleaved", "keep"),
+    ):
         for count in microbatches:
-            program, _, shapes = built(f"pipe={STAGES}", count, {"parallel.schedule": schedule, "parallel.stage_residuals": residuals})
+            program, _, shapes = built(
+                f"pipe={STAGES}",
+                count,
+                {"parallel.schedule": schedule, "parallel.stage_residuals": residuals},
+            )
             cpu_s, _ = cpu_seconds_per_step(program, shapes)
             idle = program.plan.schedule().idle_fraction
-            print(f"{schedule + ' ' + residuals:24} {count:4} {cpu_s:10.3f} {count * per_microbatch_s:8.3f} {idle:10.3f} {cpu_s * (1 - idle):17.3f}", flush=True)
+            print(
+                f"{schedule + ' ' + residuals:24} {count:4} {cpu_s:10.3f}"
+                f" {count * per_microbatch_s:8.3f} {idle:10.3f} {cpu_s * (1 - idle):17.3f}",
+                flush=True,
+            )
 
 
 def path(microbatches: tuple[int, ...]) -> None:
-    """Cost of a tick by kind, measured, and what it says of whole steps, beside their measured times.
+    """Cost of a tick by kind, measured, and what it says of whole steps, beside their measured
+    times.
 
-    Forward ticks are dear by what a table costs more whose microbatches go through the stages one after
-    the other, backward ticks likewise; the head by what a microbatch more costs beyond one tick of each.
-    No other schedule is used for that: their times are foretold.
+    Forward ticks are dear by what a table costs more whose microbatches go through the stages one
+    after the other, backward ticks likewise; the head by what a microbatch more costs beyond one
+    tick of each. No other schedule is used for that: their times are foretold.
     """
     from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.pipeline.schedule import lay_out
@@ -141,13 +227,17 @@ def path(microbatches: tuple[int, ...]) -> None:
     ran_late = (few - 1) * (STAGES - 1)
 
     def measured(name: str, count: int, repeats: int = 1) -> float:
-        program, _, shapes = built(f"pipe={STAGES}", count, {"parallel.schedule": name, "parallel.repeats": repeats})
+        program, _, shapes = built(
+            f"pipe={STAGES}", count, {"parallel.schedule": name, "parallel.repeats": repeats}
+        )
         return cpu_seconds_per_step(program, shapes, steps=6)[0] / STAGES
 
     def with_spacing(count: int, forward: int, backward: int) -> float:
         start = np.arange(count)[:, None]
         turn = forward * (count - 1) + STAGES
-        table = lay_out("spaced", forward * start, turn + backward * start, num_stages=STAGES, latency=1)
+        table = lay_out(
+            "spaced", forward * start, turn + backward * start, num_stages=STAGES, latency=1
+        )
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(table.to_json())
             file.flush()
@@ -159,20 +249,38 @@ def path(microbatches: tuple[int, ...]) -> None:
     per_microbatch_s = (with_spacing(many, 1, 1) - together) / (many - few)
     head_s = per_microbatch_s - forward_s - backward_s
     rest_s = together - few * per_microbatch_s - (STAGES - 1) * (forward_s + backward_s)
-    print(f"a stage's CPU-s: forward tick {forward_s:.4f}, backward tick {backward_s:.4f}, head {head_s:.4f}, once per step {rest_s:.4f}")
-    print(f"{'schedule':14} {'m':>4} {'ticks':>6} {'foretold s':>10} {'measured s':>10} {'ratio':>6} {'bubble, foretold':>16} {'formula':>8} {'measured':>9}")
+    print(
+        f"a stage's CPU-s: forward tick {forward_s:.4f}, backward tick {backward_s:.4f}, head"
+        f" {head_s:.4f}, once per step {rest_s:.4f}"
+    )
+    print(
+        f"{'schedule':14} {'m':>4} {'ticks':>6} {'foretold s':>10} {'measured s':>10} {'ratio':>6}"
+        f" {'bubble, foretold':>16} {'formula':>8} {'measured':>9}"
+    )
     for name, repeats in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         for count in (few, many):
-            table = make_schedule(name, num_stages=STAGES, num_microbatches=count, num_repeats=repeats)
+            table = make_schedule(
+                name, num_stages=STAGES, num_microbatches=count, num_repeats=repeats
+            )
             costs = forward_s / repeats, backward_s / repeats, head_s
-            predicted_s, measured_s = table.critical_path(*costs) + rest_s, measured(name, count, repeats)
+            predicted_s, measured_s = (
+                table.critical_path(*costs) + rest_s,
+                measured(name, count, repeats),
+            )
             ideal_s = table.ideal_time(*costs)
-            print(f"{name:14} {count:4} {table.num_ticks:6} {predicted_s:10.3f} {measured_s:10.3f} {measured_s / predicted_s:6.3f} "
-                  f"{table.bubble(*costs):16.3f} {(STAGES - 1) / (count * repeats):8.3f} {(measured_s - rest_s) / ideal_s - 1:9.3f}", flush=True)
+            print(
+                f"{name:14} {count:4} {table.num_ticks:6} {predicted_s:10.3f} {measured_s:10.3f}"
+                f" {measured_s / predicted_s:6.3f} {table.bubble(*costs):16.3f}"
+                f" {(STAGES - 1) / (count * repeats):8.3f}"
+                f" {(measured_s - rest_s) / ideal_s - 1:9.3f}",
+                flush=True,
+            )
 
 
 def processes(microbatches: tuple[int, ...]) -> None:
-    """Step time of two processes with a core each. In the ideal the fill and drain of two stages add one microbatch's time.
+    """Step time of two processes with a core each.
+
+    In the ideal the fill and drain of two stages add one microbatch's time.
 
     A microbatch's time is the slope of a line through all step times.
     """
@@ -182,15 +290,43 @@ def processes(microbatches: tuple[int, ...]) -> None:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        workers = [subprocess.Popen(["taskset", "-c", str(number), sys.executable, __file__, "worker", "--microbatches", str(count),
-                                     "--process-id", str(number), "--port", str(port)], stdout=subprocess.PIPE, text=True, env=environment)
-                   for number in range(2)]
-        times[count] = max(json.loads(worker.communicate()[0].splitlines()[-1])["wall_s"] for worker in workers)
+        workers = [
+            subprocess.Popen(
+                [
+                    "taskset",
+                    "-c",
+                    str(number),
+                    sys.executable,
+                    __file__,
+                    "worker",
+                    "--microbatches",
+                    str(count),
+                    "--process-id",
+                    str(number),
+                    "--port",
+                    str(port),
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for number in range(2)
+        ]
+        times[count] = max(
+            json.loads(worker.communicate()[0].splitlines()[-1])["wall_s"] for worker in workers
+        )
     per_microbatch_s = statistics.linear_regression(list(times), list(times.values())).slope
-    print(f"pipe=2, a process and a core for each stage; a microbatch adds {per_microbatch_s:.4f} s")
-    print(f"{'m':>4} {'s/step':>8} {'s per microbatch':>16} {'(m+1)/m':>8} {'measured / ideal':>16}")
+    print(
+        f"pipe=2, a process and a core for each stage; a microbatch adds {per_microbatch_s:.4f} s"
+    )
+    print(
+        f"{'m':>4} {'s/step':>8} {'s per microbatch':>16} {'(m+1)/m':>8} {'measured / ideal':>16}"
+    )
     for count, time_s in times.items():
-        print(f"{count:4} {time_s:8.3f} {time_s / count:16.4f} {(count + 1) / count:8.3f} {time_s / (per_microbatch_s * (count + 1)):16.3f}")
+        print(
+            f"{count:4} {time_s:8.3f} {time_s / count:16.4f} {(count + 1) / count:8.3f}"
+            f" {time_s / (per_microbatch_s * (count + 1)):16.3f}"
+        )
 
 
 def worker(count: int, process_id: int, port: int) -> None:
@@ -207,13 +343,22 @@ def worker(count: int, process_id: int, port: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("memory", "ticks", "path", "processes", "worker"))
-    parser.add_argument("--microbatches", type=int, nargs="+", help="numbers of microbatches to try")
+    parser.add_argument(
+        "--microbatches", type=int, nargs="+", help="numbers of microbatches to try"
+    )
     parser.add_argument("--process-id", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    defaults: dict[str, tuple[Callable, tuple[int, ...]]] = {"memory": (memory, (4, 8, 16, 64)), "ticks": (ticks, (4, 16)), "path": (path, (4, 16)), "processes": (processes, (1, 2, 4, 8, 16))}
+    defaults: dict[str, tuple[Callable, tuple[int, ...]]] = {
+        "memory": (memory, (4, 8, 16, 64)),
+        "ticks": (ticks, (4, 16)),
+        "path": (path, (4, 16)),
+        "processes": (processes, (1, 2, 4, 8, 16)),
+    }
     if args.what == "worker":
         worker(args.microbatches[0], args.process_id, args.port)
         return

@@ -1,15 +1,18 @@
 """How well the planner's time model predicts measured steps.
 
-    python benchmarks/planner.py --vtrain DIR              # whole models, and whole widths, left out; DIR has the CSV files
-    python benchmarks/planner.py --fit A.csv --test B.csv  # fitted to some rows, asked about others; several files may be given
-    python benchmarks/planner.py --published               # layouts and throughputs that others have published (published.json)
-    python benchmarks/planner.py --ranks                   # where the layouts that people chose come in this project's own ranking; 2 minutes
+    python benchmarks/planner.py --vtrain DIR              # whole models, and whole widths, left
+    out; DIR has the CSV files python benchmarks/planner.py --fit A.csv --test B.csv  # fitted to
+    some rows, asked about others; several files may be given python benchmarks/planner.py
+    --published               # layouts and throughputs that others have published (published.json)
+    python benchmarks/planner.py --ranks                   # where the layouts that people chose
+    come in this project's own ranking; 2 minutes
     ... --json                                             # every figure as JSON
 
-Rows are iteration times of GPT under Megatron on A100s, published by vTrain (Bang et al., MICRO 2024,
-https://github.com/VIA-Research/vTrain). They are read from a folder and are no part of this project. A row is turned
-into (ModelConfig, Plan, Cluster) and priced by `optimus_jax.planning.cost.cost.predict`, as the planner's own candidates
-are; only the style is Megatron's. What the rows do not say is told from them, and written where it is used.
+Rows are iteration times of GPT under Megatron on A100s, published by vTrain (Bang et al., MICRO
+2024, https://github.com/VIA-Research/vTrain). They are read from a folder and are no part of this
+project. A row is turned into (ModelConfig, Plan, Cluster) and priced by
+`optimus_jax.planning.cost.cost.predict`, as the planner's own candidates are; only the style is
+Megatron's. What the rows do not say is told from them, and written where it is used.
 """
 
 import argparse
@@ -37,28 +40,65 @@ DEVICES_PER_HOST = 8
 NETWORK = "between=12.5GB/s"
 """Of vTrain's cluster: four ports of 200 Gb/s for the eight devices of a host."""
 VOCAB_SIZES = {True: 50257, False: 51200}
-"""On one node, and on several. GPT-2's has rows that are not aligned, and at tensor=1 the head is three times as slow as its FLOPs at
-tensor=2 say. On several nodes it is not; models and devices there are those of arXiv:2104.04473, which has 51200."""
+"""On one node, and on several. GPT-2's has rows that are not aligned, and at tensor=1 the head is
+three times as slow as its FLOPs at tensor=2 say. On several nodes it is not; models and devices
+there are those of arXiv:2104.04473, which has 51200."""
 STATE_BYTES, MEMORY_BYTES = 18, 80e9
 """Of a parameter with Adam in mixed precision; of a device."""
 ONE_NODE, SEVERAL_NODES = "single_node.csv", "multi_node.csv"
-TARGETS = {"mape": "0.08 on one node, 0.10 on several", "spearman_mean": 0.9, "top1_regret": 0.03, "top3_regret": 0.005}
+TARGETS = {
+    "mape": "0.08 on one node, 0.10 on several",
+    "spearman_mean": 0.9,
+    "top1_regret": 0.03,
+    "top3_regret": 0.005,
+}
 """What is to be reached with whole models left out."""
 
 
 def gpt(embed: int, layers: int, heads: int, seq_len: int, vocab_size: int) -> ModelConfig:
     """A GPT of these sizes."""
-    return ModelConfig(name=f"gpt-{embed}x{layers}", vocab_size=vocab_size, num_layers=layers, embed_dim=embed, num_heads=heads,
-                       num_kv_heads=heads, head_dim=embed // heads, mlp_dim=4 * embed, max_length=seq_len)
+    return ModelConfig(
+        name=f"gpt-{embed}x{layers}",
+        vocab_size=vocab_size,
+        num_layers=layers,
+        embed_dim=embed,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=embed // heads,
+        mlp_dim=4 * embed,
+        max_length=seq_len,
+    )
 
 
-def megatron_plan(model: ModelConfig, axes: AxisSizes, microbatches: int, *, recomputes: bool, repeats: int = 1) -> Plan:
-    """What Megatron-LM ran. It summed its f16 in two bytes an element, as bf16 is summed here, and our f16 is not."""
-    pipeline = None if axes.pipe == 1 else Pipelining(
-        schedule="interleaved" if repeats > 1 else "1f1b", layers_per_stage=(model.num_layers // (axes.pipe * repeats),) * (axes.pipe * repeats),
-        repeats=repeats, send_slack=False, keep_residuals=True)
-    return Plan(axes=axes, rules=make_rules(model), zero=0, pipeline=pipeline, microbatches=microbatches, remat="full" if recomputes else "none",
-                precision="bf16", attention="xla", loss_chunk_tokens=model.max_length)
+def megatron_plan(
+    model: ModelConfig, axes: AxisSizes, microbatches: int, *, recomputes: bool, repeats: int = 1
+) -> Plan:
+    """What Megatron-LM ran.
+
+    It summed its f16 in two bytes an element, as bf16 is summed here, and our f16 is not.
+    """
+    pipeline = (
+        None
+        if axes.pipe == 1
+        else Pipelining(
+            schedule="interleaved" if repeats > 1 else "1f1b",
+            layers_per_stage=(model.num_layers // (axes.pipe * repeats),) * (axes.pipe * repeats),
+            repeats=repeats,
+            send_slack=False,
+            keep_residuals=True,
+        )
+    )
+    return Plan(
+        axes=axes,
+        rules=make_rules(model),
+        zero=0,
+        pipeline=pipeline,
+        microbatches=microbatches,
+        remat="full" if recomputes else "none",
+        precision="bf16",
+        attention="xla",
+        loss_chunk_tokens=model.max_length,
+    )
 
 
 class Row:
@@ -66,10 +106,16 @@ class Row:
 
     def __init__(self, line: Mapping[str, str]):
         number = {name.strip(): float(value) for name, value in line.items()}
-        self.devices, self.global_batch, self.rows = (int(number[name]) for name in ("# GPUs", "global batch", "micro batch"))
-        self.embed, self.layers, self.heads = (int(number[name]) for name in ("hidden size", "# layers", "attention heads"))
+        self.devices, self.global_batch, self.rows = (
+            int(number[name]) for name in ("# GPUs", "global batch", "micro batch")
+        )
+        self.embed, self.layers, self.heads = (
+            int(number[name]) for name in ("hidden size", "# layers", "attention heads")
+        )
         self.seq_len = int(number["sequence length"])
-        self.tensor, self.data, self.pipe = (int(number[f"{name} parallelism"]) for name in ("tensor", "data", "pipeline"))
+        self.tensor, self.data, self.pipe = (
+            int(number[f"{name} parallelism"]) for name in ("tensor", "data", "pipeline")
+        )
         self.step_time_s = number["iteration time (ms)"] / 1e3
 
     @property
@@ -87,17 +133,29 @@ class Row:
         hosts = -(-self.devices // DEVICES_PER_HOST)
         model = gpt(self.embed, self.layers, self.heads, self.seq_len, VOCAB_SIZES[hosts == 1])
         return Sample(
-            model=model, plan=megatron_plan(model, AxisSizes(pipe=self.pipe, data=self.data, tensor=self.tensor),
-                                            self.global_batch // (self.data * self.rows), recomputes=recomputes),
-            cluster=Cluster.parse(f"a100:{hosts}x{DEVICES_PER_HOST}", [NETWORK] if hosts > 1 else []), seq_len=self.seq_len,
-            global_batch=self.global_batch, step_time_s=self.step_time_s, style=MEGATRON)
+            model=model,
+            plan=megatron_plan(
+                model,
+                AxisSizes(pipe=self.pipe, data=self.data, tensor=self.tensor),
+                self.global_batch // (self.data * self.rows),
+                recomputes=recomputes,
+            ),
+            cluster=Cluster.parse(
+                f"a100:{hosts}x{DEVICES_PER_HOST}", [NETWORK] if hosts > 1 else []
+            ),
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            step_time_s=self.step_time_s,
+            style=MEGATRON,
+        )
 
 
 class Rows:
     """Rows and, in the same order, samples.
 
-    What a row does not say is taken from where it was run: on several nodes with full recomputation, for some row of each model would not
-    fit there otherwise; on one node, where all rows fit, without.
+    What a row does not say is taken from where it was run: on several nodes with full
+    recomputation, for some row of each model would not fit there otherwise; on one node, where all
+    rows fit, without.
     """
 
     def __init__(self, rows: Iterable[Row]):
@@ -113,7 +171,9 @@ class Rows:
                 with path.open(newline="") as file:
                     found = [Row(line) for line in csv.DictReader(file)]
             except (OSError, KeyError, ValueError) as error:
-                raise SystemExit(f"error: {path} cannot be read as vTrain's rows: {error!r}") from error
+                raise SystemExit(
+                    f"error: {path} cannot be read as vTrain's rows: {error!r}"
+                ) from error
             if not found:
                 raise SystemExit(f"error: {path} has no rows")
             rows += found
@@ -136,23 +196,32 @@ Asked = list[tuple[Row, float, bool]]
 def ask(rates: Rates, rows: Rows) -> Asked:
     """Predict every row."""
     predictions = [sample.predicted(rates) for sample in rows.samples]
-    return [(row, p.step_time_s, p.low_s <= row.step_time_s <= p.high_s) for row, p in zip(rows.rows, predictions, strict=True)]
+    return [
+        (row, p.step_time_s, p.low_s <= row.step_time_s <= p.high_s)
+        for row, p in zip(rows.rows, predictions, strict=True)
+    ]
 
 
 def left_out(rows: Rows, kind: Callable[[Row], Hashable], also: Sequence[Sample] = ()) -> Asked:
     """Every kind of row predicted by rates fitted to the other kinds, and to some samples more."""
     asked: Asked = []
     for each in dict.fromkeys(map(kind, rows.rows)):
-        others = [sample for row, sample in zip(rows.rows, rows.samples, strict=True) if kind(row) != each]
-        asked += ask(fit_rates([*others, *also], start()), rows.where(lambda row, each=each: kind(row) == each))
+        others = [
+            sample for row, sample in zip(rows.rows, rows.samples, strict=True) if kind(row) != each
+        ]
+        asked += ask(
+            fit_rates([*others, *also], start()),
+            rows.where(lambda row, each=each: kind(row) == each),
+        )
     return asked
 
 
 def scores(asked: Asked) -> dict[str, float]:
     """How good predictions are.
 
-    Regret: how much longer the fastest of the k steps that were predicted to be fastest takes than the fastest of all, averaged over
-    the groups that a planner would choose in. Ranks are compared in groups of three rows and more.
+    Regret: how much longer the fastest of the k steps that were predicted to be fastest takes than
+    the fastest of all, averaged over the groups that a planner would choose in. Ranks are compared
+    in groups of three rows and more.
     """
     error = np.array([predicted / row.step_time_s - 1.0 for row, predicted, _ in asked])
     groups: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
@@ -160,19 +229,40 @@ def scores(asked: Asked) -> dict[str, float]:
         groups[row.group].append((predicted, row.step_time_s))
     choices = [sorted(group) for group in groups.values() if len(group) > 1]
     ranks = np.array([spearman(group) for group in choices if len(group) > 2])
-    regrets = {k: [min(time for _, time in group[:k]) / min(time for _, time in group) - 1.0 for group in choices] for k in (1, 3)}
-    return {"rows": len(asked), "mape": float(abs(error).mean()), "median_error": float(np.median(abs(error))), "bias": float(error.mean()),
-            "within_interval": float(np.mean([within for *_, within in asked])),
-            "groups": len(choices), "spearman_mean": float(ranks.mean()) if len(ranks) else 1.0,
-            "spearman_least": float(ranks.min()) if len(ranks) else 1.0, "groups_with_spearman_below_0.9": int((ranks < 0.9).sum()),
-            **{f"top{k}_regret": float(np.mean(regret or [0.0])) for k, regret in regrets.items()},
-            **{f"top{k}_regret_worst": float(max(regret, default=0.0)) for k, regret in regrets.items()}}
+    regrets = {
+        k: [
+            min(time for _, time in group[:k]) / min(time for _, time in group) - 1.0
+            for group in choices
+        ]
+        for k in (1, 3)
+    }
+    return {
+        "rows": len(asked),
+        "mape": float(abs(error).mean()),
+        "median_error": float(np.median(abs(error))),
+        "bias": float(error.mean()),
+        "within_interval": float(np.mean([within for *_, within in asked])),
+        "groups": len(choices),
+        "spearman_mean": float(ranks.mean()) if len(ranks) else 1.0,
+        "spearman_least": float(ranks.min()) if len(ranks) else 1.0,
+        "groups_with_spearman_below_0.9": int((ranks < 0.9).sum()),
+        **{f"top{k}_regret": float(np.mean(regret or [0.0])) for k, regret in regrets.items()},
+        **{
+            f"top{k}_regret_worst": float(max(regret, default=0.0)) for k, regret in regrets.items()
+        },
+    }
 
 
 def spearman(pairs: Iterable[tuple[float, float]]) -> float:
-    """Correlation of ranks; equal values share their mean rank. 1 where all values of a side are equal."""
+    """Correlation of ranks; equal values share their mean rank.
+
+    1 where all values of a side are equal.
+    """
     sides = [np.array(values) for values in zip(*pairs, strict=True)]
-    ranks = [np.array([(values < each).sum() + (values <= each).sum() for each in values]) for values in sides]
+    ranks = [
+        np.array([(values < each).sum() + (values <= each).sum() for each in values])
+        for values in sides
+    ]
     return float(np.corrcoef(ranks)[0, 1]) if all(np.ptp(rank) for rank in ranks) else 1.0
 
 
@@ -183,11 +273,17 @@ def vtrain_report(folder: Path) -> dict[str, dict[str, float]]:
         "one node, each model left out": scores(left_out(one, lambda row: row.model)),
         "one node, each width left out": scores(left_out(one, lambda row: row.embed)),
         "several nodes, each model left out": scores(left_out(several, lambda row: row.model)),
-        "several nodes, each model left out, one node's rows known": scores(left_out(several, lambda row: row.model, one.samples)),
+        "several nodes, each model left out, one node's rows known": scores(
+            left_out(several, lambda row: row.model, one.samples)
+        ),
         "several nodes, from one node alone": scores(ask(fit_rates(one.samples, start()), several)),
         "one node, nothing fitted": scores(ask(start(), one)),
         "several nodes, nothing fitted": scores(ask(start(), several)),
-        **{f"several nodes, what a perfect model would reach, {group}": reachable(rows) for group, rows in groups_of(several).items()}}
+        **{
+            f"several nodes, what a perfect model would reach, {group}": reachable(rows)
+            for group, rows in groups_of(several).items()
+        },
+    }
 
 
 def groups_of(rows: Rows) -> dict[str, list[Row]]:
@@ -199,17 +295,25 @@ def groups_of(rows: Rows) -> dict[str, list[Row]]:
 
 
 ALIKE = ("tensor", "rows")
-"""Rows of a group that agree in these compute the same layers; they differ in where the stages lie."""
+"""Rows of a group that agree in these compute the same layers; they differ in where the stages
+lie."""
 DRAWS = 2000
 
 
 def reachable(rows: Sequence[Row]) -> dict[str, float]:
-    """The Spearman that a model without any error would have with these measurements, and the scatter that it rests on.
+    """The Spearman that a model without any error would have with these measurements, and the
+    scatter that it rests on.
 
-    A step is (microbatches + stages - 1) x layers of a stage x what a layer costs. Rows that are alike should have one cost; how far they
-    are from it, tensor by tensor, is taken as the scatter of measurements. Ranks are drawn with that scatter around the mean costs.
+    A step is (microbatches + stages - 1) x layers of a stage x what a layer costs. Rows that are
+    alike should have one cost; how far they are from it, tensor by tensor, is taken as the scatter
+    of measurements. Ranks are drawn with that scatter around the mean costs.
     """
-    ticks = np.array([(row.global_batch // (row.data * row.rows) + row.pipe - 1) * row.layers / row.pipe for row in rows])
+    ticks = np.array(
+        [
+            (row.global_batch // (row.data * row.rows) + row.pipe - 1) * row.layers / row.pipe
+            for row in rows
+        ]
+    )
     cost = np.log([row.step_time_s for row in rows]) - np.log(ticks)
     alike = np.array([[getattr(row, name) for name in ALIKE] for row in rows])
     mean = np.array([cost[(alike == own).all(axis=1)].mean() for own in alike])
@@ -219,49 +323,99 @@ def reachable(rows: Sequence[Row]) -> dict[str, float]:
         if freedom > 1:
             scatter[some] = ((cost - mean)[some] ** 2).sum() ** 0.5 / freedom**0.5
     step_s, draw = np.exp(mean) * ticks, np.random.default_rng(0)
-    ranks = [spearman(zip(step_s, step_s * np.exp(draw.normal(scale=scatter)), strict=True)) for _ in range(DRAWS)]
-    return {"rows": len(rows), "spearman_expected": float(np.mean(ranks)), "spearman_5_percent": float(np.quantile(ranks, 0.05)),
-            "spearman_95_percent": float(np.quantile(ranks, 0.95)),
-            **{f"scatter_tensor_{each}": float(scatter[tensor == each][0]) for each in np.unique(tensor)}}
+    ranks = [
+        spearman(zip(step_s, step_s * np.exp(draw.normal(scale=scatter)), strict=True))
+        for _ in range(DRAWS)
+    ]
+    return {
+        "rows": len(rows),
+        "spearman_expected": float(np.mean(ranks)),
+        "spearman_5_percent": float(np.quantile(ranks, 0.05)),
+        "spearman_95_percent": float(np.quantile(ranks, 0.95)),
+        **{
+            f"scatter_tensor_{each}": float(scatter[tensor == each][0])
+            for each in np.unique(tensor)
+        },
+    }
 
 
 def fitted_report(fit: Sequence[Path], test: Sequence[Path]) -> dict[str, Any]:
-    """Rates fitted to the rows of some files and asked about those of others; with every prediction, in milliseconds."""
+    """Rates fitted to the rows of some files and asked about those of others; with every
+    prediction, in milliseconds.
+    """
     known, asked_rows = Rows.read(*fit), Rows.read(*test)
     rates = fit_rates(known.samples, start())
     asked = ask(rates, asked_rows)
-    by_nodes = {name: [each for each in asked if (each[0].devices <= DEVICES_PER_HOST) == is_one]
-                for name, is_one in (("one node", True), ("several nodes", False))}
-    predictions = [{**vars(row), "predicted_s": predicted, "within_interval": within} for row, predicted, within in asked]
-    return {**scores(asked), "fit_rows": len(known.rows), **{name: scores(part) for name, part in by_nodes.items() if part and len(part) < len(asked)},
-            "rates": {name: getattr(rates, name) for name in (*FITTED, "spread", "spread_nearby")}, "predictions": predictions}
+    by_nodes = {
+        name: [each for each in asked if (each[0].devices <= DEVICES_PER_HOST) == is_one]
+        for name, is_one in (("one node", True), ("several nodes", False))
+    }
+    predictions = [
+        {**vars(row), "predicted_s": predicted, "within_interval": within}
+        for row, predicted, within in asked
+    ]
+    return {
+        **scores(asked),
+        "fit_rows": len(known.rows),
+        **{
+            name: scores(part) for name, part in by_nodes.items() if part and len(part) < len(asked)
+        },
+        "rates": {name: getattr(rates, name) for name in (*FITTED, "spread", "spread_nearby")},
+        "predictions": predictions,
+    }
 
 
 def lines(report: Mapping[str, Any], indent: str = "") -> list[str]:
-    """For people: a line for each figure, and its target where there is one, or for each row; vTrain's rows are left to JSON."""
+    """For people: a line for each figure, and its target where there is one, or for each row;
+    vTrain's rows are left to JSON.
+    """
     text = []
     for name, value in report.items():
         if isinstance(value, Mapping) and ("error" in value or "rank" in value):
-            figures = (f"{key} {figure:.3g}" if isinstance(figure, float) else f"{key} {figure}" for key, figure in value.items() if key != "url")
+            figures = (
+                f"{key} {figure:.3g}" if isinstance(figure, float) else f"{key} {figure}"
+                for key, figure in value.items()
+                if key != "url"
+            )
             text.append(f"{indent}{name}: {'; '.join(figures)}")
         elif isinstance(value, Mapping):
             text += [indent + name, *lines(value, indent + "    ")]
         elif not isinstance(value, list):
-            text.append(f"{indent}{name:32} {value:.4g}" + (f"   (target {TARGETS[name]})" if name in TARGETS else ""))
+            text.append(
+                f"{indent}{name:32} {value:.4g}"
+                + (f"   (target {TARGETS[name]})" if name in TARGETS else "")
+            )
     return text
 
 
 def main() -> None:
     """Parse, report."""
-    parser = argparse.ArgumentParser(description="How well the planner's time model predicts measured steps.")
-    parser.add_argument("--vtrain", type=path_argument, metavar="DIR", help=f"folder with {ONE_NODE} and {SEVERAL_NODES}")
-    parser.add_argument("--fit", type=path_argument, nargs="+", metavar="CSV", help="rows to fit to")
-    parser.add_argument("--test", type=path_argument, nargs="+", metavar="CSV", help="rows to predict")
-    parser.add_argument("--published", action="store_true", help="published layouts and throughputs")
-    parser.add_argument("--ranks", action="store_true", help="published layouts in this project's own ranking")
+    parser = argparse.ArgumentParser(
+        description="How well the planner's time model predicts measured steps."
+    )
+    parser.add_argument(
+        "--vtrain",
+        type=path_argument,
+        metavar="DIR",
+        help=f"folder with {ONE_NODE} and {SEVERAL_NODES}",
+    )
+    parser.add_argument(
+        "--fit", type=path_argument, nargs="+", metavar="CSV", help="rows to fit to"
+    )
+    parser.add_argument(
+        "--test", type=path_argument, nargs="+", metavar="CSV", help="rows to predict"
+    )
+    parser.add_argument(
+        "--published", action="store_true", help="published layouts and throughputs"
+    )
+    parser.add_argument(
+        "--ranks", action="store_true", help="published layouts in this project's own ranking"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    if bool(options.fit) != bool(options.test) or not (options.vtrain or options.fit or options.published or options.ranks):
+    if bool(options.fit) != bool(options.test) or not (
+        options.vtrain or options.fit or options.published or options.ranks
+    ):
         parser.error("give --vtrain DIR, --fit CSV --test CSV, --published or --ranks")
     report: dict[str, Any] = vtrain_report(options.vtrain) if options.vtrain else {}
     if options.fit:

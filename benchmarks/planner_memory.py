@@ -1,13 +1,18 @@
-"""How well the planner estimates memory: its figure beside that of the compiled step, for H100s that are not there.
+"""How well the planner estimates memory: its figure beside that of the compiled step, for H100s
+that are not there.
 
     pip install 'optimus-jax[plan-gpu]'
-    python benchmarks/planner_memory.py --out memory.jsonl             # goes on where it stopped; about 10 s a plan
-    python benchmarks/planner_memory.py --out memory.jsonl --write     # the table, into benchmarks/results/
+    python benchmarks/planner_memory.py --out memory.jsonl             # goes on where it stopped;
+    about 10 s a plan python benchmarks/planner_memory.py --out memory.jsonl --write     # the
+    table, into benchmarks/results/
 
-Plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b, in three lists. The estimate's formulas were made while
-looking at *studied* with XLA's attention; after *fresh* with XLA's attention they were changed once (the shares of
-attention scores). Nothing was changed after *drawn*, which is drawn at random from what is legal (--seed). After plans with cuDNN's
-attention one thing was, what a layer that is computed again makes (STREAMS_AGAIN), and after none of these: after two of benchmarks/gpu. A line is a plan: model, tokens of an example, examples of a microbatch on a device, mesh, settings.
+Plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b, in three lists. The
+estimate's formulas were made while looking at *studied* with XLA's attention; after *fresh* with
+XLA's attention they were changed once (the shares of attention scores). Nothing was changed after
+*drawn*, which is drawn at random from what is legal (--seed). After plans with cuDNN's attention
+one thing was, what a layer that is computed again makes (STREAMS_AGAIN), and after none of these:
+after two of benchmarks/gpu. A line is a plan: model, tokens of an example, examples of a microbatch
+on a device, mesh, settings.
 """
 
 import argparse
@@ -105,33 +110,56 @@ gpt2-xl      1024 4  fsdp=64                      microbatches=4 remat=selective
 llama3-8b    4096 1  data=4,tensor=4              zero=0 microbatches=4 rules=mlp=none remat=selective
 """
 CAPACITIES = {"A100 40 GB": 40e9, "H100 80 GB": 80e9, "H200 141 GB": 141e9}
-"""Of which each figure is asked whether it fits; the first and last to have more plans near the limit."""
+"""Of which each figure is asked whether it fits; the first and last to have more plans near the
+limit."""
 DRAWN_BETWEEN = (5e9, 150e9)
 """Estimated bytes of plans worth drawing."""
-DRAWN_DEVICES, DRAWN_MODELS = (8, 64, 256), {"gpt2-xl": (512, 1024), "llama3-8b": (2048, 4096, 8192), "llama3.3-70b": (2048, 4096, 8192)}
+DRAWN_DEVICES, DRAWN_MODELS = (
+    (8, 64, 256),
+    {"gpt2-xl": (512, 1024), "llama3-8b": (2048, 4096, 8192), "llama3.3-70b": (2048, 4096, 8192)},
+)
 RESULTS = Path(__file__).with_name("results")
 
 
 def main() -> None:
     """Compile what is missing, print what is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=path_argument, default=Path("planner_memory.jsonl"), help="JSON Lines of what was compiled; plans in it are not compiled again")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=path_argument,
+        default=Path("planner_memory.jsonl"),
+        help="JSON Lines of what was compiled; plans in it are not compiled again",
+    )
     parser.add_argument("--draw", type=int, default=24, help="plans drawn at random")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kernels", default="xla,cudnn", help="attention kernels, each of which every plan is compiled with")
+    parser.add_argument(
+        "--kernels",
+        default="xla,cudnn",
+        help="attention kernels, each of which every plan is compiled with",
+    )
     parser.add_argument("--only-report", action="store_true", help="compile nothing")
     parser.add_argument("--write", action="store_true", help="the table into benchmarks/results/")
     args = parser.parse_args()
     lists = {"studied": lines(STUDIED), "fresh": lines(FRESH), "drawn": drawn(args.draw, args.seed)}
-    cases = [(name, f"{line} attention={kernel}") for name, group in lists.items() for kernel in args.kernels.split(",") for line in group]
+    cases = [
+        (name, f"{line} attention={kernel}")
+        for name, group in lists.items()
+        for kernel in args.kernels.split(",")
+        for line in group
+    ]
     if not args.only_report:
         compile_missing(args.out, [line for _, line in cases])
     text = table(cases, known(args.out))
     print(text)
     if args.write:
         path = RESULTS / f"{datetime.date.today()}-planner-memory.md"
-        path.write_text(f"# Estimated and compiled memory\n\n`python benchmarks/planner_memory.py --draw {args.draw} --seed {args.seed}`, jax {jax.__version__}; "
-                        f"compiled for H100 SXM, not run.\n\n{text}\n")
+        path.write_text(
+            "# Estimated and compiled memory\n\n`python benchmarks/planner_memory.py --draw"
+            f" {args.draw} --seed {args.seed}`, jax {jax.__version__}; compiled for H100 SXM, not"
+            f" run.\n\n{text}\n"
+        )
 
 
 def lines(text: str) -> list[str]:
@@ -142,9 +170,22 @@ def lines(text: str) -> list[str]:
 def parsed(line: str) -> tuple[Config, Plan, MemoryEstimate]:
     """The plan of a line, and its estimate. Raises OptimusError for one that is not legal."""
     model, seq_len, rows, mesh, *settings = line.split()
-    config, plan, _ = asked(model, mesh, rows=int(rows), seq_len=int(seq_len),
-                            settings={f"parallel.{name}": value for name, value in (each.split("=", 1) for each in settings)})
-    return config, plan, estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch)
+    config, plan, _ = asked(
+        model,
+        mesh,
+        rows=int(rows),
+        seq_len=int(seq_len),
+        settings={
+            f"parallel.{name}": value for name, value in (each.split("=", 1) for each in settings)
+        },
+    )
+    return (
+        config,
+        plan,
+        estimate_memory(
+            config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
+        ),
+    )
 
 
 def drawn(count: int, seed: int) -> list[str]:
@@ -153,12 +194,26 @@ def drawn(count: int, seed: int) -> list[str]:
     while len(found) < count:
         model = draw.choice(list(DRAWN_MODELS))
         axes = draw.choice(list(axis_sizes(draw.choice(DRAWN_DEVICES))))
-        settings = [f"remat={draw.choice(('none', 'selective', 'dots', 'full'))}", f"microbatches={draw.choice((1, 2, 4, 8, 16, 32))}"]
+        settings = [
+            f"remat={draw.choice(('none', 'selective', 'dots', 'full'))}",
+            f"microbatches={draw.choice((1, 2, 4, 8, 16, 32))}",
+        ]
         if axes.fsdp > 1:
             settings.append(f"zero={draw.choice((1, 2, 3))}")
         if axes.pipe > 1:
-            settings += [f"schedule={draw.choice(('gpipe', '1f1b', 'interleaved'))}", f"stage_residuals={draw.choice(('keep', 'recompute'))}"]
-        line = " ".join([model, str(draw.choice(DRAWN_MODELS[model])), str(draw.choice((1, 2, 4))), str(axes), *settings])
+            settings += [
+                f"schedule={draw.choice(('gpipe', '1f1b', 'interleaved'))}",
+                f"stage_residuals={draw.choice(('keep', 'recompute'))}",
+            ]
+        line = " ".join(
+            [
+                model,
+                str(draw.choice(DRAWN_MODELS[model])),
+                str(draw.choice((1, 2, 4))),
+                str(axes),
+                *settings,
+            ]
+        )
         try:
             low, high = DRAWN_BETWEEN
             if low <= parsed(f"{line} attention=xla")[2].total <= high:
@@ -170,7 +225,11 @@ def drawn(count: int, seed: int) -> list[str]:
 
 def known(path: Path) -> dict[str, dict]:
     """What was compiled, by line."""
-    return {record["plan"]: record for record in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+    return (
+        {record["plan"]: record for record in map(json.loads, path.read_text().splitlines())}
+        if path.exists()
+        else {}
+    )
 
 
 def compile_missing(path: Path, wanted: Iterable[str]) -> None:
@@ -178,32 +237,69 @@ def compile_missing(path: Path, wanted: Iterable[str]) -> None:
     missing = [line for line in wanted if line not in known(path)]
     for done, line in enumerate(missing, start=1):
         model, seq_len, rows, mesh, *settings = line.split()
-        config, plan, cluster = asked(model, mesh, rows=int(rows), seq_len=int(seq_len),
-                                      settings={f"parallel.{name}": value for name, value in (each.split("=", 1) for each in settings)})
+        config, plan, cluster = asked(
+            model,
+            mesh,
+            rows=int(rows),
+            seq_len=int(seq_len),
+            settings={
+                f"parallel.{name}": value
+                for name, value in (each.split("=", 1) for each in settings)
+            },
+        )
         print(f"compiling {done} of {len(missing)}: {line}", flush=True)
         try:
             report = check(config, plan, cluster)
         except OptimusError as error:
             print(error, flush=True)
             continue
-        record = {"plan": line, "compiled_bytes": report.total_bytes, "argument_bytes": report.argument_bytes, "compile_s": report.compile_s,
-                  "jax": jax.__version__}
+        record = {
+            "plan": line,
+            "compiled_bytes": report.total_bytes,
+            "argument_bytes": report.argument_bytes,
+            "compile_s": report.compile_s,
+            "jax": jax.__version__,
+        }
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 
 def table(cases: list[tuple[str, str]], records: dict[str, dict]) -> str:
     """Every plan that was compiled, as Markdown, with the errors of each list above."""
-    rows = [(name, line, parsed(line)[2], records[line]["compiled_bytes"]) for name, line in cases if line in records]
-    out = [f"A plan is estimated to fit if it needs at most 90% of a device, and compiled to fit if it leaves {HEADROOM_SHARE:.0%}.", "",
-           "| list | kernel | plans | mean error | worst too low | worst too high | " + " | ".join(f"wrongly fits / wrongly refused, {name}" for name in CAPACITIES) + " |",
-           "|---|---|---|---|---|---|" + "---|" * len(CAPACITIES)]
+    rows = [
+        (name, line, parsed(line)[2], records[line]["compiled_bytes"])
+        for name, line in cases
+        if line in records
+    ]
+    out = [
+        (
+            "A plan is estimated to fit if it needs at most 90% of a device, and compiled to fit"
+            f" if it leaves {HEADROOM_SHARE:.0%}."
+        ),
+        "",
+        "| list | kernel | plans | mean error | worst too low | worst too high | "
+        + " | ".join(f"wrongly fits / wrongly refused, {name}" for name in CAPACITIES)
+        + " |",
+        "|---|---|---|---|---|---|" + "---|" * len(CAPACITIES),
+    ]
     for key in sorted({(name, kernel_of(line)) for name, line, *_ in rows}, reverse=True):
-        out.append(summary(*key, [(estimate, compiled) for name, line, estimate, compiled in rows if (name, kernel_of(line)) == key]))
+        out.append(
+            summary(
+                *key,
+                [
+                    (estimate, compiled)
+                    for name, line, estimate, compiled in rows
+                    if (name, kernel_of(line)) == key
+                ],
+            )
+        )
     out.append(summary("all", "both", [(estimate, compiled) for *_, estimate, compiled in rows]))
     out += ["", "| list | plan | compiled GiB | estimated GiB | error |", "|---|---|---|---|---|"]
-    out += [f"| {name} | {line} | {compiled / 2**30:.2f} | {estimate.total / 2**30:.2f} | {estimate.total / compiled - 1:+.1%} |"
-            for name, line, estimate, compiled in rows]
+    out += [
+        f"| {name} | {line} | {compiled / 2**30:.2f} | {estimate.total / 2**30:.2f} |"
+        f" {estimate.total / compiled - 1:+.1%} |"
+        for name, line, estimate, compiled in rows
+    ]
     return "\n".join(out)
 
 
@@ -212,10 +308,15 @@ def summary(name: str, kernel: str, pairs: list[tuple[MemoryEstimate, int]]) -> 
     errors = [estimate.total / compiled - 1 for estimate, compiled in pairs]
     verdicts = []
     for capacity in CAPACITIES.values():
-        both = [(estimate.total <= USABLE_SHARE * capacity, compiled <= (1 - HEADROOM_SHARE) * capacity) for estimate, compiled in pairs]
+        both = [
+            (estimate.total <= USABLE_SHARE * capacity, compiled <= (1 - HEADROOM_SHARE) * capacity)
+            for estimate, compiled in pairs
+        ]
         verdicts.append(f"{both.count((True, False))} / {both.count((False, True))}")
-    return (f"| {name} | {kernel} | {len(pairs)} | {sum(map(abs, errors)) / len(errors):.1%} | {min(errors):+.1%} | {max(errors):+.1%} | "
-            + " | ".join(verdicts) + " |")
+    return (
+        f"| {name} | {kernel} | {len(pairs)} | {sum(map(abs, errors)) / len(errors):.1%} |"
+        f" {min(errors):+.1%} | {max(errors):+.1%} | " + " | ".join(verdicts) + " |"
+    )
 
 
 def kernel_of(line: str) -> str:

@@ -1,8 +1,9 @@
 """Published throughputs of dense decoders in 16 bits, and what the time model says of them.
 
-The rows are published.json: each with where it was published, and the whole layout as far as it was. Only numbers were copied.
-What a row does not say (microbatch, repeats of stages) is taken as the fastest predicted. A row that recomputes something
-between two of our policies names both, and is priced halfway between them.
+The rows are published.json: each with where it was published, and the whole layout as far as it
+was. Only numbers were copied. What a row does not say (microbatch, repeats of stages) is taken as
+the fastest predicted. A row that recomputes something between two of our policies names both, and
+is priced halfway between them.
 """
 
 import json
@@ -31,16 +32,26 @@ FILE = Path(__file__).with_name("published.json")
 GUESSED_ROWS = (1, 2, 4, 8, 16)
 """Sequences of a microbatch, where a row does not say."""
 FLASH_2_SHARE = {"h100": 0.35, "h200": 0.35}
-"""Of the dense peak that FlashAttention 2, made for A100s, reaches on others (arXiv:2407.08608, abstract)."""
+"""Of the dense peak that FlashAttention 2, made for A100s, reaches on others (arXiv:2407.08608,
+abstract)."""
 SHARE_SLOPE = 0.75
-"""By how much throughputs grow with the rate of matmuls, about; only how fast a fit converges depends on it."""
+"""By how much throughputs grow with the rate of matmuls, about; only how fast a fit converges
+depends on it."""
 BEST = 8
 """Plans of a search among which a published layout is looked for."""
 
-EAGER = replace(MEGATRON, name="PyTorch FSDP, eager", stream_passes=(18.0, 22.0), gradient_bytes=4, fsdp_hides=True)
-"""llm-foundry: 10 passes forward for norms and residuals, and 8 since attention's four arrays are packed and unpacked (`bert_padding`);
-backward alike."""
-COMPILED = replace(OURS, name="PyTorch FSDP, compiled", lockstep=False, head_shared=False, repeats_last=True)
+EAGER = replace(
+    MEGATRON,
+    name="PyTorch FSDP, eager",
+    stream_passes=(18.0, 22.0),
+    gradient_bytes=4,
+    fsdp_hides=True,
+)
+"""llm-foundry: 10 passes forward for norms and residuals, and 8 since attention's four arrays are
+packed and unpacked (`bert_padding`); backward alike."""
+COMPILED = replace(
+    OURS, name="PyTorch FSDP, compiled", lockstep=False, head_shared=False, repeats_last=True
+)
 COMPILED_16 = replace(COMPILED, name="PyTorch FSDP, compiled, gradients in bf16", gradient_bytes=2)
 """fms-fsdp's mixed precision."""
 OVERLAPPED = {"megatron-core": (TENSOR, DATA), "fsdp-compiled": (DATA,)}
@@ -49,9 +60,16 @@ OVERLAPPED = {"megatron-core": (TENSOR, DATA), "fsdp-compiled": (DATA,)}
 
 @cache
 def megatron_core(tensor: int, data: int) -> ImplementationProfile:
-    """Megatron of 2024: residuals split over tensor (sequence parallelism), moments over data, gradients and parameters exchanged in bf16."""
+    """Megatron of 2024: residuals split over tensor (sequence parallelism), moments over data,
+    gradients and parameters exchanged in bf16.
+    """
     passes = MEGATRON.stream_passes[0] / tensor, MEGATRON.stream_passes[1] / tensor
-    return replace(MEGATRON, name="Megatron-Core", stream_passes=passes, optimizer_bytes=MEGATRON.optimizer_bytes / data)
+    return replace(
+        MEGATRON,
+        name="Megatron-Core",
+        stream_passes=passes,
+        optimizer_bytes=MEGATRON.optimizer_bytes / data,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +136,16 @@ class Row:
     """The same with what full recomputing repeats."""
 
     def __str__(self) -> str:
-        axes = ",".join(f"{name}={size}" for name, size in (("pipe", self.pipe), ("fsdp", self.fsdp), ("tensor", self.tensor)) if size > 1)
+        axes = ",".join(
+            f"{name}={size}"
+            for name, size in (("pipe", self.pipe), ("fsdp", self.fsdp), ("tensor", self.tensor))
+            if size > 1
+        )
         rows = f", microbatch {self.microbatch}" if self.microbatch else ""
-        return f"{self.source.name}, {self.model.name}, {self.seq_len} tokens, {self.devices} {self.accelerator}, {axes or 'data'}{rows}"
+        return (
+            f"{self.source.name}, {self.model.name}, {self.seq_len} tokens, {self.devices}"
+            f" {self.accelerator}, {axes or 'data'}{rows}"
+        )
 
     @property
     def replicas(self) -> int:
@@ -131,36 +156,62 @@ class Row:
         """Where it ran."""
         per_host = min(self.per_host, self.devices)
         hosts = self.devices // per_host
-        cluster = Cluster.parse(f"{self.accelerator}:{hosts}x{per_host}", [self.network] if self.network and hosts > 1 else [])
+        cluster = Cluster.parse(
+            f"{self.accelerator}:{hosts}x{per_host}",
+            [self.network] if self.network and hosts > 1 else [],
+        )
         speed = self.memory_bytes_per_s or cluster.accelerator.memory_bytes_per_s
         return replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes_per_s=speed))
 
     def rates(self, share: float | None) -> Rates:
-        """Of its devices, by data sheet; `share` of the dense peak for large matmuls instead of the usual one."""
+        """Of its devices, by data sheet; `share` of the dense peak for large matmuls instead of the
+        usual one.
+        """
         accelerator = self.cluster().accelerator
         rates, peak = Rates.of(accelerator), accelerator.dense_peak_flops or math.nan
         if share is not None:
             rates = replace(rates, matmul_flops_per_s=share * peak)
         if self.source.style.startswith("fsdp") and accelerator.name in FLASH_2_SHARE:
-            rates = replace(rates, fused_attention_share=FLASH_2_SHARE[accelerator.name] * peak / rates.matmul_flops_per_s)
+            rates = replace(
+                rates,
+                fused_attention_share=FLASH_2_SHARE[accelerator.name]
+                * peak
+                / rates.matmul_flops_per_s,
+            )
         return rates
 
     def style(self) -> ImplementationProfile:
         """How its software computes."""
         if self.source.software == "fms-fsdp":
             return COMPILED_16
-        named = {"ours": OURS, "megatron-2021": MEGATRON, "fsdp-eager": EAGER, "fsdp-compiled": COMPILED}
+        named = {
+            "ours": OURS,
+            "megatron-2021": MEGATRON,
+            "fsdp-eager": EAGER,
+            "fsdp-compiled": COMPILED,
+        }
         return named.get(self.source.style) or megatron_core(self.tensor, self.replicas)
 
     def plans(self, remat: RematPolicy) -> Iterator[Plan]:
         """What it may have run."""
-        axes = AxisSizes(pipe=self.pipe, data=self.replicas // self.fsdp, fsdp=self.fsdp, tensor=self.tensor)
+        axes = AxisSizes(
+            pipe=self.pipe, data=self.replicas // self.fsdp, fsdp=self.fsdp, tensor=self.tensor
+        )
         for rows in [self.microbatch] if self.microbatch else GUESSED_ROWS:
             microbatches, rest = divmod(self.global_batch, self.replicas * rows)
             for pipeline in () if rest else self._pipelines(microbatches):
-                yield Plan(axes=axes, rules=make_rules(self.model), zero=self.zero, pipeline=pipeline, microbatches=microbatches,
-                           remat=remat, precision="bf16",  # of Megatron's f16 in 2021 too: sums of two bytes an element
-                           attention="xla" if self.source.style == "megatron-2021" else "cudnn", loss_chunk_tokens=self.seq_len)
+                yield Plan(
+                    axes=axes,
+                    rules=make_rules(self.model),
+                    zero=self.zero,
+                    pipeline=pipeline,
+                    microbatches=microbatches,
+                    # of Megatron's f16 in 2021 too: sums of two bytes an element
+                    remat=remat,
+                    precision="bf16",
+                    attention="xla" if self.source.style == "megatron-2021" else "cudnn",
+                    loss_chunk_tokens=self.seq_len,
+                )
 
     def _pipelines(self, microbatches: int) -> Iterator[Pipelining | None]:
         if self.pipe == 1:
@@ -169,19 +220,37 @@ class Row:
         layers = self.model.num_layers // self.pipe
         for repeats in [self.repeats] if self.repeats else range(1, layers + 1):
             if layers % repeats == 0 and (repeats == 1 or microbatches % self.pipe == 0):
-                yield Pipelining(schedule="interleaved" if repeats > 1 else "1f1b", layers_per_stage=(layers // repeats,) * (self.pipe * repeats),
-                                 repeats=repeats, send_slack=False, keep_residuals=True)
+                yield Pipelining(
+                    schedule="interleaved" if repeats > 1 else "1f1b",
+                    layers_per_stage=(layers // repeats,) * (self.pipe * repeats),
+                    repeats=repeats,
+                    send_slack=False,
+                    keep_residuals=True,
+                )
 
     def predicted_s(self, share: float | None = None) -> float:
         """Seconds of a step."""
         cluster, rates = self.cluster(), self.rates(share)
-        times = [min(self._time_s(plan, cluster, rates) for plan in self.plans(remat)) for remat in self.remat]
+        times = [
+            min(self._time_s(plan, cluster, rates) for plan in self.plans(remat))
+            for remat in self.remat
+        ]
         return float(np.mean(times))
 
     def _time_s(self, plan: Plan, cluster: Cluster, rates: Rates) -> float:
-        terms = term_times(self.model, plan, cluster, rates, seq_len=self.seq_len, global_batch=self.global_batch, style=self.style())
+        terms = term_times(
+            self.model,
+            plan,
+            cluster,
+            rates,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            style=self.style(),
+        )
         hidden = max(0.0, 2.0 - rates.overlap_slowdown) * rates.overlap_share
-        return sum(terms.values()) - hidden * sum(terms[name] for name in OVERLAPPED.get(self.source.style, ()))
+        return sum(terms.values()) - hidden * sum(
+            terms[name] for name in OVERLAPPED.get(self.source.style, ())
+        )
 
     def published_s(self) -> float:
         """Seconds of a step, from whichever figure was published."""
@@ -190,14 +259,34 @@ class Row:
         if self.tokens_per_s is not None:
             return self.global_batch * self.seq_len / (self.tokens_per_s * self.devices)
         model, tokens = self.model, self.global_batch * self.seq_len
-        # Narayanan et al. 2021, equation 3 and Megatron-LM since: products of layers 3 times, or 4 times with full recomputing.
-        times, tflops = (3, self.model_tflops) if self.model_tflops is not None else (4, self.hardware_tflops or math.nan)
-        layers = times * 24 * tokens * model.num_layers * model.embed_dim**2 * (1 + self.seq_len / (6 * model.embed_dim))
-        return (layers + 3 * 2 * tokens * model.embed_dim * model.vocab_size) / (tflops * 1e12 * self.devices)
+        # Narayanan et al. 2021, equation 3 and Megatron-LM since: products of layers 3 times, or 4
+        # times with full recomputing.
+        times, tflops = (
+            (3, self.model_tflops)
+            if self.model_tflops is not None
+            else (4, self.hardware_tflops or math.nan)
+        )
+        layers = (
+            times
+            * 24
+            * tokens
+            * model.num_layers
+            * model.embed_dim**2
+            * (1 + self.seq_len / (6 * model.embed_dim))
+        )
+        return (layers + 3 * 2 * tokens * model.embed_dim * model.vocab_size) / (
+            tflops * 1e12 * self.devices
+        )
 
     def tflops(self, step_s: float) -> float:
-        """Model TFLOP/s of a device by this project's count (models/flops.py: half of attention, nothing that is recomputed)."""
-        return step_flops(self.model, num_sequences=self.global_batch, seq_len=self.seq_len) / (step_s * self.devices) / 1e12
+        """Model TFLOP/s of a device by this project's count (models/flops.py: half of attention,
+        nothing that is recomputed).
+        """
+        return (
+            step_flops(self.model, num_sequences=self.global_batch, seq_len=self.seq_len)
+            / (step_s * self.devices)
+            / 1e12
+        )
 
     def log_error(self, share: float | None = None) -> float:
         """Logarithm of predicted over published throughput."""
@@ -208,8 +297,19 @@ def read(path: Path = FILE) -> list[Row]:
     """All published rows."""
     data = json.loads(path.read_text())
     sources = {name: Source(name=name, **about) for name, about in data["sources"].items()}
-    return [Row(**{**row, "source": sources[row["source"]], "remat": tuple(row.get("remat", ("none",))),
-                   "model": ModelConfig(name=row["model"], max_length=row["seq_len"], **data["models"][row["model"]])}) for row in data["rows"]]
+    return [
+        Row(
+            **{
+                **row,
+                "source": sources[row["source"]],
+                "remat": tuple(row.get("remat", ("none",))),
+                "model": ModelConfig(
+                    name=row["model"], max_length=row["seq_len"], **data["models"][row["model"]]
+                ),
+            }
+        )
+        for row in data["rows"]
+    ]
 
 
 def by_software(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -221,35 +321,65 @@ def by_software(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def fitted_share(rows: Sequence[Row]) -> float:
-    """The share of the dense peak at which predictions are right on average, each implementation with one vote."""
+    """The share of the dense peak at which predictions are right on average, each implementation
+    with one vote.
+    """
     share = 0.75
     for _ in range(8):
-        share *= math.exp(-float(np.mean([np.mean([row.log_error(share) for row in own]) for own in by_software(rows).values()])) / SHARE_SLOPE)
+        share *= math.exp(
+            -float(
+                np.mean(
+                    [
+                        np.mean([row.log_error(share) for row in own])
+                        for own in by_software(rows).values()
+                    ]
+                )
+            )
+            / SHARE_SLOPE
+        )
     return share
 
 
 def summary(errors: Sequence[float]) -> dict[str, float]:
     """Of predicted over published throughputs, less 1."""
     size = np.abs(errors)
-    return {"rows": len(errors), "bias": float(np.mean(errors)), "mean_error": float(size.mean()), "worst": float(size.max()),
-            "within_15_percent": float((size <= 0.15).mean())}
+    return {
+        "rows": len(errors),
+        "bias": float(np.mean(errors)),
+        "mean_error": float(size.mean()),
+        "worst": float(size.max()),
+        "within_15_percent": float((size <= 0.15).mean()),
+    }
 
 
 def published_report() -> dict[str, Any]:
-    """Every row, with nothing fitted to it but what rates.py has; every implementation; and each one left out of a fit to the others."""
+    """Every row, with nothing fitted to it but what rates.py has; every implementation; and each
+    one left out of a fit to the others.
+    """
     rows = read()
     report: dict[str, Any] = {"rows": {}, "software": {}, "each software left out": {}}
     for row in rows:
         predicted_s, published_s = row.predicted_s(), row.published_s()
-        report["rows"][str(row)] = {"url": row.source.url, "published_tflops": row.tflops(published_s), "predicted_tflops": row.tflops(predicted_s),
-                                    "error": published_s / predicted_s - 1.0}
+        report["rows"][str(row)] = {
+            "url": row.source.url,
+            "published_tflops": row.tflops(published_s),
+            "predicted_tflops": row.tflops(predicted_s),
+            "error": published_s / predicted_s - 1.0,
+        }
     for kind, some in _kinds(rows).items():
         report["software"][kind] = summary([math.expm1(row.log_error()) for row in some])
     hoppers = by_software(row for row in rows if row.accelerator == "h100" and row.power_w is None)
     for name, own in hoppers.items():
-        share = fitted_share([row for other, some in hoppers.items() if other != name for row in some])
-        report["each software left out"][name] = {"share_of_peak": share, **summary([math.expm1(row.log_error(share)) for row in own])}
-    report["share of the H100's peak, fitted to all"] = fitted_share([row for some in hoppers.values() for row in some])
+        share = fitted_share(
+            [row for other, some in hoppers.items() if other != name for row in some]
+        )
+        report["each software left out"][name] = {
+            "share_of_peak": share,
+            **summary([math.expm1(row.log_error(share)) for row in own]),
+        }
+    report["share of the H100's peak, fitted to all"] = fitted_share(
+        [row for some in hoppers.values() for row in some]
+    )
     return report
 
 
@@ -266,13 +396,21 @@ RANKED = {"Megatron-LM 2021", "Megatron-Core", "NeMo", "MaxText"}
 
 
 def rank_report(wanted: Callable[[Row], bool] = lambda row: True) -> dict[str, Any]:
-    """Where published layouts come in this project's own ranking for the same model, batch and cluster; of each model the first row."""
-    firsts = {row.model.name: row for row in reversed(read()) if row.source.software in RANKED and wanted(row)}
+    """Where published layouts come in this project's own ranking for the same model, batch and
+    cluster; of each model the first row.
+    """
+    firsts = {
+        row.model.name: row
+        for row in reversed(read())
+        if row.source.software in RANKED and wanted(row)
+    }
     return {str(row): _ranked(row) for row in reversed(firsts.values())}
 
 
 def _ranked(row: Row) -> dict[str, Any]:
-    config = Config(model=row.model, data=DataConfig(global_batch=row.global_batch, seq_len=row.seq_len)).with_values({"precision.compute": "bf16"})
+    config = Config(
+        model=row.model, data=DataConfig(global_batch=row.global_batch, seq_len=row.seq_len)
+    ).with_values({"precision.compute": "bf16"})
     cluster = row.cluster()
     best = search(Pricing(config, cluster, Rates.of(cluster.accelerator)), top=BEST).best
     own = _fastest_with(row, config, cluster)
@@ -280,8 +418,13 @@ def _ranked(row: Row) -> dict[str, Any]:
         return {"rank": None, "why": "not legal, or too large"}
     pairs = list(dict.fromkeys((each.plan.axes.pipe, each.plan.axes.tensor) for each in best))
     rank = pairs.index((row.pipe, row.tensor)) + 1 if (row.pipe, row.tensor) in pairs else None
-    return {"rank": rank, "best": best[0].plan.describe(), "own": own.plan.describe(),
-            "slower": own.prediction.step_time_s / best[0].prediction.step_time_s - 1.0, "why": _why(own, best[0])}
+    return {
+        "rank": rank,
+        "best": best[0].plan.describe(),
+        "own": own.plan.describe(),
+        "slower": own.prediction.step_time_s / best[0].prediction.step_time_s - 1.0,
+        "why": _why(own, best[0]),
+    }
 
 
 def _fastest_with(row: Row, config: Config, cluster: Cluster) -> Candidate | None:
@@ -290,7 +433,14 @@ def _fastest_with(row: Row, config: Config, cluster: Cluster) -> Candidate | Non
     for fsdp in {1, row.replicas, math.gcd(row.replicas, 8)}:
         mesh = f"pipe={row.pipe},data={row.replicas // fsdp},fsdp={fsdp},tensor={row.tensor}"
         try:
-            found += search(Pricing(config.with_values({"parallel.mesh": mesh}), cluster, Rates.of(cluster.accelerator)), top=1).best
+            found += search(
+                Pricing(
+                    config.with_values({"parallel.mesh": mesh}),
+                    cluster,
+                    Rates.of(cluster.accelerator),
+                ),
+                top=1,
+            ).best
         except OptimusError:
             continue
     return min(found, key=lambda each: each.prediction.step_time_s, default=None)
@@ -298,6 +448,14 @@ def _fastest_with(row: Row, config: Config, cluster: Cluster) -> Candidate | Non
 
 def _why(own: Candidate, best: Candidate) -> str:
     """The terms that it loses most by, in seconds of a step."""
-    times, others = ({term.name: term.time_s for term in each.prediction.terms} for each in (own, best))
-    lost = sorted(((time_s - others.get(name, 0.0), name) for name, time_s in times.items()), reverse=True)
-    return ", ".join(f"{name} +{more:.2f} s" for more, name in lost[:2] if more > 0.01 * best.prediction.step_time_s)
+    times, others = (
+        {term.name: term.time_s for term in each.prediction.terms} for each in (own, best)
+    )
+    lost = sorted(
+        ((time_s - others.get(name, 0.0), name) for name, time_s in times.items()), reverse=True
+    )
+    return ", ".join(
+        f"{name} +{more:.2f} s"
+        for more, name in lost[:2]
+        if more > 0.01 * best.prediction.step_time_s
+    )

@@ -1,13 +1,16 @@
-"""How good the planner's choice is on this machine: every legal plan of two small models on 8 virtual devices, measured.
+"""How good the planner's choice is on this machine: every legal plan of two small models on 8
+virtual devices, measured.
 
-    python benchmarks/regret.py measure --out plans.jsonl     run all plans (half an hour on 2 cores; goes on where it stopped)
-    python benchmarks/regret.py contend --out plans.jsonl     run those that matter again, longer and in several rounds
-    python benchmarks/regret.py report --out plans.jsonl      regret of the planner and of simpler rules, and errors of predictions
+    python benchmarks/regret.py measure --out plans.jsonl     run all plans (half an hour on 2
+    cores; goes on where it stopped) python benchmarks/regret.py contend --out plans.jsonl     run
+    those that matter again, longer and in several rounds python benchmarks/regret.py report --out
+    plans.jsonl      regret of the planner and of simpler rules, and errors of predictions
 
-A plan's figure is the least CPU-seconds of its steps: virtual devices share the cores, so that their wall time is its
-multiple and noisier. Regret is the chosen plan's figure over the best one's, less 1. The fastest of many plans measured once
-is the luckiest, so those that came out best, those that the planner chooses, and the simple rules' are measured again,
-and regret is among these figures alone. Plans are measured in an order drawn at random, so that a machine that slows down
+A plan's figure is the least CPU-seconds of its steps: virtual devices share the cores, so that
+their wall time is its multiple and noisier. Regret is the chosen plan's figure over the best one's,
+less 1. The fastest of many plans measured once is the luckiest, so those that came out best, those
+that the planner chooses, and the simple rules' are measured again, and regret is among these
+figures alone. Plans are measured in an order drawn at random, so that a machine that slows down
 does not favour some kind.
 """
 
@@ -24,17 +27,41 @@ from optimus_jax.system.paths import path_argument
 NUM_DEVICES = 8
 NUM_STEPS = 4
 CONTENDERS, ROUNDS, CONTENDING_STEPS = 8, 3, 16
-"""Of each model, the fastest at first that are measured again; how often, and for how many steps."""
+"""Of each model, the fastest at first that are measured again; how often, and for how many
+steps."""
 TRIED = 3
 """Candidates that a run would measure."""
-RULES = {"fsdp=8, zero 3": (f"fsdp={NUM_DEVICES}", 3), "data=8": (f"data={NUM_DEVICES}", 0),
-         "a rule table: tensor=2 inside, data outside": ("data=4,tensor=2", 0)}
+RULES = {
+    "fsdp=8, zero 3": (f"fsdp={NUM_DEVICES}", 3),
+    "data=8": (f"data={NUM_DEVICES}", 0),
+    "a rule table: tensor=2 inside, data outside": ("data=4,tensor=2", 0),
+}
 """What people do without a planner: axes and ZeRO stage."""
 MODELS = {
-    "gpt": {"model.num_layers": 2, "model.embed_dim": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 64,
-            "model.mlp_dim": 1024, "model.vocab_size": 2048, "data.seq_len": 256, "data.global_batch": 8},
-    "llama": {"model.family": "llama", "model.tied": False, "model.num_layers": 3, "model.embed_dim": 192, "model.num_heads": 2,
-              "model.num_kv_heads": 1, "model.head_dim": 96, "model.mlp_dim": 512, "model.vocab_size": 4096, "data.seq_len": 256, "data.global_batch": 4},
+    "gpt": {
+        "model.num_layers": 2,
+        "model.embed_dim": 256,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 4,
+        "model.head_dim": 64,
+        "model.mlp_dim": 1024,
+        "model.vocab_size": 2048,
+        "data.seq_len": 256,
+        "data.global_batch": 8,
+    },
+    "llama": {
+        "model.family": "llama",
+        "model.tied": False,
+        "model.num_layers": 3,
+        "model.embed_dim": 192,
+        "model.num_heads": 2,
+        "model.num_kv_heads": 1,
+        "model.head_dim": 96,
+        "model.mlp_dim": 512,
+        "model.vocab_size": 4096,
+        "data.seq_len": 256,
+        "data.global_batch": 4,
+    },
 }
 
 
@@ -42,7 +69,14 @@ def config_of(name: str):
     """A model's run; recomputing is fixed, since everything fits."""
     from optimus_jax.config import Config
 
-    return Config().with_values({**MODELS[name], "model.name": name, "parallel.remat": "none", "parallel.stage_residuals": "keep"})
+    return Config().with_values(
+        {
+            **MODELS[name],
+            "model.name": name,
+            "parallel.remat": "none",
+            "parallel.stage_residuals": "keep",
+        }
+    )
 
 
 def plans_of(name: str) -> list:
@@ -57,7 +91,12 @@ def plans_of(name: str) -> list:
 def measure(out: Path, limit: int | None) -> None:
     """Append a line for each plan that has none."""
     done = {(row["model"], row["plan"]) for row in rows(out)}
-    todo = [(name, plan) for name in MODELS for plan in plans_of(name) if (name, plan.digest) not in done]
+    todo = [
+        (name, plan)
+        for name in MODELS
+        for plan in plans_of(name)
+        if (name, plan.digest) not in done
+    ]
     random.Random(0).shuffle(todo)
     run_all(out, todo[:limit], 0, NUM_STEPS)
 
@@ -66,10 +105,17 @@ def contend(out: Path) -> None:
     """Append further rounds of the plans that regret is about."""
     here, todo = measured_here(), []
     for name in MODELS:
-        plans, swept = {plan.digest: plan for plan in plans_of(name)}, measured_in(out, name, first=True)
+        plans, swept = (
+            {plan.digest: plan for plan in plans_of(name)},
+            measured_in(out, name, first=True),
+        )
         order = ranked(here, name, {digest: plans[digest] for digest in swept})
-        wanted = {*sorted(swept, key=lambda digest: swept[digest])[:CONTENDERS], order[0], *candidates(order, plans)[:TRIED],
-                  *filter(None, (find(plans, axes, zero) for axes, zero in RULES.values()))}
+        wanted = {
+            *sorted(swept, key=lambda digest: swept[digest])[:CONTENDERS],
+            order[0],
+            *candidates(order, plans)[:TRIED],
+            *filter(None, (find(plans, axes, zero) for axes, zero in RULES.values())),
+        }
         todo += [(name, plans[digest]) for digest in sorted(wanted)]
     done = max((row["round"] for row in rows(out)), default=0)
     for number in range(done + 1, done + 1 + ROUNDS):
@@ -86,15 +132,28 @@ def run_all(out: Path, todo: list, number: int, num_steps: int) -> None:
     with out.open("a") as file:
         for name, plan in track(todo, f"round {number}, {len(todo)} plans"):
             trial = run_trial(config_of(name), plan, num_steps=num_steps)
-            row = {"model": name, "round": number, "plan": plan.digest, "layout": plan.describe(), **{
-                key: round(value, 5) for key, value in dataclasses.asdict(trial).items() if key in ("cpu_s", "step_time_s", "compile_s")}}
+            row = {
+                "model": name,
+                "round": number,
+                "plan": plan.digest,
+                "layout": plan.describe(),
+                **{
+                    key: round(value, 5)
+                    for key, value in dataclasses.asdict(trial).items()
+                    if key in ("cpu_s", "step_time_s", "compile_s")
+                },
+            }
             file.write(json.dumps(row) + "\n")
             file.flush()
 
 
 def rows(out: Path) -> list[dict]:
     """All measurements; those without a round are of the first."""
-    return [{"round": 0, **json.loads(line)} for line in out.read_text().splitlines()] if out.exists() else []
+    return (
+        [{"round": 0, **json.loads(line)} for line in out.read_text().splitlines()]
+        if out.exists()
+        else []
+    )
 
 
 def measured_in(out: Path, name: str, *, first: bool) -> dict[str, float]:
@@ -116,7 +175,9 @@ def measured_here():
 
 def predictions(here, name: str, plans: dict) -> dict[str, float]:
     """Step times, uncalibrated."""
-    pricing = dataclasses.replace(here.pricing(config_of(name)), calibration=type(here.calibration)())
+    pricing = dataclasses.replace(
+        here.pricing(config_of(name)), calibration=type(here.calibration)()
+    )
     return {digest: pricing.predicted(plan).step_time_s for digest, plan in plans.items()}
 
 
@@ -137,18 +198,36 @@ def report(out: Path) -> None:
         plans = {digest: plans[digest] for digest in measured}
         foretold, order = predictions(here, name, plans), ranked(here, name, plans)
         best = min(final.values())
-        simple = {"the planner": final[order[0]], f"the planner, {TRIED} measured": min(final[digest] for digest in candidates(order, plans)[:TRIED]),
-                  **{rule: final[digest] for rule, (axes, zero) in RULES.items() if (digest := find(plans, axes, zero))},
-                  "a random legal plan (mean of the first round)": statistics.mean(measured.values())}
-        print(f"\n{name}: {len(measured)} of {len(plans_of(name))} legal plans measured, {len(final)} of them again; best {best:.3f} CPU-s per step, "
-              f"worst of the first round {max(measured.values()):.3f}")
+        simple = {
+            "the planner": final[order[0]],
+            f"the planner, {TRIED} measured": min(
+                final[digest] for digest in candidates(order, plans)[:TRIED]
+            ),
+            **{
+                rule: final[digest]
+                for rule, (axes, zero) in RULES.items()
+                if (digest := find(plans, axes, zero))
+            },
+            "a random legal plan (mean of the first round)": statistics.mean(measured.values()),
+        }
+        print(
+            f"\n{name}: {len(measured)} of {len(plans_of(name))} legal plans measured, {len(final)}"
+            f" of them again; best {best:.3f} CPU-s per step, worst of the first round"
+            f" {max(measured.values()):.3f}"
+        )
         print(f"  best plan: {plans[min(final, key=lambda digest: final[digest])].describe()}")
         print(f"  chosen:    {plans[order[0]].describe()}")
         for rule, cpu_s in simple.items():
             print(f"  {rule:45} {cpu_s:7.3f} CPU-s   regret {cpu_s / best - 1:7.1%}")
         logs = np.log([measured[digest] / foretold[digest] for digest in measured])
-        ranks = [np.argsort(np.argsort([values[digest] for digest in measured])) for values in (measured, foretold)]
-        print(f"  Spearman {np.corrcoef(ranks[0], ranks[1])[0, 1]:.3f}; measured over predicted, but for a common factor: spread {logs.std():.1%}")
+        ranks = [
+            np.argsort(np.argsort([values[digest] for digest in measured]))
+            for values in (measured, foretold)
+        ]
+        print(
+            f"  Spearman {np.corrcoef(ranks[0], ranks[1])[0, 1]:.3f}; measured over predicted, but"
+            f" for a common factor: spread {logs.std():.1%}"
+        )
 
 
 def candidates(order: list[str], plans: dict) -> list[str]:
@@ -162,14 +241,27 @@ def candidates(order: list[str], plans: dict) -> list[str]:
 
 def find(plans: dict, axes: str, zero: int) -> str | None:
     """The plan with one microbatch and default rules on these axes; None: it is not legal."""
-    return next((digest for digest, plan in plans.items() if str(plan.axes) == axes and plan.zero == zero and plan.microbatches == 1
-                 and {"mlp", "heads"} <= dict(plan.rules).keys()), None)
+    return next(
+        (
+            digest
+            for digest, plan in plans.items()
+            if str(plan.axes) == axes
+            and plan.zero == zero
+            and plan.microbatches == 1
+            and {"mlp", "heads"} <= dict(plan.rules).keys()
+        ),
+        None,
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("measure", "contend", "report", "count"))
-    parser.add_argument("--out", type=path_argument, default=Path("plans.jsonl"), help="JSON Lines of measurements")
+    parser.add_argument(
+        "--out", type=path_argument, default=Path("plans.jsonl"), help="JSON Lines of measurements"
+    )
     parser.add_argument("--limit", type=int, help="measure at most this many now")
     args = parser.parse_args()
     from optimus_jax.devices.cpu import restart_with_huge_pages, use_cpu_devices

@@ -2,9 +2,10 @@
 
     python benchmarks/signals.py [--cpu-devices 8] [--steps 20000]
 
-Steps pass on a pretended clock (10 ms, 100 ms, 1 s), so that sources are polled as often as they would be; what each
-boundary takes is measured: processor time of the training thread (steady where cores are shared) and wall time. Batches are 16 x 1024 tokens, of 8 GPUs a pretended driver answers in a
-thread; nobody else is there to give heartbeats. Prints one JSON object.
+Steps pass on a pretended clock (10 ms, 100 ms, 1 s), so that sources are polled as often as they
+would be; what each boundary takes is measured: processor time of the training thread (steady where
+cores are shared) and wall time. Batches are 16 x 1024 tokens, of 8 GPUs a pretended driver answers
+in a thread; nobody else is there to give heartbeats. Prints one JSON object.
 """
 
 import argparse
@@ -38,14 +39,29 @@ class _Memory:
 
 def _driver() -> ModuleType:
     driver = ModuleType("pretended")
-    answers = {"nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetClockInfo": 1500, "nvmlDeviceGetMaxClockInfo": 1980,
-               "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=99), "nvmlDeviceGetCurrentClocksThrottleReasons": 4,
-               "nvmlDeviceGetPowerUsage": 650_000, "nvmlDeviceGetTemperature": 70, "nvmlDeviceGetTotalEccErrors": 0}
+    answers = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetClockInfo": 1500,
+        "nvmlDeviceGetMaxClockInfo": 1980,
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=99),
+        "nvmlDeviceGetCurrentClocksThrottleReasons": 4,
+        "nvmlDeviceGetPowerUsage": 650_000,
+        "nvmlDeviceGetTemperature": 70,
+        "nvmlDeviceGetTotalEccErrors": 0,
+    }
     for name, answer in answers.items():
         setattr(driver, name, lambda *_, answer=answer: answer)
-    for name in ("NVML_CLOCK_SM", "NVML_TEMPERATURE_GPU", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC"):
+    for name in (
+        "NVML_CLOCK_SM",
+        "NVML_TEMPERATURE_GPU",
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED",
+        "NVML_VOLATILE_ECC",
+    ):
         setattr(driver, name, 0)
-    driver.__dict__.update(NVMLError=OSError, nvmlDeviceGetHandleByIndex=lambda index: f"gpu {index}")
+    driver.__dict__.update(
+        NVMLError=OSError, nvmlDeviceGetHandleByIndex=lambda index: f"gpu {index}"
+    )
     return driver
 
 
@@ -54,20 +70,49 @@ def boundaries(num_steps: int, step_time_s: float) -> dict[str, float]:
     now = [0.0]
     batch = {"segments": np.zeros((16, 1024), np.int32), "loss_mask": np.ones((16, 1024), bool)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        sources = [DeviceMemory([_Memory()] * NUM_GPUS), GpuHealth(range(NUM_GPUS), library=_driver()), HeartbeatAges(Heartbeats(Path(directory), 0, 8, Progress()))]
+        sources = [
+            DeviceMemory([_Memory()] * NUM_GPUS),
+            GpuHealth(range(NUM_GPUS), library=_driver()),
+            HeartbeatAges(Heartbeats(Path(directory), 0, 8, Progress())),
+        ]
         told: list[str] = []
-        signals = Signals(ControlConfig(), global_batch=16, seq_len=1024, sources=sources, clock=lambda: now[0], warn=told.append)
-        took_s = [_boundary_s(signals, step, now, step_time_s, batch) for step in range(1, num_steps + 1)]
+        signals = Signals(
+            ControlConfig(),
+            global_batch=16,
+            seq_len=1024,
+            sources=sources,
+            clock=lambda: now[0],
+            warn=told.append,
+        )
+        took_s = [
+            _boundary_s(signals, step, now, step_time_s, batch) for step in range(1, num_steps + 1)
+        ]
         signals.close()
     assert not told, told
     processor_s, wall_s = zip(*took_s, strict=True)
-    return {"mean_processor_s": statistics.fmean(processor_s), "median_processor_s": statistics.median(processor_s), "median_wall_s": statistics.median(wall_s)}
+    return {
+        "mean_processor_s": statistics.fmean(processor_s),
+        "median_processor_s": statistics.median(processor_s),
+        "median_wall_s": statistics.median(wall_s),
+    }
 
 
-def _boundary_s(signals: Signals, step: int, now: list[float], step_time_s: float, batch: dict[str, np.ndarray]) -> tuple[float, float]:
+def _boundary_s(
+    signals: Signals, step: int, now: list[float], step_time_s: float, batch: dict[str, np.ndarray]
+) -> tuple[float, float]:
     now[0] += step_time_s
-    record = StepRecord(step=step, loss=5 / step, grad_norm=1.0, lr=1e-3, tokens=16384, step_time_s=step_time_s + 1e-6 * step, tokens_per_s=1e5,
-                        mfu=0.4, plan="pretended", peak_bytes=None)
+    record = StepRecord(
+        step=step,
+        loss=5 / step,
+        grad_norm=1.0,
+        lr=1e-3,
+        tokens=16384,
+        step_time_s=step_time_s + 1e-6 * step,
+        tokens_per_s=1e5,
+        mfu=0.4,
+        plan="pretended",
+        peak_bytes=None,
+    )
     start_s, start_processor_s = time.perf_counter(), time.thread_time()
     signals.dispatched(data_wait_s=1e-6 * step, dispatch_s=1e-6 * step, batch=batch)
     signals.step(record)
@@ -85,7 +130,9 @@ def rounds() -> dict[str, float]:
     from optimus_jax.planning.profiles.cluster import Cluster
 
     cluster = Cluster.of(discover())
-    mesh = jax.make_mesh((1, len(jax.devices()) // 2, 1, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4)
+    mesh = jax.make_mesh(
+        (1, len(jax.devices()) // 2, 1, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4
+    )
     probes = Probes(0.002, cluster, None, num_meshes=1, warn=print)
     start_s = time.perf_counter()
     probes.prepare(mesh)
@@ -98,7 +145,12 @@ def rounds() -> dict[str, float]:
         before_s = time.perf_counter()
         on_mesh.run(step, step_time_s=0.1, data_wait_s=0.0)
         took_s.append(time.perf_counter() - before_s)
-    return {"compile_s": compiled_s - start_s, "settle_s": settled_s - compiled_s, "round_median_s": statistics.median(took_s), "round_largest_s": max(took_s)}
+    return {
+        "compile_s": compiled_s - start_s,
+        "settle_s": settled_s - compiled_s,
+        "round_median_s": statistics.median(took_s),
+        "round_largest_s": max(took_s),
+    }
 
 
 def main() -> None:
@@ -108,7 +160,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20000)
     args = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={args.cpu_devices}")
-    found = {f"boundary, steps of {step_time_s} s": boundaries(args.steps, step_time_s) for step_time_s in (0.01, 0.1, 1.0)}
+    found = {
+        f"boundary, steps of {step_time_s} s": boundaries(args.steps, step_time_s)
+        for step_time_s in (0.01, 0.1, 1.0)
+    }
     print(json.dumps(found | {"round": rounds()}, indent=1))
 
 

@@ -1,14 +1,18 @@
-"""What the controller gains on simulated clusters: every scenario, over seeds, against other ways to steer. SIMULATED, not measured.
+"""What the controller gains on simulated clusters: every scenario, over seeds, against other ways
+to steer. SIMULATED, not measured.
 
-    python benchmarks/simulated_control.py --out runs/simulated.jsonl --markdown table.md      all scenarios on two settings, 30 seeds
-    python benchmarks/simulated_control.py --scenario FILE.json --setting llama-a100 --seeds 5
+    python benchmarks/simulated_control.py --out runs/simulated.jsonl --markdown table.md      all
+    scenarios on two settings, 30 seeds python benchmarks/simulated_control.py --scenario FILE.json
+    --setting llama-a100 --seeds 5
 
-A line goes into the --out file for every seed that is done; called again, it goes on from there. (The lines belong to the code that wrote
-them: after a change, begin another file.)
+A line goes into the --out file for every seed that is done; called again, it goes on from there.
+(The lines belong to the code that wrote them: after a change, begin another file.)
 
-The cluster's truth is hidden from what decides, and lies off what it is told (optimus_jax/simulation/scenarios.py). Targets:
-70% of the oracle's gain where there is one; 20% less time than the static default where something disturbs the run; no switch where
-nothing changes or little is left; 2 at most while a link flaps; 1% over the best static plan at most where nothing changes.
+The cluster's truth is hidden from what decides, and lies off what it is told
+(optimus_jax/simulation/scenarios.py). Targets: 70% of the oracle's gain where there is one; 20%
+less time than the static default where something disturbs the run; no switch where nothing changes
+or little is left; 2 at most while a link flaps; 1% over the best static plan at most where nothing
+changes.
 """
 
 import argparse
@@ -54,13 +58,37 @@ class Setting:
 
 
 SETTINGS: Mapping[str, Setting] = {
-    "llama-a100": Setting(model="llama3-8b", cluster="a100:8x8", links=("between=6.25GB/s",), seq_len=2048, global_batch=256),
-    "gpt2-xl-h100": Setting(model="gpt2-xl", cluster="h100:8x8", links=("between=12.5GB/s",), seq_len=1024, global_batch=3584),
-    "llama-small-batch": Setting(model="llama3-8b", cluster="a100:8x8", links=("between=6.25GB/s",), seq_len=2048, global_batch=64),
-    "llama-1024": Setting(model="llama3-8b", cluster="h100:128x8", links=("between=12.5GB/s",), seq_len=4096, global_batch=1024),
+    "llama-a100": Setting(
+        model="llama3-8b",
+        cluster="a100:8x8",
+        links=("between=6.25GB/s",),
+        seq_len=2048,
+        global_batch=256,
+    ),
+    "gpt2-xl-h100": Setting(
+        model="gpt2-xl",
+        cluster="h100:8x8",
+        links=("between=12.5GB/s",),
+        seq_len=1024,
+        global_batch=3584,
+    ),
+    "llama-small-batch": Setting(
+        model="llama3-8b",
+        cluster="a100:8x8",
+        links=("between=6.25GB/s",),
+        seq_len=2048,
+        global_batch=64,
+    ),
+    "llama-1024": Setting(
+        model="llama3-8b",
+        cluster="h100:128x8",
+        links=("between=12.5GB/s",),
+        seq_len=4096,
+        global_batch=1024,
+    ),
 }
-"""64 devices with 50 Gb/s each between hosts; 64 with 100 Gb/s each, and a batch that 56 of them can share too; 64 with an example
-for each, where exchanges rule; 1,024 with 100 Gb/s each."""
+"""64 devices with 50 Gb/s each between hosts; 64 with 100 Gb/s each, and a batch that 56 of them
+can share too; 64 with an example for each, where exchanges rule; 1,024 with 100 Gb/s each."""
 
 
 @cache
@@ -73,10 +101,25 @@ def setup_of(scenario: Scenario, setting: Setting) -> Setup:
     """Batches that a scenario names are for 64 devices."""
     cluster = Cluster.parse(setting.cluster, setting.links)
     times = max(1, cluster.num_devices // 64)
-    events = tuple([dataclasses.replace(event, global_batch=event.global_batch * times) if isinstance(event, PhaseEvent) and event.global_batch else event
-                    for event in scenario.events])
-    scenario = dataclasses.replace(scenario, events=events, global_batch=scenario.global_batch and scenario.global_batch * times)
-    config = make_config(setting.model, {"precision": "bf16", "seq_len": setting.seq_len, "global_batch": setting.global_batch})
+    events = tuple(
+        [
+            (
+                dataclasses.replace(event, global_batch=event.global_batch * times)
+                if isinstance(event, PhaseEvent) and event.global_batch
+                else event
+            )
+            for event in scenario.events
+        ]
+    )
+    scenario = dataclasses.replace(
+        scenario,
+        events=events,
+        global_batch=scenario.global_batch and scenario.global_batch * times,
+    )
+    config = make_config(
+        setting.model,
+        {"precision": "bf16", "seq_len": setting.seq_len, "global_batch": setting.global_batch},
+    )
     return Setup.of(scenario, Pricing(config, cluster, Rates.of(cluster.accelerator)))
 
 
@@ -86,10 +129,18 @@ Runs = dict[Job, dict[int, dict[str, Result]]]
 """Results by seed and way to steer."""
 
 
-def run_chunk(scenario: Scenario, setting: Setting, seeds: Sequence[int]) -> dict[int, dict[str, Result]]:
-    """Results of some seeds, by way to steer. Raises OptimusError where the scenario cannot be had."""
+def run_chunk(
+    scenario: Scenario, setting: Setting, seeds: Sequence[int]
+) -> dict[int, dict[str, Result]]:
+    """Results of some seeds, by way to steer. Raises OptimusError where the scenario cannot be
+    had."""
     setup = setup_of(scenario, setting)
-    return {seed: {name: Result.of(outcome) for name, outcome in run_all(setup, seed, searcher()).items()} for seed in seeds}
+    return {
+        seed: {
+            name: Result.of(outcome) for name, outcome in run_all(setup, seed, searcher()).items()
+        }
+        for seed in seeds
+    }
 
 
 def kept(path: Path | None) -> Runs:
@@ -100,7 +151,10 @@ def kept(path: Path | None) -> Runs:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             value = json.loads(line)
-            results = {name: Result(total_s=each["total_s"], moments=each["moments"]) for name, each in value["results"].items()}
+            results = {
+                name: Result(total_s=each["total_s"], moments=each["moments"])
+                for name, each in value["results"].items()
+            }
             found.setdefault((value["setting"], value["scenario"]), {})[value["seed"]] = results
         except (ValueError, KeyError):
             continue
@@ -114,44 +168,85 @@ def keep(path: Path | None, job: Job, found: Mapping[int, Mapping[str, Result]])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for seed, results in found.items():
-            value = {name: {"total_s": each.total_s, "moments": dict(each.moments)} for name, each in results.items()}
-            file.write(json.dumps({"setting": job[0], "scenario": job[1], "seed": seed, "simulated": True, "results": value}) + "\n")
+            value = {
+                name: {"total_s": each.total_s, "moments": dict(each.moments)}
+                for name, each in results.items()
+            }
+            file.write(
+                json.dumps(
+                    {
+                        "setting": job[0],
+                        "scenario": job[1],
+                        "seed": seed,
+                        "simulated": True,
+                        "results": value,
+                    }
+                )
+                + "\n"
+            )
 
 
 def run_jobs(jobs: Mapping[Job, Scenario], seeds: int, processes: int, out: Path | None) -> Runs:
     """Everything that is not done yet."""
     done, began_s = kept(out), time.perf_counter()
-    missing = {job: [seed for seed in range(seeds) if seed not in done.get(job, {})] for job in jobs}
+    missing = {
+        job: [seed for seed in range(seeds) if seed not in done.get(job, {})] for job in jobs
+    }
     with ProcessPoolExecutor(processes) as pool:
-        # The first seeds of all before the next of any: what is there when it is stopped is a table of fewer seeds.
-        futures = {pool.submit(run_chunk, jobs[job], SETTINGS[job[0]], left[first:first + CHUNK]): job
-                   for first in range(0, seeds, CHUNK) for job, left in missing.items() if first < len(left)}
+        # The first seeds of all before the next of any: what is there when it is stopped is a table
+        # of fewer seeds.
+        futures = {
+            pool.submit(run_chunk, jobs[job], SETTINGS[job[0]], left[first : first + CHUNK]): job
+            for first in range(0, seeds, CHUNK)
+            for job, left in missing.items()
+            if first < len(left)
+        }
         for number, future in enumerate(as_completed(futures), start=1):
             job = futures[future]
             try:
                 found = future.result()
             except OptimusError as error:
-                print(f"{job[0]}, {job[1]}: left out, {str(error).splitlines()[0]}", file=sys.stderr)
+                print(
+                    f"{job[0]}, {job[1]}: left out, {str(error).splitlines()[0]}", file=sys.stderr
+                )
                 continue
             keep(out, job, found)
             done.setdefault(job, {}).update(found)
             left_s = (time.perf_counter() - began_s) * (len(futures) - number) / number
-            print(f"{number} of {len(futures)} parts done ({job[0]}, {job[1]}), about {left_s / 60:.0f} min left", file=sys.stderr, flush=True)
-    return {job: {seed: done[job][seed] for seed in range(seeds) if seed in done[job]} for job in jobs if job in done}
+            print(
+                f"{number} of {len(futures)} parts done ({job[0]}, {job[1]}), about"
+                f" {left_s / 60:.0f} min left",
+                file=sys.stderr,
+                flush=True,
+            )
+    return {
+        job: {seed: done[job][seed] for seed in range(seeds) if seed in done[job]}
+        for job in jobs
+        if job in done
+    }
 
 
 def verdicts(scenario: str, row: Row, oracle: Row) -> list[str]:
-    """Targets that apply, and whether they are met; what not even the oracle can do is no target."""
+    """Targets that apply, and whether they are met; what not even the oracle can do is no
+    target."""
     found = []
     if scenario in (*UNDISTURBED, *SHORT):
         found.append(_verdict("no switch", row.most_switches == 0))
-        found += [_verdict("1% over best static", row.regret.value <= 0.01)] if row.regret and scenario in UNDISTURBED else []
+        found += (
+            [_verdict("1% over best static", row.regret.value <= 0.01)]
+            if row.regret and scenario in UNDISTURBED
+            else []
+        )
     if scenario in FLAPPING:
         found.append(_verdict("2 switches", row.most_switches <= 2))
     if row.share is not None and scenario not in SHORT:
         found.append(_verdict("70% of oracle", row.share.value >= 0.7))
     if scenario not in TEACHES_NOTHING and row.saved is not None and oracle.saved is not None:
-        found.append(_verdict("20% below default", row.saved.value >= 0.2) if oracle.saved.value >= 0.2 else f"oracle {oracle.saved.value:.0%} below default")
+        found.append(
+            _verdict("20% below default", row.saved.value >= 0.2)
+            if oracle.saved.value >= 0.2
+            else f"oracle {oracle.saved.value:.0%} below default"
+        )
     return found
 
 
@@ -162,60 +257,155 @@ def _verdict(target: str, is_met: bool) -> str:
 def lines(name: str, scenario: str, found: Sequence[Row]) -> list[str]:
     """A block of the report."""
     auto, oracle = (next(row for row in found if row.method == name) for name in (AUTO, ORACLE))
-    text = [f"{name}, {scenario}: {'; '.join(verdicts(scenario, auto, oracle)) or 'no target'}",
-            f"    {'':20}{'time, s':>26}{'below default':>24}{'of oracle gain':>22}{'over best static':>24}{'switches':>10}{'most':>6}{'back':>6}{'restarts':>10}"]
+    text = [
+        f"{name}, {scenario}: {'; '.join(verdicts(scenario, auto, oracle)) or 'no target'}",
+        (
+            f"    {'':20}{'time, s':>26}{'below default':>24}{'of oracle gain':>22}{'over best static':>24}{'switches':>10}{'most':>6}{'back':>6}{'restarts':>10}"
+        ),
+    ]
     for row in found:
-        cells = [_cell(row.total_s, "{:,.0f}"), _cell(row.saved, "{:.1%}"), _cell(row.share, "{:.0%}"), _cell(row.regret, "{:+.1%}")]
-        text.append(f"    {row.method:20}{cells[0]:>26}{cells[1]:>24}{cells[2]:>22}{cells[3]:>24}{row.switches:>10.1f}{row.most_switches:>6}{row.rollbacks:>6.1f}{row.restarts:>10.1f}")
+        cells = [
+            _cell(row.total_s, "{:,.0f}"),
+            _cell(row.saved, "{:.1%}"),
+            _cell(row.share, "{:.0%}"),
+            _cell(row.regret, "{:+.1%}"),
+        ]
+        text.append(
+            f"    {row.method:20}{cells[0]:>26}{cells[1]:>24}{cells[2]:>22}{cells[3]:>24}{row.switches:>10.1f}{row.most_switches:>6}{row.rollbacks:>6.1f}{row.restarts:>10.1f}"
+        )
     return text
 
 
 def _cell(value, shape: str) -> str:
-    return "" if value is None else f"{shape.format(value.value)} [{shape.format(value.low)}, {shape.format(value.high)}]"
+    return (
+        ""
+        if value is None
+        else f"{shape.format(value.value)} [{shape.format(value.low)}, {shape.format(value.high)}]"
+    )
 
 
 def markdown(report: Mapping[Job, Sequence[Row]], seeds: int, command: str) -> str:
     """Two tables: the controller against its targets, and the time of every way to steer."""
-    text = [f"# The controller on simulated clusters, {datetime.date.today()}", "", f"SIMULATED, not measured. `{command}`: means over {seeds} seeds [95% intervals, bootstrapped over seeds].", "",
-            "| setting | scenario | less time than the default | of the oracle's gain | over the best static plan | switches (most) | targets |", "|---|---|---|---|---|---|---|"]
+    text = [
+        f"# The controller on simulated clusters, {datetime.date.today()}",
+        "",
+        (
+            f"SIMULATED, not measured. `{command}`: means over {seeds} seeds [95% intervals,"
+            " bootstrapped over seeds]."
+        ),
+        "",
+        (
+            "| setting | scenario | less time than the default | of the oracle's gain | over the"
+            " best static plan | switches (most) | targets |"
+        ),
+        "|---|---|---|---|---|---|---|",
+    ]
     for (setting, scenario), found in report.items():
         auto, oracle = (next(row for row in found if row.method == name) for name in (AUTO, ORACLE))
-        text.append(f"| {setting} | {scenario} | {_cell(auto.saved, '{:.1%}')} | {_cell(auto.share, '{:.0%}') or 'has none'} | {_cell(auto.regret, '{:+.1%}')} "
-                    f"| {auto.switches:.1f} ({auto.most_switches}) | {'; '.join(verdicts(scenario, auto, oracle)) or 'none'} |")
+        text.append(
+            f"| {setting} | {scenario} | {_cell(auto.saved, '{:.1%}')} |"
+            f" {_cell(auto.share, '{:.0%}') or 'has none'} | {_cell(auto.regret, '{:+.1%}')} |"
+            f" {auto.switches:.1f} ({auto.most_switches}) |"
+            f" {'; '.join(verdicts(scenario, auto, oracle)) or 'none'} |"
+        )
     names = [row.method for row in next(iter(report.values()))]
-    text += ["", "Less time than the static default, by way to steer:", "", "| setting | scenario | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    text += [
+        "",
+        "Less time than the static default, by way to steer:",
+        "",
+        "| setting | scenario | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 2) + "|",
+    ]
     for (setting, scenario), found in report.items():
-        text.append(f"| {setting} | {scenario} | " + " | ".join("" if row.saved is None else f"{row.saved.value:.1%}" for row in found) + " |")
+        text.append(
+            f"| {setting} | {scenario} | "
+            + " | ".join("" if row.saved is None else f"{row.saved.value:.1%}" for row in found)
+            + " |"
+        )
     return "\n".join(text) + "\n"
 
 
 def main() -> int:
     """Parse, run, report."""
-    parser = argparse.ArgumentParser(description="What the controller gains on simulated clusters. All figures are simulated.")
-    parser.add_argument("--scenario", action="append", metavar="NAME|FILE.json", help="only these (default: all that come along)")
-    parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="these models and clusters (default: the first two)")
-    parser.add_argument("--seeds", type=int, default=30, metavar="N", help="truths to draw (default: 30)")
+    parser = argparse.ArgumentParser(
+        description="What the controller gains on simulated clusters. All figures are simulated."
+    )
+    parser.add_argument(
+        "--scenario",
+        action="append",
+        metavar="NAME|FILE.json",
+        help="only these (default: all that come along)",
+    )
+    parser.add_argument(
+        "--setting",
+        action="append",
+        choices=list(SETTINGS),
+        help="these models and clusters (default: the first two)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=30, metavar="N", help="truths to draw (default: 30)"
+    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
-    parser.add_argument("--out", type=path_argument, metavar="FILE.jsonl", help="keep what is done, and go on from it")
+    parser.add_argument(
+        "--out",
+        type=path_argument,
+        metavar="FILE.jsonl",
+        help="keep what is done, and go on from it",
+    )
     parser.add_argument("--markdown", type=path_argument, metavar="FILE.md", help="write tables")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     try:
-        scenarios = [read_scenario(name) if Path(name).is_file() else scenario_named(name) for name in options.scenario or library()]
+        scenarios = [
+            read_scenario(name) if Path(name).is_file() else scenario_named(name)
+            for name in options.scenario or library()
+        ]
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     began_s = time.perf_counter()
-    jobs = {(name, scenario.name): scenario for name in options.setting or list(SETTINGS)[:2] for scenario in scenarios}
-    report = {job: rows(list(runs.values())) for job, runs in run_jobs(jobs, options.seeds, options.jobs, options.out).items()}
+    jobs = {
+        (name, scenario.name): scenario
+        for name in options.setting or list(SETTINGS)[:2]
+        for scenario in scenarios
+    }
+    report = {
+        job: rows(list(runs.values()))
+        for job, runs in run_jobs(jobs, options.seeds, options.jobs, options.out).items()
+    }
     if options.json:
-        print(json.dumps([{"setting": setting, "scenario": scenario, "simulated": True, "seeds": options.seeds, "methods": [row.as_json() for row in found]}
-                          for (setting, scenario), found in report.items()], indent=2))
+        print(
+            json.dumps(
+                [
+                    {
+                        "setting": setting,
+                        "scenario": scenario,
+                        "simulated": True,
+                        "seeds": options.seeds,
+                        "methods": [row.as_json() for row in found],
+                    }
+                    for (setting, scenario), found in report.items()
+                ],
+                indent=2,
+            )
+        )
     else:
-        print("\n".join(line for (setting, scenario), found in report.items() for line in lines(setting, scenario, found)))
+        print(
+            "\n".join(
+                line
+                for (setting, scenario), found in report.items()
+                for line in lines(setting, scenario, found)
+            )
+        )
     if options.markdown and report:
-        options.markdown.write_text(markdown(report, options.seeds, "python " + " ".join(sys.argv)), encoding="utf-8")
-    print(f"simulated {len(report)} scenarios x {options.seeds} seeds x {len(METHODS)} ways to steer in {time.perf_counter() - began_s:.0f} s", file=sys.stderr)
+        options.markdown.write_text(
+            markdown(report, options.seeds, "python " + " ".join(sys.argv)), encoding="utf-8"
+        )
+    print(
+        f"simulated {len(report)} scenarios x {options.seeds} seeds x {len(METHODS)} ways to steer"
+        f" in {time.perf_counter() - began_s:.0f} s",
+        file=sys.stderr,
+    )
     return 0
 
 

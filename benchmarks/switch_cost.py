@@ -1,13 +1,16 @@
-"""What a switch costs: every phase of it, against the memory's bandwidth and against checkpoint and restart.
+"""What a switch costs: every phase of it, against the memory's bandwidth and against checkpoint and
+restart.
 
-    python benchmarks/switch_cost.py               a state of 100M parameters on 8 virtual devices, moved around four plans
-    python benchmarks/switch_cost.py --restart     besides, the first of these changes by a checkpoint and a new process
-    python benchmarks/switch_cost.py --moves       moves alone, five of each: nothing is trained
+    python benchmarks/switch_cost.py               a state of 100M parameters on 8 virtual devices,
+    moved around four plans python benchmarks/switch_cost.py --restart     besides, the first of
+    these changes by a checkpoint and a new process python benchmarks/switch_cost.py --moves
+    moves alone, five of each: nothing is trained
 
-The bound of a move: the bytes of the old shards that have to be read and of the new ones that have to
-be written, all devices together, by the rate at which the same devices copy the state to new memory
-in the same run (best of three). Leaves that lie alike under both plans count for nothing. Steps are
-timed with nothing else going on, and again while the next plan is compiled in the background.
+The bound of a move: the bytes of the old shards that have to be read and of the new ones that have
+to be written, all devices together, by the rate at which the same devices copy the state to new
+memory in the same run (best of three). Leaves that lie alike under both plans count for nothing.
+Steps are timed with nothing else going on, and again while the next plan is compiled in the
+background.
 """
 
 import argparse
@@ -29,7 +32,11 @@ GLOBAL_BATCH = 8
 JOURNEY = (
     {"parallel.mesh": "data=2,fsdp=4", "parallel.zero": 3},
     {"parallel.mesh": "data=2,tensor=4"},
-    {"parallel.mesh": "pipe=2,data=2,tensor=2", "parallel.microbatches": 2, "parallel.layers_per_stage": (6, 5)},
+    {
+        "parallel.mesh": "pipe=2,data=2,tensor=2",
+        "parallel.microbatches": 2,
+        "parallel.layers_per_stage": (6, 5),
+    },
     {"parallel.mesh": "fsdp=8", "parallel.zero": 3},
 )
 
@@ -37,9 +44,20 @@ JOURNEY = (
 def config_of(settings: dict):
     from optimus_jax.config import Config, DataConfig, ModelConfig
 
-    model = ModelConfig(name="bench-100m", vocab_size=32000, num_layers=11, embed_dim=768, num_heads=12, num_kv_heads=12, head_dim=64,
-                        mlp_dim=3072, max_length=SEQ_LEN)
-    return Config(model=model, data=DataConfig(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH)).with_values(settings)
+    model = ModelConfig(
+        name="bench-100m",
+        vocab_size=32000,
+        num_layers=11,
+        embed_dim=768,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        mlp_dim=3072,
+        max_length=SEQ_LEN,
+    )
+    return Config(
+        model=model, data=DataConfig(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH)
+    ).with_values(settings)
 
 
 def plan_of(config):
@@ -56,11 +74,21 @@ def batch_for(program):
 
     from optimus_jax.mesh.sharding import put_batch
 
-    tokens = np.random.default_rng(0).integers(0, program.config.model.vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), dtype=np.int32)
-    return put_batch({
-        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (GLOBAL_BATCH, 1)),
-        "segments": np.zeros((GLOBAL_BATCH, SEQ_LEN), np.int32), "loss_mask": np.ones((GLOBAL_BATCH, SEQ_LEN), bool),
-        "examples": np.arange(GLOBAL_BATCH, dtype=np.int32)}, program.batch_sharding, GLOBAL_BATCH)
+    tokens = np.random.default_rng(0).integers(
+        0, program.config.model.vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), dtype=np.int32
+    )
+    return put_batch(
+        {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (GLOBAL_BATCH, 1)),
+            "segments": np.zeros((GLOBAL_BATCH, SEQ_LEN), np.int32),
+            "loss_mask": np.ones((GLOBAL_BATCH, SEQ_LEN), bool),
+            "examples": np.arange(GLOBAL_BATCH, dtype=np.int32),
+        },
+        program.batch_sharding,
+        GLOBAL_BATCH,
+    )
 
 
 def stepped(executable, state):
@@ -75,7 +103,9 @@ def stepped(executable, state):
 
 
 def copy_rate(state) -> tuple[float, float]:
-    """Bytes read and written in a second, and in a CPU-second, when every device copies its shards to new memory; best of three."""
+    """Bytes read and written in a second, and in a CPU-second, when every device copies its shards
+    to new memory; best of three.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -84,7 +114,10 @@ def copy_rate(state) -> tuple[float, float]:
     for _ in range(3):
         started, cpu_started = time.perf_counter(), time.process_time()
         copies = [jax.block_until_ready(jnp.copy(leaf)) for leaf in leaves]
-        best_s, best_cpu_s = min(best_s, time.perf_counter() - started), min(best_cpu_s, time.process_time() - cpu_started)
+        best_s, best_cpu_s = (
+            min(best_s, time.perf_counter() - started),
+            min(best_cpu_s, time.process_time() - cpu_started),
+        )
         del copies
     num_bytes = 2 * sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
     return num_bytes / best_s, num_bytes / best_cpu_s
@@ -92,8 +125,11 @@ def copy_rate(state) -> tuple[float, float]:
 
 def necessary_bytes(move) -> int:
     """That have to be read and written, by all devices together."""
-    return DEVICES * sum((math.prod(exchange.old) + math.prod(exchange.new)) * leaf.dtype.itemsize
-                         for path, leaf in move.source.named.items() if not (exchange := move.exchange(path)).is_nothing)
+    return DEVICES * sum(
+        (math.prod(exchange.old) + math.prod(exchange.new)) * leaf.dtype.itemsize
+        for path, leaf in move.source.named.items()
+        if not (exchange := move.exchange(path)).is_nothing
+    )
 
 
 def phases() -> None:
@@ -112,12 +148,20 @@ def phases() -> None:
     running = compile_plan(config, plan_of(config))
     state = running.program.init(jnp.int32(0))
     num_params = running.program.shapes.num_params
-    print(f"{num_params / 1e6:.1f}M parameters, state {12 * num_params / 1e9:.2f} GB once; {DEVICES} virtual devices, {os.cpu_count()} cores")
+    print(
+        f"{num_params / 1e6:.1f}M parameters, state {12 * num_params / 1e9:.2f} GB once; {DEVICES}"
+        f" virtual devices, {os.cpu_count()} cores"
+    )
     with tempfile.TemporaryDirectory() as directory:
         run = RunDirectory.create(Path(directory) / "run", "bench")
         run.write_config("{}")
         run.write_plan(running.plan.to_json())
-        switcher = Switcher(running=running, settings=ControlConfig(executables=4), journal=Journal(run), probe=batch_for)
+        switcher = Switcher(
+            running=running,
+            settings=ControlConfig(executables=4),
+            journal=Journal(run),
+            probe=batch_for,
+        )
         for settings in (*JOURNEY[1:], JOURNEY[0]):
             state = one_switch(switcher, state, settings)
         run.close()
@@ -145,16 +189,39 @@ def one_switch(switcher, state, settings: dict):
     assert switched.is_done, switched.why_not
     state, first_s = stepped(switcher.running, switched.state)
     state, second_s = stepped(switcher.running, state)
-    verdict = judge([first_s, second_s], losses=[0.0], before_s=alone_s, predicted_s=statistics.median(alone_s), steps_left=10**6, back_s=delay_s)
+    verdict = judge(
+        [first_s, second_s],
+        losses=[0.0],
+        before_s=alone_s,
+        predicted_s=statistics.median(alone_s),
+        steps_left=10**6,
+        back_s=delay_s,
+    )
     switcher.keep(step=int(state.step), why=verdict.why, costs_s=switched.costs_s)
-    move_s, bound_s, step_s = switched.costs_s["move_s"], num_bytes / rate, statistics.median(alone_s)
+    move_s, bound_s, step_s = (
+        switched.costs_s["move_s"],
+        num_bytes / rate,
+        statistics.median(alone_s),
+    )
     print(f"{prepared.source.plan.axes} -> {prepared.target.plan.axes}")
-    print(f"  prepare {prepared_s:.1f} s in the background; steps {step_s:.2f} s alone, {statistics.mean(beside_s or [step_s]):.2f} s meanwhile")
-    print("  " + ", ".join(f"{name} {value:.3f}" for name, value in switched.costs_s.items()) + f"; delay {delay_s:.2f} s, "
-          f"first step {first_s:.2f} s, then {second_s:.2f} s")
-    print(f"  move {move_s:.3f} s, bound {bound_s:.3f} s ({num_bytes / 1e9:.2f} GB at {rate / 1e9:.1f} GB/s): {move_s / bound_s:.2f}x; "
-          f"delay without move {(delay_s - move_s) / step_s:.2f} steps; on the way {prepared.there.way_bytes / 2**20:.0f} MiB per device, "
-          f"state {prepared.source.layout.num_bytes() / 2**20:.0f} -> {prepared.target.layout.num_bytes() / 2**20:.0f}", flush=True)
+    print(
+        f"  prepare {prepared_s:.1f} s in the background; steps {step_s:.2f} s alone,"
+        f" {statistics.mean(beside_s or [step_s]):.2f} s meanwhile"
+    )
+    print(
+        "  "
+        + ", ".join(f"{name} {value:.3f}" for name, value in switched.costs_s.items())
+        + f"; delay {delay_s:.2f} s, first step {first_s:.2f} s, then {second_s:.2f} s"
+    )
+    print(
+        f"  move {move_s:.3f} s, bound {bound_s:.3f} s ({num_bytes / 1e9:.2f} GB at"
+        f" {rate / 1e9:.1f} GB/s): {move_s / bound_s:.2f}x; delay without move"
+        f" {(delay_s - move_s) / step_s:.2f} steps; on the way"
+        f" {prepared.there.way_bytes / 2**20:.0f} MiB per device, state"
+        f" {prepared.source.layout.num_bytes() / 2**20:.0f} ->"
+        f" {prepared.target.layout.num_bytes() / 2**20:.0f}",
+        flush=True,
+    )
     return state
 
 
@@ -174,11 +241,17 @@ def moves() -> None:
     use_cpu_devices(DEVICES)
     configs = [config_of(settings) for settings in (*JOURNEY, JOURNEY[0])]
     plans = [plan_of(config) for config in configs]
-    programs = [build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan.axes)) for config, plan in zip(configs, plans, strict=True)]
+    programs = [
+        build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan.axes))
+        for config, plan in zip(configs, plans, strict=True)
+    ]
     layouts = [layout_of(program) for program in programs]
     state = programs[0].init(jnp.int32(0))
     for number, (source, target) in enumerate(itertools.pairwise(layouts)):
-        ways = [Move(*ends, budget_bytes=ControlConfig().move_bytes) for ends in ((source, target), (target, source))]
+        ways = [
+            Move(*ends, budget_bytes=ControlConfig().move_bytes)
+            for ends in ((source, target), (target, source))
+        ]
         started = time.perf_counter()
         for way in ways:
             way.compile()
@@ -193,13 +266,23 @@ def moves() -> None:
                 state = jax.block_until_ready(way.run(state))
                 seconds[which].append(time.perf_counter() - started)
                 ratios[which].append(seconds[which][-1] * rate / necessary_bytes(way))
-                cpu_ratios[which].append((time.process_time() - cpu_started) * cpu_rate / necessary_bytes(way))
+                cpu_ratios[which].append(
+                    (time.process_time() - cpu_started) * cpu_rate / necessary_bytes(way)
+                )
         state = ways[0].run(state)
-        print(f"{plans[number].axes} -> {plans[number + 1].axes} and back: compile {compile_s:.1f} s; on the way {ways[0].way_bytes / 2**20:.0f} MiB per device")
+        print(
+            f"{plans[number].axes} -> {plans[number + 1].axes} and back: compile {compile_s:.1f} s;"
+            f" on the way {ways[0].way_bytes / 2**20:.0f} MiB per device"
+        )
         for which, way in enumerate(ways):
-            print(f"  {'back' if which else 'there'}: median {statistics.median(seconds[which]):.3f} s for {necessary_bytes(way) / 1e9:.2f} GB "
-                  f"({way.sent_bytes / 1e9:.2f} between devices), {statistics.median(ratios[which]):.2f}x the bound "
-                  f"({min(ratios[which]):.2f} to {max(ratios[which]):.2f}), {statistics.median(cpu_ratios[which]):.2f}x in CPU-seconds", flush=True)
+            print(
+                f"  {'back' if which else 'there'}: median {statistics.median(seconds[which]):.3f}"
+                f" s for {necessary_bytes(way) / 1e9:.2f} GB ({way.sent_bytes / 1e9:.2f} between"
+                f" devices), {statistics.median(ratios[which]):.2f}x the bound"
+                f" ({min(ratios[which]):.2f} to {max(ratios[which]):.2f}),"
+                f" {statistics.median(cpu_ratios[which]):.2f}x in CPU-seconds",
+                flush=True,
+            )
 
 
 def restart() -> None:
@@ -219,17 +302,29 @@ def restart() -> None:
     with tempfile.TemporaryDirectory() as directory:
         started = time.perf_counter()
         checkpoints = Checkpoints(directory, CheckpointConfig())
-        checkpoints.save(1, to_stored(state, running.program.shapes, running.plan, running.program.state_shardings), {})
+        checkpoints.save(
+            1,
+            to_stored(state, running.program.shapes, running.plan, running.program.state_shardings),
+            {},
+        )
         checkpoints.close()
         saved_s = time.perf_counter() - started
         del state
         started = time.perf_counter()
-        found = subprocess.run([sys.executable, __file__, "--restored", directory], check=True, capture_output=True, text=True).stdout
+        found = subprocess.run(
+            [sys.executable, __file__, "--restored", directory],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         whole_s = time.perf_counter() - started
     parts = json.loads(found.splitlines()[-1])
-    print(f"checkpoint and restart {running.plan.axes} -> {JOURNEY[1]['parallel.mesh']}: save {saved_s:.1f} s, new process {whole_s:.1f} s "
-          f"(compile {parts['compile_s']:.1f}, restore {parts['restore_s']:.1f}): {saved_s + whole_s:.1f} s, "
-          f"{saved_s + parts['restore_s']:.1f} s of it for the disk alone")
+    print(
+        f"checkpoint and restart {running.plan.axes} -> {JOURNEY[1]['parallel.mesh']}: save"
+        f" {saved_s:.1f} s, new process {whole_s:.1f} s (compile {parts['compile_s']:.1f}, restore"
+        f" {parts['restore_s']:.1f}): {saved_s + whole_s:.1f} s, {saved_s + parts['restore_s']:.1f}"
+        " s of it for the disk alone"
+    )
 
 
 def restored(directory: str) -> None:
@@ -244,8 +339,12 @@ def restored(directory: str) -> None:
     config = config_of(JOURNEY[1])
     running = compile_plan(config, plan_of(config))
     program, started = running.program, time.perf_counter()
-    wanted = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
-    stored = Checkpoints(directory, CheckpointConfig()).restore(wanted, paddable=may_be_padded).state
+    wanted = abstract_stored_state(
+        program.shapes, program.optimizer, config.precision, program.plan, program.mesh
+    )
+    stored = (
+        Checkpoints(directory, CheckpointConfig()).restore(wanted, paddable=may_be_padded).state
+    )
     from_stored(stored, program.shapes, program.plan, program.state_shardings)
     print(json.dumps({"compile_s": running.compile_s, "restore_s": time.perf_counter() - started}))
 
@@ -255,7 +354,9 @@ def main() -> None:
 
     restart_with_huge_pages()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--restart", action="store_true", help="measure checkpoint and restart as well")
+    parser.add_argument(
+        "--restart", action="store_true", help="measure checkpoint and restart as well"
+    )
     parser.add_argument("--moves", action="store_true", help="moves alone")
     parser.add_argument("--restored", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

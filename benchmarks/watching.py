@@ -1,11 +1,15 @@
-"""What it costs to be watched by the controller: within one run, blocks of steps that it is shown, and blocks that it is not.
+"""What it costs to be watched by the controller: within one run, blocks of steps that it is shown,
+and blocks that it is not.
 
-    python benchmarks/watching.py --out watching.jsonl      runs that are not there yet, then a table
+    python benchmarks/watching.py --out watching.jsonl      runs that are not there yet, then a
+    table
 
-Two runs of the same thing differ by more than watching costs (processes find other memory and other neighbours), so both are taken from one
-process, in turns. A block's time is wall time from its first dispatch to the next block's, with all that happens between steps:
-signals, probes, decisions. Every run begins at its model's best measured plan (control.py), from which there is nothing to be had
-by moving. A ratio is that of a watched block to the two beside it; intervals are bootstrapped over blocks.
+Two runs of the same thing differ by more than watching costs (processes find other memory and other
+neighbours), so both are taken from one process, in turns. A block's time is wall time from its
+first dispatch to the next block's, with all that happens between steps: signals, probes, decisions.
+Every run begins at its model's best measured plan (control.py), from which there is nothing to be
+had by moving. A ratio is that of a watched block to the two beside it; intervals are bootstrapped
+over blocks.
 """
 
 import argparse
@@ -71,7 +75,9 @@ class InTurns:
 
 
 def watched_in_turns(out: Path) -> None:
-    """Run scripts/train.py with this process's other arguments; when each block began goes to `out`."""
+    """Run scripts/train.py with this process's other arguments; when each block began goes to
+    `out`.
+    """
     from optimus_jax.run import program as run
 
     watchers: list[InTurns] = []
@@ -93,11 +99,35 @@ def one_run(model: str, num_steps: int) -> list[float]:
     """When each block began, of a run in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         times, directory = Path(folder) / "times.json", Path(folder) / "run"
-        flags = [*control.COMMON[model], *control.STARTS[model][START], "--control", "auto", "--set", "controller.budget_share=0.1"]
-        subprocess.run([sys.executable, __file__, "in-turns", str(times), *control.basics(num_steps, directory), *flags], check=True, stdout=subprocess.DEVNULL)
-        moved = [line for line in (directory / "events.jsonl").read_text().splitlines() if json.loads(line)["event"] == "remesh"]
+        flags = [
+            *control.COMMON[model],
+            *control.STARTS[model][START],
+            "--control",
+            "auto",
+            "--set",
+            "controller.budget_share=0.1",
+        ]
+        subprocess.run(
+            [
+                sys.executable,
+                __file__,
+                "in-turns",
+                str(times),
+                *control.basics(num_steps, directory),
+                *flags,
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        moved = [
+            line
+            for line in (directory / "events.jsonl").read_text().splitlines()
+            if json.loads(line)["event"] == "remesh"
+        ]
         if moved:
-            raise RuntimeError(f"{model} was moved, so that its blocks are of two plans: {moved[0]}")
+            raise RuntimeError(
+                f"{model} was moved, so that its blocks are of two plans: {moved[0]}"
+            )
         return json.loads(times.read_text())
 
 
@@ -110,19 +140,35 @@ def ratios(began_s: list[float]) -> list[float]:
 
 def report(rows: list[dict]) -> None:
     """A line for each model."""
-    print("| model | runs | watched blocks | a watched block takes, beside others | 95% | the middle one |\n|---|---|---|---|---|---|")
+    print(
+        "| model | runs | watched blocks | a watched block takes, beside others | 95% | the middle"
+        " one |\n|---|---|---|---|---|---|"
+    )
     for model in dict.fromkeys(row["model"] for row in rows):
         of_runs = [ratios(row["began_s"]) for row in rows if row["model"] == model]
         every = np.array([ratio for found in of_runs for ratio in found])
         means = np.random.default_rng(0).choice(every, size=(RESAMPLED, len(every))).mean(axis=1)
         low, high = np.quantile(means, [0.025, 0.975])
-        print(f"| {model} | {len(of_runs)} | {len(every)} | {every.mean() - 1:+.1%} | {low - 1:+.1%} to {high - 1:+.1%} | {statistics.median(every) - 1:+.1%} |")
+        print(
+            f"| {model} | {len(of_runs)} | {len(every)} | {every.mean() - 1:+.1%} | {low - 1:+.1%}"
+            f" to {high - 1:+.1%} | {statistics.median(every) - 1:+.1%} |"
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=path_argument, default=Path("watching.jsonl"), help="JSON Lines of runs")
-    parser.add_argument("--model", nargs="+", choices=tuple(control.COMMON), default=list(control.COMMON), help="default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=path_argument, default=Path("watching.jsonl"), help="JSON Lines of runs"
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        choices=tuple(control.COMMON),
+        default=list(control.COMMON),
+        help="default: all",
+    )
     parser.add_argument("--runs", type=int, default=3, help="of each model (default: 3)")
     parser.add_argument("--steps", type=int, default=800, help="of each run (default: 800)")
     args = parser.parse_args()

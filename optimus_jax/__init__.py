@@ -1,8 +1,8 @@
 """optimus_jax: dynamic parallelism for JAX.
 
 `train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` is the whole main job, and
-`find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster. Names are
-loaded when first used, so that importing a small module does not import JAX.
+`find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster. Names
+are loaded when first used, so that importing a small module does not import JAX.
 """
 
 from importlib import import_module
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from optimus_jax.planning.api import RankedPlan, find_plans
     from optimus_jax.run.api import RunResult, train
 
-_HOMES = {"train": "run.api", "RunResult": "run.api", "Config": "config", "Plan": "plan", "RankedPlan": "planning.api", "find_plans": "planning.api"}
+_HOMES = {
+    "train": "run.api",
+    "RunResult": "run.api",
+    "Config": "config",
+    "Plan": "plan",
+    "RankedPlan": "planning.api",
+    "find_plans": "planning.api",
+}
 
 __all__ = ["Config", "Plan", "RankedPlan", "RunResult", "__version__", "find_plans", "train"]
 

@@ -1,8 +1,8 @@
 """Errors that a user can act on.
 
-Every OptimusError is the user's to mend (exit code 2 at the command line; faults/stopping.py has the others), so its text says
-what happened, what was given and what to do. A mistake of ours is an `assert` or whatever
-Python raises.
+Every OptimusError is the user's to mend (exit code 2 at the command line; faults/stopping.py has
+the others), so its text says what happened, what was given and what to do. A mistake of ours is an
+`assert` or whatever Python raises.
 """
 
 import difflib
@@ -14,7 +14,8 @@ class OptimusError(Exception):
     """Something that the user can mend."""
 
     is_everyones = False
-    """Whether all processes of a run have it together. Otherwise an orderly end of this one would wait for the others, who may never come."""
+    """Whether all processes of a run have it together. Otherwise an orderly end of this one would
+    wait for the others, who may never come."""
 
 
 class ConfigError(OptimusError):
@@ -42,7 +43,10 @@ class StoreError(OptimusError):
 
 
 class LearningError(OptimusError):
-    """A run no longer learns: its loss, gradients or weights are not finite. All its processes have this together (exit code 76)."""
+    """A run no longer learns: its loss, gradients or weights are not finite.
+
+    All its processes have this together (exit code 76).
+    """
 
     is_everyones = True
 
@@ -52,7 +56,9 @@ class OutputError(OptimusError):
 
 
 class FaultError(Exception):
-    """A machine, the network or another process has failed, and nobody can mend it here: the run is worth starting again (exit code 75)."""
+    """A machine, the network or another process has failed, and nobody can mend it here: the run is
+    worth starting again (exit code 75).
+    """
 
 
 def explain(what: str, *, given: object, do: str) -> str:
@@ -68,45 +74,94 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 ALIKE, SHORT = 0.68, 4
-"""Least likeness of two spellings; that of a word of up to SHORT letters says little, and a single slip is what counts."""
+"""Least likeness of two spellings; that of a word of up to SHORT letters says little, and a single
+slip is what counts."""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known word that `name` was probably meant to be; None: none is like it.
 
-    First the same words in another order or writing, or without their section; then the beginning of one alone; then likeness.
+    First the same words in another order or writing, or without their section; then the beginning
+    of one alone; then likeness.
     """
     known = list(known)
     parts = _parts(name)
     if not parts or len(name) > 200:  # no slip of a finger; likeness takes the square of the length
         return None
-    leaf, plain = parts[-len(_parts(name.rpartition(".")[2])):] or parts, "_".join(parts)
-    tests = (lambda other, own: other == parts, lambda other, own: sorted(other) == sorted(parts), lambda other, own: sorted(own) == sorted(parts),
-             lambda other, own: own == leaf)
+    leaf, plain = parts[-len(_parts(name.rpartition(".")[2])) :] or parts, "_".join(parts)
+    tests = (
+        lambda other, own: other == parts,
+        lambda other, own: sorted(other) == sorted(parts),
+        lambda other, own: sorted(own) == sorted(parts),
+        lambda other, own: own == leaf,
+    )
     for is_meant in tests:
-        if found := [word for word in known if is_meant(_parts(word), _parts(word.rpartition(".")[2]))]:
+        if found := [
+            word for word in known if is_meant(_parts(word), _parts(word.rpartition(".")[2]))
+        ]:
             return found[0]
-    if len(plain) >= SHORT and len(found := [word for word in known if any("_".join(_parts(each)).startswith(plain) for each in (word, word.rpartition(".")[2]))]) == 1:
+    if (
+        len(plain) >= SHORT
+        and len(
+            found := [
+                word
+                for word in known
+                if any(
+                    "_".join(_parts(each)).startswith(plain)
+                    for each in (word, word.rpartition(".")[2])
+                )
+            ]
+        )
+        == 1
+    ):
         return found[0]
     best = max(known, key=lambda word: likeness(name, word), default=None)
     if best is None:
         return None
-    slipped = next((word for word in known if len(leaf_of(name)) <= SHORT and is_one_slip(leaf_of(name).lower(), leaf_of(word).lower())), None)
+    slipped = next(
+        (
+            word
+            for word in known
+            if len(leaf_of(name)) <= SHORT
+            and is_one_slip(leaf_of(name).lower(), leaf_of(word).lower())
+        ),
+        None,
+    )
     return best if likeness(name, best) >= ALIKE else slipped
 
 
 def is_one_slip(typed: str, word: str) -> bool:
     """Whether one letter is wrong, missing or too much, or two neighbours have changed places."""
-    start = next((place for place, (one, other) in enumerate(zip(typed, word, strict=False)) if one != other), min(len(typed), len(word)))
+    start = next(
+        (
+            place
+            for place, (one, other) in enumerate(zip(typed, word, strict=False))
+            if one != other
+        ),
+        min(len(typed), len(word)),
+    )
     typed, word = typed[start:], word[start:]
-    return typed != word and (typed[1:] in (word, word[1:]) or typed == word[1:] or (typed[:2] == word[1::-1] and typed[2:] == word[2:]))
+    return typed != word and (
+        typed[1:] in (word, word[1:])
+        or typed == word[1:]
+        or (typed[:2] == word[1::-1] and typed[2:] == word[2:])
+    )
 
 
 def likeness(name: str, word: str) -> float:
-    """Of two spellings, from 0 to 1; a section in front of `word` may be missing in `name`, and counts for nothing where both have it."""
+    """Of two spellings, from 0 to 1; a section in front of `word` may be missing in `name`, and
+    counts for nothing where both have it.
+    """
     section = name.rpartition(".")[0]
-    pairs = [(leaf_of(name), leaf_of(word))] if section == word.rpartition(".")[0] or not section else [(name, word)]
-    return max(difflib.SequenceMatcher(None, "_".join(_parts(one)), "_".join(_parts(other))).ratio() for one, other in [*pairs, *([] if section else [(name, word)])])
+    pairs = (
+        [(leaf_of(name), leaf_of(word))]
+        if section == word.rpartition(".")[0] or not section
+        else [(name, word)]
+    )
+    return max(
+        difflib.SequenceMatcher(None, "_".join(_parts(one)), "_".join(_parts(other))).ratio()
+        for one, other in [*pairs, *([] if section else [(name, word)])]
+    )
 
 
 def leaf_of(name: str) -> str:

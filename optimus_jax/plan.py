@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus_jax.config import AttentionKernel, ModelConfig, MomentPrecision, Offload, Precision, RematPolicy
+from optimus_jax.config import (
+    AttentionKernel,
+    ModelConfig,
+    MomentPrecision,
+    Offload,
+    Precision,
+    RematPolicy,
+)
 from optimus_jax.config.settings import shown, with_right_types
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, LOGICAL_AXES, MESH_AXES, AxisSizes
@@ -123,7 +130,11 @@ class Plan:
 
     def slots(self, model: ModelConfig) -> tuple[int, ...]:
         """The layer in each slot of the stack (mesh/slots.py)."""
-        return layer_slots(self.pipeline.layers_per_stage, self.axes.pipe) if self.pipeline else tuple(range(model.num_layers))
+        return (
+            layer_slots(self.pipeline.layers_per_stage, self.axes.pipe)
+            if self.pipeline
+            else tuple(range(model.num_layers))
+        )
 
     def batch_ways(self) -> int:
         """Parts that the rows of a batch are split into."""
@@ -135,7 +146,8 @@ class Plan:
     def validate(self, model: ModelConfig, *, global_batch: int) -> None:
         """Raise PlanError if `model` cannot be trained this way.
 
-        Its text says what would have to hold. What to change, planning/search/suggestions.py finds out, which knows what is fixed.
+        Its text says what would have to hold. What to change, planning/search/suggestions.py finds
+        out, which knows what is fixed.
         """
         check_rules(self.rules, self.axes, model)
         self._check_stages(model)
@@ -147,56 +159,120 @@ class Plan:
     def _check_stages(self, model: ModelConfig) -> None:
         pipe, pipeline = self.axes.pipe, self.pipeline
         if (pipe > 1) != (pipeline is not None):
-            raise PlanError(explain("a plan has a schedule exactly if it has pipeline stages",
-                                    given=f"pipe={pipe}, pipeline={pipeline}", do="use pipe=2 or more with a schedule, pipe=1 without"))
+            raise PlanError(
+                explain(
+                    "a plan has a schedule exactly if it has pipeline stages",
+                    given=f"pipe={pipe}, pipeline={pipeline}",
+                    do="use pipe=2 or more with a schedule, pipe=1 without",
+                )
+            )
         if pipeline is None:
             return
         stages = pipeline.layers_per_stage
-        if len(stages) != pipe * pipeline.repeats or sum(stages) != model.num_layers or min(stages) < 1:
-            raise PlanError(explain(
-                f"the stages do not share the {model.num_layers} layers of {model.name}",
-                given=f"layers_per_stage={','.join(map(str, stages))} for pipe={pipe} x repeats={pipeline.repeats}",
-                do=f"give {pipe * pipeline.repeats} numbers above 0 whose sum is {model.num_layers}"))
+        if (
+            len(stages) != pipe * pipeline.repeats
+            or sum(stages) != model.num_layers
+            or min(stages) < 1
+        ):
+            raise PlanError(
+                explain(
+                    f"the stages do not share the {model.num_layers} layers of {model.name}",
+                    given=(
+                        f"layers_per_stage={','.join(map(str, stages))} for pipe={pipe} x"
+                        f" repeats={pipeline.repeats}"
+                    ),
+                    do=(
+                        f"give {pipe * pipeline.repeats} numbers above 0 whose sum is"
+                        f" {model.num_layers}"
+                    ),
+                )
+            )
 
     def _check_zero(self) -> None:
         if self.zero and self.axes.fsdp == 1:
-            raise PlanError(explain(
-                f"zero={self.zero} splits over mesh axis 'fsdp', which has one device", given=f"mesh {self.axes}",
-                do="use two devices or more along fsdp, or zero=0"))
+            raise PlanError(
+                explain(
+                    f"zero={self.zero} splits over mesh axis 'fsdp', which has one device",
+                    given=f"mesh {self.axes}",
+                    do="use two devices or more along fsdp, or zero=0",
+                )
+            )
         if self.zero and FSDP not in dict(self.rules).get(EMBED, ()):
-            raise PlanError(explain(
-                f"zero={self.zero} splits {EMBED!r} over mesh axis 'fsdp', and a rule keeps it whole", given=f"{EMBED}=none",
-                do=f"use zero=0, or no rule for {EMBED!r}"))
+            raise PlanError(
+                explain(
+                    f"zero={self.zero} splits {EMBED!r} over mesh axis 'fsdp', and a rule keeps it"
+                    " whole",
+                    given=f"{EMBED}=none",
+                    do=f"use zero=0, or no rule for {EMBED!r}",
+                )
+            )
 
     def _check_offload(self) -> None:
         if not self.offloads_activations:
             return
         if self.remat != "full":
-            raise PlanError(explain("only layers' inputs can be kept in the host's memory, and nothing else is kept with remat=full",
-                                    given=f"offload={self.offload}, remat={self.remat}", do="use remat=full, or offload=optimizer"))
+            raise PlanError(
+                explain(
+                    "only layers' inputs can be kept in the host's memory, and nothing else is kept"
+                    " with remat=full",
+                    given=f"offload={self.offload}, remat={self.remat}",
+                    do="use remat=full, or offload=optimizer",
+                )
+            )
         if self.pipeline is not None:
-            raise PlanError(explain("what pipeline stages keep is in rings on the devices", given=f"offload={self.offload}, pipe={self.axes.pipe}",
-                                    do="use pipe=1, or offload=optimizer"))
+            raise PlanError(
+                explain(
+                    "what pipeline stages keep is in rings on the devices",
+                    given=f"offload={self.offload}, pipe={self.axes.pipe}",
+                    do="use pipe=1, or offload=optimizer",
+                )
+            )
 
     def _check_microbatches(self, global_batch: int) -> None:
         pipe, ways, microbatches = self.axes.pipe, self.batch_ways(), self.microbatches
-        if self.pipeline is not None and self.pipeline.repeats > 1 and self.pipeline.table is None and microbatches % pipe:
-            raise PlanError(explain(
-                "interleaving needs a multiple of the stages as microbatches", given=f"microbatches={microbatches}, pipe={pipe}",
-                do=f"choose a number that {pipe} divides, or a schedule that visits each device once"))
+        if (
+            self.pipeline is not None
+            and self.pipeline.repeats > 1
+            and self.pipeline.table is None
+            and microbatches % pipe
+        ):
+            raise PlanError(
+                explain(
+                    "interleaving needs a multiple of the stages as microbatches",
+                    given=f"microbatches={microbatches}, pipe={pipe}",
+                    do=(
+                        f"choose a number that {pipe} divides, or a schedule that visits each"
+                        " device once"
+                    ),
+                )
+            )
         if global_batch % (ways * microbatches):
-            raise PlanError(explain(
-                "the global batch cannot be dealt out evenly",
-                given=f"global_batch={global_batch} over data*fsdp={ways} x microbatches={microbatches}",
-                do=f"choose a global batch that {ways * microbatches} divides"))
+            raise PlanError(
+                explain(
+                    "the global batch cannot be dealt out evenly",
+                    given=(
+                        f"global_batch={global_batch} over data*fsdp={ways} x"
+                        f" microbatches={microbatches}"
+                    ),
+                    do=f"choose a global batch that {ways * microbatches} divides",
+                )
+            )
 
     def schedule(self) -> Schedule:
-        """The table that the pipeline runs. Raises PlanError if there is none for these microbatches and stages."""
+        """The table that the pipeline runs.
+
+        Raises PlanError if there is none for these microbatches and stages.
+        """
         assert self.pipeline is not None, "one stage has no schedule"
         if self.pipeline.table is not None:
             return Schedule.from_json(self.pipeline.table)
-        return make_schedule(self.pipeline.schedule, num_stages=self.axes.pipe, num_microbatches=self.microbatches,
-                             num_repeats=self.pipeline.repeats, latency=2 if self.pipeline.send_slack else 1)
+        return make_schedule(
+            self.pipeline.schedule,
+            num_stages=self.axes.pipe,
+            num_microbatches=self.microbatches,
+            num_repeats=self.pipeline.repeats,
+            latency=2 if self.pipeline.send_slack else 1,
+        )
 
     def _check_schedule(self) -> None:
         """That there is a schedule for these stages and microbatches, and that it trains."""
@@ -204,32 +280,60 @@ class Plan:
             return
         pipe, pipeline, schedule = self.axes.pipe, self.pipeline, self.schedule()
         if schedule.is_forward_only:
-            raise PlanError(explain(f"schedule {schedule.name!r} does not train", given="a table whose 'backward' is null",
-                                    do="write every backward task into 'backward'"))
+            raise PlanError(
+                explain(
+                    f"schedule {schedule.name!r} does not train",
+                    given="a table whose 'backward' is null",
+                    do="write every backward task into 'backward'",
+                )
+            )
         if pipeline.send_slack and schedule.latency == 1:
-            raise PlanError(explain("a table says itself when results are used", given="send_slack, and a table with latency 1",
-                                    do="use a table with latency 2, or no send_slack"))
+            raise PlanError(
+                explain(
+                    "a table says itself when results are used",
+                    given="send_slack, and a table with latency 1",
+                    do="use a table with latency 2, or no send_slack",
+                )
+            )
         asked = (pipe, self.microbatches, pipeline.repeats)
         if (schedule.num_stages, schedule.num_microbatches, schedule.num_repeats) != asked:
-            raise PlanError(explain(
-                f"the table of schedule {schedule.name!r} is for another pipeline",
-                given="pipe={}, microbatches={}, repeats={}".format(*asked),
-                do=f"use pipe={schedule.num_stages}, microbatches={schedule.num_microbatches} and repeats={schedule.num_repeats}, or another table"))
+            raise PlanError(
+                explain(
+                    f"the table of schedule {schedule.name!r} is for another pipeline",
+                    given="pipe={}, microbatches={}, repeats={}".format(*asked),
+                    do=(
+                        f"use pipe={schedule.num_stages}, microbatches={schedule.num_microbatches}"
+                        f" and repeats={schedule.num_repeats}, or another table"
+                    ),
+                )
+            )
 
     def describe(self) -> str:
         """One line for people."""
-        parts = [f"mesh {self.axes}", f"zero {self.zero}", f"microbatches {self.microbatches}", f"remat {self.remat}",
-                 self.precision, f"attention {self.attention}"]
+        parts = [
+            f"mesh {self.axes}",
+            f"zero {self.zero}",
+            f"microbatches {self.microbatches}",
+            f"remat {self.remat}",
+            self.precision,
+            f"attention {self.attention}",
+        ]
         if self.moments != "f32":
             parts.append(f"moments {self.moments}")
         if self.offload != "none":
             parts.append(f"offload {self.offload}")
         if self.pipeline is not None:
             sizes = self.pipeline.layers_per_stage
-            stages = f"{len(sizes)} x {sizes[0]}" if len(sizes) > 4 and len(set(sizes)) == 1 else "+".join(map(str, sizes))
+            stages = (
+                f"{len(sizes)} x {sizes[0]}"
+                if len(sizes) > 4 and len(set(sizes)) == 1
+                else "+".join(map(str, sizes))
+            )
             residuals = "residuals kept" if self.pipeline.keep_residuals else "stages recomputed"
             slack = ", a tick of slack" if self.pipeline.send_slack else ""
-            parts.insert(1, f"schedule {self.pipeline.schedule} with layers {stages}, {residuals}{slack}")
+            parts.insert(
+                1, f"schedule {self.pipeline.schedule} with layers {stages}, {residuals}{slack}"
+            )
         return ", ".join(parts)
 
     def to_json(self) -> str:
@@ -246,18 +350,34 @@ class Plan:
         try:
             value = parse_json(text)
             if not isinstance(value, dict):
-                raise ValueError(f"a JSON object with a plan's fields is wanted, and this is {shown(value)}")
-            if lacking := [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING
-                           and field.default_factory is dataclasses.MISSING and field.name not in value]:
+                raise ValueError(
+                    f"a JSON object with a plan's fields is wanted, and this is {shown(value)}"
+                )
+            if lacking := [
+                field.name
+                for field in dataclasses.fields(cls)
+                if field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+                and field.name not in value
+            ]:
                 raise ValueError(f"it lacks {', '.join(lacking)}")
             value["axes"] = AxisSizes(**value["axes"])
             value["rules"] = tuple((logical, tuple(axes)) for logical, axes in value["rules"])
             if (pipeline := value["pipeline"]) is not None:
-                value["pipeline"] = Pipelining(**{**pipeline, "layers_per_stage": tuple(pipeline["layers_per_stage"])})
+                value["pipeline"] = Pipelining(
+                    **{**pipeline, "layers_per_stage": tuple(pipeline["layers_per_stage"])}
+                )
             plan = with_right_types(cls(**value))
             for logical, axes in plan.rules:
                 if logical not in LOGICAL_AXES or not set(axes) <= set(MESH_AXES):
                     raise ValueError(f"rules has {logical}={','.join(axes)}")
             return plan
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(explain("this is not a plan", given=("" if source is None else f"{source}: ") + shown(str(error) if type(error) is ValueError else error), do="use a plan.json that this version wrote")) from error
+            raise PlanError(
+                explain(
+                    "this is not a plan",
+                    given=("" if source is None else f"{source}: ")
+                    + shown(str(error) if type(error) is ValueError else error),
+                    do="use a plan.json that this version wrote",
+                )
+            ) from error

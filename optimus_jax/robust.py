@@ -3,16 +3,20 @@
 from collections.abc import Iterable
 
 MAD_TO_DEVIATION = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation: 1 / Phi^-1(3/4)."""
+"""Standard deviation of a normal distribution over its median absolute deviation: 1 /
+Phi^-1(3/4)."""
 
 
 def median_of_sorted(ordered: list[float]) -> float:
     """Of at least one number, smallest first."""
-    # statistics.median sorts once more and takes four times as long; this runs for every signal in every step.
+    # statistics.median sorts once more and takes four times as long; this runs for every signal in
+    # every step.
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
 
 
 def deviation_from(center: float, samples: Iterable[float]) -> float:
-    """Robust standard deviation of at least one sample about `center`, which is usually their median."""
+    """Robust standard deviation of at least one sample about `center`, which is usually their
+    median.
+    """
     return MAD_TO_DEVIATION * median_of_sorted(sorted([abs(sample - center) for sample in samples]))

@@ -1,4 +1,7 @@
-"""Run a script as several processes on this machine. `python scripts/launch.py --processes 2 --cpu-devices 4 -- train.py --model gpt2-nano`"""
+"""Run a script as several processes on this machine.
+
+`python scripts/launch.py --processes 2 --cpu-devices 4 -- train.py --model gpt2-nano`
+"""
 
 import math
 import os
@@ -27,12 +30,30 @@ WORDS = {"processes": "nproc_per_node nproc num_processes n np num_procs"}
 def parser() -> Parser:
     """Every flag; what is started stands after `--`."""
     flags = Parser(
-        usage="launch.py --processes N [flags] -- SCRIPT [flags of the script]", words=WORDS,
-        description="Run a Python script as several processes of one run on this machine. Ends when all have ended, with 0 or the exit code of the first "
-                    "that failed; SIGINT, SIGTERM and SIGUSR1 are passed on to all, and a terminal that closes as SIGTERM.")
+        usage="launch.py --processes N [flags] -- SCRIPT [flags of the script]",
+        words=WORDS,
+        description=(
+            "Run a Python script as several processes of one run on this machine. Ends when all"
+            " have ended, with 0 or the exit code of the first that failed; SIGINT, SIGTERM and"
+            " SIGUSR1 are passed on to all, and a terminal that closes as SIGTERM."
+        ),
+    )
     flags.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
-    flags.add_argument("--cpu-devices", type=int, metavar="N", help="passed on to the script: virtual CPU devices of each process (default: not passed on)")
-    flags.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds the others may take to end when one has failed (default: 20)")
+    flags.add_argument(
+        "--cpu-devices",
+        type=int,
+        metavar="N",
+        help=(
+            "passed on to the script: virtual CPU devices of each process (default: not passed on)"
+        ),
+    )
+    flags.add_argument(
+        "--grace",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="seconds the others may take to end when one has failed (default: 20)",
+    )
     flags.add_argument("script", metavar="SCRIPT", help="a path, or the name of one of scripts/")
     flags.add_argument("arguments", nargs=REMAINDER, metavar="...", help="its flags")
     return flags
@@ -41,13 +62,27 @@ def parser() -> Parser:
 def command(given: dict[str, Any]) -> list[str]:
     """What each process runs. Raises ConfigError for what cannot be run."""
     if given["processes"] < 1 or not 0 <= given["grace"] < math.inf:
-        raise ConfigError(explain("there is at least one process, and no negative time", given=f"--processes {given['processes']} --grace {given['grace']:g}",
-                                  do="give --processes 1 or more, --grace 0 or more"))
+        raise ConfigError(
+            explain(
+                "there is at least one process, and no negative time",
+                given=f"--processes {given['processes']} --grace {given['grace']:g}",
+                do="give --processes 1 or more, --grace 0 or more",
+            )
+        )
     path = local_path(given["script"], what="SCRIPT")
     places = [path, Path(folder) / path]
     script = next((path for path in places if path.is_file()), None)
     if script is None:
-        raise ConfigError(explain("there is no such script", given=given["script"], do=f"give a path, or one of: {', '.join(sorted(path.name for path in Path(folder).glob('*.py')))}"))
+        raise ConfigError(
+            explain(
+                "there is no such script",
+                given=given["script"],
+                do=(
+                    "give a path, or one of:"
+                    f" {', '.join(sorted(path.name for path in Path(folder).glob('*.py')))}"
+                ),
+            )
+        )
     devices = [] if given["cpu_devices"] is None else ["--cpu-devices", str(given["cpu_devices"])]
     return [sys.executable, str(script), *given["arguments"], *devices]
 

@@ -1,4 +1,6 @@
-"""The ground that every test stands on: eight CPU devices, strict promotion of dtypes and ranks, no profile of this machine."""
+"""The ground that every test stands on: eight CPU devices, strict promotion of dtypes and ranks, no
+profile of this machine.
+"""
 
 import importlib.metadata
 import os
@@ -10,19 +12,25 @@ from markers import marks_of
 
 # Read when jax is imported, which no test has done yet.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling costs far more than running what tests compile, here and in the programs that they start.
+# Compiling costs far more than running what tests compile, here and in the programs that they
+# start.
 _quick = ["--xla_backend_optimization_level=0"]
 if importlib.metadata.version("jax") < "0.11":  # which refuses what it does not know
     _quick.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *_quick])
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *_quick]
+)
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-# A profile that somebody measured here would decide what `--mesh auto` means. Programs that tests start see this too.
+# A profile that somebody measured here would decide what `--mesh auto` means. Programs that tests
+# start see this too.
 _cache = tempfile.TemporaryDirectory(prefix="optimus_jax-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # What an example costs is mostly tracing and compiling, whose time says nothing about the code.
-settings.register_profile("optimus_jax", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI")))
+settings.register_profile(
+    "optimus_jax", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI"))
+)
 settings.load_profile("optimus_jax")
 
 

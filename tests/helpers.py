@@ -12,7 +12,8 @@ import numpy as np
 from optimus_jax.reshard.checksum import named_leaves
 
 F32_RELATIVE = 1e-5
-"""Loss, gradients and two optimizer steps under any plan against one device: sums of float32 in another order.
+"""Loss, gradients and two optimizer steps under any plan against one device: sums of float32 in
+another order.
 
 Measured over all plans and both models: at most 2e-6.
 """
@@ -25,13 +26,16 @@ for other shapes. Measured: 1.8e-2 for the worst element of the worst leaf, as m
 device's own bf16 and float32 (1.4e-2). Sums over tokens in bf16 gave 3.9e-2.
 """
 BF16_LOSS_RELATIVE = 5e-4
-"""The loss averages the rounding of 335 tokens: 2^-9 / sqrt(335) is 1e-4, and this four times as much. Measured: 1.5e-4."""
+"""The loss averages the rounding of 335 tokens: 2^-9 / sqrt(335) is 1e-4, and this four times as
+much. Measured: 1.5e-4."""
 
 F16_RELATIVE = 4e-3
-"""A step in f16 against float32: eight roundings of 2^-11, for activations and their gradients. Measured: 2.3e-3, in a gradient."""
+"""A step in f16 against float32: eight roundings of 2^-11, for activations and their gradients.
+Measured: 2.3e-3, in a gradient."""
 
 MATMUL_RELATIVE = {"bfloat16": 2**-6, "float16": 2**-9}
-"""A gradient of 16-bit operands against float32: four roundings of 2^-8 or 2^-11. Measured: 7e-3 and 5e-4."""
+"""A gradient of 16-bit operands against float32: four roundings of 2^-8 or 2^-11. Measured: 7e-3
+and 5e-4."""
 
 ADAM_EPSILON = 1e-3
 """Of the optimizer whose steps are compared.
@@ -50,7 +54,9 @@ def host_leaves(tree: Any) -> dict[str, np.ndarray]:
 
 
 def fitted(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """`array` cropped or padded with zeros to `shape`: the vocabulary's padding differs between plans."""
+    """`array` cropped or padded with zeros to `shape`: the vocabulary's padding differs between
+    plans.
+    """
     kept = array[tuple(slice(0, size) for size in shape)]
     result = np.zeros(shape, array.dtype)
     result[tuple(slice(0, size) for size in kept.shape)] = kept
@@ -60,9 +66,14 @@ def fitted(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """max |actual - expected| / max |expected|, over what both shapes have."""
     shape = tuple(map(min, actual.shape, expected.shape))
-    actual, expected = fitted(actual, shape).astype(np.float64), fitted(expected, shape).astype(np.float64)
+    actual, expected = (
+        fitted(actual, shape).astype(np.float64),
+        fitted(expected, shape).astype(np.float64),
+    )
     largest = np.abs(expected).max()
-    return float(np.abs(actual - expected).max() / largest) if largest else float(np.abs(actual).max())
+    return (
+        float(np.abs(actual - expected).max() / largest) if largest else float(np.abs(actual).max())
+    )
 
 
 def errors(actual: Any, expected: Any) -> dict[str, float]:
@@ -74,11 +85,16 @@ def errors(actual: Any, expected: Any) -> dict[str, float]:
 
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
     """Every leaf's relative error is within `tolerance`; NaN is not."""
-    wrong = {path: error for path, error in errors(actual, expected).items() if not error <= tolerance}
+    wrong = {
+        path: error for path, error in errors(actual, expected).items() if not error <= tolerance
+    }
     assert not wrong, f"relative error above {tolerance}: {wrong}"
 
+
 MEMORY_ESTIMATE = 0.25
-"""Estimated over allocated bytes of a step: 0.87 to 1.19 over ten plans in f32, with and without stages. What XLA keeps at once on a CPU is not in a formula derived for GPUs."""
+"""Estimated over allocated bytes of a step: 0.87 to 1.19 over ten plans in f32, with and without
+stages. What XLA keeps at once on a CPU is not in a formula derived for GPUs."""
 
 GOLDEN = 2e-6
-"""Between processors: XLA vectorises for the one it finds, so sums are added in another order. On one machine they are equal."""
+"""Between processors: XLA vectorises for the one it finds, so sums are added in another order. On
+one machine they are equal."""

@@ -1,4 +1,6 @@
-"""What devices say to one another, read from the text of a compiled program (as XLA's CPU compiler writes it)."""
+"""What devices say to one another, read from the text of a compiled program (as XLA's CPU compiler
+writes it).
+"""
 
 import math
 import re
@@ -10,19 +12,37 @@ from jax.sharding import Mesh
 
 from optimus_jax.planning.ahead_of_time.hlo_groups import groups_of
 
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+ITEM_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _COLLECTIVE = re.compile(
-    r" = (?P<type>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)\(")
+    r" = (?P<type>.*?)"
+    r" (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)\("
+)
 _ARRAY = re.compile(r"\b(" + "|".join(ITEM_BYTES) + r")\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)")
+_CALLED = re.compile(
+    r"(?:body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 @dataclass(frozen=True)
 class Moved:
-    """One array that a collective produces on a device; a collective of several arrays gives several."""
+    """One array that a collective produces on a device; a collective of several arrays gives
+    several.
+    """
 
     kind: str
     """all-reduce, all-gather, reduce-scatter, ..."""
@@ -32,7 +52,8 @@ class Moved:
     shape: tuple[int, ...]
     """Of the result on one device."""
     loops: tuple[int, ...]
-    """Trip counts of the loops around it, outermost first; a trip count that XLA does not know is 0."""
+    """Trip counts of the loops around it, outermost first; a trip count that XLA does not know is
+    0."""
     source: str
     """JAX's name for where it comes from."""
 
@@ -48,7 +69,9 @@ class Moved:
 
 
 def collectives(text: str, mesh: Mesh) -> list[Moved]:
-    """Every array of every collective in a compiled program, in the order of the text of each computation."""
+    """Every array of every collective in a compiled program, in the order of the text of each
+    computation.
+    """
     computations, entry = _computations(text)
     return list(_walk(computations, entry, (), mesh))
 
@@ -72,13 +95,22 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _walk(computations: dict[str, list[str]], name: str, loops: tuple[int, ...], mesh: Mesh) -> Iterator[Moved]:
+def _walk(
+    computations: dict[str, list[str]], name: str, loops: tuple[int, ...], mesh: Mesh
+) -> Iterator[Moved]:
     for line in computations[name]:
         if found := _COLLECTIVE.search(line):
             source = re.search(r'op_name="([^"]*)"', line)
             for dtype, sizes in _ARRAY.findall(found["type"]):
                 shape = tuple(int(size) for size in sizes.split(",") if size)
-                yield Moved(found["kind"], _axes(line, mesh), dtype, shape, loops, source[1] if source else "")
+                yield Moved(
+                    found["kind"],
+                    _axes(line, mesh),
+                    dtype,
+                    shape,
+                    loops,
+                    source[1] if source else "",
+                )
             continue
         trips = _TRIPS.search(line)
         inner = (*loops, int(trips[1]) if trips else 0) if " while(" in line else loops
@@ -91,7 +123,12 @@ def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes along which the members of a group differ."""
     place = dict(enumerate(np.ndindex(mesh.devices.shape)))
     groups = groups_of(line, mesh.size)
-    differing = {dim for group in groups for dim in range(mesh.devices.ndim) if len({place[n][dim] for n in group}) > 1}
+    differing = {
+        dim
+        for group in groups
+        for dim in range(mesh.devices.ndim)
+        if len({place[n][dim] for n in group}) > 1
+    }
     return tuple(mesh.axis_names[dim] for dim in sorted(differing))
 
 
@@ -115,7 +152,9 @@ class Matmul:
 
 
 def matmuls(text: str) -> list[Matmul]:
-    """Every matrix product of a compiled program, those inside fusions too; both branches of a conditional count."""
+    """Every matrix product of a compiled program, those inside fusions too; both branches of a
+    conditional count.
+    """
     computations, entry = _computations(text)
     return list(_walk_matmuls(computations, entry, ()))
 
@@ -124,8 +163,12 @@ _RESULT = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[([\d,]*)\]")
 _DOT = re.compile(r" dot\(%?([\w.-]+), %?([\w.-]+)\).*?lhs_contracting_dims=\{([\d,]*)\}")
 
 
-def _walk_matmuls(computations: dict[str, list[str]], name: str, loops: tuple[int, ...]) -> Iterator[Matmul]:
-    shapes = {found[1]: _sizes(found[3]) for line in computations[name] if (found := _RESULT.match(line))}
+def _walk_matmuls(
+    computations: dict[str, list[str]], name: str, loops: tuple[int, ...]
+) -> Iterator[Matmul]:
+    shapes = {
+        found[1]: _sizes(found[3]) for line in computations[name] if (found := _RESULT.match(line))
+    }
     for line in computations[name]:
         if dot := _DOT.search(line):
             left, right = shapes[dot[1]], shapes[dot[2]]
@@ -133,7 +176,12 @@ def _walk_matmuls(computations: dict[str, list[str]], name: str, loops: tuple[in
             assert result
             contracted = math.prod(left[dim] for dim in _sizes(dot[3]))
             source = re.search(r'op_name="([^"]*)"', line)
-            yield Matmul(2 * math.prod(_sizes(result[3])) * contracted, (left, right), loops, source[1] if source else "")
+            yield Matmul(
+                2 * math.prod(_sizes(result[3])) * contracted,
+                (left, right),
+                loops,
+                source[1] if source else "",
+            )
             continue
         trips = _TRIPS.search(line)
         inner = (*loops, int(trips[1]) if trips else 0) if " while(" in line else loops

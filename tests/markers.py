@@ -1,7 +1,8 @@
-"""Which tests are quick: those that start no process and compile no step, judged by the names that they use.
+"""Which tests are quick: those that start no process and compile no step, judged by the names that
+they use.
 
-A test is marked `processes` or `compiles` if its function, or anything of the tests that it names (helpers,
-fixtures, other modules of the tests), uses one of the names below.
+A test is marked `processes` or `compiles` if its function, or anything of the tests that it names
+(helpers, fixtures, other modules of the tests), uses one of the names below.
 """
 
 import ast
@@ -12,33 +13,69 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 MARKS: Mapping[str, frozenset[str]] = {
     "processes": frozenset({"subprocess", "Popen", "multiprocessing", "runpy", "NotebookClient"}),
-    "compiles": frozenset({"jit", "shard_map", "build_program", "train_step", "try_plans", "find_plans", "search", "simulate", "eval_shape", "grad",
-                           "vjp", "train", "compile_plan", "compiled_quickly", "run_all", "run_trial", "time_reference_steps"}),
+    "compiles": frozenset(
+        {
+            "jit",
+            "shard_map",
+            "build_program",
+            "train_step",
+            "try_plans",
+            "find_plans",
+            "search",
+            "simulate",
+            "eval_shape",
+            "grad",
+            "vjp",
+            "train",
+            "compile_plan",
+            "compiled_quickly",
+            "run_all",
+            "run_trial",
+            "time_reference_steps",
+        }
+    ),
 }
 """Names that a slow test uses."""
 
 
 @cache
 def definitions(path: Path) -> dict[str, frozenset[str]]:
-    """Names at the top of a module of the tests, to the names that each uses. An imported name of the tests is `module:name`."""
+    """Names at the top of a module of the tests, to the names that each uses.
+
+    An imported name of the tests is `module:name`.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: dict[str, frozenset[str]] = {}
-    modules = {alias.asname or alias.name: other for node in tree.body if isinstance(node, ast.Import)
-               for alias in node.names if (other := _module(path, alias.name)) is not None}
+    modules = {
+        alias.asname or alias.name: other
+        for node in tree.body
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if (other := _module(path, alias.name)) is not None
+    }
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             found[node.name] = frozenset(_names(node, modules))
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: frozenset(_names(node, modules)) for target in targets if isinstance(target, ast.Name)}
+            found |= {
+                target.id: frozenset(_names(node, modules))
+                for target in targets
+                if isinstance(target, ast.Name)
+            }
         elif isinstance(node, ast.ImportFrom) and (other := _module(path, node.module)) is not None:
-            found |= {alias.asname or alias.name: frozenset({f"{other}:{alias.name}"}) for alias in node.names}
+            found |= {
+                alias.asname or alias.name: frozenset({f"{other}:{alias.name}"})
+                for alias in node.names
+            }
     return found
 
 
 @cache
 def used(path: Path, name: str) -> frozenset[str]:
-    """All names that something at the top of a module of the tests uses, and what these use in turn."""
+    """All names that something at the top of a module of the tests uses, and what these use in
+    turn.
+    """
     seen: set[tuple[Path, str]] = set()
     todo, names = [(path, name)], set()
     while todo:
@@ -68,7 +105,11 @@ def _of(path: Path, name: str) -> frozenset[str]:
 
 def _names(node: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:
     for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in modules:
+        if (
+            isinstance(each, ast.Attribute)
+            and isinstance(each.value, ast.Name)
+            and each.value.id in modules
+        ):
             yield f"{modules[each.value.id]}:{each.attr}"
         elif isinstance(each, ast.Name):
             yield each.id

@@ -1,4 +1,5 @@
-"""Plans that a running job is moved between, on eight devices, and a state whose every bit counts."""
+"""Plans that a running job is moved between, on eight devices, and a state whose every bit
+counts."""
 
 import contextlib
 import functools
@@ -31,14 +32,22 @@ PLANS = {
     "data x fsdp, zero 2": case("data=2,fsdp=4", zero=2),
     "data x tensor, vocabulary whole": case("data=4,tensor=2", rules=("vocab=none",)),
     "attention over tensor, feed-forward not": case("data=2,tensor=4", rules=("mlp=none",)),
-    "feed-forward over tensor, attention not, zero 3": case("fsdp=2,tensor=4", zero=3, rules=("heads=none",)),
+    "feed-forward over tensor, attention not, zero 3": case(
+        "fsdp=2,tensor=4", zero=3, rules=("heads=none",)
+    ),
     "data x fsdp x tensor, zero 3": case("data=2,fsdp=2,tensor=2", zero=3, microbatches=2),
     "fsdp x tensor, moments on the host": case("fsdp=4,tensor=2", zero=1, offload="optimizer"),
     "1f1b": case("pipe=2,data=2,tensor=2", microbatches=4),
-    "gpipe, uneven": case("pipe=4,data=2", schedule="gpipe", microbatches=4, layers_per_stage=(2, 3, 3, 2)),
+    "gpipe, uneven": case(
+        "pipe=4,data=2", schedule="gpipe", microbatches=4, layers_per_stage=(2, 3, 3, 2)
+    ),
     "eight stages, uneven": case("pipe=8", microbatches=8),
-    "interleaved, zero 1": case("pipe=2,fsdp=2,tensor=2", schedule="interleaved", microbatches=4, zero=1),
-    "interleaved, uneven, zero 3": case("pipe=4,fsdp=2", schedule="interleaved", microbatches=4, zero=3),
+    "interleaved, zero 1": case(
+        "pipe=2,fsdp=2,tensor=2", schedule="interleaved", microbatches=4, zero=1
+    ),
+    "interleaved, uneven, zero 3": case(
+        "pipe=4,fsdp=2", schedule="interleaved", microbatches=4, zero=3
+    ),
 }
 PAIRS = list(itertools.permutations(PLANS, 2))
 
@@ -50,19 +59,35 @@ def built(name):
 
 
 def layout_of(program):
-    return Layout(leaves=abstract_state(program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh),
-                  slots=program.shapes.slots)
+    return Layout(
+        leaves=abstract_state(
+            program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
+        ),
+        slots=program.shapes.slots,
+    )
 
 
 def in_plan(path, leaf, slots):
-    """What a leaf of the state holds under a plan: any bits, infinities and NaNs among them, the same for every plan."""
+    """What a leaf of the state holds under a plan: any bits, infinities and NaNs among them, the
+    same for every plan.
+    """
     rows = VOCAB_SIZE if path.endswith("/table") else MODEL.num_layers if is_stacked(path) else None
     shape = leaf.shape if rows is None else (rows, *leaf.shape[1:])
-    bits = np.random.Generator(np.random.PCG64(zlib.crc32(path.encode()))).integers(0, 2**32, shape, np.uint32)
+    bits = np.random.Generator(np.random.PCG64(zlib.crc32(path.encode()))).integers(
+        0, 2**32, shape, np.uint32
+    )
     if rows is None:
         return bits
-    numbers = np.array(slots) if is_stacked(path) else np.where(np.arange(leaf.shape[0]) < rows, np.arange(leaf.shape[0]), EMPTY)
-    return np.where((numbers == EMPTY).reshape(-1, *[1] * (bits.ndim - 1)), np.uint32(0), bits[np.maximum(numbers, 0)])
+    numbers = (
+        np.array(slots)
+        if is_stacked(path)
+        else np.where(np.arange(leaf.shape[0]) < rows, np.arange(leaf.shape[0]), EMPTY)
+    )
+    return np.where(
+        (numbers == EMPTY).reshape(-1, *[1] * (bits.ndim - 1)),
+        np.uint32(0),
+        bits[np.maximum(numbers, 0)],
+    )
 
 
 def bits_of(layout):
@@ -72,7 +97,10 @@ def bits_of(layout):
 
 def a_state(layout):
     """The state with those bits, where the layout wants it."""
-    leaves = [jax.device_put(bits.view(leaf.dtype), leaf.sharding) for leaf, bits in zip(layout.named.values(), bits_of(layout).values(), strict=True)]
+    leaves = [
+        jax.device_put(bits.view(leaf.dtype), leaf.sharding)
+        for leaf, bits in zip(layout.named.values(), bits_of(layout).values(), strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(layout.leaves), leaves)
 
 
@@ -81,9 +109,17 @@ def assert_is_the_state(state, layout):
     expected = bits_of(layout)
     for path, leaf in named_leaves(state).items():
         asked = layout.named[path]
-        assert (leaf.shape, leaf.dtype, leaf.sharding) == (asked.shape, asked.dtype, asked.sharding), path
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (
+            asked.shape,
+            asked.dtype,
+            asked.sharding,
+        ), path
         for shard in leaf.addressable_shards:
-            np.testing.assert_array_equal(np.asarray(shard.data).view(np.uint32), expected[path][shard.index], err_msg=f"{path} on {shard.device}")
+            np.testing.assert_array_equal(
+                np.asarray(shard.data).view(np.uint32),
+                expected[path][shard.index],
+                err_msg=f"{path} on {shard.device}",
+            )
 
 
 def copied(state):
@@ -92,21 +128,31 @@ def copied(state):
 
 
 def next_of(name):
-    """Plans that the state is moved to from this one: so that each is left and reached three times, or all with ALL_PAIRS set.
+    """Plans that the state is moved to from this one: so that each is left and reached three times,
+    or all with ALL_PAIRS set.
 
     A pair costs a second or two of compiling; the exchange itself is tested for every pair.
     """
     names, place = list(PLANS), list(PLANS).index(name)
-    return [names[(place + by) % len(names)] for by in (range(1, len(names)) if os.environ.get("ALL_PAIRS") else (1, 5, 9))]
+    return [
+        names[(place + by) % len(names)]
+        for by in (range(1, len(names)) if os.environ.get("ALL_PAIRS") else (1, 5, 9))
+    ]
 
 
-QUICK = {"xla_backend_optimization_level": 0} | ({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {})  # 0.11 has no such option
-"""For programs that are run once: less than half of the time to compile. What they do is decided before."""
+# 0.11 has no such option
+QUICK = {"xla_backend_optimization_level": 0} | (
+    {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+)
+"""For programs that are run once: less than half of the time to compile. What they do is decided
+before."""
 
 
 @contextlib.contextmanager
 def compiled_quickly():
-    """Programs that are lowered and compiled meanwhile are not optimised, and those that moves keep are not kept longer."""
+    """Programs that are lowered and compiled meanwhile are not optimised, and those that moves keep
+    are not kept longer.
+    """
     whole = jax.stages.Lowered.compile
 
     def quick(lowered, compiler_options=None):

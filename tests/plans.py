@@ -31,16 +31,40 @@ VOCAB_SIZE = 101
 """Not divisible by any mesh axis: the table has rows of padding, and over tensor=3 more of them."""
 
 GPT = ModelConfig(
-    name="test-gpt", family="gpt2", vocab_size=VOCAB_SIZE, num_layers=3, embed_dim=48, num_heads=24, num_kv_heads=24,
-    head_dim=4, mlp_dim=96, max_length=SEQ_LEN, tied=True, dropout=0.1)
+    name="test-gpt",
+    family="gpt2",
+    vocab_size=VOCAB_SIZE,
+    num_layers=3,
+    embed_dim=48,
+    num_heads=24,
+    num_kv_heads=24,
+    head_dim=4,
+    mlp_dim=96,
+    max_length=SEQ_LEN,
+    tied=True,
+    dropout=0.1,
+)
 LLAMA = ModelConfig(
-    name="test-llama", family="llama", vocab_size=VOCAB_SIZE, num_layers=3, embed_dim=48, num_heads=24, num_kv_heads=2,
-    head_dim=4, mlp_dim=96, max_length=SEQ_LEN, tied=False, dropout=0.1)
+    name="test-llama",
+    family="llama",
+    vocab_size=VOCAB_SIZE,
+    num_layers=3,
+    embed_dim=48,
+    num_heads=24,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=96,
+    max_length=SEQ_LEN,
+    tied=False,
+    dropout=0.1,
+)
 MODELS = {"gpt": GPT, "llama": LLAMA}
-"""Widths divide by 8, 6 and 3. The Llama has fewer key/value heads than tensor=4 and 8 have devices."""
+"""Widths divide by 8, 6 and 3. The Llama has fewer key/value heads than tensor=4 and 8 have
+devices."""
 
 KV_HEADS_OVER_3 = 6
-"""Two key/value heads can be neither split nor shared over tensor=3, so the Llama has these there."""
+"""Two key/value heads can be neither split nor shared over tensor=3, so the Llama has these
+there."""
 
 LAYERS_IN_STAGES = 10
 """Of models under plans with stages: they divide by neither 3, 4 nor 8."""
@@ -56,7 +80,12 @@ class PlanCase:
     settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([self.mesh, *(f"{name.rpartition('.')[2]}={_text(value)}" for name, value in self.settings)])
+        return " ".join(
+            [
+                self.mesh,
+                *(f"{name.rpartition('.')[2]}={_text(value)}" for name, value in self.settings),
+            ]
+        )
 
     @property
     def axes(self) -> AxisSizes:
@@ -97,7 +126,8 @@ PLANS = [
     # The optimizer's moments in the host's memory, and what layers keep for backward.
     case("fsdp=4,tensor=2", zero=1, offload="all", microbatches=2),
     case("data=2,fsdp=4", zero=3, offload="optimizer"),
-    # Pipeline stages: every schedule on 2, 4 and 8 of them, alone and with every other axis; few are of equal length.
+    # Pipeline stages: every schedule on 2, 4 and 8 of them, alone and with every other axis; few
+    # are of equal length.
     case("pipe=2,data=2,tensor=2", microbatches=4),
     case("pipe=4,data=2", microbatches=8, stage_residuals="recompute", remat="full"),
     case("pipe=8", microbatches=16),
@@ -105,11 +135,26 @@ PLANS = [
     case("pipe=3,tensor=2", microbatches=3, layers_per_stage=(2, 5, 3), loss_chunk_tokens=50),
     case("pipe=4,data=2", microbatches=3, send_slack=True),
     case("pipe=2,fsdp=4", schedule="gpipe", microbatches=2, zero=2),
-    case("pipe=4,tensor=2", schedule="gpipe", microbatches=6, rules=("vocab=pipe",), stage_residuals="recompute"),
+    case(
+        "pipe=4,tensor=2",
+        schedule="gpipe",
+        microbatches=6,
+        rules=("vocab=pipe",),
+        stage_residuals="recompute",
+    ),
     case("pipe=8", schedule="gpipe", microbatches=1),
     case("pipe=2,fsdp=2,tensor=2", schedule="interleaved", microbatches=6, zero=1, remat="dots"),
-    case("pipe=4,fsdp=2", schedule="interleaved", microbatches=4, zero=3, stage_residuals="recompute"),
-    case("pipe=2,tensor=4", schedule="interleaved", repeats=4, microbatches=16, send_slack=True, rules=("mlp=none",)),
+    case(
+        "pipe=4,fsdp=2", schedule="interleaved", microbatches=4, zero=3, stage_residuals="recompute"
+    ),
+    case(
+        "pipe=2,tensor=4",
+        schedule="interleaved",
+        repeats=4,
+        microbatches=16,
+        send_slack=True,
+        rules=("mlp=none",),
+    ),
     case("pipe=8", schedule="interleaved", microbatches=8, zero=0),
     case("pipe=2,fsdp=4", microbatches=4, zero=2, offload="optimizer"),
 ]
@@ -126,20 +171,32 @@ class Built:
 
 
 def model_for(case: PlanCase, name: str) -> ModelConfig:
-    """The model called `name`, with layers for the case's stages and key/value heads that its tensor axis can have."""
+    """The model called `name`, with layers for the case's stages and key/value heads that its
+    tensor axis can have.
+    """
     model, settings = MODELS[name], dict(case.settings)
     if case.axes.pipe > 1:
         visits = case.axes.pipe * (2 if settings.get("parallel.schedule") == "interleaved" else 1)
-        model = replace(model, num_layers=LAYERS_IN_STAGES if visits <= LAYERS_IN_STAGES else LAYERS_IN_VISITS)
+        model = replace(
+            model, num_layers=LAYERS_IN_STAGES if visits <= LAYERS_IN_STAGES else LAYERS_IN_VISITS
+        )
     shared = model.num_kv_heads % case.axes.tensor and case.axes.tensor % model.num_kv_heads
     return replace(model, num_kv_heads=KV_HEADS_OVER_3) if shared else model
 
 
-def make_config(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None = None) -> Config:
+def make_config(
+    model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None = None
+) -> Config:
     """What every test run asks for, and then `settings` on top of the case's own."""
-    config = Config(model=model, steps=8, data=DataConfig(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH),
-                    optimizer=OptimizerConfig(lr=0.01, warmup_steps=1, clip_norm=0.5, epsilon=ADAM_EPSILON))
-    return config.with_values({"parallel.mesh": case.mesh, **dict(case.settings), **(settings or {})})
+    config = Config(
+        model=model,
+        steps=8,
+        data=DataConfig(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH),
+        optimizer=OptimizerConfig(lr=0.01, warmup_steps=1, clip_norm=0.5, epsilon=ADAM_EPSILON),
+    )
+    return config.with_values(
+        {"parallel.mesh": case.mesh, **dict(case.settings), **(settings or {})}
+    )
 
 
 def make_plan(config: Config) -> Plan:
@@ -160,35 +217,51 @@ def build(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None
 
 
 def compiled_step(built: Built) -> jax.stages.Compiled:
-    """The step, compiled as always but for LLVM's optimisation: that is half of the time, and layouts are decided before."""
+    """The step, compiled as always but for LLVM's optimisation: that is half of the time, and
+    layouts are decided before.
+    """
     state = jax.eval_shape(built.program.init, jnp.int32(0))
-    return built.program.train_step.lower(state, built.batch).compile({"xla_backend_optimization_level": 0})
+    return built.program.train_step.lower(state, built.batch).compile(
+        {"xla_backend_optimization_level": 0}
+    )
 
 
 def random_state(program: Program) -> TrainState:
-    """A state before step 1 that is the same under every plan, and in which no bias is 0 and no scale is 1.
+    """A state before step 1 that is the same under every plan, and in which no bias is 0 and no
+    scale is 1.
 
     A bias that is added once per device, or a scale used twice, would not be seen on a fresh state.
     """
+
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not name.startswith("params/"):
             return np.zeros(like.shape, like.dtype)
         random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
         in_layers, slots = "/layers/" in name, np.array(program.shapes.slots)
-        first = VOCAB_SIZE if name.endswith("/table") else program.config.model.num_layers if in_layers else like.shape[0]
+        first = (
+            VOCAB_SIZE
+            if name.endswith("/table")
+            else program.config.model.num_layers
+            if in_layers
+            else like.shape[0]
+        )
         mean = 1 if name.endswith("/scale") else 0
         values = (mean + 0.1 * random.standard_normal((first, *like.shape[1:]))).astype(like.dtype)
         return fitted(values[np.maximum(slots, 0)] if in_layers else values, like.shape)
 
     state = jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(program.init, jnp.int32(0)))
-    scale = np.float32(program.config.precision.loss_scale if program.plan.precision == "f16" else 1)
+    scale = np.float32(
+        program.config.precision.loss_scale if program.plan.precision == "f16" else 1
+    )
     state = replace(state, loss_scale=replace(state.loss_scale, scale=scale))
     return jax.device_put(state, program.state_shardings)
 
 
 def in_order(program: Program, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Whole leaves by path, as `host_leaves` gives them, with the layers of stacks one after the other."""
+    """Whole leaves by path, as `host_leaves` gives them, with the layers of stacks one after the
+    other.
+    """
     places = [program.shapes.slots.index(layer) for layer in range(program.config.model.num_layers)]
     return {path: leaf[places] if "/layers/" in path else leaf for path, leaf in leaves.items()}
 

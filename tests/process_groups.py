@@ -1,8 +1,11 @@
-"""Groups of processes, each one run: python process_groups.py, then a line of JSON for each group on its standard input.
+"""Groups of processes, each one run: python process_groups.py, then a line of JSON for each group
+on its standard input.
 
-They are forked from this process, which has imported everything and has begun nothing, so that eight processes do not cost eight
-times the imports. A line says `processes`, `devices` (of each), `hosts` (of each process, made up) and `tasks`, which are done one
-after the other: the arguments of `optimus_jax.train`. The answer is a line of JSON: what each process has to say of each task, or its error.
+They are forked from this process, which has imported everything and has begun nothing, so that
+eight processes do not cost eight times the imports. A line says `processes`, `devices` (of each),
+`hosts` (of each process, made up) and `tasks`, which are done one after the other: the arguments of
+`optimus_jax.train`. The answer is a line of JSON: what each process has to say of each task, or its
+error.
 """
 
 import contextlib
@@ -65,21 +68,34 @@ def do(task, group, number, address):
     jax.config.update("jax_platforms", "cpu")
     if group["hosts"] is not None:
         hosts._host = lambda: str(group["hosts"][number])
-    several = {"coordinator": address, "num_processes": group["processes"], "process_id": number} if group["processes"] > 1 else {"distributed.engine": "none"}
+    several = (
+        {"coordinator": address, "num_processes": group["processes"], "process_id": number}
+        if group["processes"] > 1
+        else {"distributed.engine": "none"}
+    )
     rows = []
     inputs.local_rows = lambda *arguments: rows.append(local_rows(*arguments)) or rows[-1]
-    Trainer.save = save if task.pop("saves", False) else lambda *_: None  # which takes a sixth of the time
+    # which takes a sixth of the time
+    Trainer.save = save if task.pop("saves", False) else lambda *_: None
     if task.get("resume"):
         run._compiled = lambda *_: (None, 0)  # no step is left to run
     result = optimus_jax.train(**task, **several, cpu_devices=group["devices"])
-    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
-    return {"losses": [record.loss for record in result.history], "events": events, "rows": rows[-1].tolist(),
-            "state": {name: whole(leaf) for name, leaf in named_leaves(result.state).items()}}
+    events = [
+        json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()
+    ]
+    return {
+        "losses": [record.loss for record in result.history],
+        "events": events,
+        "rows": rows[-1].tolist(),
+        "state": {name: whole(leaf) for name, leaf in named_leaves(result.state).items()},
+    }
 
 
 def whole(leaf):
     """Digest of a leaf's bytes, wherever its shards are."""
-    array = np.asarray(multihost_utils.process_allgather(leaf, tiled=True) if jax.process_count() > 1 else leaf)
+    array = np.asarray(
+        multihost_utils.process_allgather(leaf, tiled=True) if jax.process_count() > 1 else leaf
+    )
     return hashlib.sha256(array.tobytes()).hexdigest()
 
 

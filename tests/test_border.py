@@ -1,4 +1,6 @@
-"""Whatever a user's files and flags say, the answer is a value or an OptimusError: drawn damage, in this process."""
+"""Whatever a user's files and flags say, the answer is a value or an OptimusError: drawn damage, in
+this process.
+"""
 
 import contextlib
 import copy
@@ -37,21 +39,73 @@ from optimus_jax.simulation.replay import recorded
 from optimus_jax.simulation.scenarios import Scenario, library
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-HERE = Topology(num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=2**34)
-JUNK: list[Any] = [None, True, False, 0, -1, 1, 2, 3, 10**9, 2**31, 2**62, 10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf"), "", " ", "none", "auto", "-1", "1e400", "9" * 5000,
-                   "\0", "\ud800", "\u00e9", "a" * 10_000, "a=b", ",", "x.json", [], {}, [None], [[]], {"a": {}}, [1, "a"], {"": 0}, [[[[[[[[1]]]]]]]]]
-NOWHERE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HERE = Topology(
+    num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=2**34
+)
+JUNK: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    10**9,
+    2**31,
+    2**62,
+    10**30,
+    0.5,
+    -0.0,
+    1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
+    "",
+    " ",
+    "none",
+    "auto",
+    "-1",
+    "1e400",
+    "9" * 5000,
+    "\0",
+    "\ud800",
+    "\u00e9",
+    "a" * 10_000,
+    "a=b",
+    ",",
+    "x.json",
+    [],
+    {},
+    [None],
+    [[]],
+    {"a": {}},
+    [1, "a"],
+    {"": 0},
+    [[[[[[[[1]]]]]]]],
+]
+NOWHERE = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every container with each of its keys."""
-    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    ):
         yield value, key
         yield from places(value[key])
 
 
 def damaged(text: str, draw: random.Random) -> bytes:
-    """JSON with some values replaced, left out, renamed or moved; or its text cut, repeated or overwritten."""
+    """JSON with some values replaced, left out, renamed or moved; or its text cut, repeated or
+    overwritten.
+    """
     value = copy.deepcopy(json.loads(text))
     for _ in range(draw.randint(1, 3)):
         if not (found := list(places(value))):
@@ -61,13 +115,15 @@ def damaged(text: str, draw: random.Random) -> bytes:
             case 0:
                 del container[key]
             case 1 if isinstance(container, dict):
-                container[draw.choice(["x", "", "learning_rate", "batch_size", "\0", *ALIASES])] = container.pop(key)
+                container[draw.choice(["x", "", "learning_rate", "batch_size", "\0", *ALIASES])] = (
+                    container.pop(key)
+                )
             case _:
                 container[key] = copy.deepcopy(draw.choice(JUNK))
     content = json.dumps(value).encode()
     match draw.randint(0, 9):
         case 0:
-            content = content[:draw.randint(0, len(content))]
+            content = content[: draw.randint(0, len(content))]
         case 1:
             content = b"\xef\xbb\xbf" + content
         case 2:
@@ -81,7 +137,9 @@ def damaged(text: str, draw: random.Random) -> bytes:
 
 
 SEEDS = st.integers(0, 2**32)
-CONFIG = make_config("llama3.2-1b", {"phases": "200:64,400:128x512", "mesh": "data=2,tensor=2"}).to_json()
+CONFIG = make_config(
+    "llama3.2-1b", {"phases": "200:64,400:128x512", "mesh": "data=2,tensor=2"}
+).to_json()
 
 
 @NOWHERE
@@ -101,7 +159,9 @@ def test_a_config(seed, tmp_path):
 @given(seed=SEEDS)
 def test_a_plan(seed):
     config = Config(model=model_preset("gpt2-nano"))
-    text = PLAN.to_json() if seed % 2 else plan_for(config, AxisSizes(pipe=2, data=2), HERE).to_json()
+    text = (
+        PLAN.to_json() if seed % 2 else plan_for(config, AxisSizes(pipe=2, data=2), HERE).to_json()
+    )
     with contextlib.suppress(OptimusError):
         plan = Plan.from_json(damaged(text, random.Random(seed)))
         assert Plan.from_json(plan.to_json()) == plan
@@ -114,9 +174,13 @@ def test_a_plan(seed):
 def test_a_schedule_and_a_scenario(seed):
     draw = random.Random(seed)
     with contextlib.suppress(OptimusError):
-        Schedule.from_json(damaged(make_schedule("interleaved", 2, 2, 2, 1).to_json(), draw)).bubble()
+        Schedule.from_json(
+            damaged(make_schedule("interleaved", 2, 2, 2, 1).to_json(), draw)
+        ).bubble()
     with contextlib.suppress(OptimusError):
-        scenario = Scenario.from_json(damaged(draw.choice(list(library().values())).to_json(), draw))
+        scenario = Scenario.from_json(
+            damaged(draw.choice(list(library().values())).to_json(), draw)
+        )
         scenario.to_json()
         scenario.configs(Config())
 
@@ -125,13 +189,25 @@ def test_a_schedule_and_a_scenario(seed):
 @given(seed=SEEDS)
 def test_what_is_kept_about_the_hardware(seed, tmp_path):
     draw = random.Random(seed)
-    line = json.dumps({"model": "m", "plan": "p", "measured_at": "now", "measured_s": 0.5, "terms_s": {"a": 0.25, "b": 0.25}})
+    line = json.dumps(
+        {
+            "model": "m",
+            "plan": "p",
+            "measured_at": "now",
+            "measured_s": 0.5,
+            "terms_s": {"a": 0.25, "b": 0.25},
+        }
+    )
     (tmp_path / "records.jsonl").write_bytes(damaged(line, draw) + b"\n" + line.encode() + b"\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *_, **__: None)
         assert 1 <= len(read_records(tmp_path / "records.jsonl")) <= 2
     with contextlib.suppress(OptimusError, ValueError, TypeError):  # as its reader expects
-        HardwareProfile.from_json(damaged('{"setting": {}, "measured_at": "", "probed": {}, "fits": [], "nvml": {}}', draw).decode("utf-8", errors="ignore"))
+        HardwareProfile.from_json(
+            damaged(
+                '{"setting": {}, "measured_at": "", "probed": {}, "fits": [], "nvml": {}}', draw
+            ).decode("utf-8", errors="ignore")
+        )
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +216,38 @@ def run_files(tmp_path_factory):
     run = write_run(path)
     run.close()
     plan = json.loads(PLAN.to_json())
-    (path / "switches.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (
-        {"record": "begin", "step": 3, "source": plan, "target": plan, "why": "w", "by_choice": True}, {"record": "commit", "step": 3, "plan": "p", "costs_s": {"move": 1.0}},
-        {"record": "end", "step": 8, "ending": "kept", "why": "w", "costs_s": {"move": 1.0}})))
+    (path / "switches.jsonl").write_text(
+        "".join(
+            json.dumps(record) + "\n"
+            for record in (
+                {
+                    "record": "begin",
+                    "step": 3,
+                    "source": plan,
+                    "target": plan,
+                    "why": "w",
+                    "by_choice": True,
+                },
+                {"record": "commit", "step": 3, "plan": "p", "costs_s": {"move": 1.0}},
+                {
+                    "record": "end",
+                    "step": 8,
+                    "ending": "kept",
+                    "why": "w",
+                    "costs_s": {"move": 1.0},
+                },
+            )
+        )
+    )
     (path / "faults").mkdir()
-    (path / "faults" / "1.jsonl").write_text(json.dumps({"event": "fault", "step": 1, "time_s": 1.0, "process": 1}) + "\n")
-    return {file.relative_to(path): file.read_text() for file in path.rglob("*") if file.suffix in (".json", ".jsonl")}
+    (path / "faults" / "1.jsonl").write_text(
+        json.dumps({"event": "fault", "step": 1, "time_s": 1.0, "process": 1}) + "\n"
+    )
+    return {
+        file.relative_to(path): file.read_text()
+        for file in path.rglob("*")
+        if file.suffix in (".json", ".jsonl")
+    }
 
 
 @pytest.mark.filterwarnings("ignore:.*damaged:UserWarning")
@@ -158,14 +260,31 @@ def test_a_run_directory(seed, tmp_path_factory, run_files):
         (path / name).parent.mkdir(exist_ok=True)
         lines = text.splitlines() if name.suffix == ".jsonl" else [text]
         broken = draw.sample(range(len(lines)), k=min(3, len(lines))) if draw.random() < 0.5 else []
-        (path / name).write_bytes(b"".join((damaged(line, draw) if number in broken else line.encode()) + b"\n" for number, line in enumerate(lines)))
+        (path / name).write_bytes(
+            b"".join(
+                (damaged(line, draw) if number in broken else line.encode()) + b"\n"
+                for number, line in enumerate(lines)
+            )
+        )
     if draw.random() < 0.2:
-        victim = draw.choice(["plan.json", "config.json", "metrics.jsonl", "events.jsonl", "switches.jsonl"])
+        victim = draw.choice(
+            ["plan.json", "config.json", "metrics.jsonl", "events.jsonl", "switches.jsonl"]
+        )
         (path / victim).unlink()
         (path / victim).mkdir()
     slow = [run_report] if seed % 5 == 0 else []
-    for read in (*slow, switches, plan_to_resume, recorded, lambda path: take_over(RunDirectory(path, writer=False)),
-                 lambda path: [(event["time_s"], event["step"]) for event in RunDirectory(path, writer=False).events() if event["event"] == "start"]):
+    for read in (
+        *slow,
+        switches,
+        plan_to_resume,
+        recorded,
+        lambda path: take_over(RunDirectory(path, writer=False)),
+        lambda path: [
+            (event["time_s"], event["step"])
+            for event in RunDirectory(path, writer=False).events()
+            if event["event"] == "start"
+        ],
+    ):
         with contextlib.suppress(OptimusError):
             read(path)
 
@@ -179,9 +298,18 @@ def parser_of(name):
     return module.parser()
 
 
-@pytest.mark.parametrize("settings", [
-    {"num_layers": 10**9}, {"global_batch": 2**31 - 1}, {"steps": 2**31}, {"global_batch": "9" * 30}, {"mesh": "data=" + "9" * 5000}, {"phases": "9" * 5000 + ":3"},
-    {"mesh": "pipe=4", "parallel.repeats": 10**9}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_layers": 10**9},
+        {"global_batch": 2**31 - 1},
+        {"steps": 2**31},
+        {"global_batch": "9" * 30},
+        {"mesh": "data=" + "9" * 5000},
+        {"phases": "9" * 5000 + ":3"},
+        {"mesh": "pipe=4", "parallel.repeats": 10**9},
+    ],
+)
 def test_a_slip_of_the_pen_is_answered_at_once(settings):
     with contextlib.suppress(OptimusError):
         choose_plan(make_config("llama3.2-1b", settings), HERE)
@@ -201,11 +329,34 @@ WORDS = [*ALIASES, *ADVICE]
 def test_arguments(seed):
     draw = random.Random(seed)
     parser = PARSERS[draw.choice(list(PARSERS))]
-    values = [*(value for value in map(str, JUNK) if "\0" not in value), "--", "-", "=", "--=", "-x", "---x", "gpt2-nano", "h100:8", "data=2", "--model=", "\udcff"]
+    values = [
+        *(value for value in map(str, JUNK) if "\0" not in value),
+        "--",
+        "-",
+        "=",
+        "--=",
+        "-x",
+        "---x",
+        "gpt2-nano",
+        "h100:8",
+        "data=2",
+        "--model=",
+        "\udcff",
+    ]
     flags = [flag for flag in parser.flags() if flag != "--help"]
-    arguments = [draw.choice([
-        draw.choice(flags or ["x"]), draw.choice(values), f"--{draw.choice(WORDS)}", f"--{draw.choice(WORDS)}={draw.choice(values)}",
-        f"{draw.choice(flags or ['x']).replace('-', '_')}={draw.choice(values)}", f"{draw.choice(WORDS)}={draw.choice(values)}"]) for _ in range(draw.randint(0, 8))]
+    arguments = [
+        draw.choice(
+            [
+                draw.choice(flags or ["x"]),
+                draw.choice(values),
+                f"--{draw.choice(WORDS)}",
+                f"--{draw.choice(WORDS)}={draw.choice(values)}",
+                f"{draw.choice(flags or ['x']).replace('-', '_')}={draw.choice(values)}",
+                f"{draw.choice(WORDS)}={draw.choice(values)}",
+            ]
+        )
+        for _ in range(draw.randint(0, 8))
+    ]
     if draw.random() < 0.5 and "--model" in flags:
         arguments = ["--model", "gpt2-nano", *arguments]
     with pytest.MonkeyPatch.context() as patch:
@@ -223,18 +374,29 @@ def test_arguments(seed):
 def test_what_has_taken_the_place_of_a_runs_file_is_said(tmp_path):
     """Not that there may be no room; and a report is made of what can be read."""
     run = RunDirectory(tmp_path, writer=False)
-    for name, read in (("plan.json", run.plan_text), ("config.json", run.config_text), ("metrics.jsonl", run.metrics), ("events.jsonl", run.events)):
+    for name, read in (
+        ("plan.json", run.plan_text),
+        ("config.json", run.config_text),
+        ("metrics.jsonl", run.metrics),
+        ("events.jsonl", run.events),
+    ):
         (tmp_path / name).mkdir()
-        with pytest.raises(OptimusError, match=f"{name} of the run is a folder, where a file should be"):
+        with pytest.raises(
+            OptimusError, match=f"{name} of the run is a folder, where a file should be"
+        ):
             read()
     (tmp_path / "config.json").rmdir()
     (tmp_path / "config.json").write_text("")
     with pytest.raises(OptimusError, match=r"(?s)not JSON.*config\.json: the file is empty"):
         run.config_text()
     assert "events.jsonl of the run is a folder" in run_report(tmp_path)
-    with pytest.raises(PlanError, match=r"(?s)a JSON object with a plan's fields is wanted(?!.*TypeError)"):
+    with pytest.raises(
+        PlanError, match=r"(?s)a JSON object with a plan's fields is wanted(?!.*TypeError)"
+    ):
         Plan.from_json('[1, "a", null]')
     writer = RunDirectory(tmp_path)
     (tmp_path / "checkpoints").write_text("x")
-    with pytest.raises(OptimusError, match="checkpoints of the run is a file, where a folder should be"):
+    with pytest.raises(
+        OptimusError, match="checkpoints of the run is a file, where a folder should be"
+    ):
         writer.write_config(Config().to_json())

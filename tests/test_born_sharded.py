@@ -1,4 +1,6 @@
-"""Parameters are born sharded: no device ever holds a whole copy, and the values do not depend on the mesh."""
+"""Parameters are born sharded: no device ever holds a whole copy, and the values do not depend on
+the mesh.
+"""
 
 import functools
 
@@ -35,13 +37,26 @@ def test_initial_values_do_not_depend_on_the_mesh(name, mesh):
         assert not is_stacked(path) or not leaves[path][empty].any(), path
 
 
-@pytest.mark.parametrize("of", [
-    case("fsdp=8", zero=3), case("pipe=4,fsdp=2", zero=3), case("pipe=4,fsdp=2", zero=3, schedule="interleaved")], ids=str)
+@pytest.mark.parametrize(
+    "of",
+    [
+        case("fsdp=8", zero=3),
+        case("pipe=4,fsdp=2", zero=3),
+        case("pipe=4,fsdp=2", zero=3, schedule="interleaved"),
+    ],
+    ids=str,
+)
 def test_no_device_holds_a_whole_copy(of):
-    """The init program's memory per device, for parameters and moments that are 96% matrices split over eight."""
-    program = build(model_for(ONE, "gpt"), of, {
-        "model.embed_dim": 256, "model.mlp_dim": 1024, "model.num_layers": 10}).program
+    """The init program's memory per device, for parameters and moments that are 96% matrices split
+    over eight.
+    """
+    program = build(
+        model_for(ONE, "gpt"),
+        of,
+        {"model.embed_dim": 256, "model.mlp_dim": 1024, "model.num_layers": 10},
+    ).program
     memory = program.init.lower(jnp.int32(0)).compile().memory_analysis()
-    whole = 3 * 4 * program.shapes.num_params * len(program.shapes.slots) / 10  # empty slots take as much as full ones
+    # empty slots take as much as full ones
+    whole = 3 * 4 * program.shapes.num_params * len(program.shapes.slots) / 10
     assert memory.output_size_in_bytes < 1.2 * whole / 8
     assert memory.temp_size_in_bytes < whole / 8

@@ -30,7 +30,12 @@ from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError
 from optimus_jax.reshard.checksum import checksums
 
-METADATA = {"plan": {"axes": {"data": 2}, "schedule": "1f1b"}, "tokens": 123456789012, "lr": 0.1, "seed": None}
+METADATA = {
+    "plan": {"axes": {"data": 2}, "schedule": "1f1b"},
+    "tokens": 123456789012,
+    "lr": 0.1,
+    "seed": None,
+}
 
 
 SHARDED, REPLICATED = False, True
@@ -46,8 +51,10 @@ class State:
 
 def make_state(seed=0, rows=48):
     """Weights with AdamW's moments, every leaf random."""
-    params = {"embed": jnp.zeros((rows, 64)),
-              "blocks": {"w": jnp.zeros((4, 64, 256)), "scale": jnp.zeros((7,), jnp.bfloat16)}}
+    params = {
+        "embed": jnp.zeros((rows, 64)),
+        "blocks": {"w": jnp.zeros((4, 64, 256)), "scale": jnp.zeros((7,), jnp.bfloat16)},
+    }
     state = State(jnp.int32(0), params, optax.adamw(1e-3).init(params))
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: (rng.standard_normal(x.shape) * 1000).astype(x.dtype), state)
@@ -55,8 +62,12 @@ def make_state(seed=0, rows=48):
 
 def shardings(tree, num_devices, replicated=SHARDED):
     """Two axes; dim 0 over the first, the last dim over the second, where they divide."""
-    mesh = jax.make_mesh((-(-num_devices // 2), min(2, num_devices)), ("a", "b"),
-                         axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:num_devices])
+    mesh = jax.make_mesh(
+        (-(-num_devices // 2), min(2, num_devices)),
+        ("a", "b"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[:num_devices],
+    )
 
     def spec(x):
         first = "a" if x.ndim and x.shape[0] % mesh.shape["a"] == 0 else None
@@ -71,13 +82,18 @@ def place(state, num_devices=8, replicated=SHARDED):
 
 
 def abstract(state, num_devices=1, replicated=SHARDED):
-    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                        state, shardings(state, num_devices, replicated))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        state,
+        shardings(state, num_devices, replicated),
+    )
 
 
 def assert_identical(state, expected):
     assert jax.tree.structure(state) == jax.tree.structure(expected)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True
+    ):
         assert (x.dtype, x.shape) == (y.dtype, y.shape), path
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
@@ -93,7 +109,8 @@ def opened(tmp_path, warned, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as stack:
         yield lambda **config: stack.enter_context(
-            contextlib.closing(Checkpoints("run", CheckpointConfig(**config), warn=warned.append)))
+            contextlib.closing(Checkpoints("run", CheckpointConfig(**config), warn=warned.append))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +123,15 @@ def two_saved(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize(("saved_on", "restored_on"), [
-    ((8, SHARDED), (4, SHARDED)), ((8, SHARDED), (1, REPLICATED)),
-    ((4, REPLICATED), (8, SHARDED)), ((1, SHARDED), (8, REPLICATED))])
+@pytest.mark.parametrize(
+    ("saved_on", "restored_on"),
+    [
+        ((8, SHARDED), (4, SHARDED)),
+        ((8, SHARDED), (1, REPLICATED)),
+        ((4, REPLICATED), (8, SHARDED)),
+        ((1, SHARDED), (8, REPLICATED)),
+    ],
+)
 def test_state_moves_to_another_mesh(opened, warned, saved_on, restored_on):
     state, checkpoints = make_state(), opened()
     placed, target = place(state, *saved_on), abstract(state, *restored_on)
@@ -118,7 +141,9 @@ def test_state_moves_to_another_mesh(opened, warned, saved_on, restored_on):
     assert (restored.step, restored.metadata) == (7, METADATA)
     assert_identical(restored.state, state)
     assert checksums(restored.state) == checksums(placed)
-    for x, wanted, before in zip(*map(jax.tree.leaves, (restored.state, target, placed)), strict=True):
+    for x, wanted, before in zip(
+        *map(jax.tree.leaves, (restored.state, target, placed)), strict=True
+    ):
         assert x.sharding == wanted.sharding != before.sharding
     assert warned == []
 
@@ -129,7 +154,8 @@ def test_state_may_be_donated_once_save_returns(opened, use, replicated):
     state, checkpoints = make_state(rows=16384), opened()
     placed = place(state, replicated=replicated)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
-    overwrite(place(state, replicated=replicated))  # compiled, so that it runs while files are being written
+    # compiled, so that it runs while files are being written
+    overwrite(place(state, replicated=replicated))
     checkpoints.save(1, placed, {})
     if use == "donate":
         jax.block_until_ready(overwrite(placed))
@@ -169,7 +195,10 @@ def test_nothing_to_restore_is_an_error_and_leaves_no_trace(opened, tmp_path):
 
 def data_file(step_directory):
     """The largest file: where the arrays are."""
-    return max((file for file in step_directory.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    return max(
+        (file for file in step_directory.rglob("*") if file.is_file()),
+        key=lambda file: file.stat().st_size,
+    )
 
 
 def truncate(step_directory):
@@ -196,9 +225,16 @@ DAMAGE = {
     "arrays lost": (lambda directory: data_file(directory).unlink(), "Error reading"),
     "bit flipped": (flip_a_bit, "checksum of .* is not what was saved"),
     "state lost": (lambda directory: shutil.rmtree(directory / "state"), "FileNotFoundError"),
-    "tree unreadable": (lambda directory: (directory / "state" / "_METADATA").write_text("{"), "state/_METADATA is not JSON"),
-    "manifest lost": (lambda directory: (directory / "manifest" / "metadata").unlink(), "FileNotFoundError"),
-    "metadata changed": (change_metadata, "manifest is not what was saved")}
+    "tree unreadable": (
+        lambda directory: (directory / "state" / "_METADATA").write_text("{"),
+        "state/_METADATA is not JSON",
+    ),
+    "manifest lost": (
+        lambda directory: (directory / "manifest" / "metadata").unlink(),
+        "FileNotFoundError",
+    ),
+    "metadata changed": (change_metadata, "manifest is not what was saved"),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -212,15 +248,24 @@ def test_a_damaged_checkpoint_is_passed_over(two_saved, opened, warned, tmp_path
     assert_identical(restored.state, make_state(1))
     [warning] = warned
     assert "step 2 is damaged" in warning
-    with pytest.raises(CheckpointError, match=f"(?s)no good checkpoint of step 2.*steps 1, 2\n.*{reason}"):
+    with pytest.raises(
+        CheckpointError, match=f"(?s)no good checkpoint of step 2.*steps 1, 2\n.*{reason}"
+    ):
         checkpoints.restore(target, step=2)
     checkpoints.save(2, place(make_state(3)), {})  # the run comes to step 2 again
     assert_identical(checkpoints.restore(target).state, make_state(3))
 
 
-@pytest.mark.parametrize("content", [b'[1,"a",null]', b'{"item_handlers": 5}', b"\xff\x00{", b"", None])
-def test_a_damaged_description_costs_one_checkpoint_and_no_save(two_saved, opened, warned, tmp_path, content):
-    """Orbax reads arrays whatever such a file says, and then could save nothing beside it. None: a folder in its place."""
+@pytest.mark.parametrize(
+    "content", [b'[1,"a",null]', b'{"item_handlers": 5}', b"\xff\x00{", b"", None]
+)
+def test_a_damaged_description_costs_one_checkpoint_and_no_save(
+    two_saved, opened, warned, tmp_path, content
+):
+    """Orbax reads arrays whatever such a file says, and then could save nothing beside it.
+
+    None: a folder in its place.
+    """
     for step, name in ((2, STEP_METADATA), (1, STEP_METADATA), (2, "state/_sharding")):
         if name != STEP_METADATA and content and content.startswith(b"{"):
             continue
@@ -245,12 +290,17 @@ def test_damage_everywhere_is_an_error(two_saved, opened, tmp_path):
     shutil.copytree(two_saved, tmp_path / "run")
     flip_a_bit(tmp_path / "run" / "2")
     truncate(tmp_path / "run" / "1")
-    with pytest.raises(CheckpointError, match=r"(?s)no good checkpoint\n.*2: the checksum .*1: .*OUT_OF_RANGE"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)no good checkpoint\n.*2: the checksum .*1: .*OUT_OF_RANGE"
+    ):
         opened().restore(abstract(make_state()))
 
 
 def test_a_step_can_be_chosen(two_saved, warned):
-    checkpoints, target = Checkpoints(two_saved, CheckpointConfig(), warn=warned.append), abstract(make_state())
+    checkpoints, target = (
+        Checkpoints(two_saved, CheckpointConfig(), warn=warned.append),
+        abstract(make_state()),
+    )
     assert_identical(checkpoints.restore(target, step=1).state, make_state(1))
     with pytest.raises(CheckpointError, match=r"(?s)step 3\n.*steps 1, 2"):
         checkpoints.restore(target, step=3)
@@ -261,24 +311,45 @@ def replaced(state, **params):
     return State(state.step, {**state.params, **params}, state.opt_state)
 
 
-@pytest.mark.parametrize(("other", "message"), [
-    (replaced(make_state(), head=np.zeros((2, 3), np.float32)),
-     r"'params/head'.*no such leaf, asked for float32\[2, 3\]"),
-    (State(np.int32(0), make_state().params, ()), r"'opt_state/0/count'.*saved int32\[\], asked for no such leaf"),
-    (replaced(make_state(), embed=np.zeros((64, 64), np.float32)),
-     r"'params/embed'.*float32\[48, 64\], asked for float32\[64, 64\]"),
-    (replaced(make_state(), blocks={**make_state().params["blocks"], "w": np.zeros((4, 64, 512), np.int32)}),
-     r"'params/blocks/w'.*saved float32\[4, 64, 256\], asked for int32\[4, 64, 512\]")])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            replaced(make_state(), head=np.zeros((2, 3), np.float32)),
+            r"'params/head'.*no such leaf, asked for float32\[2, 3\]",
+        ),
+        (
+            State(np.int32(0), make_state().params, ()),
+            r"'opt_state/0/count'.*saved int32\[\], asked for no such leaf",
+        ),
+        (
+            replaced(make_state(), embed=np.zeros((64, 64), np.float32)),
+            r"'params/embed'.*float32\[48, 64\], asked for float32\[64, 64\]",
+        ),
+        (
+            replaced(
+                make_state(),
+                blocks={**make_state().params["blocks"], "w": np.zeros((4, 64, 512), np.int32)},
+            ),
+            r"'params/blocks/w'.*saved float32\[4, 64, 256\], asked for int32\[4, 64, 512\]",
+        ),
+    ],
+)
 def test_another_model_is_an_error_not_damage(two_saved, warned, other, message):
     checkpoints = Checkpoints(two_saved, CheckpointConfig(), warn=warned.append)
     for step in (None, 2):
         with pytest.raises(CheckpointError, match=f"(?s)step 2 is of another model.*{message}"):
-            checkpoints.restore(abstract(other), step, paddable=lambda path: path == "params/blocks/w")
+            checkpoints.restore(
+                abstract(other), step, paddable=lambda path: path == "params/blocks/w"
+            )
     assert warned == []
 
 
 def test_part_of_a_state_can_be_read(two_saved, warned):
-    checkpoints, target = Checkpoints(two_saved, CheckpointConfig(), warn=warned.append), abstract(make_state())
+    checkpoints, target = (
+        Checkpoints(two_saved, CheckpointConfig(), warn=warned.append),
+        abstract(make_state()),
+    )
     restored = checkpoints.restore({"params": target.params}, partial=True)
     assert_identical(restored.state, {"params": make_state(2).params})
     with pytest.raises(CheckpointError, match="'head' differs"):
@@ -292,6 +363,7 @@ def test_padding_of_named_leaves_may_change(opened):
             if "embed" not in jax.tree_util.keystr(path):
                 return x
             return np.concatenate([x, np.zeros((rows, 64), x.dtype)])[:rows]
+
         return jax.tree_util.tree_map_with_path(resized, state)
 
     state, checkpoints = make_state(), opened()
@@ -301,8 +373,12 @@ def test_padding_of_named_leaves_may_change(opened):
         restored = checkpoints.restore(target, step, paddable=lambda path: path.endswith("/embed"))
         assert_identical(restored.state, with_rows(state, asked))
         assert restored.state.params["embed"].sharding == target.params["embed"].sharding
-    with pytest.raises(CheckpointError, match=r"checksum of .*params/embed.* is not what was saved"):
-        checkpoints.restore(abstract(with_rows(state, 40)), 2, paddable=lambda path: path.endswith("/embed"))
+    with pytest.raises(
+        CheckpointError, match=r"checksum of .*params/embed.* is not what was saved"
+    ):
+        checkpoints.restore(
+            abstract(with_rows(state, 40)), 2, paddable=lambda path: path.endswith("/embed")
+        )
 
 
 def test_what_a_killed_save_left_is_ignored_then_removed(two_saved, opened, warned, tmp_path):
@@ -356,7 +432,11 @@ def full_disk():
 
 def test_a_save_is_told_when_it_is_complete(tmp_path):
     told, state = [], place(make_state())
-    checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig(), saved=lambda step, blocked_s: told.append((step, blocked_s > 0, checkpoints.steps())))
+    checkpoints = Checkpoints(
+        tmp_path / "run",
+        CheckpointConfig(),
+        saved=lambda step, blocked_s: told.append((step, blocked_s > 0, checkpoints.steps())),
+    )
     checkpoints.save(1, state, {})
     assert told == []
     checkpoints.save(2, state, {})
@@ -368,11 +448,20 @@ def test_a_save_is_told_when_it_is_complete(tmp_path):
 
 def test_a_save_that_fails_makes_one_error_and_no_noise(tmp_path, capfd):
     told = []
-    checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig(), saved=lambda step, blocked_s: told.append(step))
-    state = place({str(i): np.random.default_rng(i).standard_normal((128, 512)).astype(np.float32) for i in range(20)})
+    checkpoints = Checkpoints(
+        tmp_path / "run", CheckpointConfig(), saved=lambda step, blocked_s: told.append(step)
+    )
+    state = place(
+        {
+            str(i): np.random.default_rng(i).standard_normal((128, 512)).astype(np.float32)
+            for i in range(20)
+        }
+    )
     with full_disk():
         checkpoints.save(1, state, {})
-        with pytest.raises(CheckpointError, match=r"(?s)step 1 failed: .*File too large.*ulimit -f"):
+        with pytest.raises(
+            CheckpointError, match=r"(?s)step 1 failed: .*File too large.*ulimit -f"
+        ):
             checkpoints.close()
     checkpoints.save(2, state, {})
     checkpoints.close()
@@ -380,24 +469,37 @@ def test_a_save_that_fails_makes_one_error_and_no_noise(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("error", [
-    PermissionError(errno.EACCES, "Permission denied"), OSError(errno.ESTALE, "Stale file handle"),
-    ValueError("PERMISSION_DENIED: Error opening a file"), ValueError("Input/output error [os_error_code='5']")])
-def test_what_cannot_be_reached_is_not_damaged(two_saved, opened, warned, tmp_path, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        ValueError("PERMISSION_DENIED: Error opening a file"),
+        ValueError("Input/output error [os_error_code='5']"),
+    ],
+)
+def test_what_cannot_be_reached_is_not_damaged(
+    two_saved, opened, warned, tmp_path, monkeypatch, error
+):
     shutil.copytree(two_saved, tmp_path / "run")
 
     def refuse(*_, **__):
         raise error
 
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", refuse)
-    with pytest.raises(CheckpointError, match=r"(?s)step 2 cannot be reached, and may be good.*then try again"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)step 2 cannot be reached, and may be good.*then try again"
+    ):
         opened().restore(abstract(make_state()))
     assert warned == []
 
 
 @pytest.fixture
 def one_host_is_late(monkeypatch):
-    """A file server shows the second of two processes everything so many looks later; this one stands for both."""
+    """A file server shows the second of two processes everything so many looks later; this one
+    stands for both.
+    """
+
     def late(looks):
         views = []
 
@@ -409,6 +511,7 @@ def one_host_is_late(monkeypatch):
 
         monkeypatch.setattr(checkpoint_errors, "gather_from_all", gather_from_all)
         monkeypatch.setattr(checkpoint_errors, "_POLL_S", 0.0)
+
     return late
 
 
@@ -424,7 +527,9 @@ def failing(monkeypatch, times):
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", maybe)
 
 
-def test_files_that_a_host_does_not_see_yet_are_waited_for(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
+def test_files_that_a_host_does_not_see_yet_are_waited_for(
+    two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late
+):
     shutil.copytree(two_saved, tmp_path / "run")
     one_host_is_late(2)
     failing(monkeypatch, 2)
@@ -432,27 +537,45 @@ def test_files_that_a_host_does_not_see_yet_are_waited_for(two_saved, opened, wa
     assert warned == []
 
 
-def test_files_that_a_host_never_sees_are_no_damage(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
+def test_files_that_a_host_never_sees_are_no_damage(
+    two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late
+):
     shutil.copytree(two_saved, tmp_path / "run")
     one_host_is_late(math.inf)
     failing(monkeypatch, 10**9)
     monkeypatch.setattr(checkpoint_errors, "PATIENCE_S", 0.0)
-    with pytest.raises(CheckpointError, match=r"(?s)step 2 cannot be reached, and may be good.*process 1 does not see the files that process 0 sees"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"(?s)step 2 cannot be reached, and may be good.*process 1 does not see the files that"
+            r" process 0 sees"
+        ),
+    ):
         opened().restore(abstract(make_state()))
     assert warned == []
 
 
-def test_a_manifest_that_a_host_never_sees_is_no_damage(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
+def test_a_manifest_that_a_host_never_sees_is_no_damage(
+    two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late
+):
     shutil.copytree(two_saved, tmp_path / "run")
     one_host_is_late(math.inf)
     monkeypatch.setattr(checkpoint_errors, "PATIENCE_S", 0.0)
     (tmp_path / "run" / "2" / "manifest" / "metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"(?s)step 2 cannot be reached, and may be good.*process 1 does not see the files that process 0 sees"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"(?s)step 2 cannot be reached, and may be good.*process 1 does not see the files that"
+            r" process 0 sees"
+        ),
+    ):
         opened().latest()
     assert warned == []
 
 
-def test_what_all_hosts_lack_is_damage(two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late):
+def test_what_all_hosts_lack_is_damage(
+    two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late
+):
     shutil.copytree(two_saved, tmp_path / "run")
     one_host_is_late(0)
     failing(monkeypatch, 1)
@@ -462,16 +585,21 @@ def test_what_all_hosts_lack_is_damage(two_saved, opened, warned, tmp_path, monk
 
 @pytest.mark.parametrize("surfaces_in", ["wait", "save"])
 def test_a_save_that_fails_later_is_reported(opened, tmp_path, surfaces_in):
-    # One array on one device: after one failed write, Orbax's threads would complain about all the others.
+    # One array on one device: after one failed write, Orbax's threads would complain about all the
+    # others.
     values = {"w": np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)}
     state, checkpoints = place(values, 1), opened(keep=1)
     checkpoints.save(1, state, {})
     checkpoints.wait()
     with full_disk():
         checkpoints.save(2, state, {})
-        with pytest.raises(CheckpointError, match=r"(?s)step 2 failed: .*File too large.*1,048,576 bytes.*of step 1"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"(?s)step 2 failed: .*File too large.*1,048,576 bytes.*of step 1",
+        ):
             checkpoints.wait() if surfaces_in == "wait" else checkpoints.save(3, state, {})
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]  # what was half written does not fill the disk
+    # what was half written does not fill the disk
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]
     assert_identical(checkpoints.restore(abstract(values)).state, values)
     checkpoints.save(3, state, {})
     checkpoints.wait()
@@ -480,7 +608,9 @@ def test_a_save_that_fails_later_is_reported(opened, tmp_path, surfaces_in):
 
 def test_a_directory_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"(?s)step 1 failed: NotADirectoryError.*there is no checkpoint yet"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)step 1 failed: NotADirectoryError.*there is no checkpoint yet"
+    ):
         Checkpoints(tmp_path / "file" / "run", CheckpointConfig()).save(1, place(make_state()), {})
 
 
@@ -526,9 +656,16 @@ def test_two_processes_save_and_fall_back_together(tmp_path):
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    processes = [subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, address, str(process), str(tmp_path / "run")],
-                                  env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-                 for process in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, address, str(process), str(tmp_path / "run")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(2)
+    ]
     try:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     finally:
@@ -540,11 +677,19 @@ def test_two_processes_save_and_fall_back_together(tmp_path):
     assert "OUT_OF_RANGE" in outputs[1]
 
 
-@pytest.mark.parametrize(("cause", "is_of_others"), [
-    (jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), True), (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
-    (ValueError("RESOURCE_EXHAUSTED: Error writing a file"), False), (OSError("no room"), False)])
+@pytest.mark.parametrize(
+    ("cause", "is_of_others"),
+    [
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), True),
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
+        (ValueError("RESOURCE_EXHAUSTED: Error writing a file"), False),
+        (OSError("no room"), False),
+    ],
+)
 def test_what_another_process_has_done_is_no_failure_of_the_disk(monkeypatch, cause, is_of_others):
-    """Four processes of one device each: a ValueError of a collective comes up in a save when one of them is killed."""
+    """Four processes of one device each: a ValueError of a collective comes up in a save when one
+    of them is killed.
+    """
     error = TimeoutError("Orbax has waited")
     error.__cause__ = cause
     checkpoint_errors.raise_if_of_others(error)  # of one process
@@ -563,7 +708,9 @@ def test_nor_is_it_damage(tmp_path):
 
 def test_what_the_run_may_have_to_go_back_to_outlives_its_turn(tmp_path, warned):
     limits = [2]
-    checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig(keep=2), warn=warned.append, limits=lambda: limits)
+    checkpoints = Checkpoints(
+        tmp_path / "run", CheckpointConfig(keep=2), warn=warned.append, limits=lambda: limits
+    )
     state = place({"w": np.ones((8,), np.float32)}, 1)
     for step in range(1, 6):
         checkpoints.save(step, state, {})
@@ -580,7 +727,11 @@ def test_what_the_run_may_have_to_go_back_to_outlives_its_turn(tmp_path, warned)
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, bad):
     checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig())
     with pytest.raises(NotFiniteError, match="'b/w'"):
-        checkpoints.save(1, place({"a": np.ones((8,), np.float32), "b": {"w": np.full((8,), bad, np.float32)}}, 1), {})
+        checkpoints.save(
+            1,
+            place({"a": np.ones((8,), np.float32), "b": {"w": np.full((8,), bad, np.float32)}}, 1),
+            {},
+        )
     assert (checkpoints.steps(), checkpoints.holds(1)) == ([], False)
 
 
@@ -622,10 +773,20 @@ def test_metadata_is_checked_before_arrays_are_read(two_saved, warned):
 ROOM = {"free_files": None, "used_bytes": 0, "num_there": 0}
 
 
-@pytest.mark.parametrize(("room", "wanted", "expected"), [
-    ({"free_bytes": 500}, 4, None), ({"free_bytes": 399}, 4, "4 of 100 bytes"), ({"free_bytes": 150}, 4, CheckpointError), ({"free_bytes": 95}, 1, "1 of 100 bytes"),
-    ({"free_bytes": 80}, 1, CheckpointError), ({"free_bytes": 50, "used_bytes": 300, "num_there": 3}, 4, CheckpointError),
-    ({"free_bytes": 120, "used_bytes": 300, "num_there": 3}, 4, None), ({"free_bytes": 500, "free_files": 10}, 4, CheckpointError), ({"free_bytes": 500, "free_files": 60}, 4, "60 files")])
+@pytest.mark.parametrize(
+    ("room", "wanted", "expected"),
+    [
+        ({"free_bytes": 500}, 4, None),
+        ({"free_bytes": 399}, 4, "4 of 100 bytes"),
+        ({"free_bytes": 150}, 4, CheckpointError),
+        ({"free_bytes": 95}, 1, "1 of 100 bytes"),
+        ({"free_bytes": 80}, 1, CheckpointError),
+        ({"free_bytes": 50, "used_bytes": 300, "num_there": 3}, 4, CheckpointError),
+        ({"free_bytes": 120, "used_bytes": 300, "num_there": 3}, 4, None),
+        ({"free_bytes": 500, "free_files": 10}, 4, CheckpointError),
+        ({"free_bytes": 500, "free_files": 60}, 4, "60 files"),
+    ],
+)
 def test_room_is_judged_before_the_first_step(tmp_path, room, wanted, expected):
     given = Room(**ROOM | room)
     if expected is CheckpointError:
@@ -637,7 +798,10 @@ def test_room_is_judged_before_the_first_step(tmp_path, room, wanted, expected):
 
 
 def test_how_many_checkpoints_there_will_be():
-    many, few = CheckpointConfig(every=10, keep=3, keep_every=100), CheckpointConfig(every=500, keep=3)
+    many, few = (
+        CheckpointConfig(every=10, keep=3, keep_every=100),
+        CheckpointConfig(every=500, keep=3),
+    )
     assert num_wanted(many, 0, 1000, 0) == 3 + 10 + 1
     assert [num_wanted(few, 0, steps, 0) for steps in (300, 1000, 5000)] == [1, 2, 4]
     assert room_in(pathlib.Path("/")).free_bytes > 0

@@ -1,4 +1,6 @@
-"""Flags of every script: given once, known by the names that users of other frameworks type, and answered in words. Streams that are closed or full."""
+"""Flags of every script: given once, known by the names that users of other frameworks type, and
+answered in words. Streams that are closed or full.
+"""
 
 import importlib.util
 import io
@@ -14,7 +16,15 @@ import pytest
 
 import optimus_jax
 from optimus_jax.config import Config, aliases
-from optimus_jax.config.aliases import ADVICE, ALIASES, AXIS_OF, PARAMETERS, VALUES, advice_for, alias_of
+from optimus_jax.config.aliases import (
+    ADVICE,
+    ALIASES,
+    AXIS_OF,
+    PARAMETERS,
+    VALUES,
+    advice_for,
+    alias_of,
+)
 from optimus_jax.config.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
 from optimus_jax.config.settings import field_types
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, closest
@@ -48,12 +58,15 @@ def refused(parser: Parser, *arguments: str) -> str:
 
 # The table.
 
+
 def test_every_target_is_there_and_no_word_is_one_of_ours():
     ours = {*known_settings(), *SHORT_NAMES, *PARAMETERS}
     assert set(ALIASES.values()) <= ours
     assert not (set(ALIASES) | set(ADVICE)) & ours
     assert not set(ALIASES) & set(ADVICE)
-    words = [word for words in (*aliases._ALIASES.values(), *aliases._ADVICE) for word in words.split()]
+    words = [
+        word for words in (*aliases._ALIASES.values(), *aliases._ADVICE) for word in words.split()
+    ]
     assert [word for word, times in Counter(words).items() if times > 1] == []
     assert set(AXIS_OF.values()) == set(field_types(AxisSizes))
     for target, values in VALUES.items():
@@ -67,33 +80,69 @@ def test_the_page_about_names_has_the_whole_table():
     for name, target in ALIASES.items():
         rows.setdefault(target, []).append(f"`{name}`")
     page = (SCRIPTS["train"].parents[1] / "docs" / "names.md").read_text(encoding="utf-8")
-    assert page.endswith("|---|---|\n" + "".join(f"| `{target}` | {', '.join(words)} |\n" for target, words in rows.items()))
+    assert page.endswith(
+        "|---|---|\n"
+        + "".join(f"| `{target}` | {', '.join(words)} |\n" for target, words in rows.items())
+    )
 
 
 @pytest.mark.parametrize("value", [None, "4", "0.03", "none", "bf16"])
 def test_advice_names_what_there_is(value):
-    everything = {"cpu_devices": "8", "global_batch": "64", "steps": "100", "lr": "1e-3", "tp_size": "4", "gradient_accumulation_steps": "2"}
+    everything = {
+        "cpu_devices": "8",
+        "global_batch": "64",
+        "steps": "100",
+        "lr": "1e-3",
+        "tp_size": "4",
+        "gradient_accumulation_steps": "2",
+    }
     for name in ADVICE:
         for others in ({}, everything):
             advice = advice_for(name, value, others)
             assert advice is not None
             assert "{" not in advice
-            for flag in re.findall(r"--[a-z][a-z-]+", advice.replace("--cluster", "--set").replace("--gres", "--set")):
+            for flag in re.findall(
+                r"--[a-z][a-z-]+", advice.replace("--cluster", "--set").replace("--gres", "--set")
+            ):
                 assert flag in TRAIN_FLAGS, (name, advice)
-            for setting in re.findall(r"(?:--set |\b)((?:model|data|parallel|optimizer|precision|checkpoint|log)\.[a-z_.0-9]+)", advice):
-                assert any(known.startswith(setting.rstrip(".")) for known in known_settings()) or setting == "metrics.jsonl", (name, advice)
+            for setting in re.findall(
+                r"(?:--set"
+                r" |\b)((?:model|data|parallel|optimizer|precision|checkpoint|log)\.[a-z_.0-9]+)",
+                advice,
+            ):
+                assert (
+                    any(known.startswith(setting.rstrip(".")) for known in known_settings())
+                    or setting == "metrics.jsonl"
+                ), (name, advice)
 
 
-@pytest.mark.parametrize(("target", "value"), [("optimizer.lr", 0.25), ("steps", 7), ("model.embed_dim", 64), ("data.seq_len", 32), ("checkpoint.every", 9)])
+@pytest.mark.parametrize(
+    ("target", "value"),
+    [
+        ("optimizer.lr", 0.25),
+        ("steps", 7),
+        ("model.embed_dim", 64),
+        ("data.seq_len", 32),
+        ("checkpoint.every", 9),
+    ],
+)
 def test_a_word_means_the_same_everywhere(target, value, tmp_path, capsys):
     expected = Config().with_values({target: value})
     for word in (word for word, other in ALIASES.items() if other == target):
         assert Config().with_values(dotted({word: value})) == expected
         for flag in (f"--{word}", f"--{word.replace('_', '-')}"):
-            for arguments in ([flag, str(value)], [f"{flag}={value}"], ["--set", f"{word}={value}"]):
-                assert Config().with_values(settings(PARSERS["train"]().read(arguments))) == expected
+            for arguments in (
+                [flag, str(value)],
+                [f"{flag}={value}"],
+                ["--set", f"{word}={value}"],
+            ):
+                assert (
+                    Config().with_values(settings(PARSERS["train"]().read(arguments))) == expected
+                )
         section = target.rpartition(".")[0]
-        (tmp_path / "config.json").write_text(f'{{"{section}": {{"{word}": {value}}}}}' if section else f'{{"{word}": {value}}}')
+        (tmp_path / "config.json").write_text(
+            f'{{"{section}": {{"{word}": {value}}}}}' if section else f'{{"{word}": {value}}}'
+        )
         assert read_config(tmp_path / "config.json") == expected
         assert f"{word} is taken as " in capsys.readouterr().err
 
@@ -104,17 +153,48 @@ def test_a_section_in_front_has_to_be_right():
     assert dotted({"optimizer.weight-decay": 1}) == {"optimizer.weight_decay": 1}
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--tp-size", "4", "--pp_size=2"), "write --mesh tensor=4,pipe=2"), (("--dp-size", "1"), "leave it out"), (("--cp_size", "2"), "not supported"),
-    (("--batch-size", "32"), "write --global-batch 32 if"), (("--wandb",), "not supported.*log.tensorboard=true"),
-    (("--per-device-train-batch-size", "4", "--cpu-devices", "8"), "4 on each of 8 .* is --global-batch 32"),
-    (("--per-device-train-batch-size", "4", "--gradient_accumulation_steps", "2", "--cpu-devices", "8"), "--global-batch 64 --microbatches 2"),
-    (("--micro-batch-size", "2", "--global-batch", "64", "--cpu-devices", "8"), "--microbatches 4"),
-    (("--warmup-ratio", "0.03", "--max-steps", "1000"), "optimizer.warmup_steps=30 "), (("--min-lr", "1e-5", "--learning-rate", "1e-4"), "min_lr_ratio=0.1"),
-    (("--bf16",), "write --precision bf16"), (("--dtype", "float16"), "--precision f16"), (("--gradient-checkpointing",), "--remat full"),
-    (("--resume-from-checkpoint", "x"), "--run-dir DIR --resume"), (("--num-train-epochs", "3"), "--steps N"), (("--report_to", "tensorboard"), "log.tensorboard=true"),
-    (("--train-samples", "1000", "--global-batch", "64"), "--steps 16"), (("--learnig-rate", "1"), "did you mean 'learning_rate', which is optimizer.lr"),
-    (("--betaa2", "0.9"), "did you mean --set optimizer.beta2=0.9"), (("--weight-decay",), "needs a value"), (("--quite-unlike",), "choose one of")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tp-size", "4", "--pp_size=2"), "write --mesh tensor=4,pipe=2"),
+        (("--dp-size", "1"), "leave it out"),
+        (("--cp_size", "2"), "not supported"),
+        (("--batch-size", "32"), "write --global-batch 32 if"),
+        (("--wandb",), "not supported.*log.tensorboard=true"),
+        (
+            ("--per-device-train-batch-size", "4", "--cpu-devices", "8"),
+            "4 on each of 8 .* is --global-batch 32",
+        ),
+        (
+            (
+                "--per-device-train-batch-size",
+                "4",
+                "--gradient_accumulation_steps",
+                "2",
+                "--cpu-devices",
+                "8",
+            ),
+            "--global-batch 64 --microbatches 2",
+        ),
+        (
+            ("--micro-batch-size", "2", "--global-batch", "64", "--cpu-devices", "8"),
+            "--microbatches 4",
+        ),
+        (("--warmup-ratio", "0.03", "--max-steps", "1000"), "optimizer.warmup_steps=30 "),
+        (("--min-lr", "1e-5", "--learning-rate", "1e-4"), "min_lr_ratio=0.1"),
+        (("--bf16",), "write --precision bf16"),
+        (("--dtype", "float16"), "--precision f16"),
+        (("--gradient-checkpointing",), "--remat full"),
+        (("--resume-from-checkpoint", "x"), "--run-dir DIR --resume"),
+        (("--num-train-epochs", "3"), "--steps N"),
+        (("--report_to", "tensorboard"), "log.tensorboard=true"),
+        (("--train-samples", "1000", "--global-batch", "64"), "--steps 16"),
+        (("--learnig-rate", "1"), "did you mean 'learning_rate', which is optimizer.lr"),
+        (("--betaa2", "0.9"), "did you mean --set optimizer.beta2=0.9"),
+        (("--weight-decay",), "needs a value"),
+        (("--quite-unlike",), "choose one of"),
+    ],
+)
 def test_words_that_mean_something_else_are_answered(arguments, message):
     assert re.search(message, refused(PARSERS["train"](), *arguments))
 
@@ -130,14 +210,26 @@ def test_a_hint_names_only_flags_of_its_script(script):
         assert set(re.findall(r"--[a-z][a-z-]*", hint)) <= set(parser.flags()), (flag, hint)
 
 
-@pytest.mark.parametrize(("name", "value", "setting"), [
-    ("trainer.max_steps", 7, "steps"), ("training.steps", 7, "steps"), ("training.seq_len", 64, "data.seq_len"), ("train.lr_warmup_steps", 3, "optimizer.warmup_steps"),
-    ("zero_optimization.stage", 2, "parallel.zero"), ("deepspeed.zero_optimization.stage", 2, "parallel.zero"), ("cutoff_len", 64, "data.seq_len"),
-    ("trainer.gradient_clip_val", 0.5, "optimizer.clip_norm")])
+@pytest.mark.parametrize(
+    ("name", "value", "setting"),
+    [
+        ("trainer.max_steps", 7, "steps"),
+        ("training.steps", 7, "steps"),
+        ("training.seq_len", 64, "data.seq_len"),
+        ("train.lr_warmup_steps", 3, "optimizer.warmup_steps"),
+        ("zero_optimization.stage", 2, "parallel.zero"),
+        ("deepspeed.zero_optimization.stage", 2, "parallel.zero"),
+        ("cutoff_len", 64, "data.seq_len"),
+        ("trainer.gradient_clip_val", 0.5, "optimizer.clip_norm"),
+    ],
+)
 def test_sections_of_other_frameworks_are_read_in_all_three_places(tmp_path, name, value, setting):
     expected = Config().with_values({setting: value})
     assert Config().with_values(dotted({name: value})) == expected
-    assert Config().with_values(settings(PARSERS["train"]().read([f"--{name}", str(value)]))) == expected
+    assert (
+        Config().with_values(settings(PARSERS["train"]().read([f"--{name}", str(value)])))
+        == expected
+    )
     nested = value
     for part in reversed(name.split(".")):
         nested = {part: nested}
@@ -145,19 +237,37 @@ def test_sections_of_other_frameworks_are_read_in_all_three_places(tmp_path, nam
     assert read_config(tmp_path / "c.json") == expected
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--distributed-backend", "nccl"), "do:    leave it out"), (("--sample-packing",), "always packed"), (("--save-strategy", "steps"), "--checkpoint-every N"),
-    (("--micro-batch", "2", "--global-batch", "64", "--cpu-devices", "8"), "--microbatches 4"), (("--optim.lr", "1"), "did you mean --lr=1"),
-    (("--lr_scheduler.warmup_steps", "5"), "did you mean --set optimizer.warmup_steps=5"), (("--fp16.enabled", "true"), "--precision f16"),
-    (("--fp16.enabled", "false"), "it is off"), (("--parallelism.tensor_parallel_degree", "4"), "--mesh tensor=4"), (("--eval.max_iters", "4"), "eval_batches"),
-    (("--checkpoint.interval", "4"), "--checkpoint-every 4"), (("--val_size", "0.1"), "data.eval_fraction=0.1"), (("--local_rank=-1",), "leave it out"),
-    (("--rdzv_endpoint", "h:1"), "--coordinator h:1 "), (("--master_addr", "h"), "--coordinator h:PORT "), (("--eval_strategy", "steps"), "--eval-every N")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--distributed-backend", "nccl"), "do:    leave it out"),
+        (("--sample-packing",), "always packed"),
+        (("--save-strategy", "steps"), "--checkpoint-every N"),
+        (("--micro-batch", "2", "--global-batch", "64", "--cpu-devices", "8"), "--microbatches 4"),
+        (("--optim.lr", "1"), "did you mean --lr=1"),
+        (("--lr_scheduler.warmup_steps", "5"), "did you mean --set optimizer.warmup_steps=5"),
+        (("--fp16.enabled", "true"), "--precision f16"),
+        (("--fp16.enabled", "false"), "it is off"),
+        (("--parallelism.tensor_parallel_degree", "4"), "--mesh tensor=4"),
+        (("--eval.max_iters", "4"), "eval_batches"),
+        (("--checkpoint.interval", "4"), "--checkpoint-every 4"),
+        (("--val_size", "0.1"), "data.eval_fraction=0.1"),
+        (("--local_rank=-1",), "leave it out"),
+        (("--rdzv_endpoint", "h:1"), "--coordinator h:1 "),
+        (("--master_addr", "h"), "--coordinator h:PORT "),
+        (("--eval_strategy", "steps"), "--eval-every N"),
+    ],
+)
 def test_further_words_are_answered(arguments, message):
     assert re.search(message, refused(PARSERS["train"](), *arguments))
 
 
 def test_values_of_other_frameworks_and_axes_are_answered():
-    for given, message in ({"precision": "bfloat16"}, "'bf16'"), ({"remat": "minimal"}, "'dots'"), ({"lr_scheduler": "x"}, "optimizer.schedule=x"):
+    for given, message in (
+        ({"precision": "bfloat16"}, "'bf16'"),
+        ({"remat": "minimal"}, "'dots'"),
+        ({"lr_scheduler": "x"}, "optimizer.schedule=x"),
+    ):
         with pytest.raises(ConfigError, match=message):
             make_config("gpt2-nano", given)
     with pytest.raises(PlanError, match="write tensor=4"):
@@ -176,18 +286,40 @@ def test_arguments_of_train_have_other_names_too(tmp_path):
 
 def test_spelling_comes_last_and_is_not_far_fetched():
     known = [*known_settings(), *SHORT_NAMES]
-    for name, expected in {"optimizer.bta2": "optimizer.beta2", "steps_warmup": "optimizer.warmup_steps", "Seq-Len": "seq_len", "stps": "steps", "wandb": None, "zeor": "parallel.zero", "lt": "optimizer.lr",
-                           "batch_size": None, "optimizer.foo": None, "x" * 10_000: None, "": None, "-": None}.items():
+    for name, expected in {
+        "optimizer.bta2": "optimizer.beta2",
+        "steps_warmup": "optimizer.warmup_steps",
+        "Seq-Len": "seq_len",
+        "stps": "steps",
+        "wandb": None,
+        "zeor": "parallel.zero",
+        "lt": "optimizer.lr",
+        "batch_size": None,
+        "optimizer.foo": None,
+        "x" * 10_000: None,
+        "": None,
+        "-": None,
+    }.items():
         assert closest(name, known) == expected
     flags = PARSERS["train"]().flags()
-    assert [closest(f"--{name}", flags) for name in ("chec", "hepl", "abcd", "lar", "sead", "pipe", "loop")] == [
-        "--checkpoint-every", "--help", None, "--lr", "--seed", None, None]
+    assert [
+        closest(f"--{name}", flags)
+        for name in ("chec", "hepl", "abcd", "lar", "sead", "pipe", "loop")
+    ] == ["--checkpoint-every", "--help", None, "--lr", "--seed", None, None]
 
 
 # Once.
 
-ONE_VALUE = [(script, action.option_strings[-1]) for script, parser in PARSERS.items() for action in parser()._actions
-             if action.option_strings and action.nargs is None and action.const is None and not isinstance(action.default, list) and action.dest not in ("set", "link", "policy")]
+ONE_VALUE = [
+    (script, action.option_strings[-1])
+    for script, parser in PARSERS.items()
+    for action in parser()._actions
+    if action.option_strings
+    and action.nargs is None
+    and action.const is None
+    and not isinstance(action.default, list)
+    and action.dest not in ("set", "link", "policy")
+]
 
 
 @pytest.mark.parametrize(("script", "flag"), ONE_VALUE)
@@ -197,28 +329,60 @@ def test_a_flag_with_one_value_is_given_once(script, flag):
 
 
 def test_the_same_value_twice_is_one_and_files_add_up():
-    given = PARSERS["train"]().read(["--steps", "5", "--steps=5", "--data", "a", "b", "--data", "c", "--lr", "1e-3", "--set", "optimizer.lr=0.001"])
-    assert settings(given) == {"steps": "5", "data.sources": ["a", "b", "c"], "optimizer.lr": "0.001"}
+    given = PARSERS["train"]().read(
+        [
+            "--steps",
+            "5",
+            "--steps=5",
+            "--data",
+            "a",
+            "b",
+            "--data",
+            "c",
+            "--lr",
+            "1e-3",
+            "--set",
+            "optimizer.lr=0.001",
+        ]
+    )
+    assert settings(given) == {
+        "steps": "5",
+        "data.sources": ["a", "b", "c"],
+        "optimizer.lr": "0.001",
+    }
     parser = PARSERS["train"]()
     assert parser.read(["--steps", "5"]) == {"steps": "5"}
     assert parser.read(["--steps", "6"]) == {"steps": "6"}, "a parser has no memory"
     assert "--resume is given two values" in refused(parser, "--resume", "--resume", "auto")
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--set", "seed=1", "--set", "seed=2"], ["--lr", "1", "--set", "optimizer.lr=2"], ["--lr", "1", "--set", "learning_rate=2"], ["--data", "a", "--set", "data.sources=b"],
-    ["--set", "max_steps=1", "--steps", "2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--set", "seed=1", "--set", "seed=2"],
+        ["--lr", "1", "--set", "optimizer.lr=2"],
+        ["--lr", "1", "--set", "learning_rate=2"],
+        ["--data", "a", "--set", "data.sources=b"],
+        ["--set", "max_steps=1", "--steps", "2"],
+    ],
+)
 def test_a_setting_has_one_value_whatever_it_is_called(arguments):
     with pytest.raises(ConfigError, match="is given two values"):
         settings(PARSERS["train"]().read(arguments))
 
 
 def test_so_it_is_in_python_and_in_json(tmp_path):
-    with pytest.raises(ConfigError, match=r"optimizer.lr is given two values\n  given: lr=1 and optimizer.lr=2"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.lr is given two values\n  given: lr=1 and optimizer.lr=2"
+    ):
         optimus_jax.train("gpt2-nano", lr=1, **{"optimizer.lr": 2})
     with pytest.raises(ConfigError, match="is given two values"):
         optimus_jax.find_plans("gpt2-nano", "h100:8", global_batch=8, **{"data.global_batch": 16})
-    for text in ('{"optimizer": {"lr": 1, "learning_rate": 2}}', '{"lr": 1, "optimizer": {"lr": 2}}', '{"steps": 1, "steps": 2}'):
+    for text in (
+        '{"optimizer": {"lr": 1, "learning_rate": 2}}',
+        '{"lr": 1, "optimizer": {"lr": 2}}',
+        '{"steps": 1, "steps": 2}',
+    ):
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(ConfigError, match=r"two values|stands twice"):
             read_config(tmp_path / "c.json")
@@ -226,24 +390,43 @@ def test_so_it_is_in_python_and_in_json(tmp_path):
 
 # Scripts.
 
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_mistakes_in_flags_are_of_one_form(script):
     message = refused(PARSERS[script](), "--no-such-flag", "3")
-    assert message.startswith("unknown argument '--no-such-flag'\n  given: --no-such-flag 3\n  do: ")
+    assert message.startswith(
+        "unknown argument '--no-such-flag'\n  given: --no-such-flag 3\n  do: "
+    )
     refused(PARSERS[script](), "-x")
 
 
 def test_other_names_of_other_scripts_flags():
-    assert PARSERS["generate"]().read(["--run_dir", "r", "--prompt", "--- x", "--max-tokens", "3"])["max_new_tokens"] == 3
+    assert (
+        PARSERS["generate"]().read(["--run_dir", "r", "--prompt", "--- x", "--max-tokens", "3"])[
+            "max_new_tokens"
+        ]
+        == 3
+    )
     assert PARSERS["report"]().read(["--run-dir", "r"])["run_dir"] == "r"
     assert PARSERS["tokenize"]().read(["--input", "a", "b", "--output=c"])["sources"] == ["a", "b"]
-    given = PARSERS["launch"]().read(["--nproc_per_node", "2", "--", "train.py", "--seq_len", "3", "--learning-rate", "1"])
-    assert (given["processes"], given["script"], given["arguments"]) == (2, "train.py", ["--seq_len", "3", "--learning-rate", "1"])
-    assert PARSERS["launch"]().read(["--processes", "2", "own.py", "--cpu_devices", "3"])["arguments"] == ["--cpu_devices", "3"], "another script's flags are its own"
-    assert "--precision" not in refused(PARSERS["generate"](), "--dtype", "bf16", "--run", "r", "--prompt", "p")
+    given = PARSERS["launch"]().read(
+        ["--nproc_per_node", "2", "--", "train.py", "--seq_len", "3", "--learning-rate", "1"]
+    )
+    assert (given["processes"], given["script"], given["arguments"]) == (
+        2,
+        "train.py",
+        ["--seq_len", "3", "--learning-rate", "1"],
+    )
+    assert PARSERS["launch"]().read(["--processes", "2", "own.py", "--cpu_devices", "3"])[
+        "arguments"
+    ] == ["--cpu_devices", "3"], "another script's flags are its own"
+    assert "--precision" not in refused(
+        PARSERS["generate"](), "--dtype", "bf16", "--run", "r", "--prompt", "p"
+    )
 
 
 # Streams.
+
 
 class Disk(io.TextIOBase):
     """A stream on which every write fails."""
@@ -258,7 +441,10 @@ class Disk(io.TextIOBase):
         raise OSError("none")
 
 
-@pytest.mark.parametrize(("error", "code"), [(BrokenPipeError(), NO_READER), (OSError(28, "No space left on device"), MISTAKE)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(BrokenPipeError(), NO_READER), (OSError(28, "No space left on device"), MISTAKE)],
+)
 def test_a_stream_that_takes_no_more_ends_the_script_in_words(error, code, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "open_closed_streams", lambda: None)
     monkeypatch.setattr(sys, "stdout", Disk(error))
@@ -291,10 +477,19 @@ def test_streams_of_real_processes(tmp_path):
     """Closed, full and ascii, of two scripts that print and one that trains."""
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     schedule = f"{sys.executable} {SCRIPTS['schedule']} --stages 2 --microbatches 2"
-    shell = "; ".join(f"( {line} ); echo $?" for line in (
-        f"exec <&- >&- 2>&-; {schedule} --json {tmp_path}/t.json", f"{schedule} > /dev/full 2> {tmp_path}/full", f"{schedule} 2> /dev/full > {tmp_path}/shown",
-        f"{sys.executable} {SCRIPTS['train']} --model nix >&- 2> {tmp_path}/train", f"{sys.executable} {SCRIPTS['train']} --help > /dev/full 2> {tmp_path}/help"))
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, env=env)
+    shell = "; ".join(
+        f"( {line} ); echo $?"
+        for line in (
+            f"exec <&- >&- 2>&-; {schedule} --json {tmp_path}/t.json",
+            f"{schedule} > /dev/full 2> {tmp_path}/full",
+            f"{schedule} 2> /dev/full > {tmp_path}/shown",
+            f"{sys.executable} {SCRIPTS['train']} --model nix >&- 2> {tmp_path}/train",
+            f"{sys.executable} {SCRIPTS['train']} --help > /dev/full 2> {tmp_path}/help",
+        )
+    )
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, timeout=120, env=env
+    )
     assert (done.stdout.split(), done.stderr) == (["0", "2", "0", "2", "2"], "")
     assert (tmp_path / "t.json").is_file()
     assert all("takes nothing more" in (tmp_path / name).read_text() for name in ("full", "help"))

@@ -1,4 +1,6 @@
-"""A Config survives JSON and the command line's text, and refuses what cannot be meant, naming what can."""
+"""A Config survives JSON and the command line's text, and refuses what cannot be meant, naming what
+can.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,13 @@ from optimus_jax.config import (
     RopeScaling,
 )
 from optimus_jax.config.presets import PRESETS, model_preset
-from optimus_jax.config.request import SHORT_NAMES, make_config, read_config, repeated_config, resumed_config
+from optimus_jax.config.request import (
+    SHORT_NAMES,
+    make_config,
+    read_config,
+    repeated_config,
+    resumed_config,
+)
 from optimus_jax.config.settings import field_types, section_type, setting_names
 from optimus_jax.errors import ConfigError
 from optimus_jax.models.families import FAMILIES, check_family, family_of
@@ -34,26 +42,51 @@ from optimus_jax.models.shapes import model_shapes
 shares = st.floats(0, 1, exclude_max=True)
 sizes = st.integers(1, 10_000)
 positive = st.floats(1e-12, 1e6)
-texts = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), min_size=1).filter(lambda text: text.lower() != "none")
-paths = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), max_size=20).map("./{}x".format)
+texts = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), min_size=1).filter(
+    lambda text: text.lower() != "none"
+)
+paths = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), max_size=20).map(
+    "./{}x".format
+)
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     num_kv_heads, seq_len = draw(sizes), draw(sizes)
     model = ModelConfig(
-        name=draw(texts), family=draw(st.sampled_from(sorted(FAMILIES))), num_kv_heads=num_kv_heads,
-        num_heads=num_kv_heads * draw(sizes), max_length=seq_len + draw(st.integers(0, 9)), tied=draw(st.booleans()),
-        rope_scaling=draw(st.none() | st.builds(RopeScaling, factor=positive)), dropout=draw(st.floats(0, 0.9)))
+        name=draw(texts),
+        family=draw(st.sampled_from(sorted(FAMILIES))),
+        num_kv_heads=num_kv_heads,
+        num_heads=num_kv_heads * draw(sizes),
+        max_length=seq_len + draw(st.integers(0, 9)),
+        tied=draw(st.booleans()),
+        rope_scaling=draw(st.none() | st.builds(RopeScaling, factor=positive)),
+        dropout=draw(st.floats(0, 0.9)),
+    )
     return Config(
         model=model,
-        data=DataConfig(sources=tuple(draw(st.lists(paths, min_size=1))), seq_len=seq_len, respect_documents=draw(st.booleans())),
-        parallel=ParallelConfig(zero=draw(st.sampled_from((None, 0, 1, 2, 3))), rules=tuple(draw(st.lists(texts))),
-                                remat=draw(st.sampled_from(("none", "selective", "dots", "full")))),
-        controller=ControlConfig(allow=tuple(draw(st.lists(st.sampled_from(("data=4,tensor=2", "fsdp=8")))))),
-        optimizer=OptimizerConfig(lr=draw(st.none() | positive), beta1=draw(shares), epsilon=draw(positive),
-                                  warmup_steps=draw(st.none() | sizes)),
-        steps=draw(sizes), seed=draw(st.integers(0, 2**31 - 1)))
+        data=DataConfig(
+            sources=tuple(draw(st.lists(paths, min_size=1))),
+            seq_len=seq_len,
+            respect_documents=draw(st.booleans()),
+        ),
+        parallel=ParallelConfig(
+            zero=draw(st.sampled_from((None, 0, 1, 2, 3))),
+            rules=tuple(draw(st.lists(texts))),
+            remat=draw(st.sampled_from(("none", "selective", "dots", "full"))),
+        ),
+        controller=ControlConfig(
+            allow=tuple(draw(st.lists(st.sampled_from(("data=4,tensor=2", "fsdp=8")))))
+        ),
+        optimizer=OptimizerConfig(
+            lr=draw(st.none() | positive),
+            beta1=draw(shares),
+            epsilon=draw(positive),
+            warmup_steps=draw(st.none() | sizes),
+        ),
+        steps=draw(sizes),
+        seed=draw(st.integers(0, 2**31 - 1)),
+    )
 
 
 @given(config=configs())
@@ -69,9 +102,17 @@ def test_every_setting_survives_the_command_line(config):
         value = config
         for part in name.split("."):
             value = getattr(value, part)
-        return value, (";" if name == "controller.allow" else ",").join(value) if isinstance(value, tuple) else str(value)
+        return value, (
+            (";" if name == "controller.allow" else ",").join(value)
+            if isinstance(value, tuple)
+            else str(value)
+        )
 
-    given = {name: text_of(name) for name in setting_names(Config) if not (name.startswith("model.rope_scaling") and config.model.rope_scaling is None)}
+    given = {
+        name: text_of(name)
+        for name in setting_names(Config)
+        if not (name.startswith("model.rope_scaling") and config.model.rope_scaling is None)
+    }
     assert config.with_values({name: text for name, (_, text) in given.items()}) == config
     assert config.with_values({name: value for name, (value, _) in given.items()}) == config
 
@@ -82,7 +123,11 @@ def test_every_field_has_a_name_to_set_it_by_and_short_names_are_among_them():
         return sum(leaves(getattr(value, field.name)) for field in fields) if fields else 1
 
     names = setting_names(Config)
-    assert len(names) == len(set(names)) == leaves(Config(model=ModelConfig(rope_scaling=RopeScaling())))
+    assert (
+        len(names)
+        == len(set(names))
+        == leaves(Config(model=ModelConfig(rope_scaling=RopeScaling())))
+    )
     assert set(SHORT_NAMES.values()) <= set(names)
 
 
@@ -107,9 +152,13 @@ def test_what_was_derived_is_there_to_read_and_not_to_use():
 
 
 def test_a_config_can_begin_another_run(tmp_path):
-    (tmp_path / "config.json").write_text(make_config("llama-nano", {"steps": 7, "lr": 0.5}).to_json())
+    (tmp_path / "config.json").write_text(
+        make_config("llama-nano", {"steps": 7, "lr": 0.5}).to_json()
+    )
     base = read_config(tmp_path / "config.json")
-    assert make_config(None, {"lr": 0.25}, base) == make_config("llama-nano", {"steps": 7, "lr": 0.25})
+    assert make_config(None, {"lr": 0.25}, base) == make_config(
+        "llama-nano", {"steps": 7, "lr": 0.25}
+    )
     assert make_config("gpt2-nano", {}, base) == make_config("gpt2-nano", {"steps": 7, "lr": 0.5})
     (tmp_path / "config.json").write_bytes(b"\xff")
     for path in (tmp_path / "config.json", tmp_path / "missing.json", tmp_path):
@@ -122,15 +171,29 @@ def test_paths_given_in_python(tmp_path, monkeypatch):
     here = str(tmp_path)
     for data in ("a,b.txt", Path("a,b.txt"), [Path("a,b.txt")]):
         assert make_config("gpt2", {"data": data}).data.sources == (f"{here}/a,b.txt",)
-    assert make_config("gpt2", {"data": ["a", Path("b")]}).data.sources == (f"{here}/a", f"{here}/b")
-    assert make_config("gpt2", {"tokenizer": tmp_path / "t.json"}).data.tokenizer == str(tmp_path / "t.json")
-    assert make_config("gpt2", {"data.sources": "a,b.txt"}).data.sources == (f"{here}/a", f"{here}/b.txt"), "as --set has it"
+    assert make_config("gpt2", {"data": ["a", Path("b")]}).data.sources == (
+        f"{here}/a",
+        f"{here}/b",
+    )
+    assert make_config("gpt2", {"tokenizer": tmp_path / "t.json"}).data.tokenizer == str(
+        tmp_path / "t.json"
+    )
+    assert make_config("gpt2", {"data.sources": "a,b.txt"}).data.sources == (
+        f"{here}/a",
+        f"{here}/b.txt",
+    ), "as --set has it"
 
 
 def test_data_is_named_so_that_every_working_directory_finds_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    named = {"stdlib": "stdlib", "../*.txt": f"{tmp_path.parent}/*.txt", "~/b": "/home/me/b", "gs://bucket/c": "gs://bucket/c", "/d": "/d"}
+    named = {
+        "stdlib": "stdlib",
+        "../*.txt": f"{tmp_path.parent}/*.txt",
+        "~/b": "/home/me/b",
+        "gs://bucket/c": "gs://bucket/c",
+        "/d": "/d",
+    }
     config = make_config("gpt2", {"data": list(named), "tokenizer": "t.json"})
     assert config.data.sources == tuple(named.values())
     assert config.data.tokenizer == str(tmp_path / "t.json")
@@ -139,7 +202,13 @@ def test_data_is_named_so_that_every_working_directory_finds_it(tmp_path, monkey
 
 def test_a_run_may_find_its_data_and_tokenizer_elsewhere():
     text = make_config("gpt2", {"data": "/a.txt", "tokenizer": "/t.json"}).to_json()
-    moved = {"data": "/b/a.jsonl.gz", "tokenizer": "/b/t.json", "data.text_field": "body", "data.skip_bad_lines": True, "data.eos": "</s>"}
+    moved = {
+        "data": "/b/a.jsonl.gz",
+        "tokenizer": "/b/t.json",
+        "data.text_field": "body",
+        "data.skip_bad_lines": True,
+        "data.eos": "</s>",
+    }
     assert resumed_config(text, None, moved).data.sources == ("/b/a.jsonl.gz",)
     assert repeated_config(text, make_config("gpt2", moved)).data.tokenizer == "/b/t.json"
     for name, value in {"seed": 3, "data.eval_fraction": 0.5, "seq_len": 7}.items():
@@ -164,48 +233,105 @@ def test_settings_left_open_are_derived():
     assert Config(optimizer=OptimizerConfig(warmup_steps=0)).warmup_steps == 0
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"optimizer.bta2": 0.9}, r"unknown setting 'optimizer.bta2'(.|\n)*did you mean 'optimizer.beta2'"),
-    ({"optimiser.beta2": 0.9}, r"unknown setting 'optimiser.beta2'(.|\n)*did you mean 'optimizer.beta2'"),
-    ({"optimizer": 3}, r"unknown setting 'optimizer'"),
-    ({"optimizer": {"bta2": 3}}, r"unknown setting 'optimizer.bta2'(.|\n)*did you mean 'beta2'"),
-    ({"steps.more": 3}, r"unknown setting 'steps.more'"),
-    ({"steps": "many"}, r"steps has the wrong type(.|\n)*'many' \(str\)(.|\n)*type int"),
-    ({"steps": 1.5}, r"steps has the wrong type(.|\n)*1.5"),
-    ({"steps": True}, r"steps has the wrong type"),
-    ({"optimizer.lr": "nan"}, r"optimizer.lr must be finite"),
-    ({"model.tied": "maybe"}, r"model.tied has the wrong type(.|\n)*type bool"),
-    ({"data.sources": 3}, r"data.sources has the wrong type(.|\n)*3 \(int\)(.|\n)*type tuple"),
-    ({"data.sources": (3,)}, r"data.sources has the wrong type"),
-    ({"parallel.remat": "dot"}, r"unknown value for parallel.remat(.|\n)*did you mean 'dots'"),
-    ({"precision.compute": "fp16"}, r"unknown value for precision.compute(.|\n)*did you mean 'f16'"),
-    ({"steps": 0}, r"steps must be positive(.|\n)*Config.steps=0"),
-    ({"model.embed_dim": -3}, r"embed_dim must be positive"),
-    ({"model.num_kv_heads": 5}, r"multiple of model.num_kv_heads(.|\n)*num_heads=12, num_kv_heads=5(.|\n)*divisor of 12"),
-    ({"model.dropout": 1}, r"dropout is a probability"),
-    ({"data.sources": ()}, r"no data was named"),
-    ({"data.eval_fraction": 1}, r"eval_fraction is a share"),
-    ({"parallel.zero": 4}, r"parallel.zero is a ZeRO stage(.|\n)*choose 0, 1, 2 or 3"),
-    ({"optimizer.beta1": 1.5}, r"optimizer.beta1 lies between 0 and 1"),
-    ({"optimizer.clip_norm": -1}, r"optimizer.clip_norm cannot be negative"),
-    ({"optimizer.beta1": 1}, r"optimizer.beta1 lies between 0 and 1(.|\n)*less than 1"),
-    ({"optimizer.beta2": 1.0}, r"optimizer.beta2 lies between 0 and 1"),
-    ({"model.init_std": -1}, r"model.init_std cannot be negative"),
-    ({"seed": -1}, r"seed is out of range"),
-    ({"seed": 3_000_000_000}, r"seed is out of range(.|\n)*3000000000(.|\n)*0 to 2147483647"),
-    ({"eval_every": -1}, r"cannot be negative"),
-    ({"data.seq_len": 2048}, r"longer than the positions of custom(.|\n)*data.seq_len=2048, model.max_length=1024(.|\n)*--seq-len 1024"),
-    ({"control": "sometimes"}, r"auto"),
-    ({"controller.min_gain": 1.5}, r"min_gain is a share"),
-    ({"controller.max_switches": -1}, r"max_switches cannot be negative"),
-    ({"controller.window_steps": 0}, r"window_steps must be positive"),
-    ({"distributed.process_id": 1}, r"needs all three distributed settings"),
-    ({"distributed.coordinator": "h:1", "distributed.num_processes": 2, "distributed.process_id": 2}, r"process-id must lie below(.|\n)*0 to 1"),
-    ({"distributed.coordinator": "h:1", "distributed.num_processes": 0, "distributed.process_id": 0}, r"num_processes must be positive"),
-    ({"distributed.coordinator": "h:1", "distributed.num_processes": 10**9, "distributed.process_id": 0}, r"no run has so many processes"),
-    *(({"distributed.coordinator": address, "distributed.num_processes": 2, "distributed.process_id": 0}, r"a host and a port(.|\n)*HOST:PORT")
-      for address in ("foo", "foo:", ":1", "foo:bar", "foo:0", "foo:65536")),
-])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"optimizer.bta2": 0.9},
+            r"unknown setting 'optimizer.bta2'(.|\n)*did you mean 'optimizer.beta2'",
+        ),
+        (
+            {"optimiser.beta2": 0.9},
+            r"unknown setting 'optimiser.beta2'(.|\n)*did you mean 'optimizer.beta2'",
+        ),
+        ({"optimizer": 3}, r"unknown setting 'optimizer'"),
+        (
+            {"optimizer": {"bta2": 3}},
+            r"unknown setting 'optimizer.bta2'(.|\n)*did you mean 'beta2'",
+        ),
+        ({"steps.more": 3}, r"unknown setting 'steps.more'"),
+        ({"steps": "many"}, r"steps has the wrong type(.|\n)*'many' \(str\)(.|\n)*type int"),
+        ({"steps": 1.5}, r"steps has the wrong type(.|\n)*1.5"),
+        ({"steps": True}, r"steps has the wrong type"),
+        ({"optimizer.lr": "nan"}, r"optimizer.lr must be finite"),
+        ({"model.tied": "maybe"}, r"model.tied has the wrong type(.|\n)*type bool"),
+        ({"data.sources": 3}, r"data.sources has the wrong type(.|\n)*3 \(int\)(.|\n)*type tuple"),
+        ({"data.sources": (3,)}, r"data.sources has the wrong type"),
+        ({"parallel.remat": "dot"}, r"unknown value for parallel.remat(.|\n)*did you mean 'dots'"),
+        (
+            {"precision.compute": "fp16"},
+            r"unknown value for precision.compute(.|\n)*did you mean 'f16'",
+        ),
+        ({"steps": 0}, r"steps must be positive(.|\n)*Config.steps=0"),
+        ({"model.embed_dim": -3}, r"embed_dim must be positive"),
+        (
+            {"model.num_kv_heads": 5},
+            (
+                r"multiple of model.num_kv_heads(.|\n)*num_heads=12, num_kv_heads=5(.|\n)*divisor"
+                r" of 12"
+            ),
+        ),
+        ({"model.dropout": 1}, r"dropout is a probability"),
+        ({"data.sources": ()}, r"no data was named"),
+        ({"data.eval_fraction": 1}, r"eval_fraction is a share"),
+        ({"parallel.zero": 4}, r"parallel.zero is a ZeRO stage(.|\n)*choose 0, 1, 2 or 3"),
+        ({"optimizer.beta1": 1.5}, r"optimizer.beta1 lies between 0 and 1"),
+        ({"optimizer.clip_norm": -1}, r"optimizer.clip_norm cannot be negative"),
+        ({"optimizer.beta1": 1}, r"optimizer.beta1 lies between 0 and 1(.|\n)*less than 1"),
+        ({"optimizer.beta2": 1.0}, r"optimizer.beta2 lies between 0 and 1"),
+        ({"model.init_std": -1}, r"model.init_std cannot be negative"),
+        ({"seed": -1}, r"seed is out of range"),
+        ({"seed": 3_000_000_000}, r"seed is out of range(.|\n)*3000000000(.|\n)*0 to 2147483647"),
+        ({"eval_every": -1}, r"cannot be negative"),
+        (
+            {"data.seq_len": 2048},
+            (
+                r"longer than the positions of custom(.|\n)*data.seq_len=2048,"
+                r" model.max_length=1024(.|\n)*--seq-len 1024"
+            ),
+        ),
+        ({"control": "sometimes"}, r"auto"),
+        ({"controller.min_gain": 1.5}, r"min_gain is a share"),
+        ({"controller.max_switches": -1}, r"max_switches cannot be negative"),
+        ({"controller.window_steps": 0}, r"window_steps must be positive"),
+        ({"distributed.process_id": 1}, r"needs all three distributed settings"),
+        (
+            {
+                "distributed.coordinator": "h:1",
+                "distributed.num_processes": 2,
+                "distributed.process_id": 2,
+            },
+            r"process-id must lie below(.|\n)*0 to 1",
+        ),
+        (
+            {
+                "distributed.coordinator": "h:1",
+                "distributed.num_processes": 0,
+                "distributed.process_id": 0,
+            },
+            r"num_processes must be positive",
+        ),
+        (
+            {
+                "distributed.coordinator": "h:1",
+                "distributed.num_processes": 10**9,
+                "distributed.process_id": 0,
+            },
+            r"no run has so many processes",
+        ),
+        *(
+            (
+                {
+                    "distributed.coordinator": address,
+                    "distributed.num_processes": 2,
+                    "distributed.process_id": 0,
+                },
+                r"a host and a port(.|\n)*HOST:PORT",
+            )
+            for address in ("foo", "foo:", ":1", "foo:bar", "foo:0", "foo:65536")
+        ),
+    ],
+)
 def test_settings_that_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Config().with_values(settings)
@@ -218,7 +344,9 @@ def test_what_is_not_a_config_is_refused(text):
 
 
 def test_unknown_names_are_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"unknown model 'lama3-8b'(.|\n)*did you mean 'llama3-8b'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown model 'lama3-8b'(.|\n)*did you mean 'llama3-8b'"
+    ):
         make_config("lama3-8b", {})
     with pytest.raises(ConfigError, match=r"unknown model 'xyz'(.|\n)*choose one of: gpt2-nano, "):
         model_preset("xyz")
@@ -227,12 +355,19 @@ def test_unknown_names_are_answered_with_the_nearest():
             model_preset(model)
     with pytest.raises(ConfigError, match=r"unknown model family 'gpt'(.|\n)*did you mean 'gpt2'"):
         family_of("gpt")
-    with pytest.raises(ConfigError, match=r"unknown setting 'global_bach'(.|\n)*global_bach=3(.|\n)*did you mean 'global_batch'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"unknown setting 'global_bach'(.|\n)*global_bach=3(.|\n)*did you mean 'global_batch'"
+        ),
+    ):
         make_config("gpt2", {"global_bach": 3})
 
 
 def test_short_and_dotted_names_mean_the_same():
-    assert make_config("gpt2", {"lr": "1e-3", "mesh": "data=2"}) == make_config("gpt2", {"optimizer.lr": 1e-3, "parallel.mesh": "data=2"})
+    assert make_config("gpt2", {"lr": "1e-3", "mesh": "data=2"}) == make_config(
+        "gpt2", {"optimizer.lr": 1e-3, "parallel.mesh": "data=2"}
+    )
     assert make_config("gpt2", {"lr": 1e-3}).optimizer.lr == 1e-3
 
 
@@ -240,15 +375,34 @@ def test_a_resumed_run_keeps_its_model_data_and_seed():
     saved = make_config("gpt2-nano", {"steps": 10}).to_json()
     assert resumed_config(saved, None, {"steps": 20, "mesh": "data=4"}).steps == 20
     assert resumed_config(saved, "gpt2-nano", {"global_batch": 16}).parallel.mesh == "auto"
-    for model, overrides, changed in ((None, {"seed": 1}, "seed"), (None, {"global_batch": 8}, "data.global_batch"), ("gpt2", {}, "model"),
-                                      (None, {"model.num_layers": 2}, "model.num_layers")):
-        with pytest.raises(ConfigError, match=f"keeps its model, data and seed(.|\\n)*changes to {changed}"):
+    for model, overrides, changed in (
+        (None, {"seed": 1}, "seed"),
+        (None, {"global_batch": 8}, "data.global_batch"),
+        ("gpt2", {}, "model"),
+        (None, {"model.num_layers": 2}, "model.num_layers"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"keeps its model, data and seed(.|\\n)*changes to {changed}"
+        ):
             resumed_config(saved, model, overrides)
 
 
-@pytest.mark.parametrize(("name", "millions"), [
-    ("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6), ("llama2-7b", 6738.4), ("llama2-13b", 13015.9),
-    ("llama3-8b", 8030.3), ("llama3.2-1b", 1235.8), ("llama3.3-70b", 70553.7), ("gpt2-nano", 3.3), ("llama-nano", 3.0)])
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("gpt2", 124.4),
+        ("gpt2-medium", 354.8),
+        ("gpt2-large", 774.0),
+        ("gpt2-xl", 1557.6),
+        ("llama2-7b", 6738.4),
+        ("llama2-13b", 13015.9),
+        ("llama3-8b", 8030.3),
+        ("llama3.2-1b", 1235.8),
+        ("llama3.3-70b", 70553.7),
+        ("gpt2-nano", 3.3),
+        ("llama-nano", 3.0),
+    ],
+)
 def test_presets_have_the_published_number_of_parameters(name, millions):
     model = model_preset(name)
     assert model.name == name
@@ -257,7 +411,16 @@ def test_presets_have_the_published_number_of_parameters(name, millions):
 
 
 def test_every_section_is_frozen_and_fits_into_json():
-    for section in (ModelConfig, DataConfig, ParallelConfig, OptimizerConfig, PrecisionConfig, CheckpointConfig, LogConfig, Config):
+    for section in (
+        ModelConfig,
+        DataConfig,
+        ParallelConfig,
+        OptimizerConfig,
+        PrecisionConfig,
+        CheckpointConfig,
+        LogConfig,
+        Config,
+    ):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(section(), dataclasses.fields(section)[0].name, None)
         assert json.loads(json.dumps(dataclasses.asdict(section())))
@@ -273,7 +436,8 @@ def numbers_of(cls, prefix=""):
 
 
 def test_every_number_has_to_be_finite_wherever_it_comes_from():
-    """As text of a flag or `--set`, in Python, in JSON, and in a section that was built directly."""
+    """As text of a flag or `--set`, in Python, in JSON, and in a section that was built
+    directly."""
     names = list(numbers_of(Config))
     assert len(names) > 60
     for name in names:

@@ -10,8 +10,28 @@ import pytest
 from helpers import F32_RELATIVE
 
 TRAIN, LAUNCH = (Path(__file__).parents[1] / "scripts" / name for name in ("train.py", "launch.py"))
-SMALL = ["--model", "gpt2-nano", "--steps", "3", "--global-batch", "8", "--seq-len", "32", "--eval-every", "0", "--progress", "none",
-         "--set", "model.num_layers=1", "--set", "model.embed_dim=32", "--set", "model.mlp_dim=64", "--set", "model.head_dim=4"]
+SMALL = [
+    "--model",
+    "gpt2-nano",
+    "--steps",
+    "3",
+    "--global-batch",
+    "8",
+    "--seq-len",
+    "32",
+    "--eval-every",
+    "0",
+    "--progress",
+    "none",
+    "--set",
+    "model.num_layers=1",
+    "--set",
+    "model.embed_dim=32",
+    "--set",
+    "model.mlp_dim=64",
+    "--set",
+    "model.head_dim=4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +42,13 @@ def text(tmp_path_factory):
 
 
 def start(run_dir, text, *flags, cwd=None):
-    return subprocess.Popen([sys.executable, TRAIN, *SMALL, "--data", text, "--run-dir", run_dir, *flags], cwd=cwd,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, TRAIN, *SMALL, "--data", text, "--run-dir", run_dir, *flags],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process):
@@ -33,7 +58,9 @@ def finish(process):
 
 
 def losses(run_dir):
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def free_port():
@@ -52,17 +79,55 @@ def one_process(tmp_path_factory, text):
 def test_two_launched_processes_give_the_losses_of_one_which_goes_on(tmp_path, text, one_process):
     """Every axis on its own, and more processes: test_process_groups.py."""
     run_dir, shown = tmp_path / "run", ["plain" if flag == "none" else flag for flag in SMALL]
-    launched = subprocess.run([sys.executable, LAUNCH, "--processes", "2", "--cpu-devices", "2", "--", "train.py", *shown, "--data", text, "--run-dir", run_dir,
-                               "--mesh", "fsdp=2,tensor=2"], capture_output=True, text=True, timeout=300)
+    launched = subprocess.run(
+        [
+            sys.executable,
+            LAUNCH,
+            "--processes",
+            "2",
+            "--cpu-devices",
+            "2",
+            "--",
+            "train.py",
+            *shown,
+            "--data",
+            text,
+            "--run-dir",
+            run_dir,
+            "--mesh",
+            "fsdp=2,tensor=2",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert launched.returncode == 0, launched.stderr
     assert losses(run_dir) == pytest.approx(one_process, rel=F32_RELATIVE)
-    started, plan = (json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()[:2])
+    started, plan = (
+        json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()[:2]
+    )
     assert "4 x cpu (cpu) in 2 processes" in started["devices"]
     assert (started["engine"], plan["crosses"]) == ("environment", {"fsdp": "processes"})
     assert "fsdp crosses processes" in launched.stdout
 
-    resumed = subprocess.run([sys.executable, TRAIN, "--run-dir", run_dir, "--resume", "--steps", "4", "--mesh", "auto",
-                              "--cpu-devices", "1"], capture_output=True, text=True, timeout=300)
+    resumed = subprocess.run(
+        [
+            sys.executable,
+            TRAIN,
+            "--run-dir",
+            run_dir,
+            "--resume",
+            "--steps",
+            "4",
+            "--mesh",
+            "auto",
+            "--cpu-devices",
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert len(losses(run_dir)) == 4
     assert losses(run_dir)[:3] == pytest.approx(one_process, rel=F32_RELATIVE)
@@ -71,8 +136,24 @@ def test_two_launched_processes_give_the_losses_of_one_which_goes_on(tmp_path, t
 def test_an_error_of_one_process_ends_both(tmp_path, text):
     """As on a host that does not see the data."""
     run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
-    processes = [start(run_dir, Path(text).name, "--mesh", "fsdp=4", "--cpu-devices", "2", "--coordinator", address, "--num-processes", "2",
-                       "--process-id", str(number), cwd=place) for number, place in enumerate((tmp_path, Path(text).parent))]
+    processes = [
+        start(
+            run_dir,
+            Path(text).name,
+            "--mesh",
+            "fsdp=4",
+            "--cpu-devices",
+            "2",
+            "--coordinator",
+            address,
+            "--num-processes",
+            "2",
+            "--process-id",
+            str(number),
+            cwd=place,
+        )
+        for number, place in enumerate((tmp_path, Path(text).parent))
+    ]
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert "no such data file" in errors[0]
@@ -82,13 +163,36 @@ def test_an_error_of_one_process_ends_both(tmp_path, text):
     assert not run_dir.exists()
 
 
-@pytest.mark.parametrize(("flag", "values", "setting", "shown"), [
-    ("--lr", ("1e-3", "2e-3"), "optimizer.lr", ("0.001", "0.002")),
-    ("--mesh", ("data=2", "data=3"), "parallel.mesh", ('"data=2"', '"data=3"'))])  # the second cannot be, which only its process would find
-def test_processes_that_were_told_different_things_do_not_train_together(tmp_path, text, flag, values, setting, shown):
+@pytest.mark.parametrize(
+    ("flag", "values", "setting", "shown"),
+    [
+        ("--lr", ("1e-3", "2e-3"), "optimizer.lr", ("0.001", "0.002")),
+        # the second cannot be, which only its process would find
+        ("--mesh", ("data=2", "data=3"), "parallel.mesh", ('"data=2"', '"data=3"')),
+    ],
+)
+def test_processes_that_were_told_different_things_do_not_train_together(
+    tmp_path, text, flag, values, setting, shown
+):
     coordinator = f"127.0.0.1:{free_port()}"
-    processes = [start(tmp_path / "run", text, "--cpu-devices", "1", *([] if flag == "--mesh" else ["--mesh", "data=2"]), flag, value, "--coordinator", coordinator,
-                       "--num-processes", "2", "--process-id", str(number)) for number, value in enumerate(values)]
+    processes = [
+        start(
+            tmp_path / "run",
+            text,
+            "--cpu-devices",
+            "1",
+            *([] if flag == "--mesh" else ["--mesh", "data=2"]),
+            flag,
+            value,
+            "--coordinator",
+            coordinator,
+            "--num-processes",
+            "2",
+            "--process-id",
+            str(number),
+        )
+        for number, value in enumerate(values)
+    ]
     for process, here in zip(processes, shown, strict=True):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 2, errors
@@ -99,8 +203,23 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
 
 def test_a_plan_that_cannot_be_is_an_error_of_all(tmp_path, text):
     coordinator = f"127.0.0.1:{free_port()}"
-    processes = [start(tmp_path / "run", text, "--cpu-devices", "1", "--mesh", "data=3", "--coordinator", coordinator, "--num-processes", "2", "--process-id", str(number))
-                 for number in range(2)]
+    processes = [
+        start(
+            tmp_path / "run",
+            text,
+            "--cpu-devices",
+            "1",
+            "--mesh",
+            "data=3",
+            "--coordinator",
+            coordinator,
+            "--num-processes",
+            "2",
+            "--process-id",
+            str(number),
+        )
+        for number in range(2)
+    ]
     for process in processes:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 2, errors

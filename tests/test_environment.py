@@ -25,7 +25,9 @@ def test_programs_that_cannot_be_written(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text", ["abc", "-1", "0", "nan", "inf", "1,5"])
 def test_numbers_that_are_none(monkeypatch, text):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", text)
-    with pytest.raises(ConfigError, match=rf"XLA_CLIENT_MEM_FRACTION={text}\n.*such as 0.92, or unset it"):
+    with pytest.raises(
+        ConfigError, match=rf"XLA_CLIENT_MEM_FRACTION={text}\n.*such as 0.92, or unset it"
+    ):
         number_of("XLA_CLIENT_MEM_FRACTION", float, 0.92)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")
     assert number_of("XLA_CLIENT_MEM_FRACTION", float, 0.92) == 0.92
@@ -34,13 +36,16 @@ def test_numbers_that_are_none(monkeypatch, text):
 def test_flags_that_would_end_the_process(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false --xla_nonsense=1")
     for _ in range(2):  # what is refused is not remembered
-        with pytest.raises(ConfigError, match=r"XLA_FLAGS=(.|\n)*Unknown flag in XLA_FLAGS: --xla_nonsense=1"):
+        with pytest.raises(
+            ConfigError, match=r"XLA_FLAGS=(.|\n)*Unknown flag in XLA_FLAGS: --xla_nonsense=1"
+        ):
             check_xla_flags()
 
 
 def test_a_user_without_a_home(monkeypatch):
     def nobody(key):
         raise KeyError(key)
+
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("pwd.getpwuid", nobody)
@@ -57,10 +62,17 @@ def test_jax_that_is_not_there(monkeypatch):
 
 
 def test_what_jax_cannot_read_is_named_by_the_command():
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "train.py"), "--model", "gpt2-nano"], capture_output=True, text=True,
-                          env=os.environ | {"JAX_ENABLE_X64": "abc"}, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "--model", "gpt2-nano"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_ENABLE_X64": "abc"},
+        timeout=120,
+    )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: JAX cannot be imported in this environment\n  given: JAX_ENABLE_X64=abc: ")
+    assert done.stderr.startswith(
+        "error: JAX cannot be imported in this environment\n  given: JAX_ENABLE_X64=abc: "
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -41,7 +41,9 @@ class Run:
     """Leaves after the last step, on their devices."""
 
 
-def run_case(model: ModelConfig, case: plans.PlanCase, settings: Mapping[str, Any] | None = None) -> Run:
+def run_case(
+    model: ModelConfig, case: plans.PlanCase, settings: Mapping[str, Any] | None = None
+) -> Run:
     built = plans.build(model, case, settings)
     state, metrics, states = plans.random_state(built.program), [], []
     step = plans.compiled_step(built)
@@ -58,8 +60,11 @@ def one_device(model: ModelConfig, *settings: tuple[str, Any]) -> Run:
     return run_case(model, plans.ONE_DEVICE, dict(settings))
 
 
-@pytest.fixture(scope="module", params=[(name, case) for name in plans.MODELS for case in plans.PLANS],
-                ids=lambda param: f"{param[0]} {param[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[(name, case) for name in plans.MODELS for case in plans.PLANS],
+    ids=lambda param: f"{param[0]} {param[1]}",
+)
 def runs(request):
     """A plan's run, and one device's."""
     name, case = request.param
@@ -79,7 +84,10 @@ def test_loss_and_gradient_norm(runs):
 
 def test_gradients(runs):
     run, _ = runs
-    found, expected = ({path: leaf for path, leaf in side.states[0].items() if path.startswith(FIRST_MOMENT)} for side in runs)
+    found, expected = (
+        {path: leaf for path, leaf in side.states[0].items() if path.startswith(FIRST_MOMENT)}
+        for side in runs
+    )
     assert len(found) == len(jax.tree.leaves(run.built.program.shapes.params))
     assert all(np.abs(leaf).max() > 0 for leaf in expected.values())
     assert_close(found, expected, F32_RELATIVE)
@@ -88,7 +96,11 @@ def test_gradients(runs):
 def test_parameters_and_moments_after_two_steps(runs):
     run, reference = runs
     before = host_leaves(plans.random_state(reference.built.program))
-    assert all((leaf != before[path]).any() for path, leaf in reference.states[1].items() if not path.startswith("loss_scale"))
+    assert all(
+        (leaf != before[path]).any()
+        for path, leaf in reference.states[1].items()
+        if not path.startswith("loss_scale")
+    )
     assert_close(run.states[1], reference.states[1], F32_RELATIVE)
 
 
@@ -96,17 +108,25 @@ def test_state_is_laid_out_as_the_plan_says(runs):
     run, reference = runs
     plan, model = run.built.plan, run.built.config.model
     assert plan.num_devices > 1 == reference.built.plan.num_devices
-    names = {"/".join(key.key for key in path): names for path, names in jax.tree_util.tree_leaves_with_path(
-        run.built.program.shapes.names, is_leaf=lambda node: isinstance(node, tuple))}
+    names = {
+        "/".join(key.key for key in path): names
+        for path, names in jax.tree_util.tree_leaves_with_path(
+            run.built.program.shapes.names, is_leaf=lambda node: isinstance(node, tuple)
+        )
+    }
     whole_over_tensor = {rule.partition("=")[0] for rule in run.built.config.parallel.rules}
     if "heads" in whole_over_tensor or model.num_kv_heads % plan.axes.tensor:
         whole_over_tensor.add("kv_heads")
 
     for path, leaf in run.layouts.items():
         assert len(leaf.sharding.device_set) == plan.num_devices
-        logical = names.get(path.removeprefix("params/").removeprefix(FIRST_MOMENT).removeprefix(SECOND_MOMENT), ())
+        logical = names.get(
+            path.removeprefix("params/").removeprefix(FIRST_MOMENT).removeprefix(SECOND_MOMENT), ()
+        )
         split = plan.zero >= (3 if path.startswith("params/") else 1)
-        stored_along = ("vocab" if "vocab" in logical else "embed") if "embed" in logical and split else None
+        stored_along = (
+            ("vocab" if "vocab" in logical else "embed") if "embed" in logical and split else None
+        )
         expected = []
         for dim in logical:
             axes = ("pipe",) if dim in PIPE_DIMS else ()
@@ -123,7 +143,14 @@ def _axes(leaf: jax.Array, plan: Any) -> list[tuple[str, ...]]:
     """The mesh axes of more than one device that split each dimension."""
     assert isinstance(leaf.sharding, NamedSharding)
     spec = (*leaf.sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
-    return [tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if plan.axes[axis] > 1) for entry in spec]
+    return [
+        tuple(
+            axis
+            for axis in ((entry,) if isinstance(entry, str) else entry or ())
+            if plan.axes[axis] > 1
+        )
+        for entry in spec
+    ]
 
 
 def test_devices_speak_along_the_axes_that_the_plan_splits(runs):
@@ -147,22 +174,35 @@ def test_rows_of_padding_stay_zero(runs):
     assert tables
     for path, leaf in tables.items():
         assert len(leaf) == run.built.plan.padded_vocab(run.built.config.model) > plans.VOCAB_SIZE
-        assert not leaf[plans.VOCAB_SIZE:].any(), path
+        assert not leaf[plans.VOCAB_SIZE :].any(), path
         assert leaf[: plans.VOCAB_SIZE].any(axis=1).all(), path
 
 
-@pytest.mark.parametrize("case", [
-    plans.case("data=2,fsdp=2,tensor=2", zero=3, microbatches=2), plans.case("fsdp=4,tensor=2", zero=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        plans.case("data=2,fsdp=2,tensor=2", zero=3, microbatches=2),
+        plans.case("fsdp=4,tensor=2", zero=2),
+    ],
+    ids=str,
+)
 def test_bf16_within_its_own_rounding(case):
     bf16 = ("precision.compute", "bf16")
-    run, reference, exact = run_case(plans.GPT, case, dict([bf16])), one_device(plans.GPT, bf16), one_device(plans.GPT)
+    run, reference, exact = (
+        run_case(plans.GPT, case, dict([bf16])),
+        one_device(plans.GPT, bf16),
+        one_device(plans.GPT),
+    )
     assert "bf16[" in run.text
     assert "bf16[" not in exact.text
     for side in (run, reference):
         assert side.metrics[0]["loss"] != exact.metrics[0]["loss"]
     for path, leaf in run.layouts.items():
         assert leaf.dtype != "bfloat16", path
-    found, expected = ({path: leaf for path, leaf in side.states[0].items() if SECOND_MOMENT not in path} for side in (run, reference))
+    found, expected = (
+        {path: leaf for path, leaf in side.states[0].items() if SECOND_MOMENT not in path}
+        for side in (run, reference)
+    )
     assert_close(found, expected, BF16_RELATIVE)
     for found, expected in zip(run.metrics, reference.metrics, strict=True):
         assert_close(found["loss"], expected["loss"], BF16_LOSS_RELATIVE)

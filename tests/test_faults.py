@@ -17,26 +17,61 @@ from pathlib import Path
 import pytest
 
 TRAIN, LAUNCH = (Path(__file__).parents[1] / "scripts" / name for name in ("train.py", "launch.py"))
-TINY = ["--model", "gpt2-nano", "--set", "model.num_layers=1", "--cpu-devices", "1", "--global-batch", "4", "--seq-len", "32"]
+TINY = [
+    "--model",
+    "gpt2-nano",
+    "--set",
+    "model.num_layers=1",
+    "--cpu-devices",
+    "1",
+    "--global-batch",
+    "4",
+    "--seq-len",
+    "32",
+]
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 
 
 def test_a_run_goes_on_after_a_dead_and_after_a_stopped_process(tmp_path):
-    """What has to hold is in the script, which fails if it does not: nothing hangs, few steps are lost, and losses are those of a run that nobody disturbed."""
+    """What has to hold is in the script, which fails if it does not: nothing hangs, few steps are
+    lost, and losses are those of a run that nobody disturbed.
+    """
     out = tmp_path / "faults.jsonl"
-    done = subprocess.run([sys.executable, SCRIPT, "--out", out, "--repetitions", "1", "--cases", "SIGKILL in a step", "SIGSTOP"],
-                          capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [
+            sys.executable,
+            SCRIPT,
+            "--out",
+            out,
+            "--repetitions",
+            "1",
+            "--cases",
+            "SIGKILL in a step",
+            "SIGSTOP",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     killed, stopped = map(json.loads, out.read_text().splitlines())
     assert [row["same_losses"] and row["starts"] >= 2 for row in (killed, stopped)] == [True, True]
-    assert stopped["codes"] == [75, 75], "who was stopped finds out, and the other has not waited for it"
+    assert stopped["codes"] == [
+        75,
+        75,
+    ], "who was stopped finds out, and the other has not waited for it"
     assert stopped["faults_told"] == 2
-    assert any(f"process {stopped['process']} on" in said and "no heartbeat" in said for said in stopped["said"])
+    assert any(
+        f"process {stopped['process']} on" in said and "no heartbeat" in said
+        for said in stopped["said"]
+    )
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
-    """As where a disk is just large enough for the other one's part of a checkpoint: both end with the mistake's code, and say why."""
+    """As where a disk is just large enough for the other one's part of a checkpoint: both end with
+    the mistake's code, and say why.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -44,10 +79,34 @@ def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
-    processes = [subprocess.Popen(
-        [sys.executable, TRAIN, *TINY, "--mesh", "fsdp=2", "--steps", "6", "--set", "checkpoint.every=3", "--run-dir", tmp_path / "run",
-         "--coordinator", address, "--num-processes", "2", "--process-id", str(number)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=limit if number == who else None) for number in range(2)]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                TRAIN,
+                *TINY,
+                "--mesh",
+                "fsdp=2",
+                "--steps",
+                "6",
+                "--set",
+                "checkpoint.every=3",
+                "--run-dir",
+                tmp_path / "run",
+                "--coordinator",
+                address,
+                "--num-processes",
+                "2",
+                "--process-id",
+                str(number),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=limit if number == who else None,
+        )
+        for number in range(2)
+    ]
     said = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], said
     assert "saving the checkpoint of step 3 failed" in said[who]
@@ -66,20 +125,56 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("who", "error", "codes", "told"), [
-    (0, "RunDirectoryError('the log is full')", {2}, "error: the log is full"), (0, "ValueError('a mistake of ours')", {1, 75}, "ValueError: a mistake of ours"),
-    (1, "ValueError('a mistake of ours')", {1, 75}, "[1] ValueError: a mistake of ours")])
-def test_the_reason_is_told_although_the_launcher_tells_all_to_end(tmp_path, who, error, codes, told):
-    """And nobody waits for the others to end in order. The launcher's code is that of the first to end, which may be one that has heard of it."""
+@pytest.mark.parametrize(
+    ("who", "error", "codes", "told"),
+    [
+        (0, "RunDirectoryError('the log is full')", {2}, "error: the log is full"),
+        (0, "ValueError('a mistake of ours')", {1, 75}, "ValueError: a mistake of ours"),
+        (1, "ValueError('a mistake of ours')", {1, 75}, "[1] ValueError: a mistake of ours"),
+    ],
+)
+def test_the_reason_is_told_although_the_launcher_tells_all_to_end(
+    tmp_path, who, error, codes, told
+):
+    """And nobody waits for the others to end in order.
+
+    The launcher's code is that of the first to end, which may be one that has heard of it.
+    """
     script = tmp_path / "broken.py"
-    script.write_text("from optimus_jax.errors import RunDirectoryError\nfrom optimus_jax.training.trainer import Trainer\n" + BROKEN.format(who=str(who), error=error))
-    ended = subprocess.run([sys.executable, LAUNCH, "--processes", "2", "--", script, TRAIN, *TINY, "--mesh", "data=2", "--steps", "6", "--run-dir", tmp_path / "run"],
-                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120)
+    script.write_text(
+        "from optimus_jax.errors import RunDirectoryError\nfrom optimus_jax.training.trainer import"
+        " Trainer\n" + BROKEN.format(who=str(who), error=error)
+    )
+    ended = subprocess.run(
+        [
+            sys.executable,
+            LAUNCH,
+            "--processes",
+            "2",
+            "--",
+            script,
+            TRAIN,
+            *TINY,
+            "--mesh",
+            "data=2",
+            "--steps",
+            "6",
+            "--run-dir",
+            tmp_path / "run",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
     assert ended.returncode in codes, ended.stderr
     assert told in ended.stderr
     assert f"in process {who} of 2" in ended.stderr
     assert "before training had begun" not in ended.stderr
-    assert not any("DEADLINE_EXCEEDED" in line or "terminate called" in line for line in ended.stderr.splitlines())
+    assert not any(
+        "DEADLINE_EXCEEDED" in line or "terminate called" in line
+        for line in ended.stderr.splitlines()
+    )
 
 
 def several(script, *arguments, directories):
@@ -87,23 +182,50 @@ def several(script, *arguments, directories):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = [subprocess.Popen(
-        [sys.executable, script, *TINY, "--mesh", f"data={len(directories)}", *arguments, "--run-dir", directory,
-         "--coordinator", address, "--num-processes", str(len(directories)), "--process-id", str(number)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for number, directory in enumerate(directories)]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                script,
+                *TINY,
+                "--mesh",
+                f"data={len(directories)}",
+                *arguments,
+                "--run-dir",
+                directory,
+                "--coordinator",
+                address,
+                "--num-processes",
+                str(len(directories)),
+                "--process-id",
+                str(number),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, directory in enumerate(directories)
+    ]
     return processes, lambda process: (process.communicate(timeout=240)[1], process.returncode)
 
 
 def changed(tmp_path, change):
     """The training script, with something done to it before."""
     script = tmp_path / "changed.py"
-    script.write_text(f"import os, runpy, signal, sys\n{change}\nrunpy.run_path({str(TRAIN)!r}, run_name='__main__')\n")
+    script.write_text(
+        f"import os, runpy, signal, sys\n{change}\nrunpy.run_path({str(TRAIN)!r},"
+        " run_name='__main__')\n"
+    )
     return script
 
 
 def test_processes_with_directories_of_their_own_do_not_train(tmp_path):
     """Each would have a part of every checkpoint, and nobody a whole one."""
-    script = changed(tmp_path, "from optimus_jax.run_directory import shared as shared_directory\nshared_directory.PATIENCE_S = 0.5")
+    script = changed(
+        tmp_path,
+        "from optimus_jax.run_directory import shared as"
+        " shared_directory\nshared_directory.PATIENCE_S = 0.5",
+    )
     processes, end = several(script, "--steps", "2", directories=[tmp_path / "a", tmp_path / "b"])
     (first, first_code), (second, second_code) = map(end, processes)
     assert (first_code, second_code) == (2, 2), first + second
@@ -124,8 +246,12 @@ def test_a_directory_that_takes_no_heartbeats_is_an_error_of_all(tmp_path):
 
 @pytest.mark.parametrize("is_told_to_end", [False, True])
 def test_who_never_comes_to_its_end_is_not_waited_for(tmp_path, is_told_to_end):
-    """The run is done then, and its exit code says so, also where the launcher does not wait either."""
-    script = changed(tmp_path, f"""
+    """The run is done then, and its exit code says so, also where the launcher does not wait
+    either.
+    """
+    script = changed(
+        tmp_path,
+        f"""
 import threading
 from optimus_jax.run import api
 from optimus_jax.cluster import distributed
@@ -144,7 +270,8 @@ def stop_after(*arguments, **more):
     if sys.argv[-1] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
     return result
-api.train = stop_after""")
+api.train = stop_after""",
+    )
     (first, stopped), end = several(script, "--steps", "2", directories=[tmp_path / "run"] * 2)
     said, code = end(first)
     stopped.kill()
@@ -156,14 +283,17 @@ api.train = stop_after""")
 
 def test_a_death_while_processes_are_being_connected_is_told_at_once(tmp_path):
     """Without waiting for `connect_s`; who is connected sees it too."""
-    script = changed(tmp_path, """
+    script = changed(
+        tmp_path,
+        """
 from optimus_jax.cluster import distributed
 joining = distributed._joining
 def die_or_join(*arguments):
     if sys.argv[-1] == "2":
         os.kill(os.getpid(), signal.SIGKILL)
     return joining(*arguments)
-distributed._joining = die_or_join""")
+distributed._joining = die_or_join""",
+    )
     processes, end = several(script, "--steps", "2", directories=[tmp_path / "run"] * 3)
     for (said, code), expected in zip(map(end, processes), (75, 75, -signal.SIGKILL), strict=True):
         assert code == expected, said
@@ -173,8 +303,24 @@ distributed._joining = die_or_join""")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
 def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, number, code):
     """Ctrl-C ends `tee` too."""
-    with subprocess.Popen([sys.executable, TRAIN, *TINY, "--steps", "100000", "--set", "checkpoint.every=0", "--run-dir", tmp_path / "run", "--set", "log.every=1"],
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        [
+            sys.executable,
+            TRAIN,
+            *TINY,
+            "--steps",
+            "100000",
+            "--set",
+            "checkpoint.every=0",
+            "--run-dir",
+            tmp_path / "run",
+            "--set",
+            "log.every=1",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 3/"):
@@ -182,19 +328,39 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, number, cod
         process.stdout.close()
         process.send_signal(number)
         assert process.wait(timeout=120) == code
-    (saved,) = (path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    (saved,) = (
+        path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()
+    )
     assert int(saved.name) >= 3
 
 
 def test_a_run_whose_terminal_is_closed_is_saved_and_goes_on(tmp_path):
     """The system tells whoever has the terminal by SIGHUP, and what is written to it fails."""
+
     def take_terminal():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    command = [sys.executable, TRAIN, *TINY, "--set", "checkpoint.every=0", "--run-dir", tmp_path / "run", "--resume", "auto"]
+    command = [
+        sys.executable,
+        TRAIN,
+        *TINY,
+        "--set",
+        "checkpoint.every=0",
+        "--run-dir",
+        tmp_path / "run",
+        "--resume",
+        "auto",
+    ]
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([*command, "--steps", "100000"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take_terminal)
+    process = subprocess.Popen(
+        [*command, "--steps", "100000"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
     os.close(theirs)
     metrics, shown, limit = tmp_path / "run" / "metrics.jsonl", b"", time.monotonic() + 120
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
@@ -203,8 +369,16 @@ def test_a_run_whose_terminal_is_closed_is_saved_and_goes_on(tmp_path):
             shown += os.read(ours, 4096)
     os.close(ours)
     assert process.wait(timeout=120) == 75
-    (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    (saved,) = (
+        int(path.name)
+        for path in (tmp_path / "run" / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    )
     assert saved >= 3
-    resumed = subprocess.run([*command, "--steps", str(saved + 1)], capture_output=True, text=True, timeout=120)
+    resumed = subprocess.run(
+        [*command, "--steps", str(saved + 1)], capture_output=True, text=True, timeout=120
+    )
     assert resumed.returncode == 0, resumed.stderr
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, saved + 2))
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(
+        range(1, saved + 2)
+    )

@@ -41,28 +41,56 @@ from optimus_jax.run.api import train
 F32 = jnp.dtype(jnp.float32)
 SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
 MODELS = {
-    "gpt2": ModelConfig(family="gpt2", vocab_size=257, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8,
-                        mlp_dim=64, max_length=64, tied=True),
+    "gpt2": ModelConfig(
+        family="gpt2",
+        vocab_size=257,
+        num_layers=3,
+        embed_dim=32,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        mlp_dim=64,
+        max_length=64,
+        tied=True,
+    ),
     "llama with grouped heads": ModelConfig(
-        family="llama", vocab_size=257, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64,
-        max_length=64, tied=False)}
+        family="llama",
+        vocab_size=257,
+        num_layers=3,
+        embed_dim=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_dim=64,
+        max_length=64,
+        tied=False,
+    ),
+}
 PROMPT = np.array([5, 200, 17, 99, 4, 4, 31], np.int32)
 
 
 class NoEnd(ByteTokenizer):
     """No document ever ends."""
+
     eos = -1
 
 
 def random_model(config):
-    """Every parameter random, those too which start at 0 or 1, and so large that likeliest tokens vary."""
+    """Every parameter random, those too which start at 0 or 1, and so large that likeliest tokens
+    vary.
+    """
     rng = np.random.default_rng(3)
 
     def values(path, leaf):
         around = 1 if path[-1].key == "scale" else 0
         return jnp.asarray(rng.normal(around, 0.5, leaf.shape), jnp.float32)
 
-    return TextModel(config=config, params=jax.tree.map_with_path(values, unpadded(config).params), tokenizer=NoEnd(), step=0)
+    return TextModel(
+        config=config,
+        params=jax.tree.map_with_path(values, unpadded(config).params),
+        tokenizer=NoEnd(),
+        step=0,
+    )
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -90,8 +118,18 @@ def full_logits(model, ids):
 
 def generated(model, prompt=PROMPT, *, num_new_tokens=20, seed=0, num_samples=1, **sampling):
     """Ids [num_samples, number of new tokens]."""
-    return np.stack([*model.generate_ids(np.asarray(prompt), num_new_tokens=num_new_tokens, sampling=Sampling(**sampling),
-                                         seed=seed, num_samples=num_samples)], axis=1)
+    return np.stack(
+        [
+            *model.generate_ids(
+                np.asarray(prompt),
+                num_new_tokens=num_new_tokens,
+                sampling=Sampling(**sampling),
+                seed=seed,
+                num_samples=num_samples,
+            )
+        ],
+        axis=1,
+    )
 
 
 def test_cached_logits_equal_a_full_pass(model):
@@ -105,43 +143,76 @@ def test_cached_logits_equal_a_full_pass(model):
         logits, cache = run(empty, padded, np.int32(0), np.int32(last))
         assert_close(logits[0], expected[last], F32_RELATIVE)
     for position in range(20, 40):
-        logits, cache = run(cache, ids[None, position:position + 1], np.int32(position), np.int32(0))
+        logits, cache = run(
+            cache, ids[None, position : position + 1], np.int32(position), np.int32(0)
+        )
         assert_close(logits[0], expected[position], F32_RELATIVE)
 
 
 def test_greedy_tokens_are_the_likeliest_of_a_full_pass(model):
     tokens = generated(model, temperature=0, num_new_tokens=30, num_samples=2)
     likeliest = full_logits(model, [*PROMPT, *tokens[0]]).argmax(-1)
-    assert tokens[0].tolist() == tokens[1].tolist() == likeliest[len(PROMPT) - 1:-1].tolist()
+    assert tokens[0].tolist() == tokens[1].tolist() == likeliest[len(PROMPT) - 1 : -1].tolist()
     assert len(set(tokens[0].tolist())) > 5
 
 
 def test_text_may_fill_all_positions(gpt):
     prompt = np.arange(60)
-    with pytest.warns(UserWarning, match="at most 5 new tokens: custom has 64 positions, and the prompt takes 60"):
+    with pytest.warns(
+        UserWarning, match="at most 5 new tokens: custom has 64 positions, and the prompt takes 60"
+    ):
         pieces = [*gpt.generate(bytes(range(60)).decode(), temperature=0, max_new_tokens=6)]
     tokens = generated(gpt, prompt, temperature=0, num_new_tokens=5)[0]
     assert tokens.tolist() == full_logits(gpt, [*prompt, *tokens[:-1]]).argmax(-1)[59:].tolist()
-    assert "".join(piece for piece, in pieces) == gpt.tokenizer.decode(tokens)
+    assert "".join(piece for (piece,) in pieces) == gpt.tokenizer.decode(tokens)
 
 
 def test_text_past_the_trained_length(model):
-    """Learned positions that were never trained end it, unless somebody insists; rotary ones are a warning."""
+    """Learned positions that were never trained end it, unless somebody insists; rotary ones are a
+    warning.
+    """
     short, prompt, told = replace(model, trained_length=16), bytes(range(10)).decode(), []
 
     def length(**settings):
         told.clear()
-        return len([*short.generate(prompt, temperature=0, max_new_tokens=20, warn=told.append, **settings)]) - 1
+        return (
+            len(
+                [
+                    *short.generate(
+                        prompt, temperature=0, max_new_tokens=20, warn=told.append, **settings
+                    )
+                ]
+            )
+            - 1
+        )
 
     if model.config.family == "gpt2":
-        assert (length(), told) == (7, ["at most 7 new tokens: custom was trained on 16 tokens at a time, the prompt takes 10, and positions past that are "
-                                        "learned ones that nothing was learnt for; --past-trained-length goes on all the same"])
-        with pytest.raises(DataError, match=r"longer than what custom was trained on.*\n.*17 tokens, trained on 16\n.*--past-trained-length"):
+        assert (length(), told) == (
+            7,
+            [
+                "at most 7 new tokens: custom was trained on 16 tokens at a time, the prompt takes"
+                " 10, and positions past that are learned ones that nothing was learnt for;"
+                " --past-trained-length goes on all the same"
+            ],
+        )
+        with pytest.raises(
+            DataError,
+            match=(
+                r"longer than what custom was trained on.*\n.*17 tokens, trained on"
+                r" 16\n.*--past-trained-length"
+            ),
+        ):
             short.generate("a" * 17)
         assert (length(past_trained_length=True), len(told)) == (20, 1)
         assert "past token 16 is noise" in told[0]
     else:
-        assert (length(), told) == (20, ["custom was trained on 16 tokens at a time; up to 29 are asked for here, and text past token 16 may be worse"])
+        assert (length(), told) == (
+            20,
+            [
+                "custom was trained on 16 tokens at a time; up to 29 are asked for here, and text"
+                " past token 16 may be worse"
+            ],
+        )
     assert len([*short.generate(prompt, temperature=0, max_new_tokens=7, warn=pytest.fail)]) == 8
 
 
@@ -152,12 +223,16 @@ def test_a_sample_is_over_at_the_end_of_a_document(gpt):
     ends = [row.tolist().index(tokenizer.eos) for row in free]
     assert len(set(ends)) > 1
     assert max(ends) < 19
-    expected = [[*row[:end], *[tokenizer.eos] * (max(ends) + 1 - end)] for row, end in zip(free, ends, strict=True)]
+    expected = [
+        [*row[:end], *[tokenizer.eos] * (max(ends) + 1 - end)]
+        for row, end in zip(free, ends, strict=True)
+    ]
     assert generated(replace(gpt, tokenizer=tokenizer), num_samples=3).tolist() == expected
 
 
 def test_every_draw_has_a_key_of_its_own(gpt):
-    even = replace(gpt, params=jax.tree.map(jnp.zeros_like, gpt.params))  # where all tokens are equally likely
+    # where all tokens are equally likely
+    even = replace(gpt, params=jax.tree.map(jnp.zeros_like, gpt.params))
     three = generated(even, num_samples=3, seed=1)
     assert generated(even, num_samples=3, seed=1).tolist() == three.tolist()
     assert generated(even, num_samples=1, seed=1).tolist() == three[:1].tolist()
@@ -174,42 +249,55 @@ def test_prompts_of_many_lengths_share_one_program(gpt):
     assert [rounded_up(n, 48) for n in (1, 32, 33, 48)] == [32, 32, 48, 48]
 
 
-LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=16, max_size=16).map(lambda row: np.array([row], np.float32))
+LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=16, max_size=16).map(
+    lambda row: np.array([row], np.float32)
+)
 
 
 @settings(deadline=None, max_examples=40)
 @given(logits=LOGITS, top_k=st.none() | st.integers(1, 20), top_p=st.floats(0.05, 1))
 def test_candidates_are_the_likeliest_tokens(logits, top_k, top_p):
-    kept_logits, ids = (np.asarray(x[0]) for x in candidates(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p)))
+    kept_logits, ids = (
+        np.asarray(x[0])
+        for x in candidates(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p))
+    )
     kept = ids[np.isfinite(kept_logits)]
     np.testing.assert_array_equal(kept_logits[np.isfinite(kept_logits)], logits[0, kept])
     descending = np.sort(logits[0].astype(np.float64))[::-1][:top_k]
-    np.testing.assert_array_equal(np.sort(logits[0, kept])[::-1], descending[:len(kept)])
+    np.testing.assert_array_equal(np.sort(logits[0, kept])[::-1], descending[: len(kept)])
     assert len(set(kept.tolist())) == len(kept) > 0
     probability = np.exp(descending) / np.exp(descending).sum()
-    assert probability[:len(kept)].sum() >= top_p - 1e-5
-    assert probability[:len(kept) - 1].sum() <= top_p + 1e-5
+    assert probability[: len(kept)].sum() >= top_p - 1e-5
+    assert probability[: len(kept) - 1].sum() <= top_p + 1e-5
 
 
-@pytest.mark.parametrize(("sampling", "expected"), [
-    (Sampling(), [0.1, 0.2, 0.3, 0.4]),
-    (Sampling(temperature=0.5), [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
-    (Sampling(top_k=2), [0, 0, 3 / 7, 4 / 7]),
-    (Sampling(top_p=0.65), [0, 0, 3 / 7, 4 / 7]),
-    (Sampling(top_k=3, top_p=0.4), [0, 0, 0, 1]),
-    (Sampling(temperature=0), [0, 0, 0, 1])])
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), [0.1, 0.2, 0.3, 0.4]),
+        (Sampling(temperature=0.5), [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        (Sampling(top_k=2), [0, 0, 3 / 7, 4 / 7]),
+        (Sampling(top_p=0.65), [0, 0, 3 / 7, 4 / 7]),
+        (Sampling(top_k=3, top_p=0.4), [0, 0, 0, 1]),
+        (Sampling(temperature=0), [0, 0, 0, 1]),
+    ],
+)
 def test_draws_have_the_probabilities_asked_for(sampling, expected):
     num_draws = 20_000
     logits = jnp.log(jnp.tile(jnp.array([[0.1, 0.2, 0.3, 0.4]]), (num_draws, 1)))
     drawn = draw(logits, jax.random.split(jax.random.key(0), num_draws), jnp.int32(7), sampling)
     share = np.bincount(np.asarray(drawn), minlength=4) / num_draws
-    np.testing.assert_allclose(share, expected, atol=4 * 0.5 / num_draws**0.5)  # four standard deviations at most
+    # four standard deviations at most
+    np.testing.assert_allclose(share, expected, atol=4 * 0.5 / num_draws**0.5)
     assert (share[np.array(expected) == 0] == 0).all()
 
 
 @settings(deadline=None)
-@given(prompt=st.text(st.characters(exclude_categories=["Cs"])),
-       tokens=st.lists(st.integers(0, 256)) | st.text(st.characters(exclude_categories=["Cs"])).map(lambda text: [*text.encode()]))
+@given(
+    prompt=st.text(st.characters(exclude_categories=["Cs"])),
+    tokens=st.lists(st.integers(0, 256))
+    | st.text(st.characters(exclude_categories=["Cs"])).map(lambda text: [*text.encode()]),
+)
 def test_pieces_of_text_join_to_the_whole(prompt, tokens):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(prompt)
@@ -217,21 +305,39 @@ def test_pieces_of_text_join_to_the_whole(prompt, tokens):
     pieces = [*map(text.push, tokens), text.rest()]
     whole = tokenizer.decode([*ids, *tokens])
     assert prompt + "".join(pieces) == whole
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces) or "\N{REPLACEMENT CHARACTER}" in whole
+    assert (
+        not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+        or "\N{REPLACEMENT CHARACTER}" in whole
+    )
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"max_new_tokens": 0}, "max_new_tokens is out of range"), ({"num_samples": 0}, "num_samples"), ({"seed": -1}, "seed"),
-    ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"top_k": 0}, "top_k"),
-    ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p")])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is out of range"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"seed": -1}, "seed"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+    ],
+)
 def test_numbers_out_of_range_are_refused(gpt, settings, message):
     with pytest.raises(ConfigError, match=message):
         gpt.generate("a", **settings)
 
 
-@pytest.mark.parametrize(("prompt", "message"), [
-    ("", "the prompt is empty"), ("a" * 65, "longer than the positions .*\n.*65 tokens, 64 positions"),
-    ("\udcff", "the prompt is not text"), ("é", "does not know a token .*\n.*token 195, of a vocabulary of 100")])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ("a" * 65, "longer than the positions .*\n.*65 tokens, 64 positions"),
+        ("\udcff", "the prompt is not text"),
+        ("é", "does not know a token .*\n.*token 195, of a vocabulary of 100"),
+    ],
+)
 def test_prompts_that_the_model_cannot_take_are_refused(gpt, prompt, message):
     with pytest.raises(DataError, match=message):
         replace(gpt, config=replace(gpt.config, vocab_size=100)).generate(prompt)
@@ -242,16 +348,44 @@ def trained(tmp_path_factory):
     """A run of three steps on eight devices, each saved; the vocabulary has rows of padding."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("the cat sat on the mat\n" * 200)
-    return train("gpt2-nano", data=str(folder / "text.txt"), mesh="fsdp=4,tensor=2", cpu_devices=8, steps=3, seq_len=16,
-                 lr=0.01, eval_every=0, checkpoint_every=1, progress="none", run_dir=folder / "run",
-                 **{"model.num_layers": 1, "model.embed_dim": 64, "model.mlp_dim": 128, "data.eval_fraction": 0.0})
+    return train(
+        "gpt2-nano",
+        data=str(folder / "text.txt"),
+        mesh="fsdp=4,tensor=2",
+        cpu_devices=8,
+        steps=3,
+        seq_len=16,
+        lr=0.01,
+        eval_every=0,
+        checkpoint_every=1,
+        progress="none",
+        run_dir=folder / "run",
+        **{
+            "model.num_layers": 1,
+            "model.embed_dim": 64,
+            "model.mlp_dim": 128,
+            "data.eval_fraction": 0.0,
+        },
+    )
 
 
 def test_a_run_is_sampled_from_in_the_format_that_it_was_trained_in(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 100)
-    run = train("gpt2-nano", data=str(tmp_path / "text.txt"), cpu_devices=8, steps=1, seq_len=16, precision="bf16", eval_every=0, progress="none",
-                run_dir=tmp_path / "run", **{"model.num_layers": 1, "model.embed_dim": 64, "model.mlp_dim": 128})
-    assert {leaf.dtype for leaf in jax.tree.leaves(load_text_model(run.run_dir).params)} == {jnp.dtype("bfloat16")}
+    run = train(
+        "gpt2-nano",
+        data=str(tmp_path / "text.txt"),
+        cpu_devices=8,
+        steps=1,
+        seq_len=16,
+        precision="bf16",
+        eval_every=0,
+        progress="none",
+        run_dir=tmp_path / "run",
+        **{"model.num_layers": 1, "model.embed_dim": 64, "model.mlp_dim": 128},
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(load_text_model(run.run_dir).params)} == {
+        jnp.dtype("bfloat16")
+    }
 
 
 @pytest.fixture
@@ -265,9 +399,11 @@ def test_a_sharded_run_is_loaded_onto_one_device(trained):
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("float32")}
     assert (model.step, model.trained_length) == (3, 16)
     assert trained.state.params["embedding"]["table"].shape[0] == 264
-    for leaf, saved in zip(jax.tree.leaves(model.params), jax.tree.leaves(trained.state.params), strict=True):
+    for leaf, saved in zip(
+        jax.tree.leaves(model.params), jax.tree.leaves(trained.state.params), strict=True
+    ):
         assert leaf.devices() == {jax.devices()[0]}
-        np.testing.assert_array_equal(leaf, np.asarray(saved)[:len(leaf)])
+        np.testing.assert_array_equal(leaf, np.asarray(saved)[: len(leaf)])
     assert load_text_model(trained.run_dir, 1).step == 1
 
 
@@ -303,13 +439,38 @@ def script(*flags):
 
 
 def test_script_prints_what_the_model_makes(trained):
-    flags = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 3, "num_samples": 2}
-    done = script("--run", trained.run_dir, "--prompt", "the", *(
-        word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))), "--past-trained-length")
+    flags = {
+        "max_new_tokens": 40,
+        "temperature": 0.7,
+        "top_k": 50,
+        "top_p": 0.9,
+        "seed": 3,
+        "num_samples": 2,
+    }
+    done = script(
+        "--run",
+        trained.run_dir,
+        "--prompt",
+        "the",
+        *(
+            word
+            for name, value in flags.items()
+            for word in ("--" + name.replace("_", "-"), str(value))
+        ),
+        "--past-trained-length",
+    )
     assert (done.returncode, done.stderr) == (
-        0, "gpt2-nano was trained on 16 tokens at a time; up to 42 are asked for here, and text past token 16 is noise, as positions there are learned\n"
-           "gpt2-nano after step 3\n")
-    pieces = [*load_text_model(trained.run_dir).generate("the", **flags, past_trained_length=True, warn=str)]
+        0,
+        (
+            "gpt2-nano was trained on 16 tokens at a time; up to 42 are asked for here, and text"
+            " past token 16 is noise, as positions there are learned\ngpt2-nano after step 3\n"
+        ),
+    )
+    pieces = [
+        *load_text_model(trained.run_dir).generate(
+            "the", **flags, past_trained_length=True, warn=str
+        )
+    ]
     first, second = ("the" + "".join(texts) for texts in zip(*pieces, strict=True))
     assert done.stdout == f"{first}\n\n{'-' * 40}\n{second}\n"
 
@@ -362,6 +523,8 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
     read, write = os.pipe()
     os.close(read)
-    ended = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True
+    )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (141, "tiny after step 1\n")

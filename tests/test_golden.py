@@ -13,4 +13,6 @@ def test_losses_are_the_golden_ones(model):
     losses = golden_losses(model)
     assert [step for step, _ in losses] == list(range(1, STEPS + 1))
     assert losses == [(step, pytest.approx(loss, rel=GOLDEN)) for step, loss in golden]
-    assert golden[-1][1] < 0.9 * golden[0][1], "ten steps that learn nothing would not see a broken update"
+    assert golden[-1][1] < 0.9 * golden[0][1], (
+        "ten steps that learn nothing would not see a broken update"
+    )

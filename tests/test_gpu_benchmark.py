@@ -1,4 +1,5 @@
-"""benchmarks/gpu without a GPU: its rows, what it does not believe, and what it feeds the kernels."""
+"""benchmarks/gpu without a GPU: its rows, what it does not believe, and what it feeds the
+kernels."""
 
 import importlib
 import json
@@ -23,10 +24,25 @@ def scripts(monkeypatch):
 
 def test_each_case_is_measured_once_for_each_commit(tmp_path):
     def measured(*more):
-        ended = subprocess.run([sys.executable, FOLDER / "run.py", "--smoke", "--only", "ours", "--out", tmp_path / "rows.jsonl", *more],
-                               capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [
+                sys.executable,
+                FOLDER / "run.py",
+                "--smoke",
+                "--only",
+                "ours",
+                "--out",
+                tmp_path / "rows.jsonl",
+                *more,
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert ended.returncode == 0, ended.stderr
-        return ended.stdout, [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        return ended.stdout, [
+            json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()
+        ]
 
     shown, [row] = measured("--commit", "one")
     assert "failed" not in row, row
@@ -38,18 +54,28 @@ def test_each_case_is_measured_once_for_each_commit(tmp_path):
     assert f"{row['date']}, commit one, " in shown
     assert f"optimus_jax: {row['version']}" in shown
     assert row["options"][0][0] == "xla_cpu_enable_concurrency_optimized_scheduler=false"
-    assert shown.count("xla_cpu_enable_concurrency_optimized_scheduler=false`: virtual devices") == 1
+    assert (
+        shown.count("xla_cpu_enable_concurrency_optimized_scheduler=false`: virtual devices") == 1
+    )
     again, rows = measured("--commit", "one")
     assert "already there: optimus_jax: gpt2-nano 4 x 128\n" in again
     assert len(rows) == 1
     shown, rows = measured("--commit", "two")
     assert [each["commit"] for each in rows] == ["one", "two"]
-    assert shown[shown.index("## "):].count("| gpt2-nano 4 x 128 |") == 1, "the table has the newest"
+    assert shown[shown.index("## ") :].count("| gpt2-nano 4 x 128 |") == 1, (
+        "the table has the newest"
+    )
 
 
 def test_there_is_nothing_to_begin(tmp_path):
     def said(*more):
-        ended = subprocess.run([sys.executable, FOLDER / "run.py", "--out", tmp_path / "rows.jsonl", *more], capture_output=True, text=True, check=False, env={"PATH": "", "PYTHONPATH": str(FOLDER.parents[1])})
+        ended = subprocess.run(
+            [sys.executable, FOLDER / "run.py", "--out", tmp_path / "rows.jsonl", *more],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PATH": "", "PYTHONPATH": str(FOLDER.parents[1])},
+        )
         return ended.returncode, ended.stderr
 
     assert (code_and_text := said("--smoke", "--only", "no such case"))[0] == 2
@@ -63,9 +89,27 @@ H200, H100 = "NVIDIA H200, 570.1, 1980 MHz, 700 W", "NVIDIA H100 80GB HBM3, 570.
 
 def row(**more) -> dict:
     """Of a step of half a second with half of the data sheet's FLOPs."""
-    return {"who": "ours", "name": "gpt2-xl 16 x 1024", "machine": H200, "device": "NVIDIA H200", "commit": "abc", "flags": "", "date": "2026-11-24", "command": "run.py", "step_s": 0.5,
-            "spread_s": [0.4, 0.6], "tokens_per_s": 32768.0, "tflops": 494.5, "compile_s": 40.2, "peak_bytes": 50 * 2**30, "peak_before_steps_bytes": 20 * 2**30, "predicted_bytes": 48 * 2**30,
-            "attention": "cudnn", "custom_calls": {"cudnn": 96, "cublas": 300, "triton": 0}, **more}
+    return {
+        "who": "ours",
+        "name": "gpt2-xl 16 x 1024",
+        "machine": H200,
+        "device": "NVIDIA H200",
+        "commit": "abc",
+        "flags": "",
+        "date": "2026-11-24",
+        "command": "run.py",
+        "step_s": 0.5,
+        "spread_s": [0.4, 0.6],
+        "tokens_per_s": 32768.0,
+        "tflops": 494.5,
+        "compile_s": 40.2,
+        "peak_bytes": 50 * 2**30,
+        "peak_before_steps_bytes": 20 * 2**30,
+        "predicted_bytes": 48 * 2**30,
+        "attention": "cudnn",
+        "custom_calls": {"cudnn": 96, "cublas": 300, "triton": 0},
+        **more,
+    }
 
 
 def cells(line: str) -> list[str]:
@@ -75,24 +119,91 @@ def cells(line: str) -> list[str]:
 def test_the_table_has_the_right_units(scripts):
     from rows import table
 
-    titles, _, *lines = table([
-        row(), row(who="eager", compile_s=None, peak_before_steps_bytes=None, predicted_bytes=None, custom_calls={}, attention="flash"), row(peak_before_steps_bytes=50 * 2**30),
-        {key: value for key, value in row(who="matmul", device="a card of the future").items() if key in ("who", "name", "device", "commit", "flags", "step_s", "spread_s", "tflops")},
-        {"who": "compile", "name": "gpt2 32 x 1024", "commit": "abc", "flags": "", "failed": "not done after 330 s: it said nothing"}]).splitlines()
-    assert cells(titles) == ["case", "by", "step: median (least, most)", "tokens/s", "TFLOP/s", "MFU", "peak memory (predicted)", "compile", "attention"]
+    titles, _, *lines = table(
+        [
+            row(),
+            row(
+                who="eager",
+                compile_s=None,
+                peak_before_steps_bytes=None,
+                predicted_bytes=None,
+                custom_calls={},
+                attention="flash",
+            ),
+            row(peak_before_steps_bytes=50 * 2**30),
+            {
+                key: value
+                for key, value in row(who="matmul", device="a card of the future").items()
+                if key
+                in (
+                    "who",
+                    "name",
+                    "device",
+                    "commit",
+                    "flags",
+                    "step_s",
+                    "spread_s",
+                    "tflops",
+                )
+            },
+            {
+                "who": "compile",
+                "name": "gpt2 32 x 1024",
+                "commit": "abc",
+                "flags": "",
+                "failed": "not done after 330 s: it said nothing",
+            },
+        ]
+    ).splitlines()
+    assert cells(titles) == [
+        "case",
+        "by",
+        "step: median (least, most)",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "peak memory (predicted)",
+        "compile",
+        "attention",
+    ]
     ours, eager, before, product, failed = map(cells, lines)
-    assert ours == ["gpt2-xl 16 x 1024", "optimus_jax", "500.0 ms (400.0, 600.0)", "32,768", "494", "50.0%", "50.0 GiB (48.0)", "40 s", "cudnn: 96 cudnn, 300 cublas"]
+    assert ours == [
+        "gpt2-xl 16 x 1024",
+        "optimus_jax",
+        "500.0 ms (400.0, 600.0)",
+        "32,768",
+        "494",
+        "50.0%",
+        "50.0 GiB (48.0)",
+        "40 s",
+        "cudnn: 96 cudnn, 300 cublas",
+    ]
     assert eager[6:] == ["50.0 GiB", "-", "flash"]
     assert before[6] == "at most 50.0 GiB, reached before the steps (48.0)"
     assert product[3:] == ["-", "494", "-", "-", "-", "-"]
-    assert failed == ["gpt2 32 x 1024", "PyTorch, torch.compile", "failed: not done after 330 s: it said nothing", *[""] * 6]
+    assert failed == [
+        "gpt2 32 x 1024",
+        "PyTorch, torch.compile",
+        "failed: not done after 330 s: it said nothing",
+        *[""] * 6,
+    ]
 
 
 def test_rows_of_two_cards_are_two_tables_and_a_failure_that_was_mended_is_gone(scripts):
     from rows import report
 
-    failed = {key: row()[key] for key in ("who", "name", "machine", "commit", "flags", "date", "command")} | {"failed": "exit code 1"}
-    text = report([failed, row(machine=H100, device="NVIDIA H100 80GB HBM3"), row(), row(who="eager", commit="abd"), row(flags="--xla_gpu_autotune_level=0", options=[("a=1", "it helps", "a link")])])
+    failed = {
+        key: row()[key] for key in ("who", "name", "machine", "commit", "flags", "date", "command")
+    } | {"failed": "exit code 1"}
+    text = report(
+        [
+            failed,
+            row(machine=H100, device="NVIDIA H100 80GB HBM3"),
+            row(),
+            row(who="eager", commit="abd"),
+            row(flags="--xla_gpu_autotune_level=0", options=[("a=1", "it helps", "a link")]),
+        ]
+    )
     first, second = (part for part in re.split("^## ", text, flags=re.MULTILINE) if part)
     assert first.startswith(H100)
     assert second.startswith(H200)
@@ -100,23 +211,30 @@ def test_rows_of_two_cards_are_two_tables_and_a_failure_that_was_mended_is_gone(
     assert (first.count("gpt2-xl 16 x 1024"), second.count("gpt2-xl 16 x 1024")) == (1, 3)
     assert cells(first.splitlines()[2])[-1] == "attention"
     assert cells(second.splitlines()[2])[-2:] == ["commit", "XLA_FLAGS"]
-    assert [cells(line)[-2:] for line in second.splitlines()[4:7]] == [["abc", "-"], ["abd", "-"], ["abc", "--xla_gpu_autotune_level=0"]]
+    assert [cells(line)[-2:] for line in second.splitlines()[4:7]] == [
+        ["abc", "-"],
+        ["abd", "-"],
+        ["abc", "--xla_gpu_autotune_level=0"],
+    ]
     assert "MFU: of 989 TFLOP/s, dense bf16" in first
     assert "`a=1`: it helps (a link)" in second
     assert "Model FLOPs" in first
 
 
-@pytest.mark.parametrize(("there", "asked", "done"), [
-    ({}, {}, True),
-    ({"failed": "exit code 1"}, {}, False),
-    ({"left_out": "no time"}, {}, False),
-    ({}, {"commit": "abd"}, False),
-    ({"commit": ""}, {"commit": ""}, False),
-    ({"commit": "abc+"}, {"commit": "abc+"}, False),
-    ({}, {"machine": H100}, False),
-    ({}, {"flags": "--xla_gpu_autotune_level=0"}, False),
-    ({}, {"who": "eager"}, False),
-])
+@pytest.mark.parametrize(
+    ("there", "asked", "done"),
+    [
+        ({}, {}, True),
+        ({"failed": "exit code 1"}, {}, False),
+        ({"left_out": "no time"}, {}, False),
+        ({}, {"commit": "abd"}, False),
+        ({"commit": ""}, {"commit": ""}, False),
+        ({"commit": "abc+"}, {"commit": "abc+"}, False),
+        ({}, {"machine": H100}, False),
+        ({}, {"flags": "--xla_gpu_autotune_level=0"}, False),
+        ({}, {"who": "eager"}, False),
+    ],
+)
 def test_a_case_is_done_with_figures_of_the_same_code_card_and_flags(there, asked, done, scripts):
     from rows import is_done
 
@@ -135,28 +253,81 @@ def test_what_a_card_has_no_room_for_is_left_out_and_said(scripts, tmp_path, mon
 
     monkeypatch.delenv("XLA_FLAGS")
     begun = []
-    monkeypatch.setattr(run, "measured", lambda case, *_, **__: begun.append(case) or {"failed": "never"})
-    assert len(run.fill(tmp_path / "80.jsonl", CASES, 1e4, card(80), {"machine": "80", "command": "", "commit": "abc"})) == len(begun)
-    left_out = {tuple(cells(line)[:3]) for line in capsys.readouterr().out.splitlines() if "left out" in line}
-    eager = {case for case in CASES if case.who == "eager" and case.model == "gpt2-xl" and case.batch == 16}
-    in_bf16_again = {case for case in CASES if case.model == "llama3-8b" and case.weights == "bf16" and case.remat == "full"}  # 60 GiB of states, and little else
+    monkeypatch.setattr(
+        run, "measured", lambda case, *_, **__: begun.append(case) or {"failed": "never"}
+    )
+    assert len(
+        run.fill(
+            tmp_path / "80.jsonl",
+            CASES,
+            1e4,
+            card(80),
+            {"machine": "80", "command": "", "commit": "abc"},
+        )
+    ) == len(begun)
+    left_out = {
+        tuple(cells(line)[:3])
+        for line in capsys.readouterr().out.splitlines()
+        if "left out" in line
+    }
+    eager = {
+        case
+        for case in CASES
+        if case.who == "eager" and case.model == "gpt2-xl" and case.batch == 16
+    }
+    # 60 GiB of states, and little else
+    in_bf16_again = {
+        case
+        for case in CASES
+        if case.model == "llama3-8b" and case.weights == "bf16" and case.remat == "full"
+    }
     assert len(eager) == len(in_bf16_again) == 1
-    assert {case for case in CASES if case.model == "llama3-8b"} - in_bf16_again | eager == set(CASES) - set(begun)
+    assert {case for case in CASES if case.model == "llama3-8b"} - in_bf16_again | eager == set(
+        CASES
+    ) - set(begun)
     assert len(left_out) == len(CASES) - len(begun)
-    assert any(case == "llama3-8b 2 x 4096, precision.moments=bf16" and re.fullmatch(r"left out: planned to take 113\.\d of 73\.6 GiB", why) for case, _, why in left_out), left_out
+    assert any(
+        case == "llama3-8b 2 x 4096, precision.moments=bf16"
+        and re.fullmatch(r"left out: planned to take 113\.\d of 73\.6 GiB", why)
+        for case, _, why in left_out
+    ), left_out
     rows = [json.loads(line) for line in (tmp_path / "80.jsonl").read_text().splitlines()]
     assert len([row for row in rows if "left_out" in row]) == len(left_out)
-    run.fill(tmp_path / "80.jsonl", CASES, 0.0, card(80), {"machine": "80", "command": "", "commit": "abc"})
-    assert len((tmp_path / "80.jsonl").read_text().splitlines()) == len(rows), "what was left out before is not said again"
+    run.fill(
+        tmp_path / "80.jsonl",
+        CASES,
+        0.0,
+        card(80),
+        {"machine": "80", "command": "", "commit": "abc"},
+    )
+    assert len((tmp_path / "80.jsonl").read_text().splitlines()) == len(rows), (
+        "what was left out before is not said again"
+    )
     capsys.readouterr()
-    assert len(run.fill(tmp_path / "141.jsonl", CASES, 1e4, card(140, "NVIDIA H200"), {"machine": "141", "command": "", "commit": "abc"})) == len(CASES)
+    assert len(
+        run.fill(
+            tmp_path / "141.jsonl",
+            CASES,
+            1e4,
+            card(140, "NVIDIA H200"),
+            {"machine": "141", "command": "", "commit": "abc"},
+        )
+    ) == len(CASES)
     capsys.readouterr()
-    assert not run.fill(tmp_path / "late.jsonl", CASES, 10.0, card(140), {"machine": "141", "command": "", "commit": "abc"})
+    assert not run.fill(
+        tmp_path / "late.jsonl",
+        CASES,
+        10.0,
+        card(140),
+        {"machine": "141", "command": "", "commit": "abc"},
+    )
     assert capsys.readouterr().out.count("left out: no time") == len(CASES)
 
 
 @pytest.mark.parametrize(("limit_s", "why"), [(1000.0, "failed"), (0.2, "left_out")])
-def test_a_case_that_time_does_not_suffice_for_has_not_failed(limit_s, why, scripts, tmp_path, monkeypatch):
+def test_a_case_that_time_does_not_suffice_for_has_not_failed(
+    limit_s, why, scripts, tmp_path, monkeypatch
+):
     import run
     from cases import SMOKE
 
@@ -165,9 +336,19 @@ def test_a_case_that_time_does_not_suffice_for_has_not_failed(limit_s, why, scri
     assert list(figures) == ["took_s", why]
 
 
-@pytest.mark.parametrize(("rows", "counts"), [
-    ([{}, {"failed": "late"}], 0), ([{}, {"failed": "late", "commit": "abd"}], 1), ([{"failed": "late"}, {}], 1), ([{}, {"left_out": "no time", "commit": "abd"}], 0),
-    ([{"failed": "late"}, {"left_out": "no time"}], 0), ([{"left_out": "no time"}, {"failed": "late"}], 1), ([{"left_out": "no time"}, {"left_out": "no room"}], 1), ([{}, {}], 1)])
+@pytest.mark.parametrize(
+    ("rows", "counts"),
+    [
+        ([{}, {"failed": "late"}], 0),
+        ([{}, {"failed": "late", "commit": "abd"}], 1),
+        ([{"failed": "late"}, {}], 1),
+        ([{}, {"left_out": "no time", "commit": "abd"}], 0),
+        ([{"failed": "late"}, {"left_out": "no time"}], 0),
+        ([{"left_out": "no time"}, {"failed": "late"}], 1),
+        ([{"left_out": "no time"}, {"left_out": "no room"}], 1),
+        ([{}, {}], 1),
+    ],
+)
 def test_of_rows_of_the_same_case_figures_count(rows, counts, scripts):
     from rows import newest
 
@@ -180,16 +361,29 @@ def test_of_rows_of_the_same_case_figures_count(rows, counts, scripts):
 def test_a_commit_that_nobody_can_go_back_to_is_said(commit, is_said, scripts, tmp_path, capsys):
     import run
 
-    run.fill(tmp_path / "new" / "rows.jsonl", (), 1.0, card(140), {"machine": "141", "command": "", "commit": commit})
+    run.fill(
+        tmp_path / "new" / "rows.jsonl",
+        (),
+        1.0,
+        card(140),
+        {"machine": "141", "command": "", "commit": commit},
+    )
     assert ("--commit NAME" in capsys.readouterr().out) == is_said
 
 
 def test_a_script_that_is_told_to_end_ends_its_case(tmp_path):
     """It would hold the card."""
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/bash\necho $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid\nexec sleep 100\n")
+    python.write_text(
+        f"#!/bin/bash\necho $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid\nexec"
+        " sleep 100\n"
+    )
     python.chmod(0o755)
-    program = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import run; sys.argv = ['run.py', '--smoke', '--out', {str(tmp_path / 'rows.jsonl')!r}]; sys.executable = {str(python)!r}; sys.exit(run.main())"
+    program = (
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import run; sys.argv = ['run.py',"
+        f" '--smoke', '--out', {str(tmp_path / 'rows.jsonl')!r}]; sys.executable = {str(python)!r};"
+        " sys.exit(run.main())"
+    )
     script = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     until((tmp_path / "pid").exists)
     script.terminate()
@@ -227,14 +421,29 @@ def test_the_exit_code_is_1_if_all_that_was_begun_failed(scripts, tmp_path, monk
     monkeypatch.setattr(Card, "here", lambda: card(80))
     answers = iter([*[{"failed": "a"}] * 3, row(), *[{"failed": "b"}] * 2])
     monkeypatch.setattr(run, "measured", lambda *_, **__: next(answers))
-    monkeypatch.setattr("sys.argv", ["run.py", "--out", str(tmp_path / "rows.jsonl"), "--only", "eager gpt2", "--commit", "abc"])
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "run.py",
+            "--out",
+            str(tmp_path / "rows.jsonl"),
+            "--only",
+            "eager gpt2",
+            "--commit",
+            "abc",
+        ],
+    )
     assert [run.main(), run.main()] == [1, 0]
 
 
 def test_a_case_that_is_late_is_ended_with_what_it_started(scripts):
     import run
 
-    command = [sys.executable, "-c", "import subprocess; print('said', flush=True); subprocess.run(['sleep', '60'])"]
+    command = [
+        sys.executable,
+        "-c",
+        "import subprocess; print('said', flush=True); subprocess.run(['sleep', '60'])",
+    ]
     assert run._run(command, {}, 1.0) == ("said\n", "", "not done after 1 s")
 
 
@@ -245,7 +454,12 @@ def test_nvidia_smi_is_read(scripts, tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.86.15, 1980, 700.00, 143771, 9.0'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert Card.here() == Card(device_kind="NVIDIA H200", text="NVIDIA H200, 570.86.15, 1980 MHz, 700.00 W", memory_bytes=143771 * 2**20, capability=(9, 0))
+    assert Card.here() == Card(
+        device_kind="NVIDIA H200",
+        text="NVIDIA H200, 570.86.15, 1980 MHz, 700.00 W",
+        memory_bytes=143771 * 2**20,
+        capability=(9, 0),
+    )
     monkeypatch.setenv("PATH", "")
     assert Card.here() is None
 
@@ -257,17 +471,39 @@ def test_a_kernel_of_cudnns_is_found_in_a_compiled_step(scripts):
 %b = (bf16[8]) custom-call(%q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
 %c = bf16[8] custom-call(%q), custom_call_target="__cublas$lt$matmul"
 %d = bf16[8] custom-call(%q), custom_call_target="__cudnn$convForward\""""
-    assert {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()} == {"cudnn": 2, "triton": 0, "cublas": 1}
+    assert {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()} == {
+        "cudnn": 2,
+        "triton": 0,
+        "cublas": 1,
+    }
 
 
-@pytest.mark.parametrize(("kernels", "kind"), [
-    (["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64", "ampere_bf16_s16816gemm"], "cudnn"),
-    (["void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>", "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"], "flash"),
-    (["fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)"], "efficient"),
-    (["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "flash_fwd_kernel"], "cudnn, flash"),
-    (["softmax_warp_forward"], "math"),
-    ([], "not known: the profiler saw no kernels"),
-])
+@pytest.mark.parametrize(
+    ("kernels", "kind"),
+    [
+        (
+            [
+                "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64",
+                "ampere_bf16_s16816gemm",
+            ],
+            "cudnn",
+        ),
+        (
+            [
+                "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>",
+                "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel",
+            ],
+            "flash",
+        ),
+        (["fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)"], "efficient"),
+        (
+            ["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "flash_fwd_kernel"],
+            "cudnn, flash",
+        ),
+        (["softmax_warp_forward"], "math"),
+        ([], "not known: the profiler saw no kernels"),
+    ],
+)
 def test_whose_attention_pytorch_ran(kernels, kind, scripts):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -287,16 +523,34 @@ def test_pytorch_without_a_gpu_is_no_measurement(scripts, monkeypatch):
 def test_pytorch_trains_models_of_the_same_sizes(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    ended = subprocess.run([sys.executable, FOLDER / "run.py", "--smoke", "--only", "eager", "--out", tmp_path / "rows.jsonl"], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [
+            sys.executable,
+            FOLDER / "run.py",
+            "--smoke",
+            "--only",
+            "eager",
+            "--out",
+            tmp_path / "rows.jsonl",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(row["name"], row["weights"]) for row in rows] == [("gpt2-nano 4 x 128", "f32"), ("llama-nano 4 x 128, all in bf16", "bf16")]
+    assert [(row["name"], row["weights"]) for row in rows] == [
+        ("gpt2-nano 4 x 128", "f32"),
+        ("llama-nano 4 x 128, all in bf16", "bf16"),
+    ]
     for row in rows:
         assert "failed" not in row, row
         assert row["loss"] < row["first_loss"]
 
 
-@pytest.mark.parametrize(("first", "last"), [(math.nan, math.nan), (5.5, math.nan), (0.0, -1.0), (9.0, 5.5), (5.5, 5.5)])
+@pytest.mark.parametrize(
+    ("first", "last"), [(math.nan, math.nan), (5.5, math.nan), (0.0, -1.0), (9.0, 5.5), (5.5, 5.5)]
+)
 def test_steps_that_do_not_train_are_a_failure(first, last, scripts):
     from cases import check_losses
 
@@ -334,7 +588,13 @@ def test_a_gradient_that_is_no_number_is_wrong(scripts):
 
 @pytest.mark.parametrize("script", ["attention_kernels.py", "fp8.py"])
 def test_without_a_gpu_there_is_a_line_and_no_traceback(script):
-    ended = subprocess.run([sys.executable, FOLDER / script], capture_output=True, text=True, check=False, env={"PATH": "", "PYTHONPATH": str(FOLDER.parents[1])})
+    ended = subprocess.run(
+        [sys.executable, FOLDER / script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "", "PYTHONPATH": str(FOLDER.parents[1])},
+    )
     assert ended.returncode == 2
     assert "there is none" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -343,24 +603,53 @@ def test_without_a_gpu_there_is_a_line_and_no_traceback(script):
 def test_products_in_8_bits_are_counted(scripts):
     from fp8 import PRODUCTS, fp8_kernels
 
-    assert fp8_kernels('custom_call_target="__cublas$lt$matmul$f8"\ncustom_call_target="__cublas$lt$matmul"\n' * PRODUCTS) == PRODUCTS
+    assert (
+        fp8_kernels(
+            'custom_call_target="__cublas$lt$matmul$f8"\ncustom_call_target="__cublas$lt$matmul"\n'
+            * PRODUCTS
+        )
+        == PRODUCTS
+    )
 
 
-def test_what_was_compiled_of_another_commit_is_compiled_again(scripts, tmp_path, monkeypatch, capsys):
+def test_what_was_compiled_of_another_commit_is_compiled_again(
+    scripts, tmp_path, monkeypatch, capsys
+):
     import compiled
     from cases import CASES
 
     ours, made, answers = [case for case in CASES if case.who == "ours"], [], {}
-    monkeypatch.setattr(compiled, "compiled", lambda case, cluster: made.append(case) or {"name": str(case), "target": "h200", "model_flops": 1.0, "predicted_bytes": 1, "version": "jax", "date": "today", **answers})
+    monkeypatch.setattr(
+        compiled,
+        "compiled",
+        lambda case, cluster: (
+            made.append(case)
+            or {
+                "name": str(case),
+                "target": "h200",
+                "model_flops": 1.0,
+                "predicted_bytes": 1,
+                "version": "jax",
+                "date": "today",
+                **answers,
+            }
+        ),
+    )
     monkeypatch.setattr(compiled, "table", lambda rows: str(len(rows)))
 
     def number_made(commit: str) -> tuple[int, int]:
         made.clear()
-        monkeypatch.setattr("sys.argv", ["compiled.py", "--out", str(tmp_path / "rows.jsonl"), "--commit", commit])
+        monkeypatch.setattr(
+            "sys.argv", ["compiled.py", "--out", str(tmp_path / "rows.jsonl"), "--commit", commit]
+        )
         code = compiled.main()
         assert capsys.readouterr().out.startswith(f"{len(ours)}\n")
         return code, len(made)
 
-    assert [number_made(commit) for commit in ("one", "one", "two", "two+", "two+", "")] == [(0, len(ours)), (0, 0), *[(0, len(ours))] * 4]
+    assert [number_made(commit) for commit in ("one", "one", "two", "two+", "two+", "")] == [
+        (0, len(ours)),
+        (0, 0),
+        *[(0, len(ours))] * 4,
+    ]
     answers["failed"] = "the plan does not compile"
     assert number_made("three") == (1, len(ours))

@@ -1,4 +1,7 @@
-"""The local launcher: who it starts, what it passes on, and what it ends with. (Real runs: test_distributed.py.)"""
+"""The local launcher: who it starts, what it passes on, and what it ends with.
+
+(Real runs: test_distributed.py.)
+"""
 
 import os
 import signal
@@ -18,10 +21,14 @@ TOLD = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_ID", "NUM_LOCAL")
 
 @pytest.fixture
 def start(tmp_path):
-    """Launch a program, which finds `number`, `told`, `say` and `wait`: for a file that another process makes with `say`."""
+    """Launch a program, which finds `number`, `told`, `say` and `wait`: for a file that another
+    process makes with `say`.
+    """
+
     def launch(program, *flags, processes=2, arguments=()):
         script = tmp_path / "program.py"
-        script.write_text(textwrap.dedent(f"""\
+        script.write_text(
+            textwrap.dedent(f"""\
             import os, pathlib, signal, sys, time
             told = {{name: os.environ["OPTIMUS_" + name] for name in {TOLD}}}
             number, there = int(told["PROCESS_ID"]), pathlib.Path({str(tmp_path)!r})
@@ -30,9 +37,25 @@ def start(tmp_path):
             def wait(name):
                 while not (there / name).exists():
                     time.sleep(0.01)
-            """) + textwrap.dedent(program))
-        return subprocess.Popen([sys.executable, LAUNCH, "--processes", str(processes), *flags, "--", script, *arguments],
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            """)
+            + textwrap.dedent(program)
+        )
+        return subprocess.Popen(
+            [
+                sys.executable,
+                LAUNCH,
+                "--processes",
+                str(processes),
+                *flags,
+                "--",
+                script,
+                *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
     return launch
 
 
@@ -42,16 +65,42 @@ def finish(process):
 
 
 def test_each_is_told_who_it_is(start):
-    code, output, errors = finish(start("print(sys.argv[1:], *told.values())", "--cpu-devices", "4", processes=3, arguments=("--model", "m")))
+    code, output, errors = finish(
+        start(
+            "print(sys.argv[1:], *told.values())",
+            "--cpu-devices",
+            "4",
+            processes=3,
+            arguments=("--model", "m"),
+        )
+    )
     assert code == 0
-    lines = [output.strip(), *(line.removeprefix(f"[{number}] ") for number, line in enumerate(sorted(errors.splitlines()), 1))]
+    lines = [
+        output.strip(),
+        *(
+            line.removeprefix(f"[{number}] ")
+            for number, line in enumerate(sorted(errors.splitlines()), 1)
+        ),
+    ]
     port = lines[0].split("127.0.0.1:")[1].split()[0]
-    assert lines == [f"['--model', 'm', '--cpu-devices', '4'] 127.0.0.1:{port} 3 {number} {number} 3" for number in range(3)]
+    assert lines == [
+        f"['--model', 'm', '--cpu-devices', '4'] 127.0.0.1:{port} 3 {number} {number} 3"
+        for number in range(3)
+    ]
 
 
-@pytest.mark.parametrize(("how", "code"), [("sys.exit(75)", 75), ("sys.exit(2)", 2), ("os.kill(os.getpid(), 9)", 137), ("raise ValueError('no')", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("sys.exit(75)", 75),
+        ("sys.exit(2)", 2),
+        ("os.kill(os.getpid(), 9)", 137),
+        ("raise ValueError('no')", 1),
+    ],
+)
 def test_if_one_fails_all_end_with_its_code(start, how, code):
-    ended, _, errors = finish(start(f"""
+    ended, _, errors = finish(
+        start(f"""
         if number == 1:
             wait("waiting")
             {how}
@@ -59,13 +108,16 @@ def test_if_one_fails_all_end_with_its_code(start, how, code):
         say("waiting")
         while True:
             time.sleep(0.01)
-        """))
+        """)
+    )
     assert ended == code
     assert ("[1] ValueError: no" in errors) == (code == 1)
 
 
 def test_who_does_not_end_in_time_is_killed(start):
-    code, _, _ = finish(start("""
+    code, _, _ = finish(
+        start(
+            """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         say(f"waiting-{number}")
         wait("waiting-0")
@@ -73,7 +125,11 @@ def test_who_does_not_end_in_time_is_killed(start):
             sys.exit(3)
         while True:
             time.sleep(0.01)
-        """, "--grace", "0.1"))
+        """,
+            "--grace",
+            "0.1",
+        )
+    )
     assert code == 3
 
 
@@ -111,7 +167,9 @@ PATIENT = """
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_processes_end_with_their_terminal_and_with_who_started_them(start, number, tmp_path):
-    """SIGKILL cannot be passed on; what becomes of processes whose parent is gone, the system knows."""
+    """SIGKILL cannot be passed on; what becomes of processes whose parent is gone, the system
+    knows.
+    """
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     try:
         launched = start(PATIENT)
@@ -160,11 +218,20 @@ def test_a_signal_before_all_are_there_reaches_each_once():
         assert [process.signals for process in processes] == [[signal.SIGTERM, signal.SIGUSR1]] * 2
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((), "required"), (("--processes", "0", "--", "train.py"), "at least one process"), (("--processes", "2", "--", "trian.py"), "no such script"),
-    (("--processes", "two", "--", "train.py"), "invalid int value"), (("--processes", "2"), "required: SCRIPT")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "required"),
+        (("--processes", "0", "--", "train.py"), "at least one process"),
+        (("--processes", "2", "--", "trian.py"), "no such script"),
+        (("--processes", "two", "--", "train.py"), "invalid int value"),
+        (("--processes", "2"), "required: SCRIPT"),
+    ],
+)
 def test_mistakes_end_with_one_message(arguments, message):
-    failed = subprocess.run([sys.executable, LAUNCH, *arguments], capture_output=True, text=True, timeout=60)
+    failed = subprocess.run(
+        [sys.executable, LAUNCH, *arguments], capture_output=True, text=True, timeout=60
+    )
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "do: " in failed.stderr
@@ -172,7 +239,13 @@ def test_mistakes_end_with_one_message(arguments, message):
 
 
 def test_help_does_not_import_jax():
-    shown = subprocess.run([sys.executable, "-X", "importtime", LAUNCH, "--help"], capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "118"})
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", LAUNCH, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "118"},
+    )
     assert shown.returncode == 0
     assert "launch.py --processes N [flags] -- SCRIPT" in shown.stdout
     assert " jax\n" not in shown.stderr

@@ -1,4 +1,6 @@
-"""The rooms of the package and their order: a module imports from its own room and from rooms above it in this table."""
+"""The rooms of the package and their order: a module imports from its own room and from rooms above
+it in this table.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -8,14 +10,50 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LEVELS = ["version", "errors", "robust", "system", "store", "config", "devices", "mesh", "models", "pipeline", "plan", "data", "cluster", "reshard", "run_directory", "faults", "checkpoint", "training", "planning.profiles", "planning.cost", "planning.learning", "planning.search", "planning.ahead_of_time", "planning.trials", "planning", "control", "simulation", "viz", "report", "run", "inference"]
-"""Lowest first. The order is that of the data: what is asked and what is there, the plan, the step, the run, the controller."""
+LEVELS = [
+    "version",
+    "errors",
+    "robust",
+    "system",
+    "store",
+    "config",
+    "devices",
+    "mesh",
+    "models",
+    "pipeline",
+    "plan",
+    "data",
+    "cluster",
+    "reshard",
+    "run_directory",
+    "faults",
+    "checkpoint",
+    "training",
+    "planning.profiles",
+    "planning.cost",
+    "planning.learning",
+    "planning.search",
+    "planning.ahead_of_time",
+    "planning.trials",
+    "planning",
+    "control",
+    "simulation",
+    "viz",
+    "report",
+    "run",
+    "inference",
+]
+"""Lowest first. The order is that of the data: what is asked and what is there, the plan, the step,
+the run, the controller."""
 
 
 def module_names(root: Path) -> dict[str, Path]:
     """Every module of the package, by its dotted name without `optimus_jax`."""
     package = root / "optimus_jax"
-    paths = {path: ".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")}
+    paths = {
+        path: ".".join(path.relative_to(package).with_suffix("").parts)
+        for path in package.rglob("*.py")
+    }
     return {name.removesuffix("__init__").removesuffix("."): path for path, name in paths.items()}
 
 
@@ -33,10 +71,19 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
-            names = [f"{source}.{alias.name}" if f"{source}.{alias.name}".removeprefix("optimus_jax.") in modules else source for alias in node.names]
+            names = [
+                f"{source}.{alias.name}"
+                if f"{source}.{alias.name}".removeprefix("optimus_jax.") in modules
+                else source
+                for alias in node.names
+            ]
         else:
             continue
-        yield from (name.removeprefix("optimus_jax").removeprefix(".") for name in names if name.split(".")[0] == "optimus_jax")
+        yield from (
+            name.removeprefix("optimus_jax").removeprefix(".")
+            for name in names
+            if name.split(".")[0] == "optimus_jax"
+        )
 
 
 def upward(root: Path) -> list[str]:
@@ -46,7 +93,12 @@ def upward(root: Path) -> list[str]:
     for module, path in modules.items():
         for name in imported(path, modules) if module else ():
             here, there = room_of(module), room_of(name)
-            if not name or here not in LEVELS or there not in LEVELS or LEVELS.index(there) > LEVELS.index(here):
+            if (
+                not name
+                or here not in LEVELS
+                or there not in LEVELS
+                or LEVELS.index(there) > LEVELS.index(here)
+            ):
                 found.append(f"{module} imports {name or 'the root of the package'}")
     return found
 
@@ -57,7 +109,13 @@ def test_no_module_imports_upward():
 
 def test_no_modules_import_in_a_circle():
     modules = module_names(ROOT)
-    TopologicalSorter({module: {name for name in imported(path, modules) if name in modules} for module, path in modules.items() if module}).prepare()
+    TopologicalSorter(
+        {
+            module: {name for name in imported(path, modules) if name in modules}
+            for module, path in modules.items()
+            if module
+        }
+    ).prepare()
 
 
 def test_the_readme_lists_every_folder_as_its_docstring_says():
@@ -73,9 +131,17 @@ def test_every_room_is_there_and_in_the_table():
     assert len(LEVELS) == len(set(LEVELS))
 
 
-@pytest.mark.parametrize(("module", "line"), [
-    ("mesh/axes.py", "from optimus_jax.plan import Plan"), ("config/data.py", "import optimus_jax"), ("planning/cost/cost.py", "from optimus_jax.planning.search import layouts"),
-    ("training/step.py", "def late():\n    from optimus_jax.run import api"), ("errors.py", "from optimus_jax import plan"), ("somewhere.py", "import optimus_jax.errors")])
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("mesh/axes.py", "from optimus_jax.plan import Plan"),
+        ("config/data.py", "import optimus_jax"),
+        ("planning/cost/cost.py", "from optimus_jax.planning.search import layouts"),
+        ("training/step.py", "def late():\n    from optimus_jax.run import api"),
+        ("errors.py", "from optimus_jax import plan"),
+        ("somewhere.py", "import optimus_jax.errors"),
+    ],
+)
 def test_an_import_that_goes_up_is_found(module, line, tmp_path):
     for name, path in module_names(ROOT).items():
         target = tmp_path / path.relative_to(ROOT)

@@ -1,4 +1,6 @@
-"""Every notebook runs from top to bottom in a fresh kernel, shows its pictures, and is stored without outputs."""
+"""Every notebook runs from top to bottom in a fresh kernel, shows its pictures, and is stored
+without outputs.
+"""
 
 from pathlib import Path
 
@@ -24,8 +26,12 @@ def test_a_notebook_is_stored_as_source_alone(path):
     book = nbformat.read(path, as_version=4)
     nbformat.validate(book)
     cells = [cell for cell in book.cells if cell.cell_type == "code"]
-    assert all(not cell.outputs and cell.execution_count is None for cell in cells), "clear all outputs before you commit"
-    assert path.read_text().startswith('{\n "cells"'), "one line of JSON for each line of source, so that diffs are small"
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells), (
+        "clear all outputs before you commit"
+    )
+    assert path.read_text().startswith('{\n "cells"'), (
+        "one line of JSON for each line of source, so that diffs are small"
+    )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -34,8 +40,19 @@ def test_a_notebook_runs(path, monkeypatch):
     for name in ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"):
         monkeypatch.delenv(name, raising=False)
     book = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(book, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute()
+    nbclient.NotebookClient(
+        book,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(FOLDER)}},
+    ).execute()
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
-    pictures = [output for output in outputs if {"image/png", "application/vnd.plotly.v1+json"} & set(output.get("data", ()))]
+    pictures = [
+        output
+        for output in outputs
+        if {"image/png", "application/vnd.plotly.v1+json"} & set(output.get("data", ()))
+    ]
     assert len(pictures) >= PICTURES[path.stem]
-    assert not [output for output in outputs if output.output_type == "stream" and output.name == "stderr"], "no warnings among the pictures"
+    assert not [
+        output for output in outputs if output.output_type == "stream" and output.name == "stderr"
+    ], "no warnings among the pictures"

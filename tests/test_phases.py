@@ -1,4 +1,6 @@
-"""Phases deal every length's deck on without a gap, and none comes to a run that has not asked for it."""
+"""Phases deal every length's deck on without a gap, and none comes to a run that has not asked for
+it.
+"""
 
 import pytest
 from hypothesis import given
@@ -10,13 +12,29 @@ from optimus_jax.errors import ConfigError
 
 
 def config_of(text, **data):
-    return Config().with_values({"data.seq_len": 128, "data.phases": text} | {f"data.{name}": value for name, value in data.items()})
+    return Config().with_values(
+        {"data.seq_len": 128, "data.phases": text}
+        | {f"data.{name}": value for name, value in data.items()}
+    )
 
 
 def test_what_is_left_open_stays():
     phases = phases_of(config_of("200:64, 400:x512,500:32x128"))
-    assert [(phase.steps_before, phase.last_step, phase.global_batch, phase.seq_len, phase.examples_before) for phase in phases] == [
-        (0, 200, 16, 128, 0), (200, 400, 64, 128, 200 * 16), (400, 500, 64, 512, 0), (500, None, 32, 128, 200 * 16 + 200 * 64)]
+    assert [
+        (
+            phase.steps_before,
+            phase.last_step,
+            phase.global_batch,
+            phase.seq_len,
+            phase.examples_before,
+        )
+        for phase in phases
+    ] == [
+        (0, 200, 16, 128, 0),
+        (200, 400, 64, 128, 200 * 16),
+        (400, 500, 64, 512, 0),
+        (500, None, 32, 128, 200 * 16 + 200 * 64),
+    ]
 
 
 def test_a_run_without_phases_has_one():
@@ -29,14 +47,24 @@ def test_a_run_without_phases_has_one():
 @st.composite
 def ramps(draw):
     steps = draw(st.lists(st.integers(1, 60), min_size=1, max_size=5, unique=True).map(sorted))
-    pairs = st.tuples(st.one_of(st.none(), st.integers(1, 9)), st.one_of(st.none(), st.sampled_from([16, 32]))).filter(any)
-    return config_of(tuple(PhaseConfig(after_step=step, global_batch=batch, seq_len=length) for step, (batch, length) in zip(
-        steps, draw(st.lists(pairs, min_size=len(steps), max_size=len(steps))), strict=True)))
+    pairs = st.tuples(
+        st.one_of(st.none(), st.integers(1, 9)), st.one_of(st.none(), st.sampled_from([16, 32]))
+    ).filter(any)
+    return config_of(
+        tuple(
+            PhaseConfig(after_step=step, global_batch=batch, seq_len=length)
+            for step, (batch, length) in zip(
+                steps, draw(st.lists(pairs, min_size=len(steps), max_size=len(steps))), strict=True
+            )
+        )
+    )
 
 
 @given(config=ramps())
 def test_each_example_of_a_length_is_dealt_once(config):
-    """Step after step, whatever phases lie between, the numbers of a length's examples go on from where they were."""
+    """Step after step, whatever phases lie between, the numbers of a length's examples go on from
+    where they were.
+    """
     dealt: dict[int, int] = {}
     for step in range(1, 71):
         phase = phase_after(config, step - 1)
@@ -45,7 +73,11 @@ def test_each_example_of_a_length_is_dealt_once(config):
         assert first == dealt.get(phase.seq_len, 0)
         dealt[phase.seq_len] = first + phase.global_batch
         own = in_phase(config, phase)
-        assert (own.data.global_batch, own.seq_len, own.data.phases) == (phase.global_batch, phase.seq_len, ())
+        assert (own.data.global_batch, own.seq_len, own.data.phases) == (
+            phase.global_batch,
+            phase.seq_len,
+            (),
+        )
 
 
 @given(config=ramps())
@@ -54,10 +86,22 @@ def test_phases_survive_json_and_the_command_line(config):
     assert config.with_values({"data.phases": ",".join(map(str, config.data.phases))}) == config
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("200", "AFTER_STEP:BATCHxTOKENS"), ("64@200", "AFTER_STEP:BATCHxTOKENS"), ("200:", "changes nothing"), ("0:64", "after_step must be positive"),
-    ("200:0", "global_batch must be positive"), ("200:64,200:32", "follow one another"), ("200:64,100:32", "follow one another"),
-    ("200:64x4096", r"longer than the positions(.|\n)*data.phases=200:64x4096(.|\n)*model.max_length=4096")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("200", "AFTER_STEP:BATCHxTOKENS"),
+        ("64@200", "AFTER_STEP:BATCHxTOKENS"),
+        ("200:", "changes nothing"),
+        ("0:64", "after_step must be positive"),
+        ("200:0", "global_batch must be positive"),
+        ("200:64,200:32", "follow one another"),
+        ("200:64,100:32", "follow one another"),
+        (
+            "200:64x4096",
+            r"longer than the positions(.|\n)*data.phases=200:64x4096(.|\n)*model.max_length=4096",
+        ),
+    ],
+)
 def test_phases_that_make_no_sense(text, message):
     with pytest.raises(ConfigError, match=message):
         config_of(text)

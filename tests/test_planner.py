@@ -19,8 +19,22 @@ from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 
 PLAN = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "plan.py")]
-CONTRACT = {"rank", "axes", "schedule", "microbatches", "remat", "zero", "step_time_s", "step_time_interval_s", "tokens_per_s", "mfu", "memory_bytes",
-            "bubble", "communication", "why"}
+CONTRACT = {
+    "rank",
+    "axes",
+    "schedule",
+    "microbatches",
+    "remat",
+    "zero",
+    "step_time_s",
+    "step_time_interval_s",
+    "tokens_per_s",
+    "mfu",
+    "memory_bytes",
+    "bubble",
+    "communication",
+    "why",
+}
 
 
 def plan(*flags: str) -> subprocess.CompletedProcess:
@@ -30,7 +44,9 @@ def plan(*flags: str) -> subprocess.CompletedProcess:
 def test_plans_come_best_first_with_a_reason_each():
     found = find_plans("gpt2-xl", "h100:2x8", top=5, seq_len=1024)
     assert [ranked.rank for ranked in found] == [1, 2, 3, 4, 5]
-    assert [ranked.step_time_s for ranked in found] == sorted(ranked.step_time_s for ranked in found)
+    assert [ranked.step_time_s for ranked in found] == sorted(
+        ranked.step_time_s for ranked in found
+    )
     assert found[0].plan.precision == "bf16"
     assert "the fastest that fits of" in found[0].why
     for ranked in found:
@@ -41,7 +57,15 @@ def test_plans_come_best_first_with_a_reason_each():
 
 
 def test_what_is_given_is_kept_and_its_flags_give_the_plan_again():
-    [best] = find_plans("gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, precision="bf16", **{"parallel.repeats": 3})
+    [best] = find_plans(
+        "gpt2-xl",
+        "h100:8",
+        top=1,
+        mesh="pipe=4,data=2",
+        global_batch=32,
+        precision="bf16",
+        **{"parallel.repeats": 3},
+    )
     assert str(best.axes) == "pipe=4,data=2"
     words = best.as_json()["flags"].split()
     pairs = list(zip(words[::2], words[1::2], strict=True))
@@ -68,8 +92,20 @@ def test_unknown_names_and_speeds_are_errors_that_say_what_to_do():
 
 
 def test_a_schedule_that_is_given_keeps_its_repeats_open():
-    [best] = find_plans("gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, schedule="interleaved")
-    fixed = [find_plans("gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, **{"parallel.repeats": repeats})[0] for repeats in (2, 4, 12)]
+    [best] = find_plans(
+        "gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, schedule="interleaved"
+    )
+    fixed = [
+        find_plans(
+            "gpt2-xl",
+            "h100:8",
+            top=1,
+            mesh="pipe=4,data=2",
+            global_batch=32,
+            **{"parallel.repeats": repeats},
+        )[0]
+        for repeats in (2, 4, 12)
+    ]
     assert best.step_time_s == min(ranked.step_time_s for ranked in fixed)
 
 
@@ -80,11 +116,14 @@ def test_what_a_device_cannot_compute_is_not_planned():
         find_plans("gpt2", "v100:2", precision="bf16")
 
 
-@pytest.mark.parametrize(("settings", "text"), [
-    ({"mesh": "data=4"}, "the mesh needs 4 devices; this run has 8"),
-    ({"top": 0}, "ranks count from 1"),
-    ({"mesh": "data=8", "zero": 2}, "splits over fsdp"),
-])
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"mesh": "data=4"}, "the mesh needs 4 devices; this run has 8"),
+        ({"top": 0}, "ranks count from 1"),
+        ({"mesh": "data=8", "zero": 2}, "splits over fsdp"),
+    ],
+)
 def test_what_is_not_legal_says_why(settings, text):
     with pytest.raises(OptimusError, match=text):
         find_plans("gpt2", "h100:8", **settings)
@@ -95,7 +134,9 @@ def test_zero_0_on_a_given_mesh_is_planned():
 
 
 def test_what_fits_nowhere_says_so():
-    with pytest.raises(PlanError, match=r"no layout of llama3\.3-70b fits l4 devices(.|\n)*legal layouts on 2 x l4"):
+    with pytest.raises(
+        PlanError, match=r"no layout of llama3\.3-70b fits l4 devices(.|\n)*legal layouts on 2 x l4"
+    ):
         find_plans("llama3.3-70b", "l4:2", global_batch=2)
 
 
@@ -103,20 +144,30 @@ def test_the_script_prints_a_table_and_json():
     flags = ("--model", "gpt2", "--cluster", "a100:4", "--top", "3")
     shown = plan(*flags, "--explain", "2", "--rejected")
     assert shown.returncode == 0, shown.stderr
-    for text in ("90% within ┃", " tokens/s ┃", "predicted, not measured", "train with: python scripts/train.py --model gpt2 --precision bf16", "passes over", "memory of a device"):
+    for text in (
+        "90% within ┃",
+        " tokens/s ┃",
+        "predicted, not measured",
+        "train with: python scripts/train.py --model gpt2 --precision bf16",
+        "passes over",
+        "memory of a device",
+    ):
         assert text in shown.stdout
     listed = json.loads(plan(*flags, "--json").stdout)
     assert [entry["rank"] for entry in listed] == [1, 2, 3]
     assert set(listed[0]) >= CONTRACT
 
 
-@pytest.mark.parametrize(("flags", "text"), [
-    (("--cluster", "h100"), "needs its numbers of hosts and devices"),
-    (("--cluster", "h100:8", "--explain", "11"), "ranks count from 1"),
-    (("--cluster", "h100:8", "--profile"), "only devices that are here can be measured"),
-    (("--cluster", "h100:8", "--set", "x"), "--set needs a name and a value"),
-    (("--cluster", "h100:8", "--link", "inside=fast"), "cannot read the link's speed 'fast'"),
-])
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--cluster", "h100"), "needs its numbers of hosts and devices"),
+        (("--cluster", "h100:8", "--explain", "11"), "ranks count from 1"),
+        (("--cluster", "h100:8", "--profile"), "only devices that are here can be measured"),
+        (("--cluster", "h100:8", "--set", "x"), "--set needs a name and a value"),
+        (("--cluster", "h100:8", "--link", "inside=fast"), "cannot read the link's speed 'fast'"),
+    ],
+)
 def test_mistakes_end_with_one_message(flags, text):
     ended = plan("--model", "gpt2", *flags)
     assert ended.returncode == 2
@@ -126,16 +177,31 @@ def test_mistakes_end_with_one_message(flags, text):
 
 def test_what_is_impossible_is_said_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ended = plan("--model", "gpt2-nano", "--cpu-devices", "2", "--set", "parallel.offload=optimizer")
+    ended = plan(
+        "--model", "gpt2-nano", "--cpu-devices", "2", "--set", "parallel.offload=optimizer"
+    )
     assert ended.returncode == 2
     assert "no host's memory beside that of the devices" in ended.stderr
-    measured = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "xla_flags"]
+    measured = [
+        path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "xla_flags"
+    ]
     assert not measured, "a profile takes a minute or two"
 
 
 @pytest.mark.parametrize("settings", ["parallel.offload=optimizer", "parallel.rules=mlp=none"])
 def test_the_command_to_train_with_says_a_setting_once(settings):
-    shown = plan("--model", "gpt2", "--cluster", "h100:2", "--mesh", "tensor=2", "--top", "1", "--set", settings)
+    shown = plan(
+        "--model",
+        "gpt2",
+        "--cluster",
+        "h100:2",
+        "--mesh",
+        "tensor=2",
+        "--top",
+        "1",
+        "--set",
+        settings,
+    )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.partition("train with:")[2].count(settings) == 1
 
@@ -143,28 +209,55 @@ def test_the_command_to_train_with_says_a_setting_once(settings):
 def profiled(topology, tmp_path) -> LocalCluster:
     """Devices as if they had been measured."""
     cluster = Cluster.parse("h100:8")
-    return LocalCluster(cluster=replace(cluster, accelerator=replace(cluster.accelerator, platform="cpu", memory_bytes=topology.bytes_per_device)),
-                rates=Rates.of(cluster.accelerator), records=tmp_path / "steps.jsonl")
+    return LocalCluster(
+        cluster=replace(
+            cluster,
+            accelerator=replace(
+                cluster.accelerator, platform="cpu", memory_bytes=topology.bytes_per_device
+            ),
+        ),
+        rates=Rates.of(cluster.accelerator),
+        records=tmp_path / "steps.jsonl",
+    )
 
 
 def run(tmp_path, **overrides):
-    return optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", progress="none", eval_every=0, seq_len=32, global_batch=8,
-                             **{"model.num_layers": 2, "model.embed_dim": 32, "model.mlp_dim": 64, "checkpoint.every": 0}, **overrides)
+    return optimus_jax.train(
+        "gpt2-nano",
+        run_dir=tmp_path / "run",
+        progress="none",
+        eval_every=0,
+        seq_len=32,
+        global_batch=8,
+        **{
+            "model.num_layers": 2,
+            "model.embed_dim": 32,
+            "model.mlp_dim": 64,
+            "checkpoint.every": 0,
+        },
+        **overrides,
+    )
 
 
 def test_a_run_tries_the_best_and_goes_on_with_the_plan_it_had(tmp_path, monkeypatch):
     here = profiled(discover(), tmp_path)
     monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: here)
-    monkeypatch.setattr("optimus_jax.planning.trials.measure.expected_gain", lambda *args: 1e9)  # a run for which trying pays
+    # a run for which trying pays
+    monkeypatch.setattr("optimus_jax.planning.trials.measure.expected_gain", lambda *args: 1e9)
     result = run(tmp_path, steps=1)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     trials = [event for event in events if event["event"] == "decision"]
     assert len(trials) == 3
-    assert min(trials, key=lambda event: event["measured_step_time_s"])["plan"] == result.plan.digest
+    assert (
+        min(trials, key=lambda event: event["measured_step_time_s"])["plan"] == result.plan.digest
+    )
     assert len(here.records.read_text().splitlines()) == 3
     assert any("fastest of 3" in event.get("why", "") for event in events)
 
-    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: None)  # the rule would say data=8
+    # the rule would say data=8
+    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: None)
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=2)
     assert resumed.plan == result.plan
     moved = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=3, mesh="tensor=8")
@@ -190,14 +283,34 @@ def test_a_table_needs_its_file_only_once(tmp_path):
 
 def test_a_measured_machine_is_planned_for(tmp_path):
     """Through the script, with a small profile made once; nothing here speaks of time."""
-    flags = ("--model", "gpt2-nano", "--cpu-devices", "2", "--global-batch", "4", "--seq-len", "32", "--json")
+    flags = (
+        "--model",
+        "gpt2-nano",
+        "--cpu-devices",
+        "2",
+        "--global-batch",
+        "4",
+        "--seq-len",
+        "32",
+        "--json",
+    )
     ended = plan(*flags)
     assert ended.returncode == 0, ended.stderr
     listed = json.loads(ended.stdout)
-    assert {tuple(entry["axes"].values()) for entry in listed} == {(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 1, 1, 1)}
+    assert {tuple(entry["axes"].values()) for entry in listed} == {
+        (1, 2, 1, 1),
+        (1, 1, 2, 1),
+        (1, 1, 1, 2),
+        (2, 1, 1, 1),
+    }
     assert all(entry["mfu"] is None and entry["precision"] == "f32" for entry in listed)
 
 
 def test_defaults_do_not_hide_what_the_user_fixed():
-    assert find_plans("gpt2", "h100:8", top=1, **{"precision.compute": "f16"})[0].plan.precision == "f16"
-    assert find_plans("gpt2", "h100:8", top=1, **{"data.global_batch": 24})[0].plan.batch_ways() in (1, 2, 4, 8)
+    assert (
+        find_plans("gpt2", "h100:8", top=1, **{"precision.compute": "f16"})[0].plan.precision
+        == "f16"
+    )
+    assert find_plans("gpt2", "h100:8", top=1, **{"data.global_batch": 24})[
+        0
+    ].plan.batch_ways() in (1, 2, 4, 8)

@@ -1,4 +1,6 @@
-"""Two and four processes train as one does, whichever axis crosses their border, and what they save goes on in one, two and eight."""
+"""Two and four processes train as one does, whichever axis crosses their border, and what they save
+goes on in one, two and eight.
+"""
 
 import contextlib
 import json
@@ -12,11 +14,30 @@ import pytest
 from helpers import F32_RELATIVE
 
 GROUPS = Path(__file__).parent / "process_groups.py"
-TINY = {"model": "gpt2-nano", "steps": 3, "global_batch": 8, "seq_len": 32, "eval_every": 0, "progress": "none", "model.num_layers": 2,
-        "model.embed_dim": 32, "model.mlp_dim": 64, "model.head_dim": 4, "model.vocab_size": 264}
-TWO = {"data=4": {"data": "hosts"}, "tensor=4": {"tensor": "hosts"}, "pipe=2,fsdp=2": {"pipe": "hosts"}}
-"""Meshes of two processes with two devices each, and what crosses them where each process is a host; fsdp: test_distributed.py."""
-FOUR = {"pipe=2,tensor=4": {"pipe": "hosts", "tensor": "processes"}, "data=2,fsdp=4": {"data": "hosts", "fsdp": "processes"}}
+TINY = {
+    "model": "gpt2-nano",
+    "steps": 3,
+    "global_batch": 8,
+    "seq_len": 32,
+    "eval_every": 0,
+    "progress": "none",
+    "model.num_layers": 2,
+    "model.embed_dim": 32,
+    "model.mlp_dim": 64,
+    "model.head_dim": 4,
+    "model.vocab_size": 264,
+}
+TWO = {
+    "data=4": {"data": "hosts"},
+    "tensor=4": {"tensor": "hosts"},
+    "pipe=2,fsdp=2": {"pipe": "hosts"},
+}
+"""Meshes of two processes with two devices each, and what crosses them where each process is a
+host; fsdp: test_distributed.py."""
+FOUR = {
+    "pipe=2,tensor=4": {"pipe": "hosts", "tensor": "processes"},
+    "data=2,fsdp=4": {"data": "hosts", "fsdp": "processes"},
+}
 """Of four with two each, of which processes 0 and 2 are on one host, 1 and 3 on another."""
 SAVED = "data=2,fsdp=4"
 
@@ -26,29 +47,63 @@ def groups(tmp_path_factory):
     """Asks for a group of processes and gives what they say."""
     there = tmp_path_factory.mktemp("groups")
     (there / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(500)))
-    process = subprocess.Popen([sys.executable, GROUPS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-                               env={"PATH": "", "HOME": str(there), "PYTHONPATH": ":".join(sys.path), "XLA_FLAGS": "--xla_backend_optimization_level=0"})
+    process = subprocess.Popen(
+        [sys.executable, GROUPS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={
+            "PATH": "",
+            "HOME": str(there),
+            "PYTHONPATH": ":".join(sys.path),
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        },
+    )
     assert process.stdin is not None
     assert process.stdout is not None
 
     def ask(processes, devices, tasks, hosts=None):
-        process.stdin.write(json.dumps({"processes": processes, "devices": devices, "hosts": hosts, "tasks": tasks}) + "\n")
+        process.stdin.write(
+            json.dumps({"processes": processes, "devices": devices, "hosts": hosts, "tasks": tasks})
+            + "\n"
+        )
         process.stdin.flush()
         said = json.loads(process.stdout.readline())
-        assert all(isinstance(each, list) for each in said), "\n".join(each for each in said if isinstance(each, str))
+        assert all(isinstance(each, list) for each in said), "\n".join(
+            each for each in said if isinstance(each, str)
+        )
         return said
 
     def run_dir(mesh, processes):
         return str(there / f"{mesh}-{processes}")
 
     def train(processes, devices, meshes, hosts=None):
-        tasks = [TINY | {"mesh": mesh, "data": str(there / "text.txt"), "run_dir": run_dir(mesh, processes), "saves": mesh == SAVED}
-                 for mesh in meshes]
+        tasks = [
+            TINY
+            | {
+                "mesh": mesh,
+                "data": str(there / "text.txt"),
+                "run_dir": run_dir(mesh, processes),
+                "saves": mesh == SAVED,
+            }
+            for mesh in meshes
+        ]
         said = ask(processes, devices, tasks, hosts)
         return {mesh: [each[place] for each in said] for place, mesh in enumerate(meshes)}
 
     def resume(mesh, processes, *onto):
-        return ask(*onto[:2], [{"run_dir": run_dir(mesh, processes), "resume": True, "mesh": onto[2], "progress": "none"}])
+        return ask(
+            *onto[:2],
+            [
+                {
+                    "run_dir": run_dir(mesh, processes),
+                    "resume": True,
+                    "mesh": onto[2],
+                    "progress": "none",
+                }
+            ],
+        )
 
     try:
         yield train, resume
@@ -86,7 +141,9 @@ def test_two_processes_give_the_losses_of_one(two, alone, mesh):
 
 @pytest.mark.parametrize("mesh", FOUR)
 def test_four_processes_give_the_losses_of_one(four, alone, mesh):
-    """JAX lists the devices of process 1 after those of process 0; the mesh has those of process 2 there, which shares its host."""
+    """JAX lists the devices of process 1 after those of process 0; the mesh has those of process 2
+    there, which shares its host.
+    """
     assert four[mesh][0]["losses"] == pytest.approx(alone, rel=F32_RELATIVE)
     assert crosses(four[mesh]) == FOUR[mesh]
 
@@ -98,13 +155,24 @@ def test_each_process_loads_only_its_rows(two, four):
 
 
 def test_the_run_says_who_started_it(two):
-    starts = [next(event for event in said[0]["events"] if event["event"] == "start") for said in two.values()]
+    starts = [
+        next(event for event in said[0]["events"] if event["event"] == "start")
+        for said in two.values()
+    ]
     assert [start["engine"] for start in starts] == ["flags", "program", "program"]
     assert starts[0]["devices"] == "4 x cpu (cpu) in 2 processes on 2 hosts"
 
 
-@pytest.mark.parametrize("onto", [(1, 2, "data=2"), (2, 1, "fsdp=2"), (8, 1, "data=2,fsdp=4")], ids=["one", "two", "eight"])
+@pytest.mark.parametrize(
+    "onto",
+    [(1, 2, "data=2"), (2, 1, "fsdp=2"), (8, 1, "data=2,fsdp=4")],
+    ids=["one", "two", "eight"],
+)
 def test_what_four_have_saved_goes_on_in(groups, four, onto):
     said = groups[1](SAVED, 4, *onto)
-    assert {name for name, digest in said[0][0]["state"].items() if digest != four[SAVED][0]["state"][name]} == set()
+    assert {
+        name
+        for name, digest in said[0][0]["state"].items()
+        if digest != four[SAVED][0]["state"][name]
+    } == set()
     assert said[0][0]["events"][-1]["step"] == TINY["steps"]

@@ -15,10 +15,23 @@ def profiled(*flags: str) -> subprocess.CompletedProcess[str]:
 def test_a_model_and_its_data(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number}\n" for number in range(2000)))
-    found = json.loads(profiled("--model", "gpt2-nano", "--data", str(text), "--seq-len", "64", "--json").stdout)
+    found = json.loads(
+        profiled("--model", "gpt2-nano", "--data", str(text), "--seq-len", "64", "--json").stdout
+    )
     assert found["data"]["seq_len"] == 64
     assert found["data"]["num_documents"] == 1
-    told = profiled("--model", "gpt2-nano", "--data", str(text), "--seq-len", "64", "--global-batch", "128", "--steps", "400").stdout
+    told = profiled(
+        "--model",
+        "gpt2-nano",
+        "--data",
+        str(text),
+        "--seq-len",
+        "64",
+        "--global-batch",
+        "128",
+        "--steps",
+        "400",
+    ).stdout
     assert "feed-forward" in told
     assert "packing" in told
     assert "note: 400 steps see the data" in told
@@ -31,7 +44,11 @@ def test_a_model_alone_needs_no_data():
 
 
 def test_what_cannot_be_is_explained():
-    for flags in (("--model", "gpt9"), ("--model", "gpt2-nano", "--data", "nowhere.txt"), ("--model", "gpt2-nano", "--set", "seq_len")):
+    for flags in (
+        ("--model", "gpt9"),
+        ("--model", "gpt2-nano", "--data", "nowhere.txt"),
+        ("--model", "gpt2-nano", "--set", "seq_len"),
+    ):
         refused = profiled(*flags)
         assert refused.returncode == 2
         assert refused.stderr.startswith("error: ")

@@ -1,4 +1,6 @@
-"""Stopping and going on: bit for bit on the same mesh, within rounding on another, whatever stopped the run."""
+"""Stopping and going on: bit for bit on the same mesh, within rounding on another, whatever stopped
+the run.
+"""
 
 import contextlib
 import errno
@@ -41,26 +43,51 @@ from optimus_jax.run import program as run
 from optimus_jax.run.first_plan import on_what_is_there
 from optimus_jax.run_directory import directory as run_directory
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, planned_shapes, to_stored
+from optimus_jax.training.state import (
+    abstract_stored_state,
+    from_stored,
+    may_be_padded,
+    planned_shapes,
+    to_stored,
+)
 from optimus_jax.training.step import build_program
 from optimus_jax.training.watchers import Display
 
 STEPS = 7
 TINY = {
-    "steps": STEPS, "global_batch": 8, "seq_len": 32, "lr": 1e-2, "eval_every": 0, "progress": "none",
-    "model.num_layers": 2, "model.embed_dim": 32, "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 8,
-    "model.mlp_dim": 64, "model.dropout": 0.1}
+    "steps": STEPS,
+    "global_batch": 8,
+    "seq_len": 32,
+    "lr": 1e-2,
+    "eval_every": 0,
+    "progress": "none",
+    "model.num_layers": 2,
+    "model.embed_dim": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 8,
+    "model.mlp_dim": 64,
+    "model.dropout": 0.1,
+}
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n" for n in range(300)))
+    path.write_text(
+        "".join(
+            f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n"
+            for n in range(300)
+        )
+    )
     return str(path)
 
 
-def test_an_edited_config_is_what_is_told_used_and_recorded(uninterrupted, text, tmp_path, monkeypatch):
-    """What was before, the checkpoint says. Edited: what the run has derived, and a setting itself."""
+def test_an_edited_config_is_what_is_told_used_and_recorded(
+    uninterrupted, text, tmp_path, monkeypatch
+):
+    """What was before, the checkpoint says. Edited: what the run has derived, and a setting
+    itself."""
     told: list[str] = []
     monkeypatch.setattr(Display, "message", lambda self, words: told.append(words))
     run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
@@ -71,15 +98,25 @@ def test_an_edited_config_is_what_is_told_used_and_recorded(uninterrupted, text,
     result = optimus_jax.train(run_dir=run_dir, resume=True, steps=STEPS + 1)
     assert result.plan.precision == "bf16"
     changed = next(words for words in told if words.startswith("changed since"))
-    for name, before, now in (("optimizer.lr", 0.01, 0.5), ("optimizer.weight_decay", 0.1, 0.25), ("precision.compute", "f32", "bf16")):
+    for name, before, now in (
+        ("optimizer.lr", 0.01, 0.5),
+        ("optimizer.weight_decay", 0.1, 0.25),
+        ("precision.compute", "f32", "bf16"),
+    ):
         assert f"{name} from {before} to {now}" in changed
     assert not any("in which the run began" in words for words in told)
     saved = Checkpoints(run_dir / "checkpoints", CheckpointConfig()).latest()
     assert saved is not None
     recorded = json.loads(saved.metadata["config"])
-    assert recorded["precision"]["compute"] == json.loads(saved.metadata["plan"])["precision"] == "bf16"
+    assert (
+        recorded["precision"]["compute"]
+        == json.loads(saved.metadata["plan"])["precision"]
+        == "bf16"
+    )
     resumed = RunDirectory(run_dir, writer=False).events()
-    assert next(event for event in resumed if event["event"] == "resume")["lr_before"] == pytest.approx(1e-3)
+    assert next(event for event in resumed if event["event"] == "resume")[
+        "lr_before"
+    ] == pytest.approx(1e-3)
 
 
 LAYERS_IN_STAGES = 9
@@ -90,14 +127,18 @@ LAYERS_IN_STAGES = 9
 def uninterrupted(text, tmp_path_factory):
     """Losses of every step of a run that nothing disturbed, and its directory."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    result = optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, mesh="data=2,fsdp=2,tensor=2", **TINY)
+    result = optimus_jax.train(
+        "gpt2-nano", run_dir=run_dir, data=text, mesh="data=2,fsdp=2,tensor=2", **TINY
+    )
     assert result.reason == "done"
     return losses(result), run_dir
 
 
 def losses(result):
     history = result.history
-    assert [record.step for record in history] == list(range(1, len(history) + 1)), "each step once, in order"
+    assert [record.step for record in history] == list(range(1, len(history) + 1)), (
+        "each step once, in order"
+    )
     return [record.loss for record in history]
 
 
@@ -105,8 +146,12 @@ def losses(result):
 def through_stages(text, tmp_path_factory):
     """A run through two stages of uneven length."""
     result = optimus_jax.train(
-        "gpt2-nano", run_dir=tmp_path_factory.mktemp("runs") / "staged", data=text, mesh="pipe=2,data=2,tensor=2",
-        **TINY | {"model.num_layers": LAYERS_IN_STAGES, "checkpoint_every": STEPS - 3})
+        "gpt2-nano",
+        run_dir=tmp_path_factory.mktemp("runs") / "staged",
+        data=text,
+        mesh="pipe=2,data=2,tensor=2",
+        **TINY | {"model.num_layers": LAYERS_IN_STAGES, "checkpoint_every": STEPS - 3},
+    )
     assert result.plan.pipeline.layers_per_stage == (4, 5)
     return result
 
@@ -122,17 +167,22 @@ def crashed(through_stages, tmp_path):
 @pytest.fixture
 def stop_at(monkeypatch):
     """Make a run get a signal while step `step` is shown."""
+
     def arrange(step, number):
         def show(self, record):
             if record.step == step:
                 os.kill(os.getpid(), number)
+
         monkeypatch.setattr(Display, "step", show)
+
     return arrange
 
 
 def test_a_resumed_run_is_bit_identical(uninterrupted, text, tmp_path, stop_at, monkeypatch):
     stop_at(3, signal.SIGTERM)
-    stopped = optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", data=text, mesh="data=2,fsdp=2,tensor=2", **TINY)
+    stopped = optimus_jax.train(
+        "gpt2-nano", run_dir=tmp_path / "run", data=text, mesh="data=2,fsdp=2,tensor=2", **TINY
+    )
     assert stopped.reason == "terminate"
     assert stopped.exit_code == EXIT_RESTART
     assert 3 <= len(stopped.history) < STEPS
@@ -142,19 +192,25 @@ def test_a_resumed_run_is_bit_identical(uninterrupted, text, tmp_path, stop_at, 
 
 
 @pytest.mark.parametrize("mesh", ["tensor=4,data=2", "fsdp=8"])
-def test_a_run_resumed_on_another_mesh_agrees(uninterrupted, text, tmp_path, stop_at, monkeypatch, mesh):
+def test_a_run_resumed_on_another_mesh_agrees(
+    uninterrupted, text, tmp_path, stop_at, monkeypatch, mesh
+):
     stop_at(3, signal.SIGINT)
-    stopped = optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", data=text, mesh="data=2,fsdp=2,tensor=2", **TINY)
+    stopped = optimus_jax.train(
+        "gpt2-nano", run_dir=tmp_path / "run", data=text, mesh="data=2,fsdp=2,tensor=2", **TINY
+    )
     assert (stopped.reason, stopped.exit_code) == ("interrupt", 0)
     monkeypatch.undo()
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, mesh=mesh)
     assert resumed.plan.axes != stopped.plan.axes
     assert losses(resumed) == pytest.approx(uninterrupted[0], rel=F32_RELATIVE)
-    assert losses(resumed)[:len(stopped.history)] == uninterrupted[0][:len(stopped.history)]
+    assert losses(resumed)[: len(stopped.history)] == uninterrupted[0][: len(stopped.history)]
 
 
 def test_steps_run_again_after_a_crash_are_not_written_twice(uninterrupted, tmp_path):
-    """A crash loses what came after the newest checkpoint; metrics of those steps are already there."""
+    """A crash loses what came after the newest checkpoint; metrics of those steps are already
+    there.
+    """
     losses_before, run_dir = uninterrupted
     crashed = tmp_path / "crashed"
     shutil.copytree(run_dir, crashed)
@@ -186,30 +242,68 @@ def test_steps_that_are_done_cannot_be_undone(uninterrupted, tmp_path):
 
 
 def test_a_run_has_one_process(uninterrupted):
-    with contextlib.closing(RunDirectory.resume(uninterrupted[1])), pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on "):
+    with (
+        contextlib.closing(RunDirectory.resume(uninterrupted[1])),
+        pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on "),
+    ):
         optimus_jax.train(run_dir=uninterrupted[1], resume=True)
 
 
-BY_ENGINE = pytest.mark.parametrize(("engine", "is_repeated", "is_fault"), [
-    ("SLURM", True, True), ("environment", True, True), ("SLURM", False, False), ("flags", True, False)])
+BY_ENGINE = pytest.mark.parametrize(
+    ("engine", "is_repeated", "is_fault"),
+    [
+        ("SLURM", True, True),
+        ("environment", True, True),
+        ("SLURM", False, False),
+        ("flags", True, False),
+    ],
+)
 """Who starts jobs again, and whether `--resume auto` was given."""
 
 
 @BY_ENGINE
 @pytest.mark.parametrize("is_begun", [True, False])
-def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(uninterrupted, tmp_path, monkeypatch, engine, is_repeated, is_fault, is_begun):
-    """Who holds it may be a process of the last start that is just being ended, or has died with its host."""
+def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(
+    uninterrupted, tmp_path, monkeypatch, engine, is_repeated, is_fault, is_begun
+):
+    """Who holds it may be a process of the last start that is just being ended, or has died with
+    its host.
+    """
     monkeypatch.setattr(api, "PATIENCE_S", 0.0)
-    run_dir, launch = uninterrupted[1] if is_begun else tmp_path, Launch(engine=engine, why="", restarts=engine != "flags")
+    run_dir, launch = (
+        uninterrupted[1] if is_begun else tmp_path,
+        Launch(engine=engine, why="", restarts=engine != "flags"),
+    )
     holder = RunDirectory.resume(run_dir) if is_begun else RunDirectory.create(run_dir, "gpt2-nano")
-    with contextlib.closing(holder), pytest.raises(FaultError if is_fault else RunDirectoryError, match=f"process {os.getpid()} on "):
-        api._opened(partial(RunDirectory.resume, run_dir) if is_begun else partial(RunDirectory.create, run_dir, "gpt2-nano"), launch, is_repeated)
+    with (
+        contextlib.closing(holder),
+        pytest.raises(
+            FaultError if is_fault else RunDirectoryError, match=f"process {os.getpid()} on "
+        ),
+    ):
+        api._opened(
+            (
+                partial(RunDirectory.resume, run_dir)
+                if is_begun
+                else partial(RunDirectory.create, run_dir, "gpt2-nano")
+            ),
+            launch,
+            is_repeated,
+        )
 
 
 @BY_ENGINE
-def test_a_run_that_another_process_has_begun_meanwhile_is_gone_on_with(uninterrupted, engine, is_repeated, is_fault):
+def test_a_run_that_another_process_has_begun_meanwhile_is_gone_on_with(
+    uninterrupted, engine, is_repeated, is_fault
+):
     with pytest.raises(FaultError if is_fault else ConfigError, match="already holds a run"):
-        api._new_directory(uninterrupted[1], Config(), Launch(engine=engine, why="", restarts=engine != "flags"), Display(), is_repeated)
+        api._new_directory(
+            uninterrupted[1],
+            Config(),
+            Launch(engine=engine, why="", restarts=engine != "flags"),
+            Display(),
+            is_repeated,
+        )
 
 
 def test_changed_data_is_noticed(text, tmp_path, capsys):
@@ -218,11 +312,18 @@ def test_changed_data_is_noticed(text, tmp_path, capsys):
     small = TINY | {"model.num_layers": 1, "progress": "plain"}
     optimus_jax.train("gpt2-nano", run_dir=run_dir, data=data, **small | {"steps": 1})
     data.write_text(data.read_text().replace("beer", "cola"))
-    with pytest.raises(DataError, match=r"not what this run was trained on(.|\n)*content was \w+ and is \w+(.|\n)*data.allow_change=true"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"not what this run was trained on(.|\n)*content was \w+ and is"
+            r" \w+(.|\n)*data.allow_change=true"
+        ),
+    ):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=2)
     optimus_jax.train(run_dir=run_dir, resume=True, steps=2, **{"data.allow_change": True})
     assert "the data has changed" in capsys.readouterr().out
-    optimus_jax.train(run_dir=run_dir, resume=True, steps=3)  # the new data is the run's from here on
+    # the new data is the run's from here on
+    optimus_jax.train(run_dir=run_dir, resume=True, steps=3)
     shutil.copyfile(text, data)
     with pytest.raises(DataError, match="not what this run was trained on"):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=4)
@@ -237,7 +338,10 @@ def test_a_log_that_cannot_be_written_costs_no_state(text, tmp_path, monkeypatch
         plain(path, lines)
 
     monkeypatch.setattr(run_directory, "append", full)
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl of the run cannot be read or written: No space left"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"metrics\.jsonl of the run cannot be read or written: No space left",
+    ):
         optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, **TINY | {"model.num_layers": 1})
     saved = [int(path.name) for path in (run_dir / "checkpoints").iterdir()]
     assert saved == [TINY["steps"]], "the run goes on to its end, and its state is saved"
@@ -278,20 +382,34 @@ def test_a_config_says_what_was_derived(uninterrupted):
 def test_an_extended_run_keeps_its_warm_up_and_its_decay(uninterrupted, tmp_path, capsys):
     run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
     extended = optimus_jax.train(run_dir=run_dir, resume=True, steps=STEPS + 2, progress="plain")
-    assert [record.lr for record in extended.history[STEPS - 1:]] == [pytest.approx(1e-3)] * 3
+    assert [record.lr for record in extended.history[STEPS - 1 :]] == [pytest.approx(1e-3)] * 3
     shown = capsys.readouterr().out
-    assert f"before 0.001 (step {STEPS}), now 0.001 (step {STEPS + 1}), at the end 0.001 (step {STEPS + 2})" in shown
+    assert (
+        f"before 0.001 (step {STEPS}), now 0.001 (step {STEPS + 1}), at the end 0.001 (step"
+        f" {STEPS + 2})" in shown
+    )
     assert f"--set optimizer.decay_steps={STEPS + 2}" in shown
     config = json.loads((run_dir / "config.json").read_text())
-    assert (config["steps"], config["optimizer"]["decay_steps"], config["derived"]["optimizer.decay_steps"]) == (STEPS + 2, None, STEPS)
+    assert (
+        config["steps"],
+        config["optimizer"]["decay_steps"],
+        config["derived"]["optimizer.decay_steps"],
+    ) == (STEPS + 2, None, STEPS)
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [event["lr_end"] for event in events if event["event"] == "resume"] == [pytest.approx(1e-3)]
+    assert [event["lr_end"] for event in events if event["event"] == "resume"] == [
+        pytest.approx(1e-3)
+    ]
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, mesh="data=2,fsdp=2,tensor=2",
-                      **TINY | {"checkpoint_every": 3, "progress": "plain"})
+    optimus_jax.train(
+        "gpt2-nano",
+        run_dir=run_dir,
+        data=text,
+        mesh="data=2,fsdp=2,tensor=2",
+        **TINY | {"checkpoint_every": 3, "progress": "plain"},
+    )
     newest = run_dir / "checkpoints" / str(STEPS)
     for path in newest.rglob("*"):
         if path.is_file():
@@ -307,8 +425,16 @@ def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_pat
     assert newest.is_dir(), "saved anew"
 
 
-def test_the_same_words_begin_a_run_and_go_on_with_it(uninterrupted, text, tmp_path, stop_at, monkeypatch):
-    words = {"run_dir": tmp_path / "run", "data": text, "mesh": "data=2,fsdp=2,tensor=2", "resume": "auto", **TINY}
+def test_the_same_words_begin_a_run_and_go_on_with_it(
+    uninterrupted, text, tmp_path, stop_at, monkeypatch
+):
+    words = {
+        "run_dir": tmp_path / "run",
+        "data": text,
+        "mesh": "data=2,fsdp=2,tensor=2",
+        "resume": "auto",
+        **TINY,
+    }
     stop_at(3, signal.SIGTERM)
     stopped = optimus_jax.train("gpt2-nano", **words)
     assert stopped.exit_code == EXIT_RESTART
@@ -332,8 +458,18 @@ def test_a_killed_run_goes_on_from_its_snapshot(uninterrupted, text, tmp_path, m
         if record.step == 6:
             raise Killed
 
-    words = {"run_dir": tmp_path / "run", "data": text, "mesh": "data=2,fsdp=2,tensor=2", "resume": "auto",
-             **TINY | {"checkpoint.snapshot_every": 2, "checkpoint.snapshot_dir": str(tmp_path), "checkpoint_every": 3}}
+    words = {
+        "run_dir": tmp_path / "run",
+        "data": text,
+        "mesh": "data=2,fsdp=2,tensor=2",
+        "resume": "auto",
+        **TINY
+        | {
+            "checkpoint.snapshot_every": 2,
+            "checkpoint.snapshot_dir": str(tmp_path),
+            "checkpoint_every": 3,
+        },
+    }
     monkeypatch.setattr(Display, "step", die)
     with pytest.raises(Killed):
         optimus_jax.train("gpt2-nano", **words)
@@ -342,15 +478,25 @@ def test_a_killed_run_goes_on_from_its_snapshot(uninterrupted, text, tmp_path, m
     assert sorted(path.name for path in memory.iterdir()) == ["2", "4"], "it dies before the next"
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "6", ignore_errors=True)
     resumed = optimus_jax.train("gpt2-nano", **words)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     assert [event["step"] for event in events if event["event"] == "resume"] == [4]
     assert losses(resumed) == uninterrupted[0]
     assert not list(tmp_path.glob("optimus_jax-*")), "the memory is given back"
 
 
 def test_a_mesh_for_devices_that_are_lost_is_left_to_the_planner():
-    config = Config().with_values({"parallel.mesh": "data=2,fsdp=2,tensor=2", "parallel.microbatches": 2, "parallel.remat": "dots"})
-    topology = Topology(num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)
+    config = Config().with_values(
+        {
+            "parallel.mesh": "data=2,fsdp=2,tensor=2",
+            "parallel.microbatches": 2,
+            "parallel.remat": "dots",
+        }
+    )
+    topology = Topology(
+        num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None
+    )
     freed = on_what_is_there(config, topology).parallel
     assert (freed.mesh, freed.microbatches, freed.remat) == ("auto", None, "dots")
     assert on_what_is_there(config, replace(topology, num_devices=8)) == config
@@ -364,8 +510,11 @@ def test_a_pipeline_resumed_is_bit_identical(through_stages, crashed):
         np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
 
 
-@pytest.mark.parametrize("settings", [
-    {"mesh": "data=4,tensor=2"}, {"mesh": "pipe=4,fsdp=2", "schedule": "interleaved"}], ids=lambda settings: settings["mesh"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mesh": "data=4,tensor=2"}, {"mesh": "pipe=4,fsdp=2", "schedule": "interleaved"}],
+    ids=lambda settings: settings["mesh"],
+)
 def test_a_pipeline_resumed_on_another_mesh_agrees(through_stages, crashed, settings):
     resumed = optimus_jax.train(run_dir=crashed, resume=True, **settings)
     assert resumed.plan.axes != through_stages.plan.axes
@@ -373,17 +522,34 @@ def test_a_pipeline_resumed_on_another_mesh_agrees(through_stages, crashed, sett
 
 
 def test_a_pipeline_resumed_on_one_device_agrees(through_stages, crashed):
-    script = f"import optimus_jax; optimus_jax.train(run_dir={str(crashed)!r}, resume=True, mesh='data=1', cpu_devices=1)"
+    script = (
+        f"import optimus_jax; optimus_jax.train(run_dir={str(crashed)!r}, resume=True,"
+        " mesh='data=1', cpu_devices=1)"
+    )
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "XLA_FLAGS": ""}, check=True)
-    found = [json.loads(line)["loss"] for line in (crashed / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)["loss"] for line in (crashed / "metrics.jsonl").read_text().splitlines()
+    ]
     assert found == pytest.approx(losses(through_stages), rel=F32_RELATIVE)
 
 
-@pytest.mark.parametrize(("mesh", "schedule"), [("pipe=4,fsdp=2", "interleaved"), ("pipe=2", "1f1b"), ("data=2,tensor=2", "auto"), ("data=1", "auto")])
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        ("pipe=4,fsdp=2", "interleaved"),
+        ("pipe=2", "1f1b"),
+        ("data=2,tensor=2", "auto"),
+        ("data=1", "auto"),
+    ],
+)
 def test_checkpoints_move_between_pipelines_bit_for_bit(through_stages, tmp_path, mesh, schedule):
-    """Saved by two stages, restored under another plan, saved by that and restored by two stages again."""
+    """Saved by two stages, restored under another plan, saved by that and restored by two stages
+    again.
+    """
     here, there = program_of(through_stages), program_of(through_stages, mesh, schedule)
-    state = moved_through(Checkpoints(through_stages.run_dir / "checkpoints", CheckpointConfig()), there)
+    state = moved_through(
+        Checkpoints(through_stages.run_dir / "checkpoints", CheckpointConfig()), there
+    )
     original = in_order(here, host_leaves(through_stages.state))
     for path, leaf in in_order(there, host_leaves(state)).items():
         np.testing.assert_array_equal(leaf, fitted(original[path], leaf.shape), err_msg=path)
@@ -399,25 +565,48 @@ def test_checkpoints_move_between_pipelines_bit_for_bit(through_stages, tmp_path
 def program_of(result, mesh=None, schedule="auto"):
     """The program of a run's config, on another mesh if one is given."""
     config = Config.from_json((result.run_dir / "config.json").read_text())
-    config = config.with_values({"parallel.mesh": mesh or config.parallel.mesh, "parallel.schedule": schedule})
+    config = config.with_values(
+        {"parallel.mesh": mesh or config.parallel.mesh, "parallel.schedule": schedule}
+    )
     plan = make_plan(config)
-    return build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan.axes, jax.devices()[:plan.num_devices]))
+    return build_program(
+        config,
+        planned_shapes(config.model, plan),
+        plan,
+        build_mesh(plan.axes, jax.devices()[: plan.num_devices]),
+    )
 
 
 def moved_through(checkpoints, program):
     """The newest checkpoint's state under a program."""
-    target = abstract_stored_state(program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh)
-    return from_stored(checkpoints.restore(target, paddable=may_be_padded).state, program.shapes, program.plan, program.state_shardings)
+    target = abstract_stored_state(
+        program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
+    )
+    return from_stored(
+        checkpoints.restore(target, paddable=may_be_padded).state,
+        program.shapes,
+        program.plan,
+        program.state_shardings,
+    )
 
 
 def test_empty_slots_stay_zero(through_stages):
-    """Else they would be padding that is not zero in the checkpoint of a plan whose slots are in order."""
+    """Else they would be padding that is not zero in the checkpoint of a plan whose slots are in
+    order.
+    """
     slots = np.array(program_of(through_stages).shapes.slots)
     assert slots.tolist() == [0, 1, 2, 3, -1, 4, 5, 6, 7, 8]
-    stacked = {path: leaf for path, leaf in host_leaves(through_stages.state).items() if is_stacked(path)}
-    assert {path.partition("/layers/")[0] for path in stacked} == {"params", "opt_state/0/mu", "opt_state/0/nu"}
+    stacked = {
+        path: leaf for path, leaf in host_leaves(through_stages.state).items() if is_stacked(path)
+    }
+    assert {path.partition("/layers/")[0] for path in stacked} == {
+        "params",
+        "opt_state/0/mu",
+        "opt_state/0/nu",
+    }
     for path, leaf in stacked.items():
-        assert not leaf[slots < 0].view(np.uint32).any(), path  # nor -0.0, whose bits count in a checksum
+        # nor -0.0, whose bits count in a checksum
+        assert not leaf[slots < 0].view(np.uint32).any(), path
         assert leaf[slots >= 0].any(), path
 
 
@@ -429,28 +618,55 @@ def test_a_pipeline_is_sampled_from_on_one_device(through_stages):
 
 
 def test_events_tell_the_story(uninterrupted):
-    events = [json.loads(line) for line in (uninterrupted[1] / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (uninterrupted[1] / "events.jsonl").read_text().splitlines()
+    ]
     assert [event["event"] for event in events] == ["start", "plan", "compile", "checkpoint", "end"]
     assert events[-1]["reason"] == "done"
 
 
 def test_a_run_that_no_longer_learns_can_go_back(uninterrupted, tmp_path, capsys):
     run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
-    with pytest.raises(LearningError, match=rf"no longer learns(.|\n)*since step {STEPS + 2}(.|\n)*checkpoint.resume_step={STEPS}"):
-        optimus_jax.train(run_dir=run_dir, resume=True, steps=30, lr=1e30, checkpoint_every=1, progress="plain", **{"optimizer.clip_norm": 0.0, "checkpoint.keep": 2})
+    with pytest.raises(
+        LearningError,
+        match=(
+            rf"no longer learns(.|\n)*since step {STEPS + 2}(.|\n)*checkpoint.resume_step={STEPS}"
+        ),
+    ):
+        optimus_jax.train(
+            run_dir=run_dir,
+            resume=True,
+            steps=30,
+            lr=1e30,
+            checkpoint_every=1,
+            progress="plain",
+            **{"optimizer.clip_norm": 0.0, "checkpoint.keep": 2},
+        )
     steps = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
     assert steps[0] == STEPS, "it would have been deleted long ago"
-    assert len(steps) == 4, "the two newest, that one, and the last from before the first step that was left out"
-    assert [record.skipped for record in RunDirectory(run_dir, writer=False).metrics()[-5:]] == [True] * 5
+    assert len(steps) == 4, (
+        "the two newest, that one, and the last from before the first step that was left out"
+    )
+    assert [record.skipped for record in RunDirectory(run_dir, writer=False).metrics()[-5:]] == [
+        True
+    ] * 5
     with pytest.raises(ConfigError, match="--resume auto"):
         optimus_jax.train(run_dir=run_dir, resume="auto", **{"checkpoint.resume_step": STEPS})
     capsys.readouterr()
-    result = optimus_jax.train(run_dir=run_dir, resume=True, steps=STEPS + 1, lr=1e-2, **{"checkpoint.resume_step": STEPS, "optimizer.clip_norm": 1.0})
+    result = optimus_jax.train(
+        run_dir=run_dir,
+        resume=True,
+        steps=STEPS + 1,
+        lr=1e-2,
+        **{"checkpoint.resume_step": STEPS, "optimizer.clip_norm": 1.0},
+    )
     said = capsys.readouterr().out
     assert f"resumed from the checkpoint of step {STEPS}, which was asked for" in said
     assert (result.reason, losses(result)[:STEPS]) == ("done", uninterrupted[0])
     assert sorted(int(path.name) for path in (run_dir / "abandoned").iterdir()) == steps[1:]
-    assert Config.from_json((run_dir / "config.json").read_text()).checkpoint.resume_step is None, "it is for one start"
+    assert Config.from_json((run_dir / "config.json").read_text()).checkpoint.resume_step is None, (
+        "it is for one start"
+    )
 
 
 def test_a_run_is_not_overwritten(uninterrupted, text):
@@ -460,24 +676,34 @@ def test_a_run_is_not_overwritten(uninterrupted, text):
     assert (uninterrupted[1] / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(("change", "error", "message"), [
-    ({"seed": 1}, ConfigError, "keeps its model, data and seed"),
-    ({"global_batch": 16}, ConfigError, "data.global_batch"),
-    ({"model": "llama-nano"}, ConfigError, "changes to model"),
-    ({"mesh": "data=3"}, OptimusError, "needs 3 devices; this run has 8"),
-])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"seed": 1}, ConfigError, "keeps its model, data and seed"),
+        ({"global_batch": 16}, ConfigError, "data.global_batch"),
+        ({"model": "llama-nano"}, ConfigError, "changes to model"),
+        ({"mesh": "data=3"}, OptimusError, "needs 3 devices; this run has 8"),
+    ],
+)
 def test_what_a_resumed_run_refuses(uninterrupted, change, error, message):
     with pytest.raises(error, match=message):
         optimus_jax.train(run_dir=uninterrupted[1], resume=True, **change)
 
 
 def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, capsys):
-    run_dir, small = tmp_path / "run", TINY | {"model.num_layers": 1, "progress": "plain", "precision.loss_scale": 1024}
-    in_f16 = optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, precision="f16", **small | {"steps": 2})
+    run_dir, small = (
+        tmp_path / "run",
+        TINY | {"model.num_layers": 1, "progress": "plain", "precision.loss_scale": 1024},
+    )
+    in_f16 = optimus_jax.train(
+        "gpt2-nano", run_dir=run_dir, data=text, precision="f16", **small | {"steps": 2}
+    )
     assert float(in_f16.state.loss_scale.scale) == 1024
     capsys.readouterr()
     in_f32 = optimus_jax.train(run_dir=run_dir, resume=True, precision="f32", steps=3)
-    assert "precision was f16 and is f32: the loss scale begins anew, at 1" in capsys.readouterr().out
+    assert (
+        "precision was f16 and is f32: the loss scale begins anew, at 1" in capsys.readouterr().out
+    )
     assert float(in_f32.state.loss_scale.scale) == 1
     again = optimus_jax.train(run_dir=run_dir, resume=True, precision="f16", steps=4)
     assert float(again.state.loss_scale.scale) == 1024
@@ -485,9 +711,19 @@ def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, ca
     assert max(losses(again)) < 7, "entropy of bytes, not a multiple of it"
 
 
-@pytest.mark.parametrize(("name", "size"), [("mlp_dim", 128), ("mlp_dim", 32), ("num_layers", 3), ("num_layers", 1), ("norm_epsilon", 0.5)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("mlp_dim", 128),
+        ("mlp_dim", 32),
+        ("num_layers", 3),
+        ("num_layers", 1),
+        ("norm_epsilon", 0.5),
+    ],
+)
 def test_a_checkpoint_of_another_model_is_refused(uninterrupted, tmp_path, name, size):
-    """Neither larger nor smaller: what is missing is not padding, what is too much is not damage."""
+    """Neither larger nor smaller: what is missing is not padding, what is too much is not
+    damage."""
     run_dir = tmp_path / "other"
     shutil.copytree(uninterrupted[1], run_dir)
     config = json.loads((run_dir / "config.json").read_text())

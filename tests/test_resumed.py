@@ -1,4 +1,5 @@
-"""What a run derived when it began is its own: a resume keeps it unless that very setting changes."""
+"""What a run derived when it began is its own: a resume keeps it unless that very setting
+changes."""
 
 import dataclasses
 import json
@@ -175,7 +176,9 @@ def test_what_a_change_does_to_the_rate_is_told(settings, step, changed, now):
     ],
 )
 def test_a_run_whose_decay_is_over_is_told_where_to_go_back_to(settings, steps, checkpoints, back):
-    """And what it is told to type does extend the run without a jump, before and after the first resume."""
+    """And what it is told to type does extend the run without a jump, before and after the first
+    resume.
+    """
     text = begun(steps=1000, **settings)
     resumed = resume(text, 1000, steps=steps)
     told = change(resumed, 1000, checkpoints).describe()
@@ -183,9 +186,7 @@ def test_a_run_whose_decay_is_over_is_told_where_to_go_back_to(settings, steps, 
         assert "no checkpoint of step" in told
         assert "checkpoint.resume_step" not in told
         return
-    assert (
-        f"--resume --set checkpoint.resume_step={back} --set optimizer.decay_steps=none" in told
-    )
+    assert f"--resume --set checkpoint.resume_step={back} --set optimizer.decay_steps=none" in told
     typed: dict[str, Any] = {"optimizer.decay_steps": "none"}
     for again in (
         resume(text_of(resumed), back, **typed),
@@ -220,12 +221,16 @@ OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize(("schedule", "step"), [("cosine", 3), ("wsd", 95), ("constant", 100)])
 def test_no_setting_changes_the_rate_without_a_word(schedule, step):
-    """Of all of the optimizer's, and the steps: whatever makes the next rate jump is told as one."""
+    """Of all of the optimizer's, and the steps: whatever makes the next rate jump is told as
+    one."""
     text = begun(steps=100, **{"optimizer.schedule": schedule})
     tried: list[dict[str, Any]] = [{"steps": 200}, {"steps": 101}]
     for field in dataclasses.fields(OptimizerConfig):
         value = OTHER.get(field.name, 7 if field.type is int else 0.5)
-        tried += [{f"optimizer.{field.name}": value}, {f"optimizer.{field.name}": value, "steps": 200}]
+        tried += [
+            {f"optimizer.{field.name}": value},
+            {f"optimizer.{field.name}": value, "steps": 200},
+        ]
     for settings in tried:
         resumed = resume(text, step, **settings)
         told = change(resumed, step)

@@ -1,4 +1,5 @@
-"""A run knows its data by what it holds, and keeps its tokenizer: files may move while it is away."""
+"""A run knows its data by what it holds, and keeps its tokenizer: files may move while it is
+away."""
 
 import gzip
 import json
@@ -27,8 +28,20 @@ from optimus_jax.run_directory.run_data import (
 )
 
 TEXTS = [f"Hello world {'wd' * (n % 7)}" for n in range(40)] + [SPEAK] * 5
-TINY = {"mesh": "data=8", "global_batch": 8, "seq_len": 16, "eval_every": 0, "progress": "plain", "model.vocab_size": 64, "model.num_layers": 1,
-        "model.embed_dim": 16, "model.num_heads": 2, "model.num_kv_heads": 2, "model.head_dim": 8, "model.mlp_dim": 32}
+TINY = {
+    "mesh": "data=8",
+    "global_batch": 8,
+    "seq_len": 16,
+    "eval_every": 0,
+    "progress": "plain",
+    "model.vocab_size": 64,
+    "model.num_layers": 1,
+    "model.embed_dim": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "model.mlp_dim": 32,
+}
 
 
 def write_texts(path, texts):
@@ -44,7 +57,9 @@ def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
     write_texts(tmp_path / "b.jsonl", TEXTS[20:])
     run_dir = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
-    optimus_jax.train("gpt2-nano", run_dir="run", data="*.jsonl", tokenizer="t.json", steps=1, **TINY)
+    optimus_jax.train(
+        "gpt2-nano", run_dir="run", data="*.jsonl", tokenizer="t.json", steps=1, **TINY
+    )
     started = capsys.readouterr().out
     assert "documents end with  '</s>', id 2 (the usual name)" in started
     assert "data: 5 document(s) contain the text of a special token" in started
@@ -55,11 +70,28 @@ def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
     shutil.move(tmp_path / "t.json", "u.json")
     moved = write_texts(tmp_path / "new" / "all.jsonl.gz", TEXTS)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(DataError, match=r"not what this run was trained on(.|\n)*in the same order"):
-        optimus_jax.train(run_dir=run_dir, resume=True, data=write_texts(tmp_path / "new" / "turned.jsonl", TEXTS[20:] + TEXTS[:20]), steps=2)
-    resumed = optimus_jax.train("gpt2-nano", run_dir=run_dir, resume="auto", data="../new/*.gz", tokenizer="u.json", steps=2, **TINY)
+    with pytest.raises(
+        DataError, match=r"not what this run was trained on(.|\n)*in the same order"
+    ):
+        optimus_jax.train(
+            run_dir=run_dir,
+            resume=True,
+            data=write_texts(tmp_path / "new" / "turned.jsonl", TEXTS[20:] + TEXTS[:20]),
+            steps=2,
+        )
+    resumed = optimus_jax.train(
+        "gpt2-nano",
+        run_dir=run_dir,
+        resume="auto",
+        data="../new/*.gz",
+        tokenizer="u.json",
+        steps=2,
+        **TINY,
+    )
     assert len(resumed.history) == 2
-    assert Config.from_json((run_dir / "config.json").read_text()).data.sources == (str(moved.parent / "*.gz"),)
+    assert Config.from_json((run_dir / "config.json").read_text()).data.sources == (
+        str(moved.parent / "*.gz"),
+    )
 
     shutil.move("u.json", "gone.json")
     model = load_text_model(run_dir)
@@ -67,14 +99,22 @@ def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
     with pytest.warns(UserWarning, match="it is taken as ordinary text"):
         model.generate("</s>", max_new_tokens=1)
     unigram(as_special=False).save(str(run_dir / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"not the one that this run was trained with\n.*digest \w+; the checkpoint says \w+"):
+    with pytest.raises(
+        DataError,
+        match=r"not the one that this run was trained with\n.*digest \w+; the checkpoint says \w+",
+    ):
         load_text_model(run_dir)
     with pytest.raises(DataError, match=r"a run keeps its tokenizer"):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=3, **{"data.allow_change": True})
 
 
 def test_where_data_lies_is_a_hosts_own_affair():
-    here, there = (api._settings(make_config("gpt2", {"data": f"/{host}/a.txt", "tokenizer": f"/{host}/t.json"})) for host in "ab")
+    here, there = (
+        api._settings(
+            make_config("gpt2", {"data": f"/{host}/a.txt", "tokenizer": f"/{host}/t.json"})
+        )
+        for host in "ab"
+    )
     assert here == there
     assert here != api._settings(make_config("gpt2", {"data.text_field": "body"}))
 
@@ -93,7 +133,10 @@ def test_a_run_of_before_takes_its_texts_apart_as_it_did(tmp_path):
     assert held_out_in_run(begun(tmp_path / "a", sources=("x.bin",))) == "end"
     assert held_out_in_run(begun(tmp_path / "b", sources=("x.jsonl",))) == "documents"
     run = begun(tmp_path / "c", sources=("x.jsonl",), begin={"held_out_by": "end", "content": "1"})
-    assert (held_out_in_run(run), identity_in_run(run)) == ("end", {"held_out_by": "end", "content": "1"})
+    assert (held_out_in_run(run), identity_in_run(run)) == (
+        "end",
+        {"held_out_by": "end", "content": "1"},
+    )
     assert identity_in_run(begun(tmp_path / "d")) is None
 
 
@@ -108,27 +151,53 @@ def test_a_run_of_before_ends_documents_as_it_did(tmp_path):
     assert tokenizer_of_run(run, named).end == "'</s>', id 2 (the usual name)"
     run.write_tokenizer(load_tokenizer(named.tokenizer).files)
     run.write_tokenizer({"tokenizer.json": b"another"})
-    assert tokenizer_of_run(run, named).end == "'<|im_end|>', id 12 (tokenizer_config.json)".replace("12", str(made.token_to_id("<|im_end|>")))
+    assert tokenizer_of_run(
+        run, named
+    ).end == "'<|im_end|>', id 12 (tokenizer_config.json)".replace(
+        "12", str(made.token_to_id("<|im_end|>"))
+    )
     unigram().save(str(tmp_path / "other.json"))
-    with pytest.raises(DataError, match=r"a run keeps its tokenizer(.|\n)*other.json has digest \w+; the run was begun with .*tokenizer.json"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"a run keeps its tokenizer(.|\n)*other.json has digest \w+; the run was begun with"
+            r" .*tokenizer.json"
+        ),
+    ):
         tokenizer_of_run(run, DataConfig(tokenizer=str(tmp_path / "other.json")))
 
 
 def test_a_run_ends_documents_with_the_token_it_began_with(tmp_path):
-    """Whatever its own tokenizer_config.json or data.eos come to say, where other data is allowed too."""
+    """Whatever its own tokenizer_config.json or data.eos come to say, where other data is allowed
+    too.
+    """
     made = unigram()
     made.save(str(tmp_path / "tokenizer.json"))
     named = DataConfig(tokenizer=str(tmp_path / "tokenizer.json"), allow_change=True)
     files = load_tokenizer(named.tokenizer).files
-    run = begun(tmp_path / "run", tokenizer=named.tokenizer, begin={"eos": made.token_to_id("</s>")})
+    run = begun(
+        tmp_path / "run", tokenizer=named.tokenizer, begin={"eos": made.token_to_id("</s>")}
+    )
     for name, content in files.items():
         (run.path / name).write_bytes(content)
     assert tokenizer_of_run(run, named).eos == 2
-    old, own = begun(tmp_path / "old", tokenizer=named.tokenizer, begin={"tokenizer": "of before"}), load_tokenizer(named.tokenizer)
+    old, own = (
+        begun(tmp_path / "old", tokenizer=named.tokenizer, begin={"tokenizer": "of before"}),
+        load_tokenizer(named.tokenizer),
+    )
     check_tokenizer(own, old, {"data": {"tokenizer": own.digest}})
-    with pytest.raises(DataError, match=r"token that ends a document \(eos\)\n.*it is '</s>', id 2 .*the checkpoint says id 1(.|\n)*tokenizer_config.json"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"token that ends a document \(eos\)\n.*it is '</s>', id 2 .*the checkpoint says id"
+            r" 1(.|\n)*tokenizer_config.json"
+        ),
+    ):
         check_tokenizer(own, run, {"data": {"tokenizer": own.digest, "eos": 1}})
-    message = r"a run keeps its tokenizer, .*\(eos\)\n.*it is '<s>', id 1 \({}\); the run was begun with id 2"
+    message = (
+        r"a run keeps its tokenizer, .*\(eos\)\n.*it is '<s>', id 1 \({}\); the run was begun with"
+        r" id 2"
+    )
     with pytest.raises(DataError, match=message.format("data.eos")):
         tokenizer_of_run(run, DataConfig(tokenizer=named.tokenizer, eos="<s>", allow_change=True))
     (run.path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
@@ -140,27 +209,52 @@ def test_a_run_ends_documents_with_the_token_it_began_with(tmp_path):
 
 def test_other_data_may_be_allowed_and_another_tokenizer_never(tmp_path):
     write_texts(tmp_path / "a.jsonl", TEXTS)
-    data = load_data(DataConfig(sources=(str(tmp_path / "a.jsonl"),)), seq_len=4, vocab_size=257, model_name="tiny")
+    data = load_data(
+        DataConfig(sources=(str(tmp_path / "a.jsonl"),)),
+        seq_len=4,
+        vocab_size=257,
+        model_name="tiny",
+    )
     assert isinstance(data, Data)
     told = []
-    check_same_data({"content": data.identity["content"], "of another version": 3}, data, DataConfig(), told.append)
+    check_same_data(
+        {"content": data.identity["content"], "of another version": 3},
+        data,
+        DataConfig(),
+        told.append,
+    )
     check_same_data(None, data, DataConfig(), told.append)
     assert told == []
     check_same_data({"content": "0"}, data, DataConfig(allow_change=True), told.append)
-    assert told == [f"the data has changed, which data.allow_change allows: content was 0 and is {data.identity['content']}; {NOT_COMPARABLE}"]
+    assert told == [
+        "the data has changed, which data.allow_change allows: content was 0 and is"
+        f" {data.identity['content']}; {NOT_COMPARABLE}"
+    ]
     with pytest.raises(DataError, match=r"\(eos\)\n.*it is id 256, which is no byte; it was id 7"):
-        check_same_data({"eos": 7, "content": "0"}, data, DataConfig(allow_change=True), told.append)
+        check_same_data(
+            {"eos": 7, "content": "0"}, data, DataConfig(allow_change=True), told.append
+        )
     with pytest.raises(DataError, match="a run keeps its tokenizer"):
         check_same_data({"tokenizer": "0"}, data, DataConfig(allow_change=True), told.append)
 
 
 def test_that_evaluations_read_other_tokens_is_said(tmp_path):
-    """Of whichever setting that says which tokens they read, under its old name too; not where so many are not held out."""
+    """Of whichever setting that says which tokens they read, under its old name too; not where so
+    many are not held out.
+    """
     path = tmp_path / "d.txt"
     path.write_text("one two three four five " * 400)
-    given = {"data": str(path), "seq_len": 32, "global_batch": 4, "data.eval_fraction": 0.1, "eval_every": 5}
+    given = {
+        "data": str(path),
+        "seq_len": 32,
+        "global_batch": 4,
+        "data.eval_fraction": 0.1,
+        "eval_every": 5,
+    }
     before = make_config("gpt2-nano", given | {"evaluation.examples": 8, "evaluation.seq_len": 32})
-    there = Inputs.of(make_config("gpt2-nano", given | {"evaluation.examples": 10**6})).num_eval_examples
+    there = Inputs.of(
+        make_config("gpt2-nano", given | {"evaluation.examples": 10**6})
+    ).num_eval_examples
     for changes, now in (
         ({"evaluation.examples": 9}, "9 x 32"),
         ({"evaluation.examples": 8, "evaluation.seq_len": 16}, "8 x 16"),
@@ -171,9 +265,17 @@ def test_that_evaluations_read_other_tokens_is_said(tmp_path):
         assert told is not None
         assert f"8 x 32 tokens before, {now} tokens from here on: {NOT_COMPARABLE}" in told
         assert "--set evaluation.examples=8 --set evaluation.seq_len=32" in told
-    for same in ({"eval_batches": 2}, {"evaluation.examples": 8, "phases": "5:16x64", "eval_every": 3}):
+    for same in (
+        {"eval_batches": 2},
+        {"evaluation.examples": 8, "phases": "5:16x64", "eval_every": 3},
+    ):
         assert Inputs.of(make_config("gpt2-nano", given | same)).other_evaluation(before) is None
     more = make_config("gpt2-nano", given | {"evaluation.examples": 10**5})
-    assert Inputs.of(make_config("gpt2-nano", given | {"evaluation.examples": 10**6})).other_evaluation(more) is None
+    assert (
+        Inputs.of(
+            make_config("gpt2-nano", given | {"evaluation.examples": 10**6})
+        ).other_evaluation(more)
+        is None
+    )
     none = make_config("gpt2-nano", given | {"eval_every": 0})
     assert Inputs.of(none).other_evaluation(before) is None

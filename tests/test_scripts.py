@@ -1,4 +1,6 @@
-"""The command line: help on one screen, and one clear message with exit code 2 for whatever a user gets wrong."""
+"""The command line: help on one screen, and one clear message with exit code 2 for whatever a user
+gets wrong.
+"""
 
 import json
 import re
@@ -18,7 +20,13 @@ SCREEN_LINES, SCREEN_COLUMNS = 40, 120
 
 
 def run_script(name, *arguments, **options):
-    return subprocess.run([sys.executable, SCRIPTS / name, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options)
+    return subprocess.run(
+        [sys.executable, SCRIPTS / name, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )
 
 
 def train(*arguments):
@@ -38,44 +46,144 @@ def test_help_fits_a_screen_and_shows_defaults():
     lines = shown.stdout.splitlines()
     assert len(lines) <= SCREEN_LINES
     assert max(map(len, lines)) <= SCREEN_COLUMNS
-    flags = [line for line in lines if re.match(r"  --(?!model|set|resume|help|coordinator|num-proc|process)", line)]
-    assert all("(default: " in line for line in flags), [line for line in flags if "default" not in line]
+    flags = [
+        line
+        for line in lines
+        if re.match(r"  --(?!model|set|resume|help|coordinator|num-proc|process)", line)
+    ]
+    assert all("(default: " in line for line in flags), [
+        line for line in flags if "default" not in line
+    ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((), "no model was named"),
-    (("--model", "gpt3"), "unknown model 'gpt3'[\\s\\S]*did you mean 'gpt2'"),
-    (("--model", "gpt2-nano", "--global-bach", "8"), "unknown argument '--global-bach'[\\s\\S]*did you mean '--global-batch'"),
-    (("--model", "gpt2-nano", "--set", "optimizer.bta2=0.9"), "did you mean 'optimizer.beta2'"),
-    (("--model", "gpt2-nano", "--set", "optimizer.beta2"), "--set needs a name and a value"),
-    (("--model", "gpt2-nano", "--steps", "many"), "steps has the wrong type"),
-    (("--model", "gpt2-nano", "--precision", "fp16"), "did you mean 'f16'"),
-    (("--model", "gpt2-nano", "--seq-len", "512"), "longer than the positions of gpt2-nano[\\s\\S]*256"),
-    (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=4"), "needs 4 devices; this run has 2[\\s\\S]*nearest first: --mesh data=2 or --cpu-devices 4"),
-    (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "dat=2"), "did you mean 'data'"),
-    (("--model", "gpt2-nano", "--cpu-devices", "3", "--mesh", "tensor=3"), "'heads' of gpt2-nano[\\s\\S]*num_heads=8[\\s\\S]*--mesh pipe=3"),
-    (("--model", "gpt2-nano", "--cpu-devices", "3", "--mesh", "data=3"), "global_batch=16 over data\\*fsdp=3[\\s\\S]*--global-batch 15"),
-    (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "pipe=2", "--microbatches", "3"), "microbatches=3[\\s\\S]*--global-batch 15 or --microbatches 4"),
-    (("--model", "gpt2-nano", "--cpu-devices", "4", "--mesh", "pipe=4", "--schedule", "interleaved"), "fewer layers[\\s\\S]*--mesh pipe=2,data=2"),
-    (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "pipe=2", "--schedule", "no.json"), "cannot be read[\\s\\S]*no.json: No such file"),
-    (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=2", "--zero", "1"), "mesh axis 'fsdp'[\\s\\S]*--zero 0 or --mesh fsdp=2"),
-    (("--model", "gpt2-nano", "--control", "sometimes"), "advise"),
-    (("--model", "gpt2-nano", "--phases", "200"), "AFTER_STEP:BATCHxTOKENS[\\s\\S]*200:64x512"),
-    (("--model", "gpt2-nano", "--cpu-devices", "4", "--mesh", "data=4", "--phases", "20:18"), "the batches after step 20[\\s\\S]*dealt out evenly[\\s\\S]*--mesh"),
-    (("--model", "gpt2-nano", "--cpu-devices", "1", "--set", "parallel.attention=cudnn"), "cannot run here[\\s\\S]*cpu"),
-    (("--model", "gpt2-nano", "--data", "no-such-file.txt"), "no-such-file.txt"),
-    (("--model", "llama3.3-70b", "--cpu-devices", "2", "--seq-len", "64"), "does not fit: about .* GiB per device are needed"),
-    (("--resume",), "which run to resume"),
-    (("--run-dir", "no-such-run", "--resume"), "no run to resume"),
-    (("--model", "gpt2-nano", "--coordinator", "localhost:1"), "needs all three distributed settings"),
-    (("--model", "gpt2-nano", "--coordinator", "foo", "--num-processes", "2", "--process-id", "0"), "a host and a port"),
-    (("--model", "gpt2-nano", "--seed", "3000000000"), "seed is out of range"),
-    (("--model", "llama-nano", "--set", "model.head_dim=33"), "odd number[\\s\\S]*32 or 34"),
-    (("--config", "no-such-file.json"), "a config cannot be read"),
-    (("--resume", "--run-dir", "no-such-run", "--config", "no-such-file.json"), "has its own config"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no model was named"),
+        (("--model", "gpt3"), "unknown model 'gpt3'[\\s\\S]*did you mean 'gpt2'"),
+        (
+            ("--model", "gpt2-nano", "--global-bach", "8"),
+            "unknown argument '--global-bach'[\\s\\S]*did you mean '--global-batch'",
+        ),
+        (("--model", "gpt2-nano", "--set", "optimizer.bta2=0.9"), "did you mean 'optimizer.beta2'"),
+        (("--model", "gpt2-nano", "--set", "optimizer.beta2"), "--set needs a name and a value"),
+        (("--model", "gpt2-nano", "--steps", "many"), "steps has the wrong type"),
+        (("--model", "gpt2-nano", "--precision", "fp16"), "did you mean 'f16'"),
+        (
+            ("--model", "gpt2-nano", "--seq-len", "512"),
+            "longer than the positions of gpt2-nano[\\s\\S]*256",
+        ),
+        (
+            ("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=4"),
+            (
+                "needs 4 devices; this run has 2[\\s\\S]*nearest first: --mesh data=2 or"
+                " --cpu-devices 4"
+            ),
+        ),
+        (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "dat=2"), "did you mean 'data'"),
+        (
+            ("--model", "gpt2-nano", "--cpu-devices", "3", "--mesh", "tensor=3"),
+            "'heads' of gpt2-nano[\\s\\S]*num_heads=8[\\s\\S]*--mesh pipe=3",
+        ),
+        (
+            ("--model", "gpt2-nano", "--cpu-devices", "3", "--mesh", "data=3"),
+            "global_batch=16 over data\\*fsdp=3[\\s\\S]*--global-batch 15",
+        ),
+        (
+            (
+                "--model",
+                "gpt2-nano",
+                "--cpu-devices",
+                "2",
+                "--mesh",
+                "pipe=2",
+                "--microbatches",
+                "3",
+            ),
+            "microbatches=3[\\s\\S]*--global-batch 15 or --microbatches 4",
+        ),
+        (
+            (
+                "--model",
+                "gpt2-nano",
+                "--cpu-devices",
+                "4",
+                "--mesh",
+                "pipe=4",
+                "--schedule",
+                "interleaved",
+            ),
+            "fewer layers[\\s\\S]*--mesh pipe=2,data=2",
+        ),
+        (
+            (
+                "--model",
+                "gpt2-nano",
+                "--cpu-devices",
+                "2",
+                "--mesh",
+                "pipe=2",
+                "--schedule",
+                "no.json",
+            ),
+            "cannot be read[\\s\\S]*no.json: No such file",
+        ),
+        (
+            ("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=2", "--zero", "1"),
+            "mesh axis 'fsdp'[\\s\\S]*--zero 0 or --mesh fsdp=2",
+        ),
+        (("--model", "gpt2-nano", "--control", "sometimes"), "advise"),
+        (("--model", "gpt2-nano", "--phases", "200"), "AFTER_STEP:BATCHxTOKENS[\\s\\S]*200:64x512"),
+        (
+            ("--model", "gpt2-nano", "--cpu-devices", "4", "--mesh", "data=4", "--phases", "20:18"),
+            "the batches after step 20[\\s\\S]*dealt out evenly[\\s\\S]*--mesh",
+        ),
+        (
+            ("--model", "gpt2-nano", "--cpu-devices", "1", "--set", "parallel.attention=cudnn"),
+            "cannot run here[\\s\\S]*cpu",
+        ),
+        (("--model", "gpt2-nano", "--data", "no-such-file.txt"), "no-such-file.txt"),
+        (
+            ("--model", "llama3.3-70b", "--cpu-devices", "2", "--seq-len", "64"),
+            "does not fit: about .* GiB per device are needed",
+        ),
+        (("--resume",), "which run to resume"),
+        (("--run-dir", "no-such-run", "--resume"), "no run to resume"),
+        (
+            ("--model", "gpt2-nano", "--coordinator", "localhost:1"),
+            "needs all three distributed settings",
+        ),
+        (
+            (
+                "--model",
+                "gpt2-nano",
+                "--coordinator",
+                "foo",
+                "--num-processes",
+                "2",
+                "--process-id",
+                "0",
+            ),
+            "a host and a port",
+        ),
+        (("--model", "gpt2-nano", "--seed", "3000000000"), "seed is out of range"),
+        (("--model", "llama-nano", "--set", "model.head_dim=33"), "odd number[\\s\\S]*32 or 34"),
+        (("--config", "no-such-file.json"), "a config cannot be read"),
+        (
+            ("--resume", "--run-dir", "no-such-run", "--config", "no-such-file.json"),
+            "has its own config",
+        ),
+    ],
+)
 def test_the_users_mistakes_end_with_one_message(arguments, message, tmp_path):
-    failed = train(*arguments, *(() if "--run-dir" in arguments or "--resume" in arguments else ("--run-dir", tmp_path / "run")))
+    failed = train(
+        *arguments,
+        *(
+            ()
+            if "--run-dir" in arguments or "--resume" in arguments
+            else ("--run-dir", tmp_path / "run")
+        ),
+    )
     assert failed.returncode == 2
     assert re.search(message, failed.stderr), failed.stderr
     assert "Traceback" not in failed.stderr
@@ -83,38 +191,102 @@ def test_the_users_mistakes_end_with_one_message(arguments, message, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing was written"
 
 
-@pytest.mark.parametrize(("content", "message"), [("", "empty"), ("too short", "shorter than one example")])
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "empty"), ("too short", "shorter than one example")]
+)
 def test_unusable_text(tmp_path, content, message):
     (tmp_path / "text.txt").write_text(content)
-    failed = train("--model", "gpt2-nano", "--data", tmp_path / "text.txt", "--run-dir", tmp_path / "run")
+    failed = train(
+        "--model", "gpt2-nano", "--data", tmp_path / "text.txt", "--run-dir", tmp_path / "run"
+    )
     assert failed.returncode == 2
     assert message in failed.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_ends_where_it_says(tmp_path, text):
-    done = train("--model", "llama-nano", "--data", text, "--steps", 2, "--seq-len", 32, "--cpu-devices", 2, "--mesh", "fsdp=2",
-                 "--eval-every", 2, "--run-dir", tmp_path / "run", "--set", "model.num_layers=1")
+    done = train(
+        "--model",
+        "llama-nano",
+        "--data",
+        text,
+        "--steps",
+        2,
+        "--seq-len",
+        32,
+        "--cpu-devices",
+        2,
+        "--mesh",
+        "fsdp=2",
+        "--eval-every",
+        2,
+        "--run-dir",
+        tmp_path / "run",
+        "--set",
+        "model.num_layers=1",
+    )
     assert done.returncode == 0, done.stderr
-    for shown in ("attention kernel", "xla", "zero=3", "fsdp=2", "step 2/2", "held-out loss", str(tmp_path / "run")):
+    for shown in (
+        "attention kernel",
+        "xla",
+        "zero=3",
+        "fsdp=2",
+        "step 2/2",
+        "held-out loss",
+        str(tmp_path / "run"),
+    ):
         assert shown in done.stdout
     run = tmp_path / "run"
-    assert {path.name for path in run.iterdir()} == {"config.json", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints", "lock"}
-    assert json.loads((run / "plan.json").read_text())["axes"] == {"pipe": 1, "data": 1, "fsdp": 2, "tensor": 1}
+    assert {path.name for path in run.iterdir()} == {
+        "config.json",
+        "plan.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "checkpoints",
+        "lock",
+    }
+    assert json.loads((run / "plan.json").read_text())["axes"] == {
+        "pipe": 1,
+        "data": 1,
+        "fsdp": 2,
+        "tensor": 1,
+    }
     # On one device, with other steps than planned before: what was saved on two goes on.
-    resumed = train("--run-dir", run, "--resume", "--steps", 3, "--mesh", "auto", "--cpu-devices", 1)
+    resumed = train(
+        "--run-dir", run, "--resume", "--steps", 3, "--mesh", "auto", "--cpu-devices", 1
+    )
     assert resumed.returncode == 0, resumed.stderr
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
 
 
 def driven(program, *arguments):
     """scripts/train.py after `program` has changed something in the package."""
-    start = f"{program}\nimport runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    return subprocess.run([sys.executable, "-c", start, SCRIPTS / "train.py", *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    start = (
+        f"{program}\nimport runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0],"
+        " run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", start, SCRIPTS / "train.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
-ONE_LAYER = ("--model", "gpt2-nano", "--set", "model.num_layers=1", "--seq-len", 32, "--eval-every", 0,
-             "--progress", "plain")
+ONE_LAYER = (
+    "--model",
+    "gpt2-nano",
+    "--set",
+    "model.num_layers=1",
+    "--seq-len",
+    32,
+    "--eval-every",
+    0,
+    "--progress",
+    "plain",
+)
 SIGNALS = """
 import os, signal
 from optimus_jax.run.display import PlainDisplay
@@ -124,33 +296,85 @@ compiled = run._compiled
 """
 
 
-@pytest.mark.parametrize(("when", "code", "message"), [
-    ("PlainDisplay.step = lambda self, record: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]", 130, "stopped without saving"),
-    ("run._compiled = lambda *_: os.kill(os.getpid(), signal.SIGINT)", 130, "stopped before training had begun"),
-    ("run._compiled = lambda *_: os.kill(os.getpid(), signal.SIGTERM)", 75, "stopped before training had begun"),
-], ids=["twice", "while compiling", "terminated while compiling"])
+@pytest.mark.parametrize(
+    ("when", "code", "message"),
+    [
+        (
+            (
+                "PlainDisplay.step = lambda self, record: [os.kill(os.getpid(), signal.SIGINT) for"
+                " _ in range(2)]"
+            ),
+            130,
+            "stopped without saving",
+        ),
+        (
+            "run._compiled = lambda *_: os.kill(os.getpid(), signal.SIGINT)",
+            130,
+            "stopped before training had begun",
+        ),
+        (
+            "run._compiled = lambda *_: os.kill(os.getpid(), signal.SIGTERM)",
+            75,
+            "stopped before training had begun",
+        ),
+    ],
+    ids=["twice", "while compiling", "terminated while compiling"],
+)
 def test_signals_end_with_a_line(tmp_path, text, when, code, message):
-    ended = driven(SIGNALS + when, *ONE_LAYER, "--data", text, "--steps", 1000, "--run-dir", tmp_path / "run")
+    ended = driven(
+        SIGNALS + when, *ONE_LAYER, "--data", text, "--steps", 1000, "--run-dir", tmp_path / "run"
+    )
     assert ended.returncode == code, ended.stderr
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
     # A cluster may start it again with --resume.
-    assert (tmp_path / "run" / "config.json").exists() == (message == "stopped without saving" or code == 75)
+    assert (tmp_path / "run" / "config.json").exists() == (
+        message == "stopped without saving" or code == 75
+    )
 
 
 def test_an_unreachable_coordinator_is_given_up_in_words(tmp_path):
-    ended = driven("", "--model", "gpt2-nano", "--coordinator", "127.0.0.1:9", "--num-processes", 2, "--process-id", 1, "--run-dir", tmp_path / "run",
-                   "--set", "faults.connect_s=0.1")
+    ended = driven(
+        "",
+        "--model",
+        "gpt2-nano",
+        "--coordinator",
+        "127.0.0.1:9",
+        "--num-processes",
+        2,
+        "--process-id",
+        1,
+        "--run-dir",
+        tmp_path / "run",
+        "--set",
+        "faults.connect_s=0.1",
+    )
     assert ended.returncode == 75, "a process that is missing may be there next time"
-    assert re.search(r"\nfault: the processes of this run have not found one another: process 0 of 2 did not come in time\n"
-                    r"[\s\S]*process 1 of 2[\s\S]*127.0.0.1:9[\s\S]*do: [\s\S]*\n  in process 1 of 2\n", ended.stderr)
+    assert re.search(
+        r"\nfault: the processes of this run have not found one another: process 0 of 2 did not"
+        r" come in time\n"
+        r"[\s\S]*process 1 of 2[\s\S]*127.0.0.1:9[\s\S]*do: [\s\S]*\n  in process 1 of 2\n",
+        ended.stderr,
+    )
     assert "Traceback" not in ended.stderr
 
 
 def test_sigterm_is_heard_while_processes_connect(tmp_path):
-    ended = driven("import os, signal\nfrom optimus_jax.cluster import rendezvous_client\n"
-                   "rendezvous_client.socket.create_connection = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n",
-                   "--model", "gpt2-nano", "--coordinator", "127.0.0.1:9", "--num-processes", 2, "--process-id", 1, "--run-dir", tmp_path / "run")
+    ended = driven(
+        "import os, signal\nfrom optimus_jax.cluster import"
+        " rendezvous_client\nrendezvous_client.socket.create_connection = lambda *_, **__:"
+        " os.kill(os.getpid(), signal.SIGTERM)\n",
+        "--model",
+        "gpt2-nano",
+        "--coordinator",
+        "127.0.0.1:9",
+        "--num-processes",
+        2,
+        "--process-id",
+        1,
+        "--run-dir",
+        tmp_path / "run",
+    )
     assert ended.returncode == 75
     assert ended.stderr.endswith("\nstopped before training had begun\n")
     assert "Traceback" not in ended.stderr
@@ -160,16 +384,48 @@ def test_programs_of_a_cpu_go_into_no_cache(tmp_path, text, monkeypatch):
     """For those that come out of it get stuck."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    done = train(*ONE_LAYER, "--data", text, "--steps", 1, "--cpu-devices", 2, "--mesh", "fsdp=2", "--run-dir", tmp_path / "run")
+    done = train(
+        *ONE_LAYER,
+        "--data",
+        text,
+        "--steps",
+        1,
+        "--cpu-devices",
+        2,
+        "--mesh",
+        "fsdp=2",
+        "--run-dir",
+        tmp_path / "run",
+    )
     assert done.returncode == 0, done.stderr
     assert "JAX's compilation cache is not used" in done.stdout
     assert not list((tmp_path / "cache").glob("*"))
 
 
 def test_a_config_of_a_run_begins_another(tmp_path, text):
-    (tmp_path / "config.json").write_text(make_config("gpt2-nano", {
-        "steps": 2, "seq_len": 32, "data": str(text), "model.num_layers": 1, "eval_every": 0, "global_batch": 4}).to_json(derived={"lr": 1}))
-    done = train("--config", tmp_path / "config.json", "--steps", 1, "--cpu-devices", 1, "--run-dir", tmp_path / "run")
+    (tmp_path / "config.json").write_text(
+        make_config(
+            "gpt2-nano",
+            {
+                "steps": 2,
+                "seq_len": 32,
+                "data": str(text),
+                "model.num_layers": 1,
+                "eval_every": 0,
+                "global_batch": 4,
+            },
+        ).to_json(derived={"lr": 1})
+    )
+    done = train(
+        "--config",
+        tmp_path / "config.json",
+        "--steps",
+        1,
+        "--cpu-devices",
+        1,
+        "--run-dir",
+        tmp_path / "run",
+    )
     assert done.returncode == 0, done.stderr
     assert "step 1/1" in done.stdout
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["global_batch"] == 4
@@ -177,10 +433,19 @@ def test_a_config_of_a_run_begins_another(tmp_path, text):
 
 def test_a_schedule_is_shown_written_and_shown_again(tmp_path):
     asked = ("--schedule", "1f1b", "--stages", 4, "--microbatches", 6)
-    shown = run_script("schedule.py", *asked, "--json", "own.json", "--picture", "own.svg", cwd=tmp_path)
+    shown = run_script(
+        "schedule.py", *asked, "--json", "own.json", "--picture", "own.svg", cwd=tmp_path
+    )
     assert shown.returncode == 0, shown.stderr
-    for line in ("1f1b: stages 4, microbatches 6", "stage 3 F  .  .  .  0  1  2", "12 ticks, bubble 50.0%, at most 6 tasks in flight",
-                 "residuals 6, inputs 1, cotangents 1 if residuals are kept; inputs 6, cotangents 1 if stages are recomputed"):
+    for line in (
+        "1f1b: stages 4, microbatches 6",
+        "stage 3 F  .  .  .  0  1  2",
+        "12 ticks, bubble 50.0%, at most 6 tasks in flight",
+        (
+            "residuals 6, inputs 1, cotangents 1 if residuals are kept; inputs 6, cotangents 1 if"
+            " stages are recomputed"
+        ),
+    ):
         assert line in shown.stdout
     assert Schedule.from_json((tmp_path / "own.json").read_text()) == make_schedule("1f1b", 4, 6)
     assert (tmp_path / "own.svg").read_bytes().startswith(b"<?xml")
@@ -193,28 +458,47 @@ def test_a_schedule_is_shown_written_and_shown_again(tmp_path):
 
 def test_the_page_about_pipelines_shows_what_the_script_shows():
     page = (SCRIPTS.parent / "docs" / "pipelines.md").read_text()
-    chart = run_script("schedule.py", "--schedule", "1f1b", "--stages", 4, "--microbatches", 6).stdout
+    chart = run_script(
+        "schedule.py", "--schedule", "1f1b", "--stages", 4, "--microbatches", 6
+    ).stdout
     assert "".join(chart.splitlines(keepends=True)[:-2]) in page
     table = re.search(r"```json\n(.*?)```", page, re.DOTALL)
     assert table is not None
     assert Schedule.from_json(table[1]).num_ticks == 5
-    slots = re.findall(r"^\| (gpipe|1f1b|interleaved)(?:, V=(\d))?( with slack)? \| ([\d.]+)% \| (\d+), (\d+), (\d+)[^|]*\| (\d+), (\d+) \|$", page, re.MULTILINE)
+    slots = re.findall(
+        r"^\| (gpipe|1f1b|interleaved)(?:, V=(\d))?( with slack)? \| ([\d.]+)% \| (\d+), (\d+),"
+        r" (\d+)[^|]*\| (\d+), (\d+) \|$",
+        page,
+        re.MULTILINE,
+    )
     assert len(slots) == 5
     for name, repeats, slack, bubble, *counts in slots:
         schedule = make_schedule(name, 4, 16, int(repeats or 1), 2 if slack else 1)
         kept, recomputed = Buffers.of(schedule, keep_residuals=True), Buffers.of(schedule)
-        assert [kept.num_residuals, kept.num_inputs, kept.num_cotangents, recomputed.num_inputs, recomputed.num_cotangents] == list(map(int, counts))
+        assert [
+            kept.num_residuals,
+            kept.num_inputs,
+            kept.num_cotangents,
+            recomputed.num_inputs,
+            recomputed.num_cotangents,
+        ] == list(map(int, counts))
         assert f"{schedule.bubble():.1%}" == f"{bubble}%"
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((), "how many stages"),
-    (("--stages", 4, "--microbatches", 6, "--schedule", "gpip"), "did you mean 'gpipe'"),
-    (("--stages", 4, "--microbatches", 6, "--schedule", "interleaved", "--repeats", 2), "choose microbatches=4 or 8"),
-    (("--stages", 4, "--table", "own.json"), "a table says itself[\\s\\S]*leave out --stages"),
-    (("--table", "no-such-file.json"), "no-such-file.json"),
-    (("--stages", 4, "--microbatches", 6, "--json", "own"), "ends in .json[\\s\\S]*own.json"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "how many stages"),
+        (("--stages", 4, "--microbatches", 6, "--schedule", "gpip"), "did you mean 'gpipe'"),
+        (
+            ("--stages", 4, "--microbatches", 6, "--schedule", "interleaved", "--repeats", 2),
+            "choose microbatches=4 or 8",
+        ),
+        (("--stages", 4, "--table", "own.json"), "a table says itself[\\s\\S]*leave out --stages"),
+        (("--table", "no-such-file.json"), "no-such-file.json"),
+        (("--stages", 4, "--microbatches", 6, "--json", "own"), "ends in .json[\\s\\S]*own.json"),
+    ],
+)
 def test_mistakes_about_a_schedule_end_with_one_message(arguments, message, tmp_path):
     failed = run_script("schedule.py", *arguments, cwd=tmp_path)
     assert failed.returncode == 2

@@ -16,12 +16,27 @@ from optimus_jax.errors import CheckpointError, ConfigError
 from optimus_jax.reshard.checksum import named_leaves
 
 METADATA = {"plan": "p", "next_step": 5}
-SPECS = {"table": PartitionSpec("x", "y"), "bias": PartitionSpec("y"), "half": PartitionSpec(None, "x"), "step": PartitionSpec()}
-OTHER_SPECS = {"table": PartitionSpec("y"), "bias": PartitionSpec(("x", "y")), "half": PartitionSpec("y", "x"), "step": PartitionSpec()}
+SPECS = {
+    "table": PartitionSpec("x", "y"),
+    "bias": PartitionSpec("y"),
+    "half": PartitionSpec(None, "x"),
+    "step": PartitionSpec(),
+}
+OTHER_SPECS = {
+    "table": PartitionSpec("y"),
+    "bias": PartitionSpec(("x", "y")),
+    "half": PartitionSpec("y", "x"),
+    "step": PartitionSpec(),
+}
 
 
 def mesh(*sizes):
-    return jax.make_mesh(sizes, ("x", "y"), devices=jax.devices()[:sizes[0] * sizes[1]], axis_types=(AxisType.Auto,) * 2)
+    return jax.make_mesh(
+        sizes,
+        ("x", "y"),
+        devices=jax.devices()[: sizes[0] * sizes[1]],
+        axis_types=(AxisType.Auto,) * 2,
+    )
 
 
 def host_state(seed=0, rows=16):
@@ -30,15 +45,25 @@ def host_state(seed=0, rows=16):
     table = draw.standard_normal((rows, 8)).astype(np.float32)
     table[0, :4] = [-0.0, np.nan, np.inf, 1e-42]
     table[12:] = 0
-    return {"table": table, "bias": draw.standard_normal(8).astype(np.float32), "half": jnp.asarray(draw.standard_normal((4, 4)), jnp.bfloat16), "step": np.int32(seed)}
+    return {
+        "table": table,
+        "bias": draw.standard_normal(8).astype(np.float32),
+        "half": jnp.asarray(draw.standard_normal((4, 4)), jnp.bfloat16),
+        "step": np.int32(seed),
+    }
 
 
 def placed(state, on, specs=SPECS):
-    return {name: jax.device_put(leaf, NamedSharding(on, specs[name])) for name, leaf in state.items()}
+    return {
+        name: jax.device_put(leaf, NamedSharding(on, specs[name])) for name, leaf in state.items()
+    }
 
 
 def abstract(state, on, specs=SPECS):
-    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, specs[name])) for name, leaf in state.items()}
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, specs[name]))
+        for name, leaf in state.items()
+    }
 
 
 def assert_same_bits(actual, expected):
@@ -55,7 +80,9 @@ def warned():
 
 @pytest.fixture
 def snapshots(tmp_path, warned):
-    made = Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5, warn=warned.append, warn_here=warned.append)
+    made = Snapshots(
+        tmp_path / "memory", tmp_path / "run", "1.0", 5, warn=warned.append, warn_here=warned.append
+    )
     (tmp_path / "memory").mkdir()
     made.prepare(bytes_of_host(placed(host_state(), mesh(4, 2))))
     yield made
@@ -64,18 +91,26 @@ def snapshots(tmp_path, warned):
 
 def take(snapshots, *steps):
     for step in steps:
-        snapshots.take(step, placed(host_state(step), mesh(4, 2)), METADATA | {"next_step": step + 1})
+        snapshots.take(
+            step, placed(host_state(step), mesh(4, 2)), METADATA | {"next_step": step + 1}
+        )
     snapshots.wait()
 
 
-@pytest.mark.parametrize(("sizes", "specs"), [((4, 2), SPECS), ((2, 4), OTHER_SPECS), ((2, 2), SPECS), ((1, 1), OTHER_SPECS)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "specs"),
+    [((4, 2), SPECS), ((2, 4), OTHER_SPECS), ((2, 2), SPECS), ((1, 1), OTHER_SPECS)],
+    ids=str,
+)
 def test_a_state_comes_back_bit_for_bit_on_any_mesh(snapshots, sizes, specs):
     take(snapshots, 5)
     target = abstract(host_state(), mesh(*sizes), specs)
     found = snapshots.restore(target, 4)
     assert (found.step, found.metadata) == (5, METADATA | {"next_step": 6})
     assert_same_bits(found.state, host_state(5))
-    assert {name: leaf.sharding for name, leaf in found.state.items()} == {name: leaf.sharding for name, leaf in target.items()}
+    assert {name: leaf.sharding for name, leaf in found.state.items()} == {
+        name: leaf.sharding for name, leaf in target.items()
+    }
 
 
 def test_a_state_may_be_donated_once_it_was_taken(snapshots):
@@ -95,10 +130,12 @@ def test_rows_of_padding_come_and_go(snapshots):
     take(snapshots, 5)
     for rows in (12, 24):
         target = abstract(host_state(), mesh(4, 1))
-        target["table"] = jax.ShapeDtypeStruct((rows, 8), np.float32, sharding=target["table"].sharding)
+        target["table"] = jax.ShapeDtypeStruct(
+            (rows, 8), np.float32, sharding=target["table"].sharding
+        )
         found = snapshots.restore(target, 0, paddable=lambda path: path == "table")
         expected = np.zeros((rows, 8), np.float32)
-        expected[:min(rows, 16)] = host_state(5)["table"][:rows]
+        expected[: min(rows, 16)] = host_state(5)["table"][:rows]
         assert np.asarray(found.state["table"]).tobytes() == expected.tobytes()
 
 
@@ -112,7 +149,9 @@ def test_rows_that_are_not_padding_are_not_cropped(snapshots, warned):
 
 def test_two_generations_stay_and_the_newest_counts(snapshots):
     take(snapshots, 5, 10, 15, 20)
-    assert files.steps(snapshots.root) == [10, 15, 20], "the third goes when the next is taken, for others may not have this one yet"
+    assert files.steps(snapshots.root) == [10, 15, 20], (
+        "the third goes when the next is taken, for others may not have this one yet"
+    )
     assert snapshots_of(snapshots).step == 20
     assert snapshots_of(snapshots, newer_than=20) is None
 
@@ -158,22 +197,34 @@ def test_half_of_a_snapshot_is_none(snapshots, monkeypatch):
 
 def test_no_room_is_a_warning_and_leaves_nothing(snapshots, warned, monkeypatch):
     take(snapshots, 5)
-    monkeypatch.setattr(files, "_write_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        files,
+        "_write_all",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
     take(snapshots, 10, 15, 20)
     assert "could not be written: No space left on device; the run goes on without it" in warned[0]
-    assert files.steps(snapshots.root) == [5], "what could not be written does not push out what could"
+    assert files.steps(snapshots.root) == [5], (
+        "what could not be written does not push out what could"
+    )
     assert snapshots_of(snapshots).step == 5
 
 
 def test_room_is_looked_for_at_the_start(snapshots, monkeypatch):
-    monkeypatch.setattr(snapshots_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(ConfigError, match=r"no room for snapshots(.|\n)*3 times(.|\n)*snapshot_every=0"):
+    monkeypatch.setattr(
+        snapshots_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
+    )
+    with pytest.raises(
+        ConfigError, match=r"no room for snapshots(.|\n)*3 times(.|\n)*snapshot_every=0"
+    ):
         snapshots.prepare(bytes_of_host(placed(host_state(), mesh(4, 2))))
 
 
 @pytest.mark.parametrize("before", ["root", "parent"])
 def test_a_parent_that_another_run_removes_is_made_again(tmp_path, monkeypatch, before):
-    """Whoever is the last to leave takes it along, in the middle of our coming: before it is looked at, or before the root is made in it."""
+    """Whoever is the last to leave takes it along, in the middle of our coming: before it is looked
+    at, or before the root is made in it.
+    """
     snapshots = Snapshots(tmp_path, tmp_path / "run", "1.0", 5)
     parent, mkdir, removed = snapshots.root.parent, Path.mkdir, []
 
@@ -222,17 +273,30 @@ def test_a_run_that_ends_gives_the_memory_back(snapshots, tmp_path):
 
 
 def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warned):
-    """Two hosts, each with a replica. One is replaced by an empty one, which gets all pieces; without replicas there is no state."""
-    state = placed(host_state(5), mesh(1, 2))  # along `x` these are replicas: what one of four hosts would write
-    one, empty = (Snapshots(tmp_path / host, tmp_path / "run", "1.0", 5, warn=warned.append) for host in ("one", "empty"))
+    """Two hosts, each with a replica.
+
+    One is replaced by an empty one, which gets all pieces; without replicas there is no state.
+    """
+    # along `x` these are replicas: what one of four hosts would write
+    state = placed(host_state(5), mesh(1, 2))
+    one, empty = (
+        Snapshots(tmp_path / host, tmp_path / "run", "1.0", 5, warn=warned.append)
+        for host in ("one", "empty")
+    )
     for host, each in (("one", one), ("empty", empty)):
         (tmp_path / host).mkdir()
         each.prepare(bytes_of_host(state))
     one.take(5, state, METADATA)
     one.wait()
     held = files.read(one.root, 5)
-    both = [{"metadata": held.metadata, "leaves": held.leaves, "pieces": [[*key, piece.crc32] for key, (piece,) in held.pieces.items()]},
-            {"metadata": None, "leaves": None, "pieces": []}]
+    both = [
+        {
+            "metadata": held.metadata,
+            "leaves": held.leaves,
+            "pieces": [[*key, piece.crc32] for key, (piece,) in held.pieces.items()],
+        },
+        {"metadata": None, "leaves": None, "pieces": []},
+    ]
     sent = []
 
     def exchanged(value):
@@ -253,7 +317,9 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     found = empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0)
     assert_same_bits(found.state, host_state(5))
     assert sent == sorted(held.pieces)
-    monkeypatch.setattr(snapshots_module.multihost_utils, "broadcast_one_to_all", lambda mine, is_source: mine + 1)
+    monkeypatch.setattr(
+        snapshots_module.multihost_utils, "broadcast_one_to_all", lambda mine, is_source: mine + 1
+    )
     assert empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0) is None
     assert "has changed on its way" in warned[-1]
     both[0]["pieces"].pop(0)
@@ -272,7 +338,7 @@ def test_a_damaged_piece_is_taken_from_another_process_of_the_host(snapshots, mo
     assert content == other.read_bytes()
     wanted = abstract(host_state(), mesh(4, 2))
     for place in (0, len(content) - 1):
-        own.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+        own.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         found = snapshots.restore(wanted, 0)
         assert found is not None, warned
         assert_same_bits(found.state, host_state(5))
@@ -293,13 +359,18 @@ def test_what_another_user_has_put_there_is_not_read(snapshots, monkeypatch):
     assert snapshots.restore(wanted, 0) is None
 
 
-@pytest.mark.parametrize(("resumed_at", "expected"), [((), 10), ((10,), 10), ((12,), 10), ((5,), 5), ((5, 10), 5), ((3,), None), ((12, 4), None)])
+@pytest.mark.parametrize(
+    ("resumed_at", "expected"),
+    [((), 10), ((10,), 10), ((12,), 10), ((5,), 5), ((5, 10), 5), ((3,), None), ((12, 4), None)],
+)
 def test_a_course_that_was_left_is_not_gone_back_to(tmp_path, warned, resumed_at, expected):
     """By a host that sat out, and has not heard that the others have gone on from before."""
     (tmp_path / "memory").mkdir()
     first = Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5, [0])
     take(first, 5, 10)
-    later = Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5, [0, *resumed_at], warn=warned.append)
+    later = Snapshots(
+        tmp_path / "memory", tmp_path / "run", "1.0", 5, [0, *resumed_at], warn=warned.append
+    )
     found = later.restore(abstract(host_state(), mesh(4, 2)), 0)
     assert (found and found.step) == expected
     take(later, 20)

@@ -12,8 +12,22 @@ from optimus_jax.run.stored_config import changes_since, check_stored_config, sa
 
 SAVED = Config(model=model_preset("llama3.2-1b"))
 METADATA = {"config": SAVED.to_json(derived={"optimizer.lr": 3e-4, "precision.compute": "bf16"})}
-OTHER = {"model.norm_epsilon": 0.5, "model.rope_theta": 1e4, "model.tied": False, "model.init_std": 0.5, "model.dropout": 0.1, "model.family": "gpt2", "model.rope_scaling.factor": 4.0,
-         "model.rope_scaling": None, "model.num_layers": 3, "data.global_batch": 8, "data.respect_documents": False, "data.eval_fraction": 0.5, "data.phases": "100:32", "seed": 5}
+OTHER = {
+    "model.norm_epsilon": 0.5,
+    "model.rope_theta": 1e4,
+    "model.tied": False,
+    "model.init_std": 0.5,
+    "model.dropout": 0.1,
+    "model.family": "gpt2",
+    "model.rope_scaling.factor": 4.0,
+    "model.rope_scaling": None,
+    "model.num_layers": 3,
+    "data.global_batch": 8,
+    "data.respect_documents": False,
+    "data.eval_fraction": 0.5,
+    "data.phases": "100:32",
+    "seed": 5,
+}
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -26,14 +40,36 @@ def test_what_changes_the_run_is_refused(name):
 def test_every_field_of_a_model_is_compared_but_its_name():
     fields = {field.name for field in dataclasses.fields(SAVED.model)}
     assert fields - {name.split(".")[1] for name in OTHER if name.startswith("model.")} == {
-        "name", "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_length"}, "sizes are compared as num_layers is"
+        "name",
+        "vocab_size",
+        "embed_dim",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "mlp_dim",
+        "max_length",
+    }, "sizes are compared as num_layers is"
 
 
 def test_names_and_places_may_differ():
-    check_stored_config(METADATA, SAVED.with_values({"model.name": "mine", "data.sources": "/moved/a.txt", "data.tokenizer": "/moved/tokenizer.json", "steps": 7, "log.every": 3}))
+    check_stored_config(
+        METADATA,
+        SAVED.with_values(
+            {
+                "model.name": "mine",
+                "data.sources": "/moved/a.txt",
+                "data.tokenizer": "/moved/tokenizer.json",
+                "steps": 7,
+                "log.every": 3,
+            }
+        ),
+    )
 
 
-@pytest.mark.parametrize(("name", "value"), [("optimizer.beta2", 0.9), ("optimizer.lr", 0.1), ("precision.compute", "f16")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("optimizer.beta2", 0.9), ("optimizer.lr", 0.1), ("precision.compute", "f16")],
+)
 def test_what_may_change_is_said(name, value):
     check_stored_config(METADATA, now := SAVED.with_values({name: value}))
     told = changes_since(saved_config(METADATA), now)
@@ -53,7 +89,9 @@ def test_every_field_that_may_change_is_said(section):
 
 
 def test_the_precision_of_a_checkpoint_is_that_of_its_plan():
-    """Of a run that went on in f32 under a config.json that was edited to bf16, by an older version."""
+    """Of a run that went on in f32 under a config.json that was edited to bf16, by an older
+    version.
+    """
     metadata = METADATA | {"plan": json.dumps({"precision": "f32"})}
     assert saved_config(metadata).precision.compute == "f32"
 
@@ -61,7 +99,9 @@ def test_the_precision_of_a_checkpoint_is_that_of_its_plan():
 def test_data_may_differ_where_that_is_allowed():
     said = []
     for change in ({"data.eval_fraction": 0.5}, {"data.global_batch": 8}):
-        check_stored_config(METADATA, now := SAVED.with_values(change | {"data.allow_change": True}))
+        check_stored_config(
+            METADATA, now := SAVED.with_values(change | {"data.allow_change": True})
+        )
         said.append(changes_since(saved_config(METADATA), now) or "")
     assert "data.eval_fraction" in said[0]
     assert said[0].endswith("cannot be compared")
@@ -73,12 +113,21 @@ def test_data_may_differ_where_that_is_allowed():
 
 def test_a_checkpoint_from_before_a_setting_was_there_has_its_default():
     values = json.loads(METADATA["config"])
-    del values["model"]["dropout"], values["optimizer"]["max_skipped_steps"], values["data"]["phases"], values["controller"]
+    del (
+        values["model"]["dropout"],
+        values["optimizer"]["max_skipped_steps"],
+        values["data"]["phases"],
+        values["controller"],
+    )
     check_stored_config({"config": json.dumps(values)}, SAVED)
     check_stored_config({"config": json.dumps(values | {"of another version": {}})}, SAVED)
 
 
 def test_sampling_needs_the_model_alone():
-    check_stored_config(METADATA, SAVED.with_values({"seed": 5, "data.global_batch": 8}), sections=("model.",))
+    check_stored_config(
+        METADATA, SAVED.with_values({"seed": 5, "data.global_batch": 8}), sections=("model.",)
+    )
     with pytest.raises(CheckpointError, match="another model"):
-        check_stored_config(METADATA, SAVED.with_values({"model.norm_epsilon": 0.5}), sections=("model.",))
+        check_stored_config(
+            METADATA, SAVED.with_values({"model.norm_epsilon": 0.5}), sections=("model.",)
+        )

@@ -1,9 +1,12 @@
-"""Attention's kernels against one another on a GPU: how far from float32 each is, and how long it takes.
+"""Attention's kernels against one another on a GPU: how far from float32 each is, and how long it
+takes.
 
-    python benchmarks/gpu/attention_kernels.py     a table; exit code 1 if cuDNN's is further from float32 than XLA's in bf16, beyond rounding; 2 without a GPU
+    python benchmarks/gpu/attention_kernels.py     a table; exit code 1 if cuDNN's is further from
+    float32 than XLA's in bf16, beyond rounding; 2 without a GPU
 
-Queries, keys and values are random; rows hold documents of 16 tokens on average, of more from row to row, and one. Forward and backward are
-computed together, as in training. The measure of an error is the largest difference from the same attention in float32, over the largest value.
+Queries, keys and values are random; rows hold documents of 16 tokens on average, of more from row
+to row, and one. Forward and backward are computed together, as in training. The measure of an error
+is the largest difference from the same attention in float32, over the largest value.
 """
 
 import argparse
@@ -21,7 +24,8 @@ from optimus_jax.models.kernels import Visibility, attend
 
 KERNELS: tuple[AttentionKernel, ...] = ("xla", "cudnn")
 SHAPES = ((8, 1024, 25, 25, 64), (2, 4096, 32, 8, 64), (2, 4096, 32, 8, 128))
-"""Batch, length, query heads, key and value heads, head_dim: of gpt2-xl, llama3.2-1b and llama3-8b."""
+"""Batch, length, query heads, key and value heads, head_dim: of gpt2-xl, llama3.2-1b and
+llama3-8b."""
 WORSE = 1.5
 """Times XLA's own error in bf16 that cuDNN's may have: it adds up in another order."""
 
@@ -30,13 +34,19 @@ def inputs(shape: tuple[int, ...], *, packed: bool) -> tuple:
     """q, k, v in float32, what flows back, and the documents."""
     batch, length, heads, groups, head_dim = shape
     keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, d_out = (jax.random.normal(key, (batch, length, count, head_dim)) for key, count in zip(keys, (heads, groups, groups, heads), strict=True))
+    q, k, v, d_out = (
+        jax.random.normal(key, (batch, length, count, head_dim))
+        for key, count in zip(keys, (heads, groups, groups, heads), strict=True)
+    )
     return q, k, v, d_out, jnp.asarray(documents(batch, length)) if packed else None
 
 
 def documents(batch: int, length: int) -> np.ndarray:
     """int32 [batch, length]: of each token, its document's number within the row."""
-    begins = np.random.default_rng(0).random((batch, length)) < 1 / np.geomspace(16, length, batch)[:, None]
+    begins = (
+        np.random.default_rng(0).random((batch, length))
+        < 1 / np.geomspace(16, length, batch)[:, None]
+    )
     begins[-1] = False
     return np.cumsum(begins, axis=1, dtype=np.int32)
 
@@ -44,7 +54,9 @@ def documents(batch: int, length: int) -> np.ndarray:
 @partial(jax.jit, static_argnames="kernel")
 def forward_and_backward(q, k, v, d_out, segments, *, kernel: AttentionKernel):
     """In the format that it is given."""
-    out, back = jax.vjp(lambda q, k, v: attend(q, k, v, Visibility(segments), kernel=kernel), q, k, v)
+    out, back = jax.vjp(
+        lambda q, k, v: attend(q, k, v, Visibility(segments), kernel=kernel), q, k, v
+    )
     return out, *back(d_out)
 
 
@@ -55,7 +67,14 @@ def in_bf16(q, k, v, d_out, segments) -> tuple:
 
 def error(found, exact) -> float:
     """The worst of output and gradients; NaN if one has a NaN."""
-    return float(np.max([jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in zip(found, exact, strict=True)]))
+    return float(
+        np.max(
+            [
+                jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
+                for a, b in zip(found, exact, strict=True)
+            ]
+        )
+    )
 
 
 def is_wrong(of_cudnn: float, of_xla: float) -> bool:
@@ -64,12 +83,17 @@ def is_wrong(of_cudnn: float, of_xla: float) -> bool:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     if not gpu_is_here():
         print("attention's kernels are compared on a GPU, and there is none", file=sys.stderr)
         return 2
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
-    print("| shape | documents | kernel | error against f32 | forward and backward |\n|---|---|---|---|---|")
+    print(
+        "| shape | documents | kernel | error against f32 | forward and backward"
+        " |\n|---|---|---|---|---|"
+    )
     wrong = 0
     for shape in SHAPES:
         for packed in (False, True):
@@ -80,9 +104,17 @@ def main() -> int:
             for kernel in KERNELS:
                 run = partial(forward_and_backward, *rounded, kernel=kernel)
                 errors[kernel] = error(run(), exact)
-                print(f"| {'x'.join(map(str, shape))} | {'packed' if packed else 'one a row'} | {kernel} | {errors[kernel]:.1e} | {1e3 * seconds(run):.2f} ms |", flush=True)
+                print(
+                    f"| {'x'.join(map(str, shape))} | {'packed' if packed else 'one a row'} |"
+                    f" {kernel} | {errors[kernel]:.1e} | {1e3 * seconds(run):.2f} ms |",
+                    flush=True,
+                )
             wrong += is_wrong(errors["cudnn"], errors["xla"])
-    print(f"\n{wrong} of {2 * len(SHAPES)} are further off than bf16 explains" if wrong else "\nnone is further off than bf16 explains")
+    print(
+        f"\n{wrong} of {2 * len(SHAPES)} are further off than bf16 explains"
+        if wrong
+        else "\nnone is further off than bf16 explains"
+    )
     return int(wrong > 0)
 
 

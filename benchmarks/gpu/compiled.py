@@ -1,10 +1,13 @@
-"""Each of our cases compiled for one GPU that need not be there: memory, FLOPs and collectives, beside what the planner says of them.
+"""Each of our cases compiled for one GPU that need not be there: memory, FLOPs and collectives,
+beside what the planner says of them.
 
     pip install 'optimus-jax[plan-gpu]'
-    python benchmarks/gpu/compiled.py --out compiled.jsonl       some minutes; then the table. Exit code 1: nothing compiles; 2: there is no such device
+    python benchmarks/gpu/compiled.py --out compiled.jsonl       some minutes; then the table. Exit
+    code 1: nothing compiles; 2: there is no such device
 
-Nothing runs, so there is no time in it. Where something lies on the host, a compiler without a GPU forgets so: of such cases there is the
-planner's figure alone. Cases of several devices are for benchmarks/compile_for_gpu.py, which shows what they say to each other.
+Nothing runs, so there is no time in it. Where something lies on the host, a compiler without a GPU
+forgets so: of such cases there is the planner's figure alone. Cases of several devices are for
+benchmarks/compile_for_gpu.py, which shows what they say to each other.
 """
 
 import argparse
@@ -34,30 +37,58 @@ def compiled(case: Case, cluster: Cluster) -> dict:
     config = config_of(case)
     plan = plan_for(config, AxisSizes(), cluster.topology())
     plan.validate(config.model, global_batch=case.batch)
-    row = {"name": str(case), "layout": plan.describe(), "target": cluster.accelerator.name, "capacity_bytes": cluster.accelerator.memory_bytes,
-           "model_flops": step_flops(config.model, num_sequences=case.batch, seq_len=case.seq_len),
-           "predicted_bytes": estimate_memory(config.model, plan, seq_len=case.seq_len, global_batch=case.batch).total,
-           "version": f"jax {jax.__version__}", "date": time.strftime("%Y-%m-%d")}
+    row = {
+        "name": str(case),
+        "layout": plan.describe(),
+        "target": cluster.accelerator.name,
+        "capacity_bytes": cluster.accelerator.memory_bytes,
+        "model_flops": step_flops(config.model, num_sequences=case.batch, seq_len=case.seq_len),
+        "predicted_bytes": (
+            estimate_memory(config.model, plan, seq_len=case.seq_len, global_batch=case.batch).total
+        ),
+        "version": f"jax {jax.__version__}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
     try:
         report = check(config, plan, cluster)
     except OptimusError as error:
         return row | {"failed": str(error).splitlines()[0]}
-    return row | {"state_bytes": report.argument_bytes, "temp_bytes": report.temp_bytes, "total_bytes": report.total_bytes, "fits": report.fits,
-                  "dot_flops": report.dot_flops, "collectives": len(report.traffic), "attention": report.attention, "compile_s": report.compile_s}
+    return row | {
+        "state_bytes": report.argument_bytes,
+        "temp_bytes": report.temp_bytes,
+        "total_bytes": report.total_bytes,
+        "fits": report.fits,
+        "dot_flops": report.dot_flops,
+        "collectives": len(report.traffic),
+        "attention": report.attention,
+        "compile_s": report.compile_s,
+    }
 
 
 def table(rows: list[dict]) -> str:
     """Markdown."""
-    lines = ["| case | state, GiB | all of the step, GiB | the planner's | fits | products, TFLOP | model, TFLOP | collectives | attention |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        (
+            "| case | state, GiB | all of the step, GiB | the planner's | fits | products, TFLOP |"
+            " model, TFLOP | collectives | attention |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         predicted, model = row["predicted_bytes"], f"{row['model_flops'] / 1e12:,.1f}"
         if "failed" in row:
-            lines.append(f"| {row['name']} | | not compiled: {row['failed']} | {predicted / GIB:.1f} | | | {model} | | |")
+            lines.append(
+                f"| {row['name']} | | not compiled: {row['failed']} | {predicted / GIB:.1f} | | |"
+                f" {model} | | |"
+            )
             continue
         total = row["total_bytes"]
-        lines.append(f"| {row['name']} | {row['state_bytes'] / GIB:.1f} | {total / GIB:.1f} | {predicted / GIB:.1f} ({predicted / total - 1:+.0%}) | {'yes' if row['fits'] else 'NO'} "
-                     f"| {row['dot_flops'] / 1e12:,.1f} | {model} | {row['collectives'] or 'none'} | {row['attention']} |")
+        lines.append(
+            f"| {row['name']} | {row['state_bytes'] / GIB:.1f} | {total / GIB:.1f} |"
+            f" {predicted / GIB:.1f} ({predicted / total - 1:+.0%}) |"
+            f" {'yes' if row['fits'] else 'NO'} | {row['dot_flops'] / 1e12:,.1f} | {model} |"
+            f" {row['collectives'] or 'none'} | {row['attention']} |"
+        )
     return "\n".join(lines)
 
 
@@ -68,10 +99,27 @@ def newest(rows: list[dict], target: str) -> list[dict]:
 
 def main() -> int:
     """Compile what the file has not of this commit, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="h200", help="an accelerator that optimus_jax/planning/targets describes (default: h200)")
-    parser.add_argument("--out", type=path_argument, help="a file for the rows; those of this commit are not compiled again, unless something was changed since")
-    parser.add_argument("--commit", default=commit_here(), help="of this project, for the rows (default: what git says)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device",
+        default="h200",
+        help="an accelerator that optimus_jax/planning/targets describes (default: h200)",
+    )
+    parser.add_argument(
+        "--out",
+        type=path_argument,
+        help=(
+            "a file for the rows; those of this commit are not compiled again, unless something was"
+            " changed since"
+        ),
+    )
+    parser.add_argument(
+        "--commit",
+        default=commit_here(),
+        help="of this project, for the rows (default: what git says)",
+    )
     args = parser.parse_args()
     try:
         cluster = Cluster.parse(f"{args.device}:1x1")
@@ -89,7 +137,17 @@ def main() -> int:
                 file.write(json.dumps(rows[-1]) + "\n")
     rows = newest(rows, args.device)
     print(table(rows))
-    print("\n".join(["", *dict.fromkeys(f"{row['date']}, commit {row.get('commit') or 'unknown'}, {row['version']}" for row in rows)]))
+    print(
+        "\n".join(
+            [
+                "",
+                *dict.fromkeys(
+                    f"{row['date']}, commit {row.get('commit') or 'unknown'}, {row['version']}"
+                    for row in rows
+                ),
+            ]
+        )
+    )
     return int(all("failed" in row for row in rows))
 
 

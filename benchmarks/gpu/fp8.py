@@ -1,12 +1,14 @@
 """An experiment: matrix products in 8-bit floating point, against bf16, at the shapes of layers.
 
-    python benchmarks/gpu/fp8.py                   a table, on a GPU with fp8 (Hopper, Ada, Blackwell)
-    python benchmarks/gpu/fp8.py --numerics        errors alone, anywhere: what rounding to 8 bits costs, not how fast it is
+    python benchmarks/gpu/fp8.py                   a table, on a GPU with fp8 (Hopper, Ada,
+    Blackwell) python benchmarks/gpu/fp8.py --numerics        errors alone, anywhere: what rounding
+    to 8 bits costs, not how fast it is
 
-Operands are scaled by their largest value of the moment ("current scaling"), so that it fills the format; products are added up in float32 and given
-in bf16. Forward has both operands in e4m3, backward the gradient in e5m2, as in Micikevicius et al. 2022 (arXiv:2209.05433). XLA turns the
-pattern "8-bit operands, upcast, times scales, dot" into cuBLASLt's fp8 kernels; whether it did is read off the compiled program.
-No training run uses this.
+Operands are scaled by their largest value of the moment ("current scaling"), so that it fills the
+format; products are added up in float32 and given in bf16. Forward has both operands in e4m3,
+backward the gradient in e5m2, as in Micikevicius et al. 2022 (arXiv:2209.05433). XLA turns the
+pattern "8-bit operands, upcast, times scales, dot" into cuBLASLt's fp8 kernels; whether it did is
+read off the compiled program. No training run uses this.
 """
 
 import argparse
@@ -21,7 +23,12 @@ from jax import Array
 from timing import seconds
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-SHAPES = {"gpt2-xl, up": (16384, 1600, 6400), "llama3.2-1b, up": (16384, 2048, 8192), "llama3-8b, up": (8192, 4096, 14336), "llama3-8b, down": (8192, 14336, 4096)}
+SHAPES = {
+    "gpt2-xl, up": (16384, 1600, 6400),
+    "llama3.2-1b, up": (16384, 2048, 8192),
+    "llama3-8b, up": (8192, 4096, 14336),
+    "llama3-8b, down": (8192, 14336, 4096),
+}
 """Tokens, width in, width out."""
 PRODUCTS = 3
 """Of forward and backward: the output and both gradients."""
@@ -29,14 +36,19 @@ PRODUCTS = 3
 
 def quantised(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """`x` in 8 bits, and the float32 factor that turns it back."""
-    scale = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), 1e-12) / float(jnp.finfo(dtype).max)
+    scale = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), 1e-12) / float(
+        jnp.finfo(dtype).max
+    )
     return (x.astype(jnp.float32) / scale).astype(dtype), scale
 
 
 def product(a: Array, b: Array, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Array:
     """a [M, K] times b [K, N] -> bf16 [M, N]."""
     (a8, a_scale), (b8, b_scale) = quantised(a, a_dtype), quantised(b, b_dtype)
-    upcast_a, upcast_b = a8.astype(jnp.bfloat16) * a_scale.astype(jnp.bfloat16), b8.astype(jnp.bfloat16) * b_scale.astype(jnp.bfloat16)
+    upcast_a, upcast_b = (
+        a8.astype(jnp.bfloat16) * a_scale.astype(jnp.bfloat16),
+        b8.astype(jnp.bfloat16) * b_scale.astype(jnp.bfloat16),
+    )
     return jnp.dot(upcast_a, upcast_b, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
 
 
@@ -46,8 +58,13 @@ def fp8_matmul(x: Array, w: Array) -> Array:
     return product(x, w, FORWARD, FORWARD)
 
 
-fp8_matmul.defvjp(lambda x, w: (fp8_matmul(x, w), (x, w)),
-                  lambda kept, d: (product(d, kept[1].T, BACKWARD, FORWARD), product(kept[0].T, d, FORWARD, BACKWARD)))
+fp8_matmul.defvjp(
+    lambda x, w: (fp8_matmul(x, w), (x, w)),
+    lambda kept, d: (
+        product(d, kept[1].T, BACKWARD, FORWARD),
+        product(kept[0].T, d, FORWARD, BACKWARD),
+    ),
+)
 
 
 def bf16_matmul(x: Array, w: Array) -> Array:
@@ -58,19 +75,32 @@ def forward_and_backward(matmul):
     def run(x: Array, w: Array, d: Array) -> tuple[Array, ...]:
         y, back = jax.vjp(matmul, x, w)
         return (y, *back(d))
-    # By itself XLA may give the pattern to Triton, which upcasts the operands and multiplies in bf16.
-    return jax.jit(run, compiler_options={"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None)
+
+    # By itself XLA may give the pattern to Triton, which upcasts the operands and multiplies in
+    # bf16.
+    return jax.jit(
+        run,
+        compiler_options=(
+            {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+        ),
+    )
 
 
 def inputs(tokens: int, width: int, out: int) -> tuple[Array, Array, Array]:
     keys = jax.random.split(jax.random.key(0), 3)
-    x, w, d = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, ((tokens, width), (width, out), (tokens, out)), strict=True))
+    x, w, d = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, ((tokens, width), (width, out), (tokens, out)), strict=True)
+    )
     return x, w * width**-0.5, d
 
 
 def error(found: tuple[Array, ...], exact: tuple[Array, ...]) -> list[float]:
     """Of output and both gradients: Euclidean distance over the length."""
-    return [float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)) for a, b in zip(found, exact, strict=True)]
+    return [
+        float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
+        for a, b in zip(found, exact, strict=True)
+    ]
 
 
 def exact_results(x: Array, w: Array, d: Array) -> tuple[Array, ...]:
@@ -85,14 +115,22 @@ def fp8_kernels(text: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--numerics", action="store_true", help="small matrices, errors alone")
     args = parser.parse_args()
     if not args.numerics and not gpu_is_here():
-        print("speed in fp8 is measured on a GPU, and there is none; --numerics needs none", file=sys.stderr)
+        print(
+            "speed in fp8 is measured on a GPU, and there is none; --numerics needs none",
+            file=sys.stderr,
+        )
         return 2
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
-    print("| product | format | error: forward, gradient of input, of weight | forward and backward | TFLOP/s | fp8 kernels |\n|---|---|---|---|---|---|")
+    print(
+        "| product | format | error: forward, gradient of input, of weight | forward and backward |"
+        " TFLOP/s | fp8 kernels |\n|---|---|---|---|---|---|"
+    )
     missing = 0
     for name, (tokens, width, out) in SHAPES.items():
         sizes = (tokens // 16, width // 4, out // 4) if args.numerics else (tokens, width, out)
@@ -103,12 +141,22 @@ def main() -> int:
             took, speed, kernels = "-", "-", "-"
             if not args.numerics:
                 time_s = seconds(partial(run, *given))
-                took, speed = f"{1e3 * time_s:.2f} ms", f"{6 * tokens * width * out / time_s / 1e12:.0f}"
+                took, speed = (
+                    f"{1e3 * time_s:.2f} ms",
+                    f"{6 * tokens * width * out / time_s / 1e12:.0f}",
+                )
                 count = fp8_kernels(run.as_text() or "")
                 kernels, missing = str(count), missing + (words == "fp8" and count < PRODUCTS)
-            print(f"| {name}: {'x'.join(map(str, sizes))} | {words} | {errors} | {took} | {speed} | {kernels} |", flush=True)
+            print(
+                f"| {name}: {'x'.join(map(str, sizes))} | {words} | {errors} | {took} | {speed} |"
+                f" {kernels} |",
+                flush=True,
+            )
     if missing:
-        print(f"in {missing} of {len(SHAPES)} shapes not all products were computed in fp8", file=sys.stderr)
+        print(
+            f"in {missing} of {len(SHAPES)} shapes not all products were computed in fp8",
+            file=sys.stderr,
+        )
     return int(missing > 0)
 
 

@@ -1,4 +1,7 @@
-"""One case of ours, or the ceiling: python ours.py CASE, which prints a line of JSON. Started by run.py."""
+"""One case of ours, or the ceiling: python ours.py CASE, which prints a line of JSON.
+
+Started by run.py.
+"""
 
 import json
 import re
@@ -25,27 +28,43 @@ from optimus_jax.planning.search.assemble import plan_for
 KERNELS = {"cudnn": r"__cudnn\$fmha", "triton": r"__triton", "cublas": r"__cublas\$"}
 """Of custom calls in the compiled step."""
 PRODUCTS = 500
-"""Of matrices, one after the other: most of a second, so that the card's power limit has its say as in training."""
+"""Of matrices, one after the other: most of a second, so that the card's power limit has its say as
+in training."""
 DOCUMENT_BEGINS = 1 / 300
 """Probability at each token."""
 
 
 def config_of(case: Case) -> Config:
     """A case as a run's config, on one device."""
-    return Config(model=model_preset(case.model), data=DataConfig(global_batch=case.batch, seq_len=case.seq_len, respect_documents=case.packed)).with_values({
-        "parallel.mesh": "data=1", "parallel.remat": case.remat, "parallel.microbatches": case.microbatches,
-        **dict(entry.split("=", 1) for entry in case.settings)})
+    return Config(
+        model=model_preset(case.model),
+        data=DataConfig(
+            global_batch=case.batch, seq_len=case.seq_len, respect_documents=case.packed
+        ),
+    ).with_values(
+        {
+            "parallel.mesh": "data=1",
+            "parallel.remat": case.remat,
+            "parallel.microbatches": case.microbatches,
+            **dict(entry.split("=", 1) for entry in case.settings),
+        }
+    )
 
 
 def train(case: Case) -> dict:
     """Steps of one plan on one device."""
-    topology = discover()  # before anything else asks for a device: it says what of the card and its host may be used
+    # before anything else asks for a device: it says what of the card and its host may be used
+    topology = discover()
     config = config_of(case)
     model = config.model
     plan = plan_for(config, AxisSizes.parse("data=1"), topology)
-    executable = compile_plan(config, plan, devices=jax.devices()[:1], rest=False)  # before the state is there, so that trying kernels takes no memory from it
+    # before the state is there, so that trying kernels takes no memory from it
+    executable = compile_plan(config, plan, devices=jax.devices()[:1], rest=False)
     program, compiled = executable.program, executable.program.train_step
-    state, batch = program.init(jnp.int32(0)), put_batch(batch_of(config), program.batch_sharding, case.batch)
+    state, batch = (
+        program.init(jnp.int32(0)),
+        put_batch(batch_of(config), program.batch_sharding, case.batch),
+    )
     jax.block_until_ready(state)
     before_bytes = peak_bytes()
 
@@ -60,12 +79,26 @@ def train(case: Case) -> dict:
     calls = {name: len(re.findall(pattern, text)) for name, pattern in KERNELS.items()}
     step_s, tokens = statistics.median(times_s), case.batch * case.seq_len
     return {
-        "step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tokens_per_s": tokens / step_s, "first_loss": float(first), "loss": float(last),
-        "tflops": step_flops(model, num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12, "compile_s": executable.compile_s,
-        "peak_bytes": peak_bytes(), "peak_before_steps_bytes": before_bytes,
-        "predicted_bytes": estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total, "compiled_bytes": executable.step_bytes,
-        "attention": "cudnn" if calls["cudnn"] else "xla", "planned_attention": plan.attention, "custom_calls": calls, "layout": plan.describe(),
-        "options": [(option.text, option.why, option.source) for option in program.options], **where()}
+        "step_s": step_s,
+        "spread_s": [min(times_s), max(times_s)],
+        "tokens_per_s": tokens / step_s,
+        "first_loss": float(first),
+        "loss": float(last),
+        "tflops": step_flops(model, num_sequences=case.batch, seq_len=case.seq_len) / step_s / 1e12,
+        "compile_s": executable.compile_s,
+        "peak_bytes": peak_bytes(),
+        "peak_before_steps_bytes": before_bytes,
+        "predicted_bytes": (
+            estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total
+        ),
+        "compiled_bytes": executable.step_bytes,
+        "attention": "cudnn" if calls["cudnn"] else "xla",
+        "planned_attention": plan.attention,
+        "custom_calls": calls,
+        "layout": plan.describe(),
+        "options": [(option.text, option.why, option.source) for option in program.options],
+        **where(),
+    }
 
 
 def peak_bytes() -> int | None:
@@ -76,31 +109,58 @@ def peak_bytes() -> int | None:
 def where() -> dict:
     """What a figure was measured with."""
     device = jax.devices()[0]
-    return {"version": f"jax {jax.__version__}, jaxlib {version('jaxlib')}, {' '.join(device.client.platform_version.split())}", "device": device.device_kind}
+    return {
+        "version": (
+            f"jax {jax.__version__}, jaxlib {version('jaxlib')},"
+            f" {' '.join(device.client.platform_version.split())}"
+        ),
+        "device": device.device_kind,
+    }
 
 
 def batch_of(config: Config) -> dict[str, np.ndarray]:
-    """Random tokens, one document an example; with documents respected, some of 300 tokens on average."""
+    """Random tokens, one document an example; with documents respected, some of 300 tokens on
+    average.
+    """
     shape, random = (config.data.global_batch, config.seq_len), np.random.default_rng(0)
     tokens = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), dtype=np.int32)
     begins = random.random(shape) < (DOCUMENT_BEGINS if config.data.respect_documents else 0)
     begins[:, 0] = True
     at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": at - np.maximum.accumulate(np.where(begins, at, 0), axis=1),
-            "segments": np.cumsum(begins, axis=1, dtype=np.int32) - 1, "loss_mask": np.ones(shape, bool), "examples": np.arange(shape[0], dtype=np.int32)}
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": at - np.maximum.accumulate(np.where(begins, at, 0), axis=1),
+        "segments": np.cumsum(begins, axis=1, dtype=np.int32) - 1,
+        "loss_mask": np.ones(shape, bool),
+        "examples": np.arange(shape[0], dtype=np.int32),
+    }
 
 
 def matmul(size: int) -> dict:
-    """What products of matrices reach here, on random numbers: zeros draw less power and are faster."""
-    a, b = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in range(2))
+    """What products of matrices reach here, on random numbers: zeros draw less power and are
+    faster.
+    """
+    a, b = (
+        jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in range(2)
+    )
     multiply = jax.jit(jnp.matmul)
     times_s, *_ = timed(lambda: multiply(a, b), steps=PRODUCTS)
     step_s = statistics.median(times_s)
-    return {"step_s": step_s, "spread_s": [min(times_s), max(times_s)], "tflops": 2 * size**3 / step_s / 1e12, **where()}
+    return {
+        "step_s": step_s,
+        "spread_s": [min(times_s), max(times_s)],
+        "tflops": 2 * size**3 / step_s / 1e12,
+        **where(),
+    }
 
 
-def timed(step: Callable[[], jax.Array], steps: int = STEPS) -> tuple[list[float], jax.Array, jax.Array]:
-    """Seconds of each step, while the next is already asked for, as in training; what the first gave, and the last."""
+def timed(
+    step: Callable[[], jax.Array], steps: int = STEPS
+) -> tuple[list[float], jax.Array, jax.Array]:
+    """Seconds of each step, while the next is already asked for, as in training; what the first
+    gave, and the last.
+    """
     first = before = step()
     ends = []
     for _ in range(WARMUP + steps):
@@ -109,7 +169,11 @@ def timed(step: Callable[[], jax.Array], steps: int = STEPS) -> tuple[list[float
         ends.append(time.perf_counter())
         before = after
     before.block_until_ready()
-    return [late - early for early, late in zip(ends[WARMUP - 1:-1], ends[WARMUP:], strict=True)], first, before
+    return (
+        [late - early for early, late in zip(ends[WARMUP - 1 : -1], ends[WARMUP:], strict=True)],
+        first,
+        before,
+    )
 
 
 if __name__ == "__main__":

@@ -8,17 +8,35 @@ from pathlib import Path
 
 from optimus_jax.devices.accelerators import accelerator_of_kind
 
-NAMES = {"ours": "optimus_jax", "eager": "PyTorch, eager", "compile": "PyTorch, torch.compile", "matmul": "matrix product alone"}
-CONVENTION = ("Model FLOPs, for all alike (optimus_jax/models/flops.py): 6 for each token and element of a matrix that it is multiplied by (projections, feed-forward and head; not the embedding's rows), "
-              "and attention's causal half; nothing computed twice counts twice. A row of tokens is one document, but where a case says packed, as a run has it by default. "
-              "PyTorch's autocast keeps what layers add to and norms in float32, ours in bf16; and its time to compile is that of the first step beyond a usual one.")
+NAMES = {
+    "ours": "optimus_jax",
+    "eager": "PyTorch, eager",
+    "compile": "PyTorch, torch.compile",
+    "matmul": "matrix product alone",
+}
+CONVENTION = (
+    "Model FLOPs, for all alike (optimus_jax/models/flops.py): 6 for each token and element of a"
+    " matrix that it is multiplied by (projections, feed-forward and head; not the embedding's"
+    " rows), and attention's causal half; nothing computed twice counts twice. A row of tokens is"
+    " one document, but where a case says packed, as a run has it by default. PyTorch's autocast"
+    " keeps what layers add to and norms in float32, ours in bf16; and its time to compile is that"
+    " of the first step beyond a usual one."
+)
 GIB = 2**30
 
 
 def commit_here() -> str:
     """Of the project, with a + if something was changed since; empty: this is no clone of it."""
     try:
-        asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+        asked = [
+            "git",
+            "-C",
+            str(Path(__file__).parent),
+            "describe",
+            "--always",
+            "--exclude=*",
+            "--dirty=+",
+        ]
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
@@ -51,15 +69,25 @@ def has_figures(row: dict) -> bool:
 
 def is_done(rows: Iterable[dict], asked: dict) -> bool:
     """Whether `rows` have figures of what is asked for, and of the same code."""
-    return any(is_of_commit(row, asked["commit"]) and identity(row) == identity(asked) for row in rows)
+    return any(
+        is_of_commit(row, asked["commit"]) and identity(row) == identity(asked) for row in rows
+    )
 
 
 def newest(rows: Iterable[dict]) -> list[dict]:
-    """The last of each that measure the same thing, in the order in which they first came. A failure is not newer than figures of the same commit, and what was left out than nothing at all."""
+    """The last of each that measure the same thing, in the order in which they first came.
+
+    A failure is not newer than figures of the same commit, and what was left out than nothing at
+    all.
+    """
     found: dict[Hashable, dict] = {}
     for row in rows:
         before = found.get(identity(row), {"left_out": "", "commit": ""})
-        if has_figures(row) or ("left_out" in before if "left_out" in row else not has_figures(before) or before["commit"] != row["commit"]):
+        if has_figures(row) or (
+            "left_out" in before
+            if "left_out" in row
+            else not has_figures(before) or before["commit"] != row["commit"]
+        ):
             found[identity(row)] = row
     return list(found.values())
 
@@ -67,19 +95,60 @@ def newest(rows: Iterable[dict]) -> list[dict]:
 def report(rows: Sequence[dict]) -> str:
     """A table for each card, and what the figures mean and come from."""
     parts = []
-    for machine, of_card in itertools.groupby(sorted(newest(rows), key=lambda row: row["machine"]), key=lambda row: row["machine"]):
+    for machine, of_card in itertools.groupby(
+        sorted(newest(rows), key=lambda row: row["machine"]), key=lambda row: row["machine"]
+    ):
         here = list(of_card)
-        parts += [f"## {machine}", table(here), "\n".join([*peaks(here), CONVENTION, *options(here)]), provenance(here)]
+        parts += [
+            f"## {machine}",
+            table(here),
+            "\n".join([*peaks(here), CONVENTION, *options(here)]),
+            provenance(here),
+        ]
     return "\n\n".join(parts)
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Markdown. A column for commits is there if they differ, one for XLA_FLAGS if there are any."""
-    more = {"commit": len({row["commit"] for row in rows}) > 1, "flags": any(row["flags"] for row in rows)}
-    extra = {title: column for title, column in (("commit", "commit"), ("XLA_FLAGS", "flags")) if more[column]}
-    titles = ["case", "by", "step: median (least, most)", "tokens/s", "TFLOP/s", "MFU", "peak memory (predicted)", "compile", "attention", *extra]
+    """Markdown. A column for commits is there if they differ, one for XLA_FLAGS if there are
+    any."""
+    more = {
+        "commit": len({row["commit"] for row in rows}) > 1,
+        "flags": any(row["flags"] for row in rows),
+    }
+    extra = {
+        title: column
+        for title, column in (("commit", "commit"), ("XLA_FLAGS", "flags"))
+        if more[column]
+    }
+    titles = [
+        "case",
+        "by",
+        "step: median (least, most)",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "peak memory (predicted)",
+        "compile",
+        "attention",
+        *extra,
+    ]
     lines = [_line(titles), "|" + "---|" * len(titles)]
-    return "\n".join([*lines, *(_line([row["name"], NAMES[row["who"]], *_figures(row), *(row[column] or "-" for column in extra.values())]) for row in rows)])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                _line(
+                    [
+                        row["name"],
+                        NAMES[row["who"]],
+                        *_figures(row),
+                        *(row[column] or "-" for column in extra.values()),
+                    ]
+                )
+                for row in rows
+            ),
+        ]
+    )
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -88,19 +157,47 @@ def _line(cells: Iterable[str]) -> str:
 
 def _figures(row: dict) -> list[str]:
     if not has_figures(row):
-        return [f"failed: {row['failed']}" if "failed" in row else f"left out: {row['left_out']}", *[""] * 6]
+        return [
+            f"failed: {row['failed']}" if "failed" in row else f"left out: {row['left_out']}",
+            *[""] * 6,
+        ]
     accelerator = accelerator_of_kind(row["device"])
-    mfu = f"{row['tflops'] * 1e12 / accelerator.dense_peak_flops:.1%}" if accelerator and accelerator.dense_peak_flops else "-"
+    mfu = (
+        f"{row['tflops'] * 1e12 / accelerator.dense_peak_flops:.1%}"
+        if accelerator and accelerator.dense_peak_flops
+        else "-"
+    )
     least, most = row["spread_s"]
-    calls = ", ".join(f"{count} {name}" for name, count in row.get("custom_calls", {}).items() if count)
-    return [f"{1e3 * row['step_s']:.1f} ms ({1e3 * least:.1f}, {1e3 * most:.1f})", f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "-", f"{row['tflops']:.0f}", mfu, _memory(row),
-            f"{row['compile_s']:.0f} s" if row.get("compile_s") is not None else "-", f"{row.get('attention', '-')}{calls and f': {calls}'}"]
+    calls = ", ".join(
+        f"{count} {name}" for name, count in row.get("custom_calls", {}).items() if count
+    )
+    return [
+        f"{1e3 * row['step_s']:.1f} ms ({1e3 * least:.1f}, {1e3 * most:.1f})",
+        f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "-",
+        f"{row['tflops']:.0f}",
+        mfu,
+        _memory(row),
+        f"{row['compile_s']:.0f} s" if row.get("compile_s") is not None else "-",
+        f"{row.get('attention', '-')}{calls and f': {calls}'}",
+    ]
 
 
 def _memory(row: dict) -> str:
-    """The device tells the most since the process began: if that was before the steps, they took no more."""
-    peak, before, predicted = (row.get(name) or 0 for name in ("peak_bytes", "peak_before_steps_bytes", "predicted_bytes"))
-    most = "" if not peak else f"{peak / GIB:.1f} GiB" if peak > before else f"at most {peak / GIB:.1f} GiB, reached before the steps"
+    """The device tells the most since the process began: if that was before the steps, they took no
+    more.
+    """
+    peak, before, predicted = (
+        row.get(name) or 0 for name in ("peak_bytes", "peak_before_steps_bytes", "predicted_bytes")
+    )
+    most = (
+        ""
+        if not peak
+        else (
+            f"{peak / GIB:.1f} GiB"
+            if peak > before
+            else f"at most {peak / GIB:.1f} GiB, reached before the steps"
+        )
+    )
     return f"{most or '-'}{f' ({predicted / GIB:.1f})' if predicted else ''}"
 
 
@@ -108,7 +205,11 @@ def peaks(rows: Iterable[dict]) -> list[str]:
     """What MFU is a share of."""
     kinds = dict.fromkeys(row["device"] for row in rows if "device" in row)
     known = [each for each in map(accelerator_of_kind, kinds) if each and each.dense_peak_flops]
-    return [f"MFU: of {each.dense_peak_flops / 1e12:,.0f} TFLOP/s, dense bf16 ({each.sources[0]})." for each in known if each.dense_peak_flops]
+    return [
+        f"MFU: of {each.dense_peak_flops / 1e12:,.0f} TFLOP/s, dense bf16 ({each.sources[0]})."
+        for each in known
+        if each.dense_peak_flops
+    ]
 
 
 def options(rows: Iterable[dict]) -> list[str]:
@@ -124,5 +225,15 @@ def options(rows: Iterable[dict]) -> list[str]:
 def provenance(rows: Iterable[dict]) -> str:
     """When, of which commits and versions, with which commands the rows were measured."""
     rows = list(rows)
-    return "\n".join([*dict.fromkeys(f"{row['date']}, commit {row['commit'] or 'unknown'}, {row['machine']}: `{row['command']}`" for row in rows),
-                      *dict.fromkeys(f"{NAMES[row['who']]}: {row['version']}" for row in rows if "version" in row)])
+    return "\n".join(
+        [
+            *dict.fromkeys(
+                f"{row['date']}, commit {row['commit'] or 'unknown'}, {row['machine']}:"
+                f" `{row['command']}`"
+                for row in rows
+            ),
+            *dict.fromkeys(
+                f"{NAMES[row['who']]}: {row['version']}" for row in rows if "version" in row
+            ),
+        ]
+    )

@@ -11,7 +11,11 @@ ROUNDS, IN_A_ROW = 5, 20
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one run, the median of several rounds. A round's runs are asked for one after the other and waited for once, so that launching one is hidden behind the one before."""
+    """Of one run, the median of several rounds.
+
+    A round's runs are asked for one after the other and waited for once, so that launching one is
+    hidden behind the one before.
+    """
     jax.block_until_ready(run())
     rounds = []
     for _ in range(ROUNDS):

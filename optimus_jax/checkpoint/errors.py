@@ -1,7 +1,8 @@
-"""What an error means that comes up while Orbax and TensorStore read or write a checkpoint: whose trouble it is, in one line.
+"""What an error means that comes up while Orbax and TensorStore read or write a checkpoint: whose
+trouble it is, in one line.
 
-A damaged checkpoint is passed over for an older one; one that cannot be reached may be good; and what another process or the
-network did says nothing about either.
+A damaged checkpoint is passed over for an older one; one that cannot be reached may be good; and
+what another process or the network did says nothing about either.
 """
 
 import asyncio
@@ -28,18 +29,27 @@ class UnreachableError(Exception):
 
 
 PATIENCE_S = 60.0
-"""For a file server to show all hosts the same files: what it tells of a directory may be so old."""
+"""For a file server to show all hosts the same files: what it tells of a directory may be so
+old."""
 _POLL_S = 2.0
 _GOOD, _DAMAGED, _UNREACHABLE = range(3)
 """How reading went on one process; the largest counts."""
-_UNREACHABLE_IN_TENSORSTORE = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "Input/output error")
+_UNREACHABLE_IN_TENSORSTORE = (
+    "PERMISSION_DENIED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "Input/output error",
+)
 """TensorStore raises ValueError for everything; these of its words are the machine's trouble."""
 
 
 def on_every_process(read: Callable[[], T], directory: Path) -> T:
-    """What `read` returns; DamagedError on every process if it fails on one, so that all fall back together.
+    """What `read` returns; DamagedError on every process if it fails on one, so that all fall back
+    together.
 
-    Processes that do not see the same files in `directory`, which belong to what is read, try again for PATIENCE_S.
+    Processes that do not see the same files in `directory`, which belong to what is read, try again
+    for PATIENCE_S.
 
     Raises UnreachableError, on every process too, if one cannot get at the files.
     """
@@ -79,14 +89,20 @@ def _attempt(read: Callable[[], T]) -> tuple[int, str, Any]:
 def _view(directory: Path) -> int:
     """Of names and sizes of all files there: 31 bits that are the same in who sees the same."""
     try:
-        files = sorted(f"{path.relative_to(directory)} {path.stat().st_size}" for path in directory.rglob("*") if path.is_file())
+        files = sorted(
+            f"{path.relative_to(directory)} {path.stat().st_size}"
+            for path in directory.rglob("*")
+            if path.is_file()
+        )
     except OSError:  # one has gone between name and size
         return 0
     return zlib.crc32("\n".join(files).encode()) & 0x7FFFFFFF
 
 
 def raise_if_of_others(error: Exception) -> None:
-    """Raise what is at the root of an error if that says that another process or the network has failed, and nothing of the disk."""
+    """Raise what is at the root of an error if that says that another process or the network has
+    failed, and nothing of the disk.
+    """
     root = _root(error)
     if jax.process_count() > 1 and is_of_runtime(root):
         raise root
@@ -107,6 +123,7 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
         async def finish() -> None:
             while others := asyncio.all_tasks() - {asyncio.current_task()}:  # which may start more
                 await asyncio.gather(*others, return_exceptions=True)
+
         if not self.is_closed():
             self.run_until_complete(finish())
         super().close()
@@ -114,8 +131,10 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def event_loops_that_finish() -> Iterator[None]:
-    """After one failed read or write Orbax closes its event loop while others are under way. Each of those would
-    print a traceback for not finding the loop again: pages of them around the one warning that matters.
+    """After one failed read or write Orbax closes its event loop while others are under way.
+
+    Each of those would print a traceback for not finding the loop again: pages of them around the
+    one warning that matters.
     """
     plain, asyncio.new_event_loop = asyncio.new_event_loop, _FinishingLoop
     try:
@@ -131,7 +150,11 @@ def _root(error: BaseException) -> BaseException:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error at the root in one line: TensorStore adds pages of its specification, and long paths."""
+    """The error at the root in one line: TensorStore adds pages of its specification, and long
+    paths.
+    """
     error = _root(error)
     text = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
-    return f"{type(error).__name__}: " + (text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}")
+    return f"{type(error).__name__}: " + (
+        text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
+    )

@@ -1,8 +1,10 @@
-"""Saving although saves fail: a failure is noticed at the next step, said at once, and tried again, for a limited number of times.
+"""Saving although saves fail: a failure is noticed at the next step, said at once, and tried again,
+for a limited number of times.
 
-Checkpoints are written in threads, and a disk that is full for a minute is no reason to end a run. Meanwhile nothing older
-is deleted (checkpoint/checkpoints.py). Of several processes one alone may fail while the others wait for it inside the save, so
-there the first failure ends the run, as soon as that process notices it.
+Checkpoints are written in threads, and a disk that is full for a minute is no reason to end a run.
+Meanwhile nothing older is deleted (checkpoint/checkpoints.py). Of several processes one alone may
+fail while the others wait for it inside the save, so there the first failure ends the run, as soon
+as that process notices it.
 """
 
 import time
@@ -17,7 +19,8 @@ from optimus_jax.errors import CheckpointError, OptimusError
 from optimus_jax.faults.progress import Progress
 
 PAUSES_S = (0.0, 10.0, 30.0, 60.0)
-"""After a save that has failed, until it is tried again: after the first, the second and so on. One more failure is an error."""
+"""After a save that has failed, until it is tried again: after the first, the second and so on. One
+more failure is an error."""
 
 _LOOK_S = 0.2
 """Between two looks whether there is still time to wait."""
@@ -33,8 +36,14 @@ class Retries:
       sleep: lets so many seconds go by.
     """
 
-    def __init__(self, warn: Callable[[str], object], *, is_alone: bool, clock: Callable[[], float] = time.monotonic,
-                 sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(
+        self,
+        warn: Callable[[str], object],
+        *,
+        is_alone: bool,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         self._warn, self._clock, self._sleep = warn, clock, sleep
         self._pauses_s = PAUSES_S if is_alone else ()
         self._failed = 0
@@ -48,7 +57,10 @@ class Retries:
         self._failed += 1
         self._due_s = self._clock() + pause_s
         when = "after the next step" if not pause_s else f"in {pause_s:.0f} s"
-        self._warn(f"{error}\n  the run goes on, and saves again {when}: failure {self._failed}, and number {len(self._pauses_s) + 1} in a row ends it")
+        self._warn(
+            f"{error}\n  the run goes on, and saves again {when}: failure {self._failed}, and"
+            f" number {len(self._pauses_s) + 1} in a row ends it"
+        )
 
     @property
     def pauses_s(self) -> tuple[float, ...]:
@@ -77,7 +89,10 @@ class Retries:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What a run does about its checkpoints beside beginning them. `save` is what begins one, and may raise CheckpointError."""
+    """What a run does about its checkpoints beside beginning them.
+
+    `save` is what begins one, and may raise CheckpointError.
+    """
 
     checkpoints: Checkpoints
     retries: Retries
@@ -87,7 +102,10 @@ class Saving:
     say: Callable[[str], object]
 
     def begin(self, save: Callable[[], object]) -> None:
-        """`save`; if that fails it is tried again later. Raises NotFiniteError, and CheckpointError after the last try."""
+        """`save`; if that fails it is tried again later.
+
+        Raises NotFiniteError, and CheckpointError after the last try.
+        """
         try:
             save()
             self.retries.begun()
@@ -97,7 +115,9 @@ class Saving:
             self.retries.failed(error)
 
     def look(self) -> None:
-        """Hear of the end of the save under way as soon as it has ended, well or not; waits for nothing. Raises CheckpointError after the last try."""
+        """Hear of the end of the save under way as soon as it has ended, well or not; waits for
+        nothing. Raises CheckpointError after the last try.
+        """
         if not self.checkpoints.has_ended:
             return
         try:
@@ -106,8 +126,13 @@ class Saving:
         except CheckpointError as error:
             self.retries.failed(error)
 
-    def finish(self, save: Callable[[], object], step: int, *, is_hurried: Callable[[], bool]) -> None:
-        """Have the state after `step` saved, whole. A process on its own tries as often as during the run, and twice where somebody waits for its end.
+    def finish(
+        self, save: Callable[[], object], step: int, *, is_hurried: Callable[[], bool]
+    ) -> None:
+        """Have the state after `step` saved, whole.
+
+        A process on its own tries as often as during the run, and twice where somebody waits for
+        its end.
 
         Args:
           is_hurried: whether a stop was asked for.
@@ -126,7 +151,10 @@ class Saving:
             except CheckpointError as error:
                 if pause_s is None or (pause_s and is_hurried()):
                     raise
-                self.say(f"{error}\n  it is tried again {f'in {pause_s:.0f} s; Ctrl-C gives up' if pause_s else 'now'}")
+                self.say(
+                    f"{error}\n  it is tried again"
+                    f" {f'in {pause_s:.0f} s; Ctrl-C gives up' if pause_s else 'now'}"
+                )
                 self.retries.rest(pause_s, is_hurried)
 
     def ends_well(self) -> bool:
@@ -139,17 +167,22 @@ class Saving:
         return True
 
     def rescue(self, save: Callable[[], object], state: Any, step: int, error: Exception) -> None:
-        """Save the state after `step` because of an error, if it is not saved, and note on the error what came of that.
+        """Save the state after `step` because of an error, if it is not saved, and note on the
+        error what came of that.
 
         Not among several processes: to save takes all of them, and the others have no such error.
         """
         if not self.is_alone or isinstance(error, CheckpointError) or self.checkpoints.holds(step):
             return
         try:
-            if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
+            if any(
+                leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)
+            ):
                 raise OptimusError("the step that failed has used it up")
             save()
             self.checkpoints.wait()
             error.add_note(f"the state after step {step} is saved: go on with --resume")
         except Exception as trouble:
-            error.add_note(f"the state after step {step} could not be saved: {str(trouble).splitlines()[0]}")
+            error.add_note(
+                f"the state after step {step} could not be saved: {str(trouble).splitlines()[0]}"
+            )

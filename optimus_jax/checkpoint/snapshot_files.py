@@ -1,11 +1,13 @@
 """Snapshots as files: what one process had of a state at one step, and how it is known to be whole.
 
     <root>/<step>/<process>.bin     the pieces, one behind the other, as they lay in memory
-    <root>/<step>/<process>.json    the manifest: step, metadata, every leaf's shape and dtype, every piece's place and checksum
+    <root>/<step>/<process>.json    the manifest: step, metadata, every leaf's shape and dtype,
+    every piece's place and checksum
 
-The manifest is written last, by renaming, and has a checksum of its own: a snapshot with a manifest that can be read is complete. A
-*piece* is the part of a leaf between bounds; devices of a process that hold the same one write it once. Only JSON and raw bytes are
-stored, so reading runs nobody's code.
+The manifest is written last, by renaming, and has a checksum of its own: a snapshot with a manifest
+that can be read is complete. A *piece* is the part of a leaf between bounds; devices of a process
+that hold the same one write it once. Only JSON and raw bytes are stored, so reading runs nobody's
+code.
 """
 
 import contextlib
@@ -64,7 +66,10 @@ class Held:
 
     def whole_pieces(self) -> dict[Key, Piece]:
         """Of each the first copy that is what was written; reads those."""
-        found = {key: next((piece for piece in copies if piece.read() is not None), None) for key, copies in self.pieces.items()}
+        found = {
+            key: next((piece for piece in copies if piece.read() is not None), None)
+            for key, copies in self.pieces.items()
+        }
         return {key: piece for key, piece in found.items() if piece is not None}
 
     def checksums_of(self, key: Key) -> list[int]:
@@ -72,12 +77,19 @@ class Held:
         return sorted({piece.crc32 for piece in self.pieces[key]})
 
 
-def write(root: Path, step: int, process: int, metadata: Mapping[str, Any], leaves: Mapping[str, tuple[tuple[int, ...], str]],
-          pieces: Iterable[tuple[Key, np.ndarray]]) -> None:
+def write(
+    root: Path,
+    step: int,
+    process: int,
+    metadata: Mapping[str, Any],
+    leaves: Mapping[str, tuple[tuple[int, ...], str]],
+    pieces: Iterable[tuple[Key, np.ndarray]],
+) -> None:
     """Write what a process has; it is there, whole, when this returns.
 
     Raises:
-      OSError: it could not be written. What others on this host have of the step goes too: a generation that is not whole counts as none.
+      OSError: it could not be written. What others on this host have of the step goes too: a
+        generation that is not whole counts as none.
     """
     folder = root / str(step)
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,10 +103,17 @@ def write(root: Path, step: int, process: int, metadata: Mapping[str, Any], leav
                 _write_all(file.fileno(), content)
                 listed.append([path, bounds, offset, content.nbytes, zlib.crc32(content)])
                 offset += content.nbytes
-        value = {"step": step, "metadata": dict(metadata), "leaves": {path: [list(shape), dtype] for path, (shape, dtype) in leaves.items()}, "pieces": listed}
+        value = {
+            "step": step,
+            "metadata": dict(metadata),
+            "leaves": {path: [list(shape), dtype] for path, (shape, dtype) in leaves.items()},
+            "pieces": listed,
+        }
         text = json.dumps(value)
         part = manifest.with_suffix(".part")
-        part.write_text(json.dumps({"content": text, "crc32": zlib.crc32(text.encode())}), encoding="utf-8")
+        part.write_text(
+            json.dumps({"content": text, "crc32": zlib.crc32(text.encode())}), encoding="utf-8"
+        )
         os.replace(part, manifest)
     except OSError:
         delete(root, step)
@@ -103,7 +122,11 @@ def write(root: Path, step: int, process: int, metadata: Mapping[str, Any], leav
 
 def steps(root: Path) -> list[int]:
     """Steps of which anything is there, oldest first."""
-    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal()) if root.is_dir() else []
+    return (
+        sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+        if root.is_dir()
+        else []
+    )
 
 
 def read(root: Path, step: int) -> Held | None:
@@ -116,8 +139,16 @@ def read(root: Path, step: int) -> Held | None:
         leaves = {name: (tuple(shape), dtype) for name, (shape, dtype) in value["leaves"].items()}
         for name, bounds, offset, num_bytes, crc32 in value["pieces"]:
             key = name, tuple((start, stop) for start, stop in bounds)
-            pieces[key] += (Piece(file=path.with_suffix(".bin"), offset=offset, num_bytes=num_bytes, crc32=crc32),)
-    return None if metadata is None else Held(step=step, metadata=metadata, leaves=leaves, pieces=pieces)
+            pieces[key] += (
+                Piece(
+                    file=path.with_suffix(".bin"), offset=offset, num_bytes=num_bytes, crc32=crc32
+                ),
+            )
+    return (
+        None
+        if metadata is None
+        else Held(step=step, metadata=metadata, leaves=leaves, pieces=pieces)
+    )
 
 
 def delete(root: Path, step: int) -> None:
@@ -127,7 +158,9 @@ def delete(root: Path, step: int) -> None:
 
 def as_array(content: bytes, dtype: str, bounds: Bounds) -> np.ndarray:
     """A piece, read-only."""
-    return np.frombuffer(content, jnp.dtype(dtype)).reshape([stop - start for start, stop in bounds])
+    return np.frombuffer(content, jnp.dtype(dtype)).reshape(
+        [stop - start for start, stop in bounds]
+    )
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
@@ -140,4 +173,4 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 def _write_all(descriptor: int, content: memoryview) -> None:
     while content.nbytes:
-        content = content[os.write(descriptor, content):]
+        content = content[os.write(descriptor, content) :]

@@ -1,17 +1,20 @@
-"""A fast second tier of checkpoints: every few steps, in host memory, so that a restart in place loses few.
+"""A fast second tier of checkpoints: every few steps, in host memory, so that a restart in place
+loses few.
 
-A process that ends takes its memory along. What stays is the memory of its host: snapshots are files in a file system in memory
-(`/dev/shm`), in a directory of the run. Every process writes what its own devices hold, so that with replicas on several hosts
-each piece of the state is in the memory of several. They outlive every process; they do not outlive the host, and a
-checkpoint on disk (checkpoint/checkpoints.py) stays the durable tier.
+A process that ends takes its memory along. What stays is the memory of its host: snapshots are
+files in a file system in memory (`/dev/shm`), in a directory of the run. Every process writes what
+its own devices hold, so that with replicas on several hosts each piece of the state is in the
+memory of several. They outlive every process; they do not outlive the host, and a checkpoint on
+disk (checkpoint/checkpoints.py) stays the durable tier.
 
-On a resume all processes together look for the newest step of which the hosts that are there have every piece, whole. Who lacks a piece gets
-it from one that has it, so that neither the number of processes nor the plan has to be the one that wrote it. The state is bit for bit that
-of the step.
+On a resume all processes together look for the newest step of which the hosts that are there have
+every piece, whole. Who lacks a piece gets it from one that has it, so that neither the number of
+processes nor the plan has to be the one that wrote it. The state is bit for bit that of the step.
 
-Two generations are kept while a third is written: the newest may be complete in one process and not in another, the one before is complete in all.
-A process deletes older ones when it takes the next snapshot; it has then ended a step that every process has begun after
-waiting for the snapshot before.
+Two generations are kept while a third is written: the newest may be complete in one process and not
+in another, the one before is complete in all. A process deletes older ones when it takes the next
+snapshot; it has then ended a step that every process has begun after waiting for the snapshot
+before.
 """
 
 import contextlib
@@ -51,18 +54,34 @@ class Snapshots:
     Args:
       directory: a file system in memory.
       run_directory: of the run.
-      started: what tells the run from others in that directory before and after it: the text of its first event.
+      started: what tells the run from others in that directory before and after it: the text of its
+        first event.
       every: steps between snapshots; 0: none are taken.
-      begun: steps after which the run was begun or resumed so far, in order: a snapshot of a course that it has left since is not used, though a
-        host that sat out still has it.
+      begun: steps after which the run was begun or resumed so far, in order: a snapshot of a course
+        that it has left since is not used, though a host that sat out still has it.
       warn: told what went wrong when the run goes on regardless.
       warn_here: the same, of what this process alone knows.
     """
 
-    def __init__(self, directory: str | Path, run_directory: Path, started: str, every: int, begun: Sequence[int] = (), *,
-                 warn: Callable[[str], object] = warnings.warn, warn_here: Callable[[str], object] = warnings.warn) -> None:
-        key = hashlib.blake2b(f"{run_directory.resolve()}\n{started}".encode(), digest_size=8).hexdigest()
-        self.root = local_path(directory, what="checkpoint.snapshot_dir").absolute() / f"optimus_jax-{os.getuid()}" / key
+    def __init__(
+        self,
+        directory: str | Path,
+        run_directory: Path,
+        started: str,
+        every: int,
+        begun: Sequence[int] = (),
+        *,
+        warn: Callable[[str], object] = warnings.warn,
+        warn_here: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        key = hashlib.blake2b(
+            f"{run_directory.resolve()}\n{started}".encode(), digest_size=8
+        ).hexdigest()
+        self.root = (
+            local_path(directory, what="checkpoint.snapshot_dir").absolute()
+            / f"optimus_jax-{os.getuid()}"
+            / key
+        )
         self._every, self._begun, self._warn, self._warn_here = every, tuple(begun), warn, warn_here
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: Future[None] | None = None
@@ -85,17 +104,32 @@ class Snapshots:
         try:
             try:
                 self._make_root()
-            except FileNotFoundError:  # another run has ended meanwhile, and has taken the parent along
+            # another run has ended meanwhile, and has taken the parent along
+            except FileNotFoundError:
                 self._make_root()
-            free_bytes = shutil.disk_usage(self.root).free + sum(path.stat().st_size for path in self.root.rglob("*.bin"))
+            free_bytes = shutil.disk_usage(self.root).free + sum(
+                path.stat().st_size for path in self.root.rglob("*.bin")
+            )
         except OSError as error:
-            raise ConfigError(explain("snapshots cannot be written", given=f"checkpoint.snapshot_dir={parent.parent}: {error}",
-                                      do="name another file system in memory, or --set checkpoint.snapshot_every=0")) from error
+            raise ConfigError(
+                explain(
+                    "snapshots cannot be written",
+                    given=f"checkpoint.snapshot_dir={parent.parent}: {error}",
+                    do="name another file system in memory, or --set checkpoint.snapshot_every=0",
+                )
+            ) from error
         needed_bytes = (GENERATIONS + 1) * num_bytes_of_host
         if needed_bytes > free_bytes:
-            raise ConfigError(explain(
-                "there is no room for snapshots", given=f"{GENERATIONS + 1} times this host's share of the state are {needed_bytes:,} bytes, "
-                f"{free_bytes:,} are free in {parent.parent}", do="make it larger, or --set checkpoint.snapshot_every=0"))
+            raise ConfigError(
+                explain(
+                    "there is no room for snapshots",
+                    given=(
+                        f"{GENERATIONS + 1} times this host's share of the state are"
+                        f" {needed_bytes:,} bytes, {free_bytes:,} are free in {parent.parent}"
+                    ),
+                    do="make it larger, or --set checkpoint.snapshot_every=0",
+                )
+            )
 
     def _make_root(self) -> None:
         parent = self.root.parent
@@ -106,34 +140,54 @@ class Snapshots:
         self.root.mkdir(exist_ok=True)
 
     def take(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Begin to write the state after `step`; waits for the snapshot before. `state` may be donated once this returns."""
+        """Begin to write the state after `step`; waits for the snapshot before.
+
+        `state` may be donated once this returns.
+        """
         self.wait()
-        for old in [other for other in files.steps(self.root) if other < step][:-GENERATIONS]:  # another process may have begun this one
+        # another process may have begun this one
+        for old in [other for other in files.steps(self.root) if other < step][:-GENERATIONS]:
             files.delete(self.root, old)
         leaves = {path: (leaf.shape, leaf.dtype.name) for path, leaf in named_leaves(state).items()}
         held = list(_pieces(state))
         for _, piece in held:
             piece.copy_to_host_async()
-        # On a CPU the host's copy may be the buffer itself, which the writer's reference keeps from being donated.
+        # On a CPU the host's copy may be the buffer itself, which the writer's reference keeps from
+        # being donated.
         pieces = [(key, np.asarray(piece)) for key, piece in held]
-        self._writing = self._writer.submit(files.write, self.root, step, jax.process_index(), {_START: len(self._begun), _SAID: dict(metadata)}, leaves, pieces)
+        self._writing = self._writer.submit(
+            files.write,
+            self.root,
+            step,
+            jax.process_index(),
+            {_START: len(self._begun), _SAID: dict(metadata)},
+            leaves,
+            pieces,
+        )
 
     def _is_on_course(self, step: int) -> bool:
-        """Whether no start since has gone on from before it; what is not whole is found out later."""
+        """Whether no start since has gone on from before it; what is not whole is found out
+        later."""
         held = files.read(self.root, step)
-        return held is None or all(step <= begun for begun in self._begun[held.metadata[_START]:])
+        return held is None or all(step <= begun for begun in self._begun[held.metadata[_START] :])
 
     def wait(self) -> None:
-        """Return when nothing is being written; what went wrong is a warning, for the run does not depend on it."""
+        """Return when nothing is being written; what went wrong is a warning, for the run does not
+        depend on it.
+        """
         if self._writing is not None:
             try:
                 self._writing.result()
             except OSError as error:
-                self._warn_here(f"a snapshot in {self.root} could not be written: {error.strerror or error}; the run goes on without it")
+                self._warn_here(
+                    f"a snapshot in {self.root} could not be written: {error.strerror or error};"
+                    " the run goes on without it"
+                )
             self._writing = None
 
     def forget_after(self, step: int) -> None:
-        """The run goes on from `step`: snapshots of later steps are of a course that it has left."""
+        """The run goes on from `step`: snapshots of later steps are of a course that it has
+        left."""
         for later in (other for other in files.steps(self.root) if other > step):
             files.delete(self.root, later)
 
@@ -150,9 +204,16 @@ class Snapshots:
         """End the thread, without waiting for it."""
         self._writer.shutdown(wait=False, cancel_futures=True)
 
-    def restore(self, abstract_state: Any, newer_than: int, *, paddable: Callable[[str], bool] = lambda path: False,
-                check: Callable[[Mapping[str, Any]], object] = lambda metadata: None) -> Restored | None:
-        """The newest state of which this run's hosts have every piece; None: there is none after step `newer_than`.
+    def restore(
+        self,
+        abstract_state: Any,
+        newer_than: int,
+        *,
+        paddable: Callable[[str], bool] = lambda path: False,
+        check: Callable[[Mapping[str, Any]], object] = lambda metadata: None,
+    ) -> Restored | None:
+        """The newest state of which this run's hosts have every piece; None: there is none after
+        step `newer_than`.
 
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
@@ -162,7 +223,15 @@ class Snapshots:
         Raises:
           CheckpointError: it is of another model.
         """
-        mine = [step for step in files.steps(self.root) if step > newer_than and self._is_on_course(step)] if _is_own(self.root.parent) else []
+        mine = (
+            [
+                step
+                for step in files.steps(self.root)
+                if step > newer_than and self._is_on_course(step)
+            ]
+            if _is_own(self.root.parent)
+            else []
+        )
         for step in sorted({step for steps in _exchanged(mine) for step in steps}, reverse=True):
             held = files.read(self.root, step)
             restored = _Assembly(step, held).onto(abstract_state, paddable, check)
@@ -182,12 +251,23 @@ def _is_own(folder: Path) -> bool:
 
 
 def bytes_of_host(state: Any) -> int:
-    """What all processes of this host hold of a state, copies of the same in each of them; every process has to call it."""
+    """What all processes of this host hold of a state, copies of the same in each of them; every
+    process has to call it.
+    """
     own = sum(piece.nbytes for _, piece in _pieces(state))
     if jax.process_count() == 1:
         return own
-    everyones, hosts = np.asarray(multihost_utils.process_allgather(np.array(own, np.float64))), hosts_of_processes()
-    return int(sum(num_bytes for num_bytes, host in zip(everyones.ravel(), hosts, strict=True) if host == hosts[jax.process_index()]))
+    everyones, hosts = (
+        np.asarray(multihost_utils.process_allgather(np.array(own, np.float64))),
+        hosts_of_processes(),
+    )
+    return int(
+        sum(
+            num_bytes
+            for num_bytes, host in zip(everyones.ravel(), hosts, strict=True)
+            if host == hosts[jax.process_index()]
+        )
+    )
 
 
 class _Assembly:
@@ -203,11 +283,26 @@ class _Assembly:
         self._here = held.whole_pieces() if held else {}
         self._content: dict[Key, bytes] = {}
         """What this process needs, when it has been fetched."""
-        told = _exchanged({
-            "metadata": held and held.metadata[_SAID], "leaves": held and held.leaves,
-            "pieces": [[*key, crc32] for key in self._here for crc32 in held.checksums_of(key)] if held else []})
-        self._metadata = next((each["metadata"] for each in told if each["metadata"] is not None), {})
-        self._leaves = {path: (tuple(shape), dtype) for each in told if each["leaves"] for path, (shape, dtype) in each["leaves"].items()}
+        told = _exchanged(
+            {
+                "metadata": held and held.metadata[_SAID],
+                "leaves": held and held.leaves,
+                "pieces": (
+                    [[*key, crc32] for key in self._here for crc32 in held.checksums_of(key)]
+                    if held
+                    else []
+                ),
+            }
+        )
+        self._metadata = next(
+            (each["metadata"] for each in told if each["metadata"] is not None), {}
+        )
+        self._leaves = {
+            path: (tuple(shape), dtype)
+            for each in told
+            if each["leaves"]
+            for path, (shape, dtype) in each["leaves"].items()
+        }
         self._owner: dict[Key, int] = {}
         self._crc32: dict[Key, int] = {}
         for process, each in enumerate(told):
@@ -217,19 +312,30 @@ class _Assembly:
                 if self._crc32.setdefault(key, crc32) != crc32:
                     self._crc32[key] = DIFFER
 
-    def onto(self, abstract_state: Any, paddable: Callable[[str], bool], check: Callable[[Mapping[str, Any]], object]) -> Restored | str:
+    def onto(
+        self,
+        abstract_state: Any,
+        paddable: Callable[[str], bool],
+        check: Callable[[Mapping[str, Any]], object],
+    ) -> Restored | str:
         """The state under its target shardings, or why there is none."""
         if (why := self._missing()) is not None:
             return why
         check(self._metadata)
         asked = named_leaves(abstract_state)
-        saved = {path: {"shape": shape, "dtype": dtype} for path, (shape, dtype) in self._leaves.items()}
+        saved = {
+            path: {"shape": shape, "dtype": dtype} for path, (shape, dtype) in self._leaves.items()
+        }
         check_same_model(self._step, saved, asked, paddable)
         problem = self._fetch(asked)
         if any(_exchanged(problem is not None)):
             return problem or "another process lacks a piece of it"
         arrays = [self._array(path, leaf) for path, leaf in asked.items()]
-        return Restored(step=self._step, metadata=self._metadata, state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays))
+        return Restored(
+            step=self._step,
+            metadata=self._metadata,
+            state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays),
+        )
 
     def _missing(self) -> str | None:
         if not self._leaves:
@@ -239,14 +345,33 @@ class _Assembly:
         covered: dict[str, int] = dict.fromkeys(self._leaves, 0)
         for path, bounds in self._owner:
             covered[path] += _size(bounds)
-        lacking = [path for path, (shape, _) in self._leaves.items() if covered[path] != _size(tuple((0, size) for size in shape))]
-        return f"the hosts that are here do not have all of {lacking[0]!r}, and of {len(lacking) - 1} others" if lacking else None
+        lacking = [
+            path
+            for path, (shape, _) in self._leaves.items()
+            if covered[path] != _size(tuple((0, size) for size in shape))
+        ]
+        return (
+            f"the hosts that are here do not have all of {lacking[0]!r}, and of {len(lacking) - 1}"
+            " others"
+            if lacking
+            else None
+        )
 
     def _fetch(self, asked: Mapping[str, Any]) -> str | None:
-        """Get what this process needs, from its own host or from one who has it; says what went wrong."""
+        """Get what this process needs, from its own host or from one who has it; says what went
+        wrong.
+        """
         needed = {key for key in self._owner if self._is_needed(key, asked)}
-        self._content = {key: content for key in needed if key in self._here and (content := self._here[key].read()) is not None}
-        lacking = {_key(key) for keys in _exchanged([list(key) for key in needed - self._content.keys()]) for key in keys}
+        self._content = {
+            key: content
+            for key in needed
+            if key in self._here and (content := self._here[key].read()) is not None
+        }
+        lacking = {
+            _key(key)
+            for keys in _exchanged([list(key) for key in needed - self._content.keys()])
+            for key in keys
+        }
         for key in sorted(lacking):
             content = self._from_owner(key)
             if key in needed:
@@ -272,24 +397,31 @@ class _Assembly:
         leaf = asked[path]
         if leaf.ndim and bounds[0][1] > leaf.shape[0]:
             return True  # some of it is cropped, and has to be zero
-        return any(_overlap(bounds, _bounds(index, leaf.shape)) is not None
-                   for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values())
+        return any(
+            _overlap(bounds, _bounds(index, leaf.shape)) is not None
+            for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        )
 
     def _is_zero_where_cropped(self, key: Key, leaf: Any) -> bool:
         path, bounds = key
         if not leaf.ndim or bounds[0][1] <= leaf.shape[0]:
             return True
         rows = files.as_array(self._content[key], self._leaves[path][1], bounds)
-        return not rows[max(0, leaf.shape[0] - bounds[0][0]):].any()
+        return not rows[max(0, leaf.shape[0] - bounds[0][0]) :].any()
 
     def _array(self, path: str, leaf: Any) -> jax.Array:
-        pieces = {bounds: files.as_array(content, self._leaves[path][1], bounds) for (name, bounds), content in self._content.items() if name == path}
+        pieces = {
+            bounds: files.as_array(content, self._leaves[path][1], bounds)
+            for (name, bounds), content in self._content.items()
+            if name == path
+        }
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             target = _bounds(index, leaf.shape)
             if target in pieces:
                 return pieces[target]
-            found = np.zeros([stop - start for start, stop in target], leaf.dtype)  # zeros: rows that pad a vocabulary or layers
+            # zeros: rows that pad a vocabulary or layers
+            found = np.zeros([stop - start for start, stop in target], leaf.dtype)
             for bounds, array in pieces.items():
                 if (common := _overlap(bounds, target)) is not None:
                     found[_slices(common, target)] = array[_slices(common, bounds)]
@@ -317,8 +449,11 @@ def _exchanged(value: Any) -> list[Any]:
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.array(text.size, np.int32)).reshape(-1)
     padded = np.zeros(int(lengths.max()), np.uint8)
-    padded[:text.size] = text
-    return [json.loads(row[:length].tobytes()) for row, length in zip(multihost_utils.process_allgather(padded), lengths, strict=True)]
+    padded[: text.size] = text
+    return [
+        json.loads(row[:length].tobytes())
+        for row, length in zip(multihost_utils.process_allgather(padded), lengths, strict=True)
+    ]
 
 
 def _key(value: Any) -> Key:
@@ -327,7 +462,10 @@ def _key(value: Any) -> Key:
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    return tuple((part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index or (), shape, strict=True))
+    return tuple(
+        (part.start or 0, size if part.stop is None else part.stop)
+        for part, size in zip(index or (), shape, strict=True)
+    )
 
 
 def _size(bounds: Bounds) -> int:
@@ -342,4 +480,7 @@ def _overlap(first: Bounds, second: Bounds) -> Bounds | None:
 
 def _slices(part: Bounds, whole: Bounds) -> tuple[slice, ...]:
     """Of `part` in an array that lies at `whole`."""
-    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(part, whole, strict=True))
+    return tuple(
+        slice(start - base, stop - base)
+        for (start, stop), (base, _) in zip(part, whole, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""What one launcher of processes says about this one, read from the environment variables that it sets (launchers.py lists them)."""
+"""What one launcher of processes says about this one, read from the environment variables that it
+sets (launchers.py lists them).
+"""
 
 import os
 import re
@@ -10,7 +12,10 @@ from pathlib import Path
 from optimus_jax.errors import ConfigError, explain
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = VARIABLES = (
-    "OPTIMUS_COORDINATOR", "OPTIMUS_NUM_PROCESSES", "OPTIMUS_PROCESS_ID")
+    "OPTIMUS_COORDINATOR",
+    "OPTIMUS_NUM_PROCESSES",
+    "OPTIMUS_PROCESS_ID",
+)
 """What the three flags say, for whoever starts processes by other means."""
 WHERE = "where"
 """Name of a derived text that says which part of a job this is, for people."""
@@ -26,7 +31,10 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One launcher. Of several variables in a field, the first that is set counts; an empty one is not set."""
+    """One launcher.
+
+    Of several variables in a field, the first that is set counts; an empty one is not set.
+    """
 
     name: str
     count: tuple[str, ...] = ()
@@ -34,9 +42,11 @@ class Launcher:
     index: tuple[str, ...] = ()
     """Which one this is, from 0."""
     address: tuple[str, ...] = ()
-    """HOST or HOST:PORT of process 0; none: it does not say, and a run on one host meets at localhost."""
+    """HOST or HOST:PORT of process 0; none: it does not say, and a run on one host meets at
+    localhost."""
     port: tuple[str, ...] = ()
-    """Where process 0 may listen; none: a port is derived from `job` or the address, the same in all processes."""
+    """Where process 0 may listen; none: a port is derived from `job` or the address, the same in
+    all processes."""
     local_count: tuple[str, ...] = ()
     """Processes of the run on this host."""
     local_index: tuple[str, ...] = ()
@@ -48,17 +58,18 @@ class Launcher:
     unless: tuple[str, ...] = ()
     """It is this launcher only where none of these is set."""
     num_said: int = 1
-    """It is this launcher only where so many of count, index and address are set: 2 where the names are common words."""
+    """It is this launcher only where so many of count, index and address are set: 2 where the names
+    are common words."""
     restarts: bool = False
     """Whether it starts jobs again after a fault, and not after a mistake."""
     is_explicit: bool = False
     """The user's own words to us: they win over all launchers, and have to be complete."""
     is_exported: bool = False
-    """People export these variables themselves too: an index of 0 alone means nothing, and an outer launcher must not
-    contradict."""
+    """People export these variables themselves too: an index of 0 alone means nothing, and an outer
+    launcher must not contradict."""
     is_hint: bool = False
-    """Its variables belong to several launchers, and say that there are others and no more: of several in a field the largest
-    number counts."""
+    """Its variables belong to several launchers, and say that there are others and no more: of
+    several in a field the largest number counts."""
     has_one_parent: bool = False
     """One process of the launcher on each host starts the run's processes there."""
     num_agents: tuple[str, ...] = ()
@@ -74,15 +85,23 @@ class Launcher:
         Raises:
           ConfigError: it says something that cannot be meant.
         """
-        if any(not _said(environment, (name,)) for name in self.needs) or _said(environment, self.unless):
+        if any(not _said(environment, (name,)) for name in self.needs) or _said(
+            environment, self.unless
+        ):
             return None
         try:
             values = {**environment, **self.derive(environment)}
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            told = _as_set((*self.needs, *self.index, *self.count, *self.address, *self.port), environment)
-            raise ConfigError(explain(
-                f"{self.name} has started this process, and what it says cannot be read", given=f"{listed(told)}: {error}",
-                do=f"mend or unset {' and '.join(told)}, or {OTHER_WAYS}")) from error
+            told = _as_set(
+                (*self.needs, *self.index, *self.count, *self.address, *self.port), environment
+            )
+            raise ConfigError(
+                explain(
+                    f"{self.name} has started this process, and what it says cannot be read",
+                    given=f"{listed(told)}: {error}",
+                    do=f"mend or unset {' and '.join(told)}, or {OTHER_WAYS}",
+                )
+            ) from error
         if self.is_exported:
             values = self._without_none(values)
         fields = [self.count, self.index]
@@ -94,38 +113,66 @@ class Launcher:
             return None
         numbers = (self.count, self.index, self.local_count, self.local_index)
         said = dict(found for field in numbers if (found := self._pick(values, field)))
-        meeting = [found[0] for field in (self.address, self.port) if (found := _said(values, field))]
+        meeting = [
+            found[0] for field in (self.address, self.port) if (found := _said(values, field))
+        ]
         claim = Claim(
-            launcher=self, said=_as_set(said, environment), said_address=_as_set(meeting, environment),
-            count=self._number(values, self.count), index=self._number(values, self.index),
-            address=_value(values, self.address), port=_value(values, self.port),
-            local_count=self._number(values, self.local_count), local_index=self._number(values, self.local_index),
-            num_agents=self._number(values, self.num_agents), where=values.get(WHERE) or f" ({listed(said)})",
-            job=_value(values, self.job) or "")
+            launcher=self,
+            said=_as_set(said, environment),
+            said_address=_as_set(meeting, environment),
+            count=self._number(values, self.count),
+            index=self._number(values, self.index),
+            address=_value(values, self.address),
+            port=_value(values, self.port),
+            local_count=self._number(values, self.local_count),
+            local_index=self._number(values, self.local_index),
+            num_agents=self._number(values, self.num_agents),
+            where=values.get(WHERE) or f" ({listed(said)})",
+            job=_value(values, self.job) or "",
+        )
         claim.check()
         return claim
 
     def _without_none(self, values: Environment) -> Environment:
-        """Without -1, which says that a process is not one of several, unless a count says that it is."""
-        if any(value not in (NOT_ONE_OF_SEVERAL, "1") for names in (self.count, self.local_count) for name in names if (value := _value(values, (name,)))):
+        """Without -1, which says that a process is not one of several, unless a count says that it
+        is.
+        """
+        if any(
+            value not in (NOT_ONE_OF_SEVERAL, "1")
+            for names in (self.count, self.local_count)
+            for name in names
+            if (value := _value(values, (name,)))
+        ):
             return values
         numbers = {*self.count, *self.index, *self.local_count, *self.local_index}
-        return {name: value for name, value in values.items() if name not in numbers or value.strip() != NOT_ONE_OF_SEVERAL}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in numbers or value.strip() != NOT_ONE_OF_SEVERAL
+        }
 
     def _number(self, values: Environment, names: Sequence[str]) -> int | None:
         if (found := self._pick(values, names)) is None:
             return None
         name, text = found
         if not _is_number(text):
-            raise ConfigError(explain(f"{self.name}: {name} is a number of processes, or of one of them", given=f"{name}={text}",
-                                      do=f"set {name} to a number, such as 2, or unset it, or {OTHER_WAYS}"))
+            raise ConfigError(
+                explain(
+                    f"{self.name}: {name} is a number of processes, or of one of them",
+                    given=f"{name}={text}",
+                    do=f"set {name} to a number, such as 2, or unset it, or {OTHER_WAYS}",
+                )
+            )
         return int(text)
 
     def _pick(self, values: Environment, names: Sequence[str]) -> tuple[str, str] | None:
-        """The variable that counts, and its value; of a hint's, one that is no number comes first."""
+        """The variable that counts, and its value; of a hint's, one that is no number comes
+        first."""
         found = [pair for name in names if (pair := _said(values, (name,)))]
         if self.is_hint and found:
-            return max(found, key=lambda pair: int(pair[1]) if _is_number(pair[1]) else 10**MOST_DIGITS)
+            return max(
+                found, key=lambda pair: int(pair[1]) if _is_number(pair[1]) else 10**MOST_DIGITS
+            )
         return found[0] if found else None
 
 
@@ -163,7 +210,12 @@ class Claim:
         """Whether it says that there are several, and not how many or which one this is."""
         if self.is_whole or self.is_alone:
             return False
-        return self.count is not None or bool(self.index) or self.has_local_peers or not self.launcher.is_exported
+        return (
+            self.count is not None
+            or bool(self.index)
+            or self.has_local_peers
+            or not self.launcher.is_exported
+        )
 
     @property
     def has_local_peers(self) -> bool:
@@ -176,26 +228,46 @@ class Claim:
         return self.count is not None and self.local_count == self.count
 
     def agrees(self, other: "Claim") -> bool:
-        """Whether both say the same, as far as `other` says anything: of two launchers, or one seen in two ways."""
-        return other.count in (self.count, None) and other.index in (self.index, None) and (other.count, other.index) != (None, None)
+        """Whether both say the same, as far as `other` says anything: of two launchers, or one seen
+        in two ways.
+        """
+        return (
+            other.count in (self.count, None)
+            and other.index in (self.index, None)
+            and (other.count, other.index) != (None, None)
+        )
 
     def check(self) -> None:
         """Raises ConfigError if its numbers contradict one another."""
         row = self.launcher
-        for index, count, names in ((self.index, self.count, (row.index, row.count)),
-                                    (self.local_index, self.local_count, (row.local_index, row.local_count))):
+        for index, count, names in (
+            (self.index, self.count, (row.index, row.count)),
+            (self.local_index, self.local_count, (row.local_index, row.local_count)),
+        ):
             if row.is_hint:
                 continue  # numbers of different launchers
             if count == 0 or (index is not None and count is not None and index >= count):
                 told = [name for name in variables_of(*names[0], *names[1]) if name in self.said]
-                raise ConfigError(explain(
-                    f"{row.name}: processes are counted from 0, and there are fewer than that", given=listed(self.said),
-                    do=f"set {' to a number below '.join(told)}, or unset {'both' if len(told) > 1 else 'it'}, or {OTHER_WAYS}"))
+                raise ConfigError(
+                    explain(
+                        f"{row.name}: processes are counted from 0, and there are fewer than that",
+                        given=listed(self.said),
+                        do=(
+                            f"set {' to a number below '.join(told)}, or unset"
+                            f" {'both' if len(told) > 1 else 'it'}, or {OTHER_WAYS}"
+                        ),
+                    )
+                )
 
 
-OTHER_WAYS = ("give --coordinator HOST:PORT --num-processes N --process-id I in each process (or set "
-              f"{', '.join(VARIABLES)}), or start it alone whatever the environment says: --set distributed.engine=none")
+OTHER_WAYS = (
+    "give --coordinator HOST:PORT --num-processes N --process-id I in each process (or set"
+    f" {', '.join(VARIABLES)}), or start it alone whatever the environment says: --set"
+    " distributed.engine=none"
+)
 """What always helps."""
+
+
 def listed(values: Environment) -> str:
     """`A=1 B=2`."""
     return " ".join(f"{name}={value}" for name, value in values.items())
@@ -203,19 +275,37 @@ def listed(values: Environment) -> str:
 
 def documented(launcher: Launcher) -> str:
     """Its row in docs/clusters.md."""
+
     def cell(names: Sequence[str]) -> str:
         return " or ".join(name if " " in name else f"`{name}`" for name in names)
 
-    needs = " and ".join([cell((name,)) for name in launcher.needs] + [f"no {cell((name,))}" for name in launcher.unless])
+    needs = " and ".join(
+        [cell((name,)) for name in launcher.needs]
+        + [f"no {cell((name,))}" for name in launcher.unless]
+    )
     where = cell(launcher.address) + (f", port {cell(launcher.port)}" if launcher.port else "")
     local = ", ".join(filter(None, (cell(launcher.local_index), cell(launcher.local_count))))
-    cells = (launcher.name, needs, cell(launcher.count), cell(launcher.index), where, local, "yes" if launcher.restarts else "")
+    cells = (
+        launcher.name,
+        needs,
+        cell(launcher.count),
+        cell(launcher.index),
+        where,
+        local,
+        "yes" if launcher.restarts else "",
+    )
     return "| " + " | ".join(text or "-" for text in cells) + " |"
 
 
 def variables_of(*names: str) -> list[str]:
-    """The environment variables in these names, of which derived ones describe theirs: `length of SM_HOSTS` has `SM_HOSTS`."""
-    found = (variable for name in names for variable in (re.findall(r"\b[A-Z][A-Z0-9]*_\w+", name) if " " in name else [name]))
+    """The environment variables in these names, of which derived ones describe theirs: `length of
+    SM_HOSTS` has `SM_HOSTS`.
+    """
+    found = (
+        variable
+        for name in names
+        for variable in (re.findall(r"\b[A-Z][A-Z0-9]*_\w+", name) if " " in name else [name])
+    )
     return list(dict.fromkeys(found))
 
 
@@ -230,12 +320,17 @@ def derived_port(text: str) -> int:
 
 
 def common_parent(variable: str) -> int | None:
-    """The nearest process above this one without a variable that is set for each process of a run: the launcher's own, which has
-    started all of the run's processes on this host. None: the system does not say."""
+    """The nearest process above this one without a variable that is set for each process of a run:
+    the launcher's own, which has started all of the run's processes on this host. None: the system
+    does not say.
+    """
     process = os.getppid()
     try:
         while process > 1:
-            if not any(entry.startswith(f"{variable}=".encode()) for entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")):
+            if not any(
+                entry.startswith(f"{variable}=".encode())
+                for entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            ):
                 return process
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
@@ -254,7 +349,9 @@ def _is_number(text: str) -> bool:
 
 def _said(values: Environment, names: Sequence[str]) -> tuple[str, str] | None:
     """The first of these variables that is set, and its value."""
-    return next(((name, values[name].strip()) for name in names if values.get(name, "").strip()), None)
+    return next(
+        ((name, values[name].strip()) for name in names if values.get(name, "").strip()), None
+    )
 
 
 def _value(values: Environment, names: Sequence[str]) -> str | None:

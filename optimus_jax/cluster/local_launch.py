@@ -1,8 +1,10 @@
-"""Several processes of one program on this machine, for tests and for machines without a cluster engine.
+"""Several processes of one program on this machine, for tests and for machines without a cluster
+engine.
 
-They learn from the environment where the others are (cluster/launchers.py). Process 0 has the terminal; of the others every line
-is shown with their number before it, and they have nothing to say but errors. If one fails the rest are told to end, and
-killed after a grace: they would wait for it.
+They learn from the environment where the others are (cluster/launchers.py). Process 0 has the
+terminal; of the others every line is shown with their number before it, and they have nothing to
+say but errors. If one fails the rest are told to end, and killed after a grace: they would wait for
+it.
 """
 
 import ctypes
@@ -21,15 +23,23 @@ from typing import IO
 from optimus_jax.cluster.claims import VARIABLES
 from optimus_jax.cluster.launchers import LOCAL_ID, NUM_LOCAL
 
-FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
-"""Signals that are for the processes, and as what; each gets each once. A terminal that closes takes the machine away."""
+FORWARDED = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGTERM,
+}
+"""Signals that are for the processes, and as what; each gets each once. A terminal that closes
+takes the machine away."""
 _LOOK_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 """Looked up before there are other processes: between fork and exec hardly anything is safe."""
 
 
-def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float, host: str = "127.0.0.1") -> int:
+def run_processes(
+    command: Sequence[str], num_processes: int, *, grace_s: float, host: str = "127.0.0.1"
+) -> int:
     """Run `command` as processes of one run, until all have ended.
 
     Args:
@@ -38,16 +48,23 @@ def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float,
       grace_s: after one has failed, how long the others may take to end before they are killed.
       host: address of this machine that they meet at.
     Returns:
-      0, or the exit code of the first that failed; 128 + number for one that a signal has ended, as a shell has it.
+      0, or the exit code of the first that failed; 128 + number for one that a signal has ended, as
+      a shell has it.
     """
     port = _free_port(host)
     processes: list[subprocess.Popen] = []
     with _forwarding(processes, num_processes) as (forwarded, send_what_came_early):
         try:
             for number in range(num_processes):
-                processes.append(_start(command, _environment(f"{host}:{port}", number, num_processes), number))
+                processes.append(
+                    _start(command, _environment(f"{host}:{port}", number, num_processes), number)
+                )
             send_what_came_early()
-            readers = [_reader(process.stdout, number) for number, process in enumerate(processes) if process.stdout is not None]
+            readers = [
+                _reader(process.stdout, number)
+                for number, process in enumerate(processes)
+                if process.stdout is not None
+            ]
             code = _watch(processes, grace_s, forwarded)
             for reader in readers:
                 reader.join(1.0)  # a grandchild may keep the pipe open
@@ -60,7 +77,11 @@ def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float,
 def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Sequence[int]) -> int:
     first_failure, kill_at = 0, float("inf")
     while None in [process.poll() for process in processes]:
-        if not first_failure and (first_failure := next((process.returncode for process in processes if process.returncode), 0)):
+        if not first_failure and (
+            first_failure := next(
+                (process.returncode for process in processes if process.returncode), 0
+            )
+        ):
             kill_at = time.monotonic() + grace_s
             if not forwarded:  # otherwise they are ending already, and in order
                 _send(processes, signal.SIGTERM)
@@ -68,19 +89,35 @@ def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Seq
             _send(processes, signal.SIGKILL)
             kill_at = float("inf")
         time.sleep(_LOOK_S)
-    code = first_failure or next((process.returncode for process in processes if process.returncode), 0)
+    code = first_failure or next(
+        (process.returncode for process in processes if process.returncode), 0
+    )
     return 128 - code if code < 0 else code
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], number: int) -> subprocess.Popen:
-    # A session of its own: Ctrl-C reaches only us, and we pass it on once. A second one would end without saving.
-    stdin, stdout, stderr = (None, None, None) if number == 0 else (subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT)
-    return subprocess.Popen(list(command), env=dict(environment), start_new_session=True, preexec_fn=None if _PRCTL is None else _end_with_us,
-                            stdin=stdin, stdout=stdout, stderr=stderr)
+    # A session of its own: Ctrl-C reaches only us, and we pass it on once. A second one would end
+    # without saving.
+    stdin, stdout, stderr = (
+        (None, None, None)
+        if number == 0
+        else (subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT)
+    )
+    return subprocess.Popen(
+        list(command),
+        env=dict(environment),
+        start_new_session=True,
+        preexec_fn=None if _PRCTL is None else _end_with_us,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+    )
 
 
 def _end_with_us() -> None:
-    """In a process that begins: it is to save and end when this one has been killed, which could not tell it so."""
+    """In a process that begins: it is to save and end when this one has been killed, which could
+    not tell it so.
+    """
     assert _PRCTL is not None
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -102,8 +139,12 @@ def _reader(stream: IO[bytes], number: int) -> threading.Thread:
 
 
 @contextmanager
-def _forwarding(processes: Sequence[subprocess.Popen], num_processes: int) -> Iterator[tuple[list[int], Callable[[], None]]]:
-    """Gives the signals that were passed on, and what passes on those that came before all were there."""
+def _forwarding(
+    processes: Sequence[subprocess.Popen], num_processes: int
+) -> Iterator[tuple[list[int], Callable[[], None]]]:
+    """Gives the signals that were passed on, and what passes on those that came before all were
+    there.
+    """
     forwarded: list[int] = []
     early: list[int] = []
 
@@ -118,9 +159,13 @@ def _forwarding(processes: Sequence[subprocess.Popen], num_processes: int) -> It
         while early:
             _send(processes, FORWARDED[signal.Signals(early.pop(0))])
 
-    # Under nohup a terminal that closes is nothing. The others count even where a shell has put us in the background and has SIGINT ignored.
-    before = {number: signal.signal(number, forward) for number in FORWARDED
-              if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN}
+    # Under nohup a terminal that closes is nothing. The others count even where a shell has put us
+    # in the background and has SIGINT ignored.
+    before = {
+        number: signal.signal(number, forward)
+        for number in FORWARDED
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield forwarded, send_what_came_early
     finally:

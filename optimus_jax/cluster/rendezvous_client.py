@@ -1,4 +1,6 @@
-"""How a process reports to process 0 (roll_call.py), and what it hears from there until both are connected."""
+"""How a process reports to process 0 (roll_call.py), and what it hears from there until both are
+connected.
+"""
 
 import contextlib
 import json
@@ -35,7 +37,9 @@ VERDICT_S = 10.0
 
 
 class First:
-    """Process 0, as another one sees it while both are being connected: a context manager, left when they are or cannot be."""
+    """Process 0, as another one sees it while both are being connected: a context manager, left
+    when they are or cannot be.
+    """
 
     def __init__(self, connection: socket.socket, answers: "_Answers") -> None:
         self._connection, self._answers, self._is_connected = connection, answers, False
@@ -44,7 +48,12 @@ class First:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         with contextlib.suppress(OSError):  # process 0 has gone
             if error is None:
                 self._connection.sendall(JOINED)
@@ -76,18 +85,39 @@ def report(launch: Launch, deadline: float, say: Say = say_to_all) -> First:
       FaultError: process 0 is not there before the deadline, or misses others.
       ConfigError: it belongs to another run.
     """
-    said = json.dumps({"process": launch.process_id, "of": launch.num_processes, "job": launch.job, "host": socket.gethostname(), "pid": os.getpid()})
+    said = json.dumps(
+        {
+            "process": launch.process_id,
+            "of": launch.num_processes,
+            "job": launch.job,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+    )
     tell_at, why = time.monotonic() + TOLD_AFTER_S, "not tried yet"
     while time.monotonic() < deadline:
         try:
             with contextlib.ExitStack() as stack:
                 connection = stack.enter_context(
-                    socket.create_connection(address_of(launch), timeout=max(RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic()))))
-                if connection.getsockname() == connection.getpeername():  # the port is one that the system deals out, and nobody listens there
+                    socket.create_connection(
+                        address_of(launch),
+                        timeout=max(RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic())),
+                    )
+                )
+                # the port is one that the system deals out, and nobody listens there
+                if connection.getsockname() == connection.getpeername():
                     raise OSError("this process reached itself")
                 connection.sendall(said.encode() + b"\n")
                 answers = _Answers(connection)
-                if (answer := _await_answer(connection, answers, deadline + VERDICT_S, tell_at, lambda: say(waiting_along(launch)))) is not None:
+                if (
+                    answer := _await_answer(
+                        connection,
+                        answers,
+                        deadline + VERDICT_S,
+                        tell_at,
+                        lambda: say(waiting_along(launch)),
+                    )
+                ) is not None:
                     _check(answer, launch)
                     stack.pop_all()
                     return First(connection, answers)
@@ -106,8 +136,16 @@ def _check(answer: dict[str, Any], launch: Launch) -> None:
     if MISSING in answer:
         raise not_come(answer[MISSING], launch)
     if REFUSED in answer:
-        raise ConfigError(explain("process 0 does not know this process as one of its run", given=f"{answer[REFUSED]}; this is {oneself(launch)}",
-                                  do="give each process of a run a number of its own and all the same --num-processes, and each run a --coordinator of its own"))
+        raise ConfigError(
+            explain(
+                "process 0 does not know this process as one of its run",
+                given=f"{answer[REFUSED]}; this is {oneself(launch)}",
+                do=(
+                    "give each process of a run a number of its own and all the same"
+                    " --num-processes, and each run a --coordinator of its own"
+                ),
+            )
+        )
 
 
 class _Answers:
@@ -117,7 +155,11 @@ class _Answers:
         self._connection, self._heard = connection, b""
 
     def next(self) -> dict[str, Any]:
-        """The next of them. Raises BlockingIOError or TimeoutError, as the connection is set, while it has not come whole, and EOFError if none of ours will."""
+        """The next of them.
+
+        Raises BlockingIOError or TimeoutError, as the connection is set, while it has not come
+        whole, and EOFError if none of ours will.
+        """
         while b"\n" not in self._heard:
             received = self._connection.recv(LONGEST)
             if not received or len(self._heard) > LONGEST:
@@ -133,7 +175,13 @@ class _Answers:
         return answer
 
 
-def _await_answer(connection: socket.socket, answers: _Answers, until: float, tell_at: float, tell: Callable[[], object]) -> dict[str, Any] | None:
+def _await_answer(
+    connection: socket.socket,
+    answers: _Answers,
+    until: float,
+    tell_at: float,
+    tell: Callable[[], object],
+) -> dict[str, Any] | None:
     """What process 0 says first; None: it has gone, or says nothing of ours."""
     while True:
         now = time.monotonic()

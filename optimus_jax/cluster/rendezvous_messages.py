@@ -1,4 +1,6 @@
-"""Where the processes of a run meet before they are connected, and in which words: on the wire, and to whoever reads along."""
+"""Where the processes of a run meet before they are connected, and in which words: on the wire, and
+to whoever reads along.
+"""
 
 import socket
 import sys
@@ -40,21 +42,34 @@ def bind_address(launch: Launch) -> str | None:
 
 def has_gone(lost: list[int], launch: Launch) -> FaultError:
     """What to raise for processes that ended when all had been there."""
-    return FaultError(explain(
-        f"the processes of this run had found one another, and {named(lost)} of {launch.num_processes} ended before JAX had connected them",
-        given=oneself(launch), do="see what it has printed, then start all again"))
+    return FaultError(
+        explain(
+            f"the processes of this run had found one another, and {named(lost)} of"
+            f" {launch.num_processes} ended before JAX had connected them",
+            given=oneself(launch),
+            do="see what it has printed, then start all again",
+        )
+    )
 
 
 def not_come(missing: list[int], launch: Launch, more: str = "") -> FaultError:
-    return FaultError(explain(
-        f"the processes of this run have not found one another: {named(missing)} of {launch.num_processes} did not come in time",
-        given=f"{oneself(launch)}{more}",
-        do="see whether each of them is running and what it has printed, and whether --coordinator can be reached from there; "
-           "for a process that is meant to be alone: --set distributed.engine=none"))
+    return FaultError(
+        explain(
+            f"the processes of this run have not found one another: {named(missing)} of"
+            f" {launch.num_processes} did not come in time",
+            given=f"{oneself(launch)}{more}",
+            do=(
+                "see whether each of them is running and what it has printed, and whether"
+                " --coordinator can be reached from there; for a process that is meant to be alone:"
+                " --set distributed.engine=none"
+            ),
+        )
+    )
 
 
 def unresolved(launch: Launch) -> str:
-    """What is wrong with the coordinator's name, which process 0 does not need and the others do."""
+    """What is wrong with the coordinator's name, which process 0 does not need and the others
+    do."""
     host = address_of(launch)[0]
     try:
         socket.getaddrinfo(host, None)
@@ -72,10 +87,15 @@ def waiting_along(launch: Launch) -> str:
 
 
 def oneself(launch: Launch) -> str:
-    return f"process {launch.process_id} of {launch.num_processes}, process 0 expected at {launch.coordinator} ({launch})"
+    return (
+        f"process {launch.process_id} of {launch.num_processes}, process 0 expected at"
+        f" {launch.coordinator} ({launch})"
+    )
 
 
 def named(numbers: list[int]) -> str:
     """`process 1`, `processes 1, 2, 5`; of many the first few."""
-    shown = ", ".join(map(str, numbers[:20])) + (f" and {len(numbers) - 20} more" if len(numbers) > 20 else "")
+    shown = ", ".join(map(str, numbers[:20])) + (
+        f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
+    )
     return f"process{'es' if len(numbers) > 1 else ''} {shown}"

@@ -1,9 +1,10 @@
 """Before the processes of a run are connected: who is there, and who is missed.
 
-JAX's own service says neither, and ends the process when it has waited for too long. So process 0 first listens on the
-coordinator's port itself, and each other process tells it which one it is: a line of JSON each way. When all have come,
-process 0 frees the port, starts JAX's service there, and lets them go. Nobody waits longer than the deadline, and then
-everybody who is there knows who is not. Connections stay until JAX has made its own: who dies in between is missed at once.
+JAX's own service says neither, and ends the process when it has waited for too long. So process 0
+first listens on the coordinator's port itself, and each other process tells it which one it is: a
+line of JSON each way. When all have come, process 0 frees the port, starts JAX's service there, and
+lets them go. Nobody waits longer than the deadline, and then everybody who is there knows who is
+not. Connections stay until JAX has made its own: who dies in between is missed at once.
 """
 
 import contextlib
@@ -63,7 +64,12 @@ class RendezvousServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
         self._selector.close()
@@ -71,10 +77,17 @@ class RendezvousServer:
     @property
     def missing(self) -> list[int]:
         """Processes that have not come, or have gone again."""
-        return [number for number in range(1, self._launch.num_processes) if number not in self._present and number not in self._joined]
+        return [
+            number
+            for number in range(1, self._launch.num_processes)
+            if number not in self._present and number not in self._joined
+        ]
 
     def gather(self) -> None:
-        """Return when all are there; the port is free then. Raises FaultError, here and there, if the deadline passes."""
+        """Return when all are there; the port is free then.
+
+        Raises FaultError, here and there, if the deadline passes.
+        """
         tell_at = time.monotonic() + TOLD_AFTER_S
         while missing := self.missing:
             now = time.monotonic()
@@ -102,7 +115,9 @@ class RendezvousServer:
         return missing
 
     def see_off(self) -> None:
-        """All are connected: wait for the others to hang up first, since whose side does keeps the port for a while."""
+        """All are connected: wait for the others to hang up first, since whose side does keeps the
+        port for a while.
+        """
         self._answer_all({GO: True})
         until = time.monotonic() + _SEEN_OFF_S
         while self._present and (left := until - time.monotonic()) > 0:
@@ -113,7 +128,9 @@ class RendezvousServer:
         with contextlib.suppress(OSError):  # it has hung up meanwhile
             connection, address = self._listener.accept()
             connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, _Caller(connection, address[0]))
+            self._selector.register(
+                connection, selectors.EVENT_READ, _Caller(connection, address[0])
+            )
 
     def _hear(self, caller: "_Caller") -> None:
         try:
@@ -182,16 +199,28 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
     family = socket.AF_INET6 if both or ":" in (launch.bind or "") else socket.AF_INET
     while True:
         try:
-            listener = socket.create_server((launch.bind or "", port), family=family, dualstack_ipv6=both, backlog=1024)
+            listener = socket.create_server(
+                (launch.bind or "", port), family=family, dualstack_ipv6=both, backlog=1024
+            )
         except OSError as error:
             if error.errno == errno.EADDRINUSE and time.monotonic() < patience_until:
                 time.sleep(RETRY_S)
                 continue
-            # Who had the port before may be just ending, which is no reason for an engine to give the job up.
-            kind = FaultError if error.errno == errno.EADDRINUSE and launch.restarts else ConfigError
-            raise kind(explain(
-                "the processes of this run cannot be connected: process 0 cannot listen", given=f"{bind_address(launch) or launch.coordinator}: {error.strerror}",
-                do="give a --coordinator HOST:PORT that is free on the machine of process 0 (under an engine: JAX_COORDINATOR_PORT); where its "
-                   "machine knows itself by another address: --set distributed.bind=ADDRESS, 0.0.0.0 for all")) from error
+            # Who had the port before may be just ending, which is no reason for an engine to give
+            # the job up.
+            kind = (
+                FaultError if error.errno == errno.EADDRINUSE and launch.restarts else ConfigError
+            )
+            raise kind(
+                explain(
+                    "the processes of this run cannot be connected: process 0 cannot listen",
+                    given=f"{bind_address(launch) or launch.coordinator}: {error.strerror}",
+                    do=(
+                        "give a --coordinator HOST:PORT that is free on the machine of process 0"
+                        " (under an engine: JAX_COORDINATOR_PORT); where its machine knows itself"
+                        " by another address: --set distributed.bind=ADDRESS, 0.0.0.0 for all"
+                    ),
+                )
+            ) from error
         listener.setblocking(False)
         return listener

@@ -30,20 +30,38 @@ class PhaseConfig:
         check_positive(self, "after_step", "global_batch", "seq_len")
         check_counts(self, "after_step", "global_batch", "seq_len")
         if self.global_batch is None and self.seq_len is None:
-            raise ConfigError(explain("a phase changes nothing", given=f"after_step={self.after_step}", do="give it a global_batch, a seq_len, or both"))
+            raise ConfigError(
+                explain(
+                    "a phase changes nothing",
+                    given=f"after_step={self.after_step}",
+                    do="give it a global_batch, a seq_len, or both",
+                )
+            )
 
     @classmethod
     def parse(cls, text: str) -> "PhaseConfig":
         """The inverse of `str`. Raises ConfigError for other text."""
         match = re.fullmatch(r"(\d{1,10}):(\d{1,10})?(?:x(\d{1,10}))?", text.strip())
         if match is None:
-            raise ConfigError(explain("a phase is written AFTER_STEP:BATCHxTOKENS", given=text,
-                                      do="write 200:64 or 200:64x512, or 200:x512 for longer examples only; commas between phases"))
-        after_step, global_batch, seq_len = (None if part is None else int(part) for part in match.groups())
+            raise ConfigError(
+                explain(
+                    "a phase is written AFTER_STEP:BATCHxTOKENS",
+                    given=text,
+                    do=(
+                        "write 200:64 or 200:64x512, or 200:x512 for longer examples only; commas"
+                        " between phases"
+                    ),
+                )
+            )
+        after_step, global_batch, seq_len = (
+            None if part is None else int(part) for part in match.groups()
+        )
         return cls(after_step=after_step or 0, global_batch=global_batch, seq_len=seq_len)
 
     def __str__(self) -> str:
-        return f"{self.after_step}:{self.global_batch or ''}" + ("" if self.seq_len is None else f"x{self.seq_len}")
+        return f"{self.after_step}:{self.global_batch or ''}" + (
+            "" if self.seq_len is None else f"x{self.seq_len}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +69,20 @@ class DataConfig:
     """Where tokens come from and how a batch is cut from them."""
 
     sources: tuple[str, ...] = (STDLIB,)
-    """`stdlib` (Python's own library), or files, globs, folders and URLs: text, .jsonl .json .csv .parquet .arrow .bin (docs/data.md)."""
+    """`stdlib` (Python's own library), or files, globs, folders and URLs: text, .jsonl .json .csv
+    .parquet .arrow .bin (docs/data.md)."""
     tokenizer: str = BYTES
     """`bytes`, or the path or URL of a Hugging Face tokenizer.json."""
     eos: str | None = None
-    """The token that ends a document; None: the one that tokenizer_config.json beside the tokenizer names, else the usual names."""
+    """The token that ends a document; None: the one that tokenizer_config.json beside the tokenizer
+    names, else the usual names."""
     seq_len: int | None = None
     """Tokens per example; None: the model's max_length, at most 1024."""
     global_batch: int = 16
     """Examples per step over all devices."""
     phases: tuple[PhaseConfig, ...] = ()
-    """Other batches later in the run, in order: `200:64,400:128x2048` is 64 examples after step 200, then 128 of 2048 tokens."""
+    """Other batches later in the run, in order: `200:64,400:128x2048` is 64 examples after step
+    200, then 128 of 2048 tokens."""
     respect_documents: bool = True
     """No attention and no loss across the border of two documents in one example."""
     eval_fraction: float = 0.01
@@ -69,28 +90,49 @@ class DataConfig:
     text_field: str = "text"
     """Name of the text in a JSON object, or of its column in a table."""
     skip_bad_lines: bool = False
-    """Leave out and count lines, rows and items that are no document, instead of ending with an error."""
+    """Leave out and count lines, rows and items that are no document, instead of ending with an
+    error."""
     allow_change: bool = False
-    """Resume although the data is not what it was when the run saved; holds for one start and is not saved."""
+    """Resume although the data is not what it was when the run saved; holds for one start and is
+    not saved."""
 
     def __post_init__(self) -> None:
         check_positive(self, "seq_len", "global_batch")
         check_counts(self, "seq_len", "global_batch")
         if not self.sources:
-            raise ConfigError(explain("no data was named", given="data.sources=()", do="name `stdlib` or at least one file"))
+            raise ConfigError(
+                explain(
+                    "no data was named",
+                    given="data.sources=()",
+                    do="name `stdlib` or at least one file",
+                )
+            )
         for source in self.sources:
             user_path(source, what="--data")
         user_path(self.tokenizer, what="--tokenizer")
         for first, second in itertools.pairwise(self.phases):
             if first.after_step >= second.after_step:
-                raise ConfigError(explain("phases follow one another", given=f"data.phases={first},{second}",
-                                          do="put them in order, each with an after_step of its own"))
+                raise ConfigError(
+                    explain(
+                        "phases follow one another",
+                        given=f"data.phases={first},{second}",
+                        do="put them in order, each with an after_step of its own",
+                    )
+                )
         if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(explain("data.eval_fraction is a share", given=self.eval_fraction, do="choose 0 <= eval_fraction < 1"))
+            raise ConfigError(
+                explain(
+                    "data.eval_fraction is a share",
+                    given=self.eval_fraction,
+                    do="choose 0 <= eval_fraction < 1",
+                )
+            )
 
     def with_whole_paths(self) -> "DataConfig":
         """The same data, named so that it is found from every working directory."""
-        return replace(self, sources=tuple(map(whole_path, self.sources)), tokenizer=whole_path(self.tokenizer))
+        return replace(
+            self, sources=tuple(map(whole_path, self.sources)), tokenizer=whole_path(self.tokenizer)
+        )
 
 
 def whole_path(name: str) -> str:

@@ -23,7 +23,9 @@ class RopeScaling:
     """Sequence length, in tokens, of the training before stretching."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "factor", "low_frequency_factor", "high_frequency_factor", "original_length")
+        check_positive(
+            self, "factor", "low_frequency_factor", "high_frequency_factor", "original_length"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +66,57 @@ class ModelConfig:
     """Probability on embeddings, attention weights and both residual branches."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads",
-                        "head_dim", "mlp_dim", "max_length", "norm_epsilon", "rope_theta")
-        check_counts(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_length")
+        check_positive(
+            self,
+            "vocab_size",
+            "num_layers",
+            "embed_dim",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_dim",
+            "max_length",
+            "norm_epsilon",
+            "rope_theta",
+        )
+        check_counts(
+            self,
+            "vocab_size",
+            "num_layers",
+            "embed_dim",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_dim",
+            "max_length",
+        )
         if self.num_layers > MOST_LAYERS:
-            raise ConfigError(explain("model.num_layers is too large", given=self.num_layers, do=f"choose {MOST_LAYERS:,} or less"))
+            raise ConfigError(
+                explain(
+                    "model.num_layers is too large",
+                    given=self.num_layers,
+                    do=f"choose {MOST_LAYERS:,} or less",
+                )
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(explain(
-                "model.num_heads must be a multiple of model.num_kv_heads",
-                given=f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}",
-                do=f"set model.num_kv_heads to a divisor of {self.num_heads}"))
+            raise ConfigError(
+                explain(
+                    "model.num_heads must be a multiple of model.num_kv_heads",
+                    given=f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}",
+                    do=f"set model.num_kv_heads to a divisor of {self.num_heads}",
+                )
+            )
         if self.init_std < 0:
-            raise ConfigError(explain("model.init_std cannot be negative", given=self.init_std, do="choose 0 or more"))
+            raise ConfigError(
+                explain(
+                    "model.init_std cannot be negative", given=self.init_std, do="choose 0 or more"
+                )
+            )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(explain("model.dropout is a probability", given=self.dropout, do="choose 0 <= dropout < 1"))
+            raise ConfigError(
+                explain(
+                    "model.dropout is a probability",
+                    given=self.dropout,
+                    do="choose 0 <= dropout < 1",
+                )
+            )

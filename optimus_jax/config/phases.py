@@ -1,12 +1,14 @@
 """Phases of a run: which batches its steps have, and where in the data each phase begins.
 
-The *position* in the data is the number of examples that were used so far, counted for each length by itself: examples of
-one length are a deck that is shuffled once an epoch, and a phase deals on from where an earlier phase of the same length
-has stopped, so that none comes twice before all have come once. Another length cuts the same tokens into other
-examples, which are another deck: its first phase begins with the first card, and tokens that were seen in examples of
-the old length come again in those of the new one as often as chance has it.
+The *position* in the data is the number of examples that were used so far, counted for each length
+by itself: examples of one length are a deck that is shuffled once an epoch, and a phase deals on
+from where an earlier phase of the same length has stopped, so that none comes twice before all have
+come once. Another length cuts the same tokens into other examples, which are another deck: its
+first phase begins with the first card, and tokens that were seen in examples of the old length come
+again in those of the new one as often as chance has it.
 
-So the batch of a step follows from the config and the step alone, however often the run was stopped.
+So the batch of a step follows from the config and the step alone, however often the run was
+stopped.
 """
 
 from dataclasses import dataclass, replace
@@ -35,14 +37,28 @@ class Phase:
 
 def phases_of(config: Config) -> tuple[Phase, ...]:
     """All phases of a run, in order; one where the config names none."""
-    global_batch, seq_len, begins = config.data.global_batch, config.seq_len, [0, *[phase.after_step for phase in config.data.phases]]
+    global_batch, seq_len, begins = (
+        config.data.global_batch,
+        config.seq_len,
+        [0, *[phase.after_step for phase in config.data.phases]],
+    )
     used: dict[int, int] = {}
     found = []
-    for given, begin, end in zip((None, *config.data.phases), begins, [*begins[1:], None], strict=True):
+    for given, begin, end in zip(
+        (None, *config.data.phases), begins, [*begins[1:], None], strict=True
+    ):
         if given is not None:
             global_batch, seq_len = given.global_batch or global_batch, given.seq_len or seq_len
         before = used.get(seq_len, 0)
-        found.append(Phase(steps_before=begin, last_step=end, global_batch=global_batch, seq_len=seq_len, examples_before=before))
+        found.append(
+            Phase(
+                steps_before=begin,
+                last_step=end,
+                global_batch=global_batch,
+                seq_len=seq_len,
+                examples_before=before,
+            )
+        )
         used[seq_len] = before + ((end or begin) - begin) * global_batch
     return tuple(found)
 
@@ -53,9 +69,16 @@ def phase_after(config: Config, step: int) -> Phase:
 
 
 def in_phase(config: Config, phase: Phase) -> Config:
-    """The config of a run that has the batches of this phase all the time, and evaluates as the whole run does."""
+    """The config of a run that has the batches of this phase all the time, and evaluates as the
+    whole run does.
+    """
     if not config.data.phases:
         return config
     evaluation = EvaluationConfig(examples=config.eval_examples, seq_len=config.eval_seq_len)
-    return replace(config, evaluation=evaluation,
-                   data=replace(config.data, global_batch=phase.global_batch, seq_len=phase.seq_len, phases=()))
+    return replace(
+        config,
+        evaluation=evaluation,
+        data=replace(
+            config.data, global_batch=phase.global_batch, seq_len=phase.seq_len, phases=()
+        ),
+    )

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from optimus_jax.config import DERIVED, Config
-from optimus_jax.config.aliases import PARAMETERS, VALUES, advice_for, alias_of, meant_by_last_part, spelled_like, word
+from optimus_jax.config.aliases import (
+    PARAMETERS,
+    VALUES,
+    advice_for,
+    alias_of,
+    meant_by_last_part,
+    spelled_like,
+    word,
+)
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain
@@ -43,13 +51,24 @@ SHORT_NAMES = {
 
 FIXED_FOR_A_RUN = ("model.", "data.", "seed")
 """What a resumed run keeps: another value would change what its steps mean."""
-KNOWN_BY_CONTENT = ("data.sources", "data.tokenizer", "data.eos", "data.text_field", "data.skip_bad_lines", "data.allow_change")
-"""And of that what may be said otherwise: files that have moved are the same data. Whether they are, their content says (run/first_state.py)."""
+KNOWN_BY_CONTENT = (
+    "data.sources",
+    "data.tokenizer",
+    "data.eos",
+    "data.text_field",
+    "data.skip_bad_lines",
+    "data.allow_change",
+)
+"""And of that what may be said otherwise: files that have moved are the same data. Whether they
+are, their content says (run/first_state.py)."""
 SAVED_WITH_A_RUN = (*FIXED_FOR_A_RUN, "precision.moments")
-"""And what its checkpoints hold in one format: to advise a run that goes on to change it would be wrong."""
+"""And what its checkpoints hold in one format: to advise a run that goes on to change it would be
+wrong."""
 
 
-def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | None = None) -> Config:
+def make_config(
+    model: str | None, overrides: Mapping[str, Any], base: Config | None = None
+) -> Config:
     """A new run's config.
 
     Args:
@@ -65,11 +84,20 @@ def make_config(model: str | None, overrides: Mapping[str, Any], base: Config | 
 
 
 def read_config(path: UserPath) -> Config:
-    """The config in a file or object, such as a run's config.json, without the place where that run works. Raises OptimusError if there is none."""
+    """The config in a file or object, such as a run's config.json, without the place where that run
+    works. Raises OptimusError if there is none.
+    """
     try:
-        value = read_json(local_file(path, what="--config"), finite=False)  # the setting that is not is named
+        # the setting that is not is named
+        value = read_json(local_file(path, what="--config"), finite=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(explain("a config cannot be read", given=f"{path}: {error}", do="give --config the config.json of a run")) from error
+        raise ConfigError(
+            explain(
+                "a config cannot be read",
+                given=f"{path}: {error}",
+                do="give --config the config.json of a run",
+            )
+        ) from error
     return Config.from_value(_in_our_words(value, say)).with_values({"store.local_dir": None})
 
 
@@ -85,18 +113,25 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
     old, derived = Config.from_json(text), Config.derived_in(text)
     settings = dotted(overrides)
     new = _with_whole_paths(old.with_values(settings))
-    changed = [name for name in settings if _is_fixed(name) and _is_changed(name, old, new, derived)]
+    changed = [
+        name for name in settings if _is_fixed(name) and _is_changed(name, old, new, derived)
+    ]
     if model is not None and model != old.model.name:
         changed.append("model")
     if changed:
-        raise ConfigError(explain(
-            "a resumed run keeps its model, data and seed", given="changes to " + ", ".join(changed),
-            do="leave them out, or start a new run with another --run-dir"))
+        raise ConfigError(
+            explain(
+                "a resumed run keeps its model, data and seed",
+                given="changes to " + ", ".join(changed),
+                do="leave them out, or start a new run with another --run-dir",
+            )
+        )
     return new
 
 
 def repeated_config(text: str, wanted: Config) -> Config:
-    """The config of a run that goes on by the very command that began it, or by one that changes what may change.
+    """The config of a run that goes on by the very command that began it, or by one that changes
+    what may change.
 
     Args:
       text: the run's config.json.
@@ -105,11 +140,19 @@ def repeated_config(text: str, wanted: Config) -> Config:
       ConfigError: it would be another run.
     """
     old, derived = Config.from_json(text), Config.derived_in(text)
-    fixed = [name for name in setting_names(Config) if _is_fixed(name) and not name.startswith("model.rope_scaling.")] + ["model.rope_scaling"]
+    fixed = [
+        name
+        for name in setting_names(Config)
+        if _is_fixed(name) and not name.startswith("model.rope_scaling.")
+    ] + ["model.rope_scaling"]
     if changed := [name for name in fixed if _is_changed(name, old, wanted, derived)]:
-        raise ConfigError(explain(
-            "the run in this directory has another model, data or seed", given="changes to " + ", ".join(changed),
-            do="give what the run was begun with, or start a new run with another --run-dir"))
+        raise ConfigError(
+            explain(
+                "the run in this directory has another model, data or seed",
+                given="changes to " + ", ".join(changed),
+                do="give what the run was begun with, or start a new run with another --run-dir",
+            )
+        )
     return wanted
 
 
@@ -133,7 +176,10 @@ def typed(changes: Mapping[str, Any]) -> str:
       changes: dotted names to values.
     """
     flags = {dotted: short.replace("_", "-") for short, dotted in SHORT_NAMES.items()}
-    return " ".join(f"--{flags[name]} {_text(value)}" if name in flags else f"--set {name}={_text(value)}" for name, value in changes.items())
+    return " ".join(
+        f"--{flags[name]} {_text(value)}" if name in flags else f"--set {name}={_text(value)}"
+        for name, value in changes.items()
+    )
 
 
 def _text(value: Any) -> str:
@@ -156,7 +202,8 @@ def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) ->
     """Settings by their dotted names, whatever they were called.
 
     Args:
-      entries: names are short (`lr`), dotted (`optimizer.lr`) or another framework's (`learning_rate`).
+      entries: names are short (`lr`), dotted (`optimizer.lr`) or another framework's
+        (`learning_rate`).
       note: is told what a word of another framework is taken as.
     Raises:
       ConfigError: a name is unknown, or a setting has two values.
@@ -169,17 +216,33 @@ def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) ->
         if not is_ours:
             note(f"{name} is taken as {target}")
         if target == "data.sources" and name != target and isinstance(value, str):
-            value = (value,)  # a comma separates paths only in text that --set has: a string given in Python is one path
-        if isinstance(value, str) and (ours := VALUES.get(target, {}).get(value.strip().lower())) is not None:
-            raise ConfigError(explain(f"unknown value for {target}", given=typed, do=f"did you mean {ours!r}?"))
+            # a comma separates paths only in text that --set has: a string given in Python is one
+            # path
+            value = (value,)
+        if (
+            isinstance(value, str)
+            and (ours := VALUES.get(target, {}).get(value.strip().lower())) is not None
+        ):
+            raise ConfigError(
+                explain(f"unknown value for {target}", given=typed, do=f"did you mean {ours!r}?")
+            )
         if target in found and not _same(found[target][0], value):
-            raise ConfigError(explain(f"{target} is given two values", given=f"{found[target][1]} and {typed}", do="give one of them"))
+            raise ConfigError(
+                explain(
+                    f"{target} is given two values",
+                    given=f"{found[target][1]} and {typed}",
+                    do="give one of them",
+                )
+            )
         found[target] = value, typed
     return _of_one_name({target: value for target, (value, _) in found.items()})
 
 
 def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool]:
-    """The dotted name of a setting, and whether the word is one of ours. Raises ConfigError for one that is unknown."""
+    """The dotted name of a setting, and whether the word is one of ours.
+
+    Raises ConfigError for one that is unknown.
+    """
     names = known_settings()
     for own in (name, name.replace("-", "_")):
         if own in SHORT_NAMES:
@@ -190,17 +253,32 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
     if target is not None and target not in PARAMETERS:
         return target, False
     parameter = target or (word(name) if word(name) in PARAMETERS else None)
-    advice = f"write --{parameter.replace('_', '-')} {value}, or {parameter}= in Python: it is no setting" if parameter else advice_for(name, value, others)
+    advice = (
+        f"write --{parameter.replace('_', '-')} {value}, or {parameter}= in Python: it is no"
+        " setting"
+        if parameter
+        else advice_for(name, value, others)
+    )
     if advice is None and (meant := meant_by_last_part(name)) is not None:
         advice = f"did you mean {meant!r}?"
-    raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={shown(value)}",
-                              do=advice or spelled_like(name, [*SHORT_NAMES, *names], value, others) or _choices(name)))
+    raise ConfigError(
+        explain(
+            f"unknown setting {name!r}",
+            given=f"{name}={shown(value)}",
+            do=advice
+            or spelled_like(name, [*SHORT_NAMES, *names], value, others)
+            or _choices(name),
+        )
+    )
 
 
 def _choices(name: str) -> str:
-    """The settings of the section that was named; else those with a short name, and the sections."""
+    """The settings of the section that was named; else those with a short name, and the
+    sections."""
     own = [each for each in known_settings() if each.startswith(f"{name.partition('.')[0]}.")]
-    sections = dict.fromkeys(f"{each.partition('.')[0]}.*" for each in known_settings() if "." in each)
+    sections = dict.fromkeys(
+        f"{each.partition('.')[0]}.*" for each in known_settings() if "." in each
+    )
     return "choose one of: " + ", ".join(own or [*SHORT_NAMES, *sections])
 
 
@@ -213,15 +291,22 @@ def known_settings() -> dict[str, None]:
 def _same(value: Any, other: Any) -> bool:
     """Whether two values, as typed, are the same."""
     if isinstance(value, list | tuple) or isinstance(other, list | tuple):
-        return [*map(str, value)] == [*map(str, other)] if isinstance(value, list | tuple) and isinstance(other, list | tuple) else False
+        return (
+            [*map(str, value)] == [*map(str, other)]
+            if isinstance(value, list | tuple) and isinstance(other, list | tuple)
+            else False
+        )
     try:
         return str(value) == str(other) or float(value) == float(other)
     except (TypeError, ValueError):
         return False
 
 
-def parameters(overrides: Mapping[str, Any], given: Mapping[str, Any], *, note: Callable[[str], None] = say) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `train` that were given by another framework's word, such as `output_dir`, and the settings that are left.
+def parameters(
+    overrides: Mapping[str, Any], given: Mapping[str, Any], *, note: Callable[[str], None] = say
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `train` that were given by another framework's word, such as `output_dir`, and
+    the settings that are left.
 
     Args:
       given: arguments that were given by our own names; None: not given.
@@ -232,7 +317,13 @@ def parameters(overrides: Mapping[str, Any], given: Mapping[str, Any], *, note: 
     for name, value in overrides.items():
         if (target := alias_of(name)) in PARAMETERS:
             if found.get(target) is not None and not _same(found[target], value):
-                raise ConfigError(explain(f"{target} is given two values", given=f"{target}={found[target]} and {name}={value}", do="give one of them"))
+                raise ConfigError(
+                    explain(
+                        f"{target} is given two values",
+                        given=f"{target}={found[target]} and {name}={value}",
+                        do="give one of them",
+                    )
+                )
             note(f"{name} is taken as {target}")
             found[target] = value
             del rest[name]
@@ -241,7 +332,9 @@ def parameters(overrides: Mapping[str, Any], given: Mapping[str, Any], *, note: 
 
 def dotted(overrides: Mapping[str, Any], *, note: Callable[[str], None] = say) -> dict[str, Any]:
     """`canonical` of settings given in Python."""
-    return canonical(((name, value, f"{name}={shown(value)}") for name, value in overrides.items()), note=note)
+    return canonical(
+        ((name, value, f"{name}={shown(value)}") for name, value in overrides.items()), note=note
+    )
 
 
 def _in_our_words(value: Any, note: Callable[[str], None]) -> Any:
@@ -250,21 +343,44 @@ def _in_our_words(value: Any, note: Callable[[str], None]) -> Any:
         return value
     kinds, entries, result = field_types(Config), [], {}
     for name, item in value.items():
-        if name in kinds and isinstance(item, Mapping) and (section := section_type(kinds[name])) is not None:
+        if (
+            name in kinds
+            and isinstance(item, Mapping)
+            and (section := section_type(kinds[name])) is not None
+        ):
             own = field_types(section)
             result[name] = {inner: each for inner, each in item.items() if inner in own}
-            entries += [pair for inner, each in item.items() if inner not in own for pair in _leaves(f"{name}.{inner}", each)]
+            entries += [
+                pair
+                for inner, each in item.items()
+                if inner not in own
+                for pair in _leaves(f"{name}.{inner}", each)
+            ]
         elif name in kinds or name == DERIVED:
             result[name] = item
         else:
             entries += _leaves(name, item)
-    for target, item in canonical(((name, item, f"{name}: {shown(item)}") for name, item in entries), note=note).items():
+    for target, item in canonical(
+        ((name, item, f"{name}: {shown(item)}") for name, item in entries), note=note
+    ).items():
         section, _, leaf = target.rpartition(".")
         place = result.setdefault(section, {}) if section else result
         if not isinstance(place, dict) or "." in section:
-            raise ConfigError(explain(f"unknown setting {target!r} here", given=shown(item), do=f"write it inside {section!r}"))
+            raise ConfigError(
+                explain(
+                    f"unknown setting {target!r} here",
+                    given=shown(item),
+                    do=f"write it inside {section!r}",
+                )
+            )
         if leaf in place and not _same(place[leaf], item):
-            raise ConfigError(explain(f"{target} is given two values", given=f"{shown(place[leaf])} and {shown(item)}", do="give one of them"))
+            raise ConfigError(
+                explain(
+                    f"{target} is given two values",
+                    given=f"{shown(place[leaf])} and {shown(item)}",
+                    do="give one of them",
+                )
+            )
         place[leaf] = item
     return result
 
@@ -282,10 +398,16 @@ EVAL_EXAMPLES, OLD_EVAL_EXAMPLES = "evaluation.examples", "eval_batches"
 def _of_one_name(values: dict[str, Any]) -> dict[str, Any]:
     """Whichever name of the evaluation set was used, the other one no longer counts."""
     if values.get(EVAL_EXAMPLES) is not None and values.get(OLD_EVAL_EXAMPLES) is not None:
-        raise ConfigError(explain(
-            f"{OLD_EVAL_EXAMPLES} is the old name of {EVAL_EXAMPLES}",
-            given=f"{OLD_EVAL_EXAMPLES}={values[OLD_EVAL_EXAMPLES]}, {EVAL_EXAMPLES}={values[EVAL_EXAMPLES]}",
-            do=f"give {EVAL_EXAMPLES} only"))
+        raise ConfigError(
+            explain(
+                f"{OLD_EVAL_EXAMPLES} is the old name of {EVAL_EXAMPLES}",
+                given=(
+                    f"{OLD_EVAL_EXAMPLES}={values[OLD_EVAL_EXAMPLES]},"
+                    f" {EVAL_EXAMPLES}={values[EVAL_EXAMPLES]}"
+                ),
+                do=f"give {EVAL_EXAMPLES} only",
+            )
+        )
     if values.get(OLD_EVAL_EXAMPLES) is not None:
         return values | {EVAL_EXAMPLES: None}
     if EVAL_EXAMPLES in values:
@@ -294,8 +416,12 @@ def _of_one_name(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_changed(name: str, old: Config, new: Config, derived: Mapping[str, Any]) -> bool:
-    """Whether a setting says another thing than it did; a length that was left open has been derived."""
+    """Whether a setting says another thing than it did; a length that was left open has been
+    derived.
+    """
     if name != "data.seq_len":
         return value_of(new, name) != value_of(old, name)
     before = derived.get(name, old.seq_len) if old.data.seq_len is None else old.data.seq_len
-    return (before if new.data.seq_len is None and old.data.seq_len is None else new.seq_len) != before
+    return (
+        before if new.data.seq_len is None and old.data.seq_len is None else new.seq_len
+    ) != before

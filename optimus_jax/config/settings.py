@@ -45,12 +45,26 @@ def changed(value: D, changes: Mapping[str, Any]) -> D:
         for parent in parents:
             inner = section_type(fields.get(parent))
             if inner is None:
-                raise ConfigError(explain(f"unknown setting {name!r}", given=parent, do=nearest(name, setting_names(cls))))
+                raise ConfigError(
+                    explain(
+                        f"unknown setting {name!r}",
+                        given=parent,
+                        do=nearest(name, setting_names(cls)),
+                    )
+                )
             if section[parent] is None:
                 section[parent] = {}
             section, fields = section[parent], field_types(inner)
-        if leaf not in fields or (section_type(fields[leaf]) and not isinstance(item, Mapping | None)):
-            raise ConfigError(explain(f"unknown setting {name!r}", given=f"{name}={shown(item)}", do=nearest(name, setting_names(cls))))
+        if leaf not in fields or (
+            section_type(fields[leaf]) and not isinstance(item, Mapping | None)
+        ):
+            raise ConfigError(
+                explain(
+                    f"unknown setting {name!r}",
+                    given=f"{name}={shown(item)}",
+                    do=nearest(name, setting_names(cls)),
+                )
+            )
         section[leaf] = item
     return build(cls, tree)
 
@@ -80,24 +94,62 @@ def setting_names(cls: type, prefix: str = "") -> list[str]:
 def section_type(kind: Any) -> type | None:
     """The dataclass that a field is, or may be; None: it is a value."""
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
+    return next(
+        (
+            option
+            for option in options
+            if isinstance(option, type) and dataclasses.is_dataclass(option)
+        ),
+        None,
+    )
 
 
 def build(cls: type[T], value: Any, path: str = "") -> T:
     """`cls` from plain JSON values; every name and type is checked."""
     kinds = field_types(cls)
     if not isinstance(value, Mapping):
-        raise ConfigError(explain(f"{path or 'a config'} has fields of its own", given=shown(value), do="give " + ", ".join(kinds)))
+        raise ConfigError(
+            explain(
+                f"{path or 'a config'} has fields of its own",
+                given=shown(value),
+                do="give " + ", ".join(kinds),
+            )
+        )
     for name in value:
         if name not in kinds:
-            raise ConfigError(explain(f"unknown setting {path + name!r}", given=f"{path}{name}={shown(value[name])}",
-                                      do=nearest(name, kinds)))
-    separators = {field.name: field.metadata[SEPARATOR] for field in dataclasses.fields(typing.cast(Any, cls)) if SEPARATOR in field.metadata}
-    value = {name: _split(item, separators[name]) if name in separators and isinstance(item, str) else item for name, item in value.items()}
-    missing = [field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.name not in value
-               and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING]
+            raise ConfigError(
+                explain(
+                    f"unknown setting {path + name!r}",
+                    given=f"{path}{name}={shown(value[name])}",
+                    do=nearest(name, kinds),
+                )
+            )
+    separators = {
+        field.name: field.metadata[SEPARATOR]
+        for field in dataclasses.fields(typing.cast(Any, cls))
+        if SEPARATOR in field.metadata
+    }
+    value = {
+        name: _split(item, separators[name])
+        if name in separators and isinstance(item, str)
+        else item
+        for name, item in value.items()
+    }
+    missing = [
+        field.name
+        for field in dataclasses.fields(typing.cast(Any, cls))
+        if field.name not in value
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
     if missing:
-        raise ConfigError(explain(f"{path.rstrip('.') or 'a config'} is not complete", given=shown(dict(value)), do="give " + ", ".join(missing)))
+        raise ConfigError(
+            explain(
+                f"{path.rstrip('.') or 'a config'} is not complete",
+                given=shown(dict(value)),
+                do="give " + ", ".join(missing),
+            )
+        )
     return cls(**{name: _convert(kinds[name], item, path + name) for name, item in value.items()})
 
 
@@ -111,7 +163,10 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def with_right_types(value: D) -> D:
-    """The value, whose fields came from JSON as they are. Raises TypeError, naming the field, if one is not of its type."""
+    """The value, whose fields came from JSON as they are.
+
+    Raises TypeError, naming the field, if one is not of its type.
+    """
     for name, kind in _hints(type(value)).items():
         if not _is_a(kind, given := getattr(value, name)):
             raise TypeError(f"{name}={shown(given, quoted=True)}")
@@ -132,19 +187,30 @@ def _is_a(kind: Any, value: Any) -> bool:
     if origin is tuple and len(options) == 2 and options[1] is Ellipsis:
         return isinstance(value, tuple) and all(_is_a(options[0], item) for item in value)
     if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(options) and all(map(_is_a, options, value))
+        return (
+            isinstance(value, tuple)
+            and len(value) == len(options)
+            and all(map(_is_a, options, value))
+        )
     if origin in (dict, Mapping):
-        return isinstance(value, Mapping) and all(_is_a(options[0], name) and _is_a(options[1], item) for name, item in value.items())
+        return isinstance(value, Mapping) and all(
+            _is_a(options[0], name) and _is_a(options[1], item) for name, item in value.items()
+        )
     if kind in (int, float):
-        return not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
+        return not isinstance(value, bool) and isinstance(
+            value, int if kind is int else int | float
+        )
     return isinstance(value, kind)
 
 
 def shown(value: object, *, quoted: bool = False) -> str:
     """A value for an error's text, which it must not overflow or fail in."""
     try:
-        text = value if isinstance(value, str) and value.isprintable() and not quoted else repr(value)
-    except (ValueError, RecursionError):  # an int of more digits than Python converts; lists without end
+        text = (
+            value if isinstance(value, str) and value.isprintable() and not quoted else repr(value)
+        )
+    # an int of more digits than Python converts; lists without end
+    except (ValueError, RecursionError):
         return f"a {type(value).__name__} that cannot be written out"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 
@@ -152,7 +218,8 @@ def shown(value: object, *, quoted: bool = False) -> str:
 def _convert(kind: Any, value: Any, name: str) -> Any:
     """`value`, from JSON or the command line, as a `kind`."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if isinstance(value, str) and (parse := getattr(kind, "parse", None)):  # it has a short form
+        # it has a short form
+        if isinstance(value, str) and (parse := getattr(kind, "parse", None)):
             return parse(value)
         return value if isinstance(value, kind) else build(kind, value, name + ".")
     if isinstance(value, os.PathLike):
@@ -161,11 +228,19 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
     if origin is types.UnionType:
         if value is None or (isinstance(value, str) and value.lower() == "none"):
             return None
-        return _convert(next(option for option in options if option is not types.NoneType), value, name)
+        return _convert(
+            next(option for option in options if option is not types.NoneType), value, name
+        )
     if origin is Literal:
         if value in options:
             return value
-        raise ConfigError(explain(f"unknown value for {name}", given=shown(value), do=nearest(str(value)[:MOST_SHOWN], map(str, options))))
+        raise ConfigError(
+            explain(
+                f"unknown value for {name}",
+                given=shown(value),
+                do=nearest(str(value)[:MOST_SHOWN], map(str, options)),
+            )
+        )
     if origin is tuple and isinstance(value, str | tuple | list):
         items = _split(value, ",") if isinstance(value, str) else value
         return tuple(_convert(options[0], item, name) for item in items)
@@ -192,7 +267,13 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         raise _not_finite(name, value) from None
     except (TypeError, ValueError):
         pass
-    raise ConfigError(explain(f"{name} has the wrong type", given=f"{shown(value, quoted=True)} ({type(value).__name__})", do=f"give a value of type {kind.__name__}"))
+    raise ConfigError(
+        explain(
+            f"{name} has the wrong type",
+            given=f"{shown(value, quoted=True)} ({type(value).__name__})",
+            do=f"give a value of type {kind.__name__}",
+        )
+    )
 
 
 def check_finite(value: Any, path: str = "") -> None:
@@ -208,13 +289,19 @@ def check_finite(value: Any, path: str = "") -> None:
 
 
 def _not_finite(name: str, value: object) -> ConfigError:
-    return ConfigError(explain(f"{name} must be finite", given=f"{name}={shown(value)}",
-                               do="give a number that is neither nan nor infinite, nor too large for a float"))
+    return ConfigError(
+        explain(
+            f"{name} must be finite",
+            given=f"{name}={shown(value)}",
+            do="give a number that is neither nan nor infinite, nor too large for a float",
+        )
+    )
 
 
 def _text(value: str) -> str:
     """A text, unless no file could have it as its name and no stream show it. Raises ValueError."""
-    os.fsencode(value)  # half a surrogate pair; what Python makes of undecodable bytes in an argument passes
+    # half a surrogate pair; what Python makes of undecodable bytes in an argument passes
+    os.fsencode(value)
     if "\0" in value:
         raise ValueError
     return value

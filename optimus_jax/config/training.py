@@ -16,13 +16,15 @@ class OptimizerConfig:
     """AdamW and its learning rate."""
 
     lr: float | None = None
-    """Peak learning rate; None: by model size, after GPT-3's table (arXiv:2005.14165, table 2.1)."""
+    """Peak learning rate; None: by model size, after GPT-3's table (arXiv:2005.14165, table
+    2.1)."""
     schedule: LearningRateSchedule = "cosine"
     """Shape after warm-up: to min_lr_ratio by cosine or line, wsd (flat, then line), constant."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; None: 5% of the steps that the run began with, at most 2000."""
     decay_steps: int | None = None
-    """Step at which the decay ends, counted from the run's first; None: the last step (docs/extending.md)."""
+    """Step at which the decay ends, counted from the run's first; None: the last step
+    (docs/extending.md)."""
     min_lr_ratio: float = 0.1
     """Last learning rate over the peak."""
     decay_fraction: float = 0.2
@@ -38,28 +40,50 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
     max_skipped_steps: int = 5
-    """Steps in a row without an update (loss or gradient not finite) that end the run; 0: none do."""
+    """Steps in a row without an update (loss or gradient not finite) that end the run; 0: none
+    do."""
     loss_rise: float = 0.25
-    """Share that the loss may rise above its lowest for 20 steps (medians of 10) before that is said; 0: never."""
+    """Share that the loss may rise above its lowest for 20 steps (medians of 10) before that is
+    said; 0: never."""
 
     def __post_init__(self) -> None:
         check_positive(self, "lr", "epsilon", "decay_steps")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1, and 1 would never forget", given=getattr(self, name),
-                                          do="choose 0 or more and less than 1"))
+                raise ConfigError(
+                    explain(
+                        f"optimizer.{name} lies between 0 and 1, and 1 would never forget",
+                        given=getattr(self, name),
+                        do="choose 0 or more and less than 1",
+                    )
+                )
         for name in ("min_lr_ratio", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(explain(f"optimizer.{name} lies between 0 and 1", given=getattr(self, name), do="choose a value in [0, 1]"))
+                raise ConfigError(
+                    explain(
+                        f"optimizer.{name} lies between 0 and 1",
+                        given=getattr(self, name),
+                        do="choose a value in [0, 1]",
+                    )
+                )
         for name in ("warmup_steps", "weight_decay", "clip_norm", "max_skipped_steps", "loss_rise"):
             if (getattr(self, name) or 0) < 0:
-                raise ConfigError(explain(f"optimizer.{name} cannot be negative", given=getattr(self, name), do="choose 0 or more"))
+                raise ConfigError(
+                    explain(
+                        f"optimizer.{name} cannot be negative",
+                        given=getattr(self, name),
+                        do="choose 0 or more",
+                    )
+                )
         if (self.warmup_steps or 0) > (self.decay_steps or math.inf):
-            raise ConfigError(explain(
-                "the decay of the learning rate cannot end before warm-up does",
-                given=f"optimizer.decay_steps={self.decay_steps}, "
-                      f"optimizer.warmup_steps={self.warmup_steps}",
-                do="choose warmup_steps <= decay_steps (docs/extending.md)"))
+            raise ConfigError(
+                explain(
+                    "the decay of the learning rate cannot end before warm-up does",
+                    given=f"optimizer.decay_steps={self.decay_steps}, "
+                    f"optimizer.warmup_steps={self.warmup_steps}",
+                    do="choose warmup_steps <= decay_steps (docs/extending.md)",
+                )
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,23 +106,43 @@ class CheckpointConfig:
     every: int = 500
     """Steps between checkpoints; the last step is always saved. 0: only at the end."""
     keep: int = 3
-    """Newest checkpoints kept; beside them the newest whose state is known to be good, if that is older."""
+    """Newest checkpoints kept; beside them the newest whose state is known to be good, if that is
+    older."""
     keep_every: int | None = None
     """Checkpoints of steps divisible by this are kept for ever."""
     snapshot_every: int = 0
-    """Steps between snapshots in host memory, which outlive the processes but not the host (docs/faults.md); 0: none."""
+    """Steps between snapshots in host memory, which outlive the processes but not the host
+    (docs/faults.md); 0: none."""
     snapshot_dir: str = "/dev/shm"
-    """File system in memory that snapshots are written to; they need three times a host's share of the state there."""
+    """File system in memory that snapshots are written to; they need three times a host's share of
+    the state there."""
     resume_step: int | None = None
-    """Go on from the checkpoint of this step; later ones are moved to abandoned/ in the run directory. Holds for one start and is not saved."""
+    """Go on from the checkpoint of this step; later ones are moved to abandoned/ in the run
+    directory. Holds for one start and is not saved."""
 
     def __post_init__(self) -> None:
         check_positive(self, "keep", "keep_every")
         if self.resume_step is not None and self.resume_step < 0:
-            raise ConfigError(explain("checkpoint.resume_step is the step of a checkpoint", given=self.resume_step, do="name one in checkpoints/ of the run directory"))
+            raise ConfigError(
+                explain(
+                    "checkpoint.resume_step is the step of a checkpoint",
+                    given=self.resume_step,
+                    do="name one in checkpoints/ of the run directory",
+                )
+            )
         if self.snapshot_every < 0:
-            raise ConfigError(explain("checkpoint.snapshot_every cannot be negative", given=self.snapshot_every, do="choose 0 or more steps"))
-        local_path(self.snapshot_dir, what="checkpoint.snapshot_dir", do="name a file system in this host's memory, such as /dev/shm")
+            raise ConfigError(
+                explain(
+                    "checkpoint.snapshot_every cannot be negative",
+                    given=self.snapshot_every,
+                    do="choose 0 or more steps",
+                )
+            )
+        local_path(
+            self.snapshot_dir,
+            what="checkpoint.snapshot_dir",
+            do="name a file system in this host's memory, such as /dev/shm",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

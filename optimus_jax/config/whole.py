@@ -23,7 +23,8 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.json_input import JSONInputError, parse_json
 
 LEAST_SHARE_IN_BF16 = 2.0**-8
-"""Half of the widest gap between numbers of 8 significant bits: a moment that is to change by a smaller share of itself may round to what it was."""
+"""Half of the widest gap between numbers of 8 significant bits: a moment that is to change by a
+smaller share of itself may round to what it was."""
 DERIVED = "derived"
 """Where config.json says what was derived."""
 EVAL_EXAMPLES = 128
@@ -64,29 +65,59 @@ class Config:
         check_positive(self, "steps", "eval_batches", "cpu_devices")
         check_counts(self, "steps", "eval_batches", "cpu_devices")
         if not 0 <= self.seed < 2**31:  # it is an int32 where weights are drawn
-            raise ConfigError(explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}"))
+            raise ConfigError(
+                explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}")
+            )
         if self.eval_every < 0 or self.checkpoint.every < 0:
-            raise ConfigError(explain("eval_every and checkpoint.every cannot be negative",
-                                      given=f"{self.eval_every}, {self.checkpoint.every}", do="choose 0 or more"))
+            raise ConfigError(
+                explain(
+                    "eval_every and checkpoint.every cannot be negative",
+                    given=f"{self.eval_every}, {self.checkpoint.every}",
+                    do="choose 0 or more",
+                )
+            )
         for name in ("beta1", "beta2"):
             beta = getattr(self.optimizer, name)
             if self.precision.moments == "bf16" and 1 - beta < LEAST_SHARE_IN_BF16:
-                raise ConfigError(explain("a moment that is kept in bf16 and forgets so slowly would round to what it was, and never fall again",
-                                          given=f"optimizer.{name}={beta}, precision.moments=bf16", do=f"use {name} of {1 - LEAST_SHARE_IN_BF16:.3f} or less, or precision.moments=f32"))
+                raise ConfigError(
+                    explain(
+                        "a moment that is kept in bf16 and forgets so slowly would round to what it"
+                        " was, and never fall again",
+                        given=f"optimizer.{name}={beta}, precision.moments=bf16",
+                        do=(
+                            f"use {name} of {1 - LEAST_SHARE_IN_BF16:.3f} or less, or"
+                            " precision.moments=f32"
+                        ),
+                    )
+                )
         if (self.evaluation.seq_len or 0) > self.model.max_length:
-            raise ConfigError(explain(
-                f"an evaluation's examples are longer than the positions of {self.model.name}",
-                given=f"evaluation.seq_len={self.evaluation.seq_len}, "
-                      f"model.max_length={self.model.max_length}",
-                do=f"use --set evaluation.seq_len={self.model.max_length} or less"))
+            raise ConfigError(
+                explain(
+                    f"an evaluation's examples are longer than the positions of {self.model.name}",
+                    given=(
+                        f"evaluation.seq_len={self.evaluation.seq_len}, "
+                        f"model.max_length={self.model.max_length}"
+                    ),
+                    do=f"use --set evaluation.seq_len={self.model.max_length} or less",
+                )
+            )
         for phase in (None, *self.data.phases):
             seq_len = self.seq_len if phase is None else phase.seq_len or 0
             if seq_len > self.model.max_length:
-                raise ConfigError(explain(
-                    f"a sequence is longer than the positions of {self.model.name}",
-                    given=f"data.{'phases' if phase else 'seq_len'}={phase or seq_len}, model.max_length={self.model.max_length}",
-                    do=f"use {'phases of' if phase else '--seq-len'} {self.model.max_length}{' tokens' if phase else ''} or less, "
-                       f"or --set model.max_length={seq_len}"))
+                raise ConfigError(
+                    explain(
+                        f"a sequence is longer than the positions of {self.model.name}",
+                        given=(
+                            f"data.{'phases' if phase else 'seq_len'}={phase or seq_len},"
+                            f" model.max_length={self.model.max_length}"
+                        ),
+                        do=(
+                            f"use {'phases of' if phase else '--seq-len'}"
+                            f" {self.model.max_length}{' tokens' if phase else ''} or less, or"
+                            f" --set model.max_length={seq_len}"
+                        ),
+                    )
+                )
 
     @property
     def seq_len(self) -> int:
@@ -109,7 +140,11 @@ class Config:
         """Held-out examples that an evaluation asks for, whatever the batch of its phase."""
         if self.evaluation.examples is not None:
             return self.evaluation.examples
-        return EVAL_EXAMPLES if self.eval_batches is None else self.eval_batches * self.data.global_batch
+        return (
+            EVAL_EXAMPLES
+            if self.eval_batches is None
+            else self.eval_batches * self.data.global_batch
+        )
 
     @property
     def eval_seq_len(self) -> int:
@@ -120,13 +155,22 @@ class Config:
         """The config as indented JSON, without what belongs to one process or one start only.
 
         Args:
-          derived: what a run made of the settings left open, by dotted name. It belongs to that run, which keeps it
-            when it is resumed (run/resumed.py); a run that is begun from these settings derives anew.
+          derived: what a run made of the settings left open, by dotted name. It belongs to that
+            run, which keeps it when it is resumed (run/resumed.py); a run that is begun from these
+            settings derives anew.
         """
-        value = dataclasses.asdict(dataclasses.replace(
-            self, distributed=DistributedConfig(), data=dataclasses.replace(self.data, allow_change=False),
-            checkpoint=dataclasses.replace(self.checkpoint, resume_step=None)))
-        return json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2) + "\n"
+        value = dataclasses.asdict(
+            dataclasses.replace(
+                self,
+                distributed=DistributedConfig(),
+                data=dataclasses.replace(self.data, allow_change=False),
+                checkpoint=dataclasses.replace(self.checkpoint, resume_step=None),
+            )
+        )
+        return (
+            json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2)
+            + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Config":
@@ -134,17 +178,31 @@ class Config:
         try:
             value = parse_json(text, finite=False)  # `build` names the setting that is not
         except JSONInputError as error:
-            raise ConfigError(explain("a config is not JSON", given=str(error), do="restore the file, or start a new run")) from error
+            raise ConfigError(
+                explain(
+                    "a config is not JSON",
+                    given=str(error),
+                    do="restore the file, or start a new run",
+                )
+            ) from error
         return cls.from_value(value)
 
     @classmethod
     def from_value(cls, value: Any) -> "Config":
         """The same from the value that the JSON is of."""
-        return settings.build(cls, {name: item for name, item in value.items() if name != DERIVED} if isinstance(value, Mapping) else value)
+        return settings.build(
+            cls,
+            (
+                {name: item for name, item in value.items() if name != DERIVED}
+                if isinstance(value, Mapping)
+                else value
+            ),
+        )
 
     @classmethod
     def derived_in(cls, text: str) -> dict[str, Any]:
-        """What a run made of the settings left open, by dotted name, of its config.json; empty if that does not say.
+        """What a run made of the settings left open, by dotted name, of its config.json; empty if
+        that does not say.
 
         Raises:
           ConfigError: the text is not a config's.
@@ -152,8 +210,13 @@ class Config:
         cls.from_json(text)
         derived = parse_json(text, finite=False).get(DERIVED, {})
         if not isinstance(derived, dict):
-            raise ConfigError(explain("what a run has derived has names", given=f"{DERIVED}: {derived!r}",
-                                      do="restore the run's config.json, or start a new run"))
+            raise ConfigError(
+                explain(
+                    "what a run has derived has names",
+                    given=f"{DERIVED}: {derived!r}",
+                    do="restore the run's config.json, or start a new run",
+                )
+            )
         return derived
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":

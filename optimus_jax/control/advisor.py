@@ -1,8 +1,11 @@
-"""The advisor: what is known beyond one plan, from observations to decisions. Real and simulated runs share it.
+"""The advisor: what is known beyond one plan, from observations to decisions.
 
-At most step boundaries nothing is up for decision, and `decide` only takes note of what is new. A decision is up when
-conditions have changed, devices are lost or back, memory runs short, a phase is near, the level of step times under a plan has
-become known, or when the time has come that an earlier decision waited for.
+Real and simulated runs share it.
+
+At most step boundaries nothing is up for decision, and `decide` only takes note of what is new. A
+decision is up when conditions have changed, devices are lost or back, memory runs short, a phase is
+near, the level of step times under a plan has become known, or when the time has come that an
+earlier decision waited for.
 """
 
 import math
@@ -38,17 +41,23 @@ from optimus_jax.planning.search.search import Pricing
 LEAD_S = 180.0
 """Before a phase begins, its plan is chosen: time enough to compile."""
 ABANDONED = 10
-"""Cool-downs after which a switch that was decided and never made is no longer waited for, from its boundary on if it has one."""
+"""Cool-downs after which a switch that was decided and never made is no longer waited for, from its
+boundary on if it has one."""
 LOOK_AGAIN = 0.1
-"""Of the time that conditions have lasted: at least so much lies between two looks at what their duration speaks against."""
+"""Of the time that conditions have lasted: at least so much lies between two looks at what their
+duration speaks against."""
 SUSPICIOUS = 2
-"""Newest steps that look different, from which on a switch is not made before it is known whether they are."""
+"""Newest steps that look different, from which on a switch is not made before it is known whether
+they are."""
 PUZZLED_STEPS = 12
-"""For so many steps a plan that is ready waits, at most, for an explanation of steps that have changed since it was chosen."""
+"""For so many steps a plan that is ready waits, at most, for an explanation of steps that have
+changed since it was chosen."""
 TRIED = 0.03
-"""How well a few steps on their own, before the run, tell what they take in it: standard deviation of the logarithm."""
+"""How well a few steps on their own, before the run, tell what they take in it: standard deviation
+of the logarithm."""
 SPARE = 0.02
-"""Beyond the least probability: that a process which was left out has recovered, before it is tried again."""
+"""Beyond the least probability: that a process which was left out has recovered, before it is tried
+again."""
 TRIAL = "the first steps under the new plan are done"
 """Puts up for decision whether to go back."""
 
@@ -68,33 +77,86 @@ class Advisor:
       process_of: the process of each device; None: each host has one, and they are in order.
       keeps_devices: whether all devices stay in use, whatever is wrong with them.
       tried_s: seconds of a step of plans that were tried before the run began; empty: none was.
-      is_compiled: whether a plan's executable for these batches, without these devices, is there; None: the newest plans' are.
+      is_compiled: whether a plan's executable for these batches, without these devices, is there;
+        None: the newest plans' are.
     Raises:
       PlanError: `plan` sends over a link of unknown speed, so that nothing can be predicted.
     """
 
-    def __init__(self, *, pricing: Pricing, plan: Plan, num_steps: int, settings: ControlConfig, phases: Sequence[Phase] = (),
-                 searcher: Searcher | None = None, memory: Path | None = None, costs: SwitchCosts | None = None,
-                 process_of: Sequence[int] | None = None, keeps_devices: bool = False, tried_s: Mapping[Plan, float] = MappingProxyType({}),
-                 is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None):
-        self._prices, self._cluster, self._settings, self._course = Prices(pricing), pricing.cluster, settings, Course(num_steps)
-        self._phases, self._options, self._memory = Phases(phases, num_steps), Options(self._prices, Searches(searcher), keeps_devices=keeps_devices, allow=settings.allow), memory
-        self._is_compiled = is_compiled or (lambda plan, batch, without: self._track.is_compiled(plan))
-        self._process_of = process_of or [device // pricing.cluster.devices_per_host for device in range(pricing.cluster.num_devices)]
-        self._predictor, self._costs, self._watch, self._memory_watch = Predictor(pricing.calibration), CostModel(costs), Watch(), MemoryWatch()
+    def __init__(
+        self,
+        *,
+        pricing: Pricing,
+        plan: Plan,
+        num_steps: int,
+        settings: ControlConfig,
+        phases: Sequence[Phase] = (),
+        searcher: Searcher | None = None,
+        memory: Path | None = None,
+        costs: SwitchCosts | None = None,
+        process_of: Sequence[int] | None = None,
+        keeps_devices: bool = False,
+        tried_s: Mapping[Plan, float] = MappingProxyType({}),
+        is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None,
+    ):
+        self._prices, self._cluster, self._settings, self._course = (
+            Prices(pricing),
+            pricing.cluster,
+            settings,
+            Course(num_steps),
+        )
+        self._phases, self._options, self._memory = (
+            Phases(phases, num_steps),
+            Options(
+                self._prices, Searches(searcher), keeps_devices=keeps_devices, allow=settings.allow
+            ),
+            memory,
+        )
+        self._is_compiled = is_compiled or (
+            lambda plan, batch, without: self._track.is_compiled(plan)
+        )
+        self._process_of = process_of or [
+            device // pricing.cluster.devices_per_host
+            for device in range(pricing.cluster.num_devices)
+        ]
+        self._predictor, self._costs, self._watch, self._memory_watch = (
+            Predictor(pricing.calibration),
+            CostModel(costs),
+            Watch(),
+            MemoryWatch(),
+        )
         self._quarantine = Quarantine(settings.cooldown_steps)
         if memory is not None:
             self._predictor.load(memory)
         self._batch = self._prices.first_batch
         self._prices.log_time(plan, self._batch, Conditions())
-        self._track = Track(plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables)
-        self._experience, self._allowance = Experience(self._predictor, self._prices), Allowance(settings)
+        self._track = Track(
+            plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables
+        )
+        self._experience, self._allowance = (
+            Experience(self._predictor, self._prices),
+            Allowance(settings),
+        )
         self._scales = Scales(
-            course=self._course, track=self._track, phases=self._phases, prices=self._prices, predictor=self._predictor, watch=self._watch, costs=self._costs,
-            allowance=self._allowance, quarantine=self._quarantine, settings=settings, is_compiled=self._is_compiled)
+            course=self._course,
+            track=self._track,
+            phases=self._phases,
+            prices=self._prices,
+            predictor=self._predictor,
+            watch=self._watch,
+            costs=self._costs,
+            allowance=self._allowance,
+            quarantine=self._quarantine,
+            settings=settings,
+            is_compiled=self._is_compiled,
+        )
         self._tried = tuple(tried_s)
         for each, time_s in tried_s.items():
-            self._experience.learn(Known(plan=each, batch=self._batch, conditions=Conditions(), regime=0), (math.log(time_s), TRIED, 1), 0)
+            self._experience.learn(
+                Known(plan=each, batch=self._batch, conditions=Conditions(), regime=0),
+                (math.log(time_s), TRIED, 1),
+                0,
+            )
         self._lost: frozenset[int] = frozenset()
         self._looked, self._on_trial = False, False
         self._pending: Decision | None = None
@@ -109,7 +171,9 @@ class Advisor:
 
     @property
     def wants_probe(self) -> bool:
-        """Whether step times have changed and readings of links and compute do not say why: a probe now would help."""
+        """Whether step times have changed and readings of links and compute do not say why: a probe
+        now would help.
+        """
         return self._watch.wants_probe
 
     @property
@@ -119,22 +183,35 @@ class Advisor:
 
     @property
     def changed_s(self) -> float | None:
-        """On the run's clock, since when step times are others than they were, for a reason that was not known then: older probes tell nothing of now."""
+        """On the run's clock, since when step times are others than they were, for a reason that
+        was not known then: older probes tell nothing of now.
+        """
         return self._watch.changed_s
 
     @property
     def is_puzzled(self) -> bool:
-        """Whether the newest steps are others than those that the pending switch was decided on, and it is not known why or what to do about it."""
+        """Whether the newest steps are others than those that the pending switch was decided on,
+        and it is not known why or what to do about it.
+        """
         changed_since = self.changed_s is not None and self.changed_s > self._decided_s
-        return self._watch.detector.suspects >= SUSPICIOUS or self._agenda.question is not None or (changed_since and self._watch.wants_probe)
+        return (
+            self._watch.detector.suspects >= SUSPICIOUS
+            or self._agenda.question is not None
+            or (changed_since and self._watch.wants_probe)
+        )
 
     @property
     def steps_alike(self) -> int:
-        """Newest steps under the plan that were done in the conditions that hold now: with these, and no others, a new plan's are compared."""
+        """Newest steps under the plan that were done in the conditions that hold now: with these,
+        and no others, a new plan's are compared.
+        """
         return self._watch.steps_alike
 
     def decide(self, observation: Observation) -> Decision | None:
-        """What to do at this step boundary; None: nothing was up for decision. Call it at every boundary."""
+        """What to do at this step boundary; None: nothing was up for decision.
+
+        Call it at every boundary.
+        """
         course = self._course.observe(observation)
         if course != "goes on":
             self._allowance.rewind(observation.step)
@@ -144,34 +221,81 @@ class Advisor:
         news = self._watched(observation)
         if (asked := self._asked(observation, is_new_batch, news)) is not None:
             self._agenda.put(asked)
-        return None if self._agenda.question is None else self._answered(self._agenda.question, observation)
+        return (
+            None
+            if self._agenda.question is None
+            else self._answered(self._agenda.question, observation)
+        )
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
-        """The run is now under `plan`. `costs_s`: by phase of the switch, how long the run was delayed by it, without its first steps."""
-        decided = self._pending if self._pending is not None and self._pending.plan == plan else None
-        is_return, by_choice = decided is not None and decided.trigger == TRIAL, decided is not None and not decided.mandatory
+        """The run is now under `plan`.
+
+        `costs_s`: by phase of the switch, how long the run was delayed by it, without its first
+        steps.
+        """
+        decided = (
+            self._pending if self._pending is not None and self._pending.plan == plan else None
+        )
+        is_return, by_choice = (
+            decided is not None and decided.trigger == TRIAL,
+            decided is not None and not decided.mandatory,
+        )
         old, older = self._track.now, self._track.before
         # A plan that nobody decided on is on the devices that are there.
-        without = decided.without if decided else self._lost if plan.num_devices < self._cluster.num_devices else frozenset()
+        without = (
+            decided.without
+            if decided
+            else self._lost
+            if plan.num_devices < self._cluster.num_devices
+            else frozenset()
+        )
         self._learn_level()
-        rung, compiled = self._track.rung(plan, without), self._had_compiled if decided is not None else self._is_compiled(plan, self._batch, without)
-        if decided is not None and decided.at_step is None and self._costs.prepare_s(rung, compiled=compiled):
+        rung, compiled = (
+            self._track.rung(plan, without),
+            self._had_compiled
+            if decided is not None
+            else self._is_compiled(plan, self._batch, without),
+        )
+        if (
+            decided is not None
+            and decided.at_step is None
+            and self._costs.prepare_s(rung, compiled=compiled)
+        ):
             self._costs.prepared(self._course.time_s - self._decided_s)
-        # A link that is slow now has made the move slow; the way back, when it is whole again, will not be.
-        self._costs.learn(rung, old.plan, plan, self._watch.conditions.applied(self._prices.of(self._batch)), compiled=compiled,
-                          delay_s=sum(costs_s.values()), counts=by_choice and not self._track.is_repair(without, self._straggling))
+        # A link that is slow now has made the move slow; the way back, when it is whole again, will
+        # not be.
+        self._costs.learn(
+            rung,
+            old.plan,
+            plan,
+            self._watch.conditions.applied(self._prices.of(self._batch)),
+            compiled=compiled,
+            delay_s=sum(costs_s.values()),
+            counts=by_choice and not self._track.is_repair(without, self._straggling),
+        )
         if is_return:
             self._quarantine.add(old.plan, self._course.step)
         left_in, is_home = self._now, self._track.has_left(plan)
-        left_out = older.left_out.still_slow(self._course.time_s) if is_return and older.left_out else self._left_out_by(without)
-        self._track.moved(Standing(plan=plan, without=without, left_out=left_out), left_in, fled=decided is None or decided.mandatory)
+        left_out = (
+            older.left_out.still_slow(self._course.time_s)
+            if is_return and older.left_out
+            else self._left_out_by(without)
+        )
+        self._track.moved(
+            Standing(plan=plan, without=without, left_out=left_out),
+            left_in,
+            fled=decided is None or decided.mandatory,
+        )
         self._restart()
         self._on_trial, self._agenda.forced = by_choice and not is_return, None
         self._allowance.switched(self._course.time_s, by_choice=by_choice, is_return=is_home)
         self._cool(by_choice=by_choice)
 
-    def failed(self, plan: Plan, why: str, *, at_step: int | None = None, is_back: bool = False) -> None:
-        """The switch to `plan` did not happen or was taken back: it is left alone for a while, longer each time.
+    def failed(
+        self, plan: Plan, why: str, *, at_step: int | None = None, is_back: bool = False
+    ) -> None:
+        """The switch to `plan` did not happen or was taken back: it is left alone for a while,
+        longer each time.
 
         Args:
           at_step: when; None: now.
@@ -190,13 +314,17 @@ class Advisor:
         self._costs.charge(time_s)
 
     def remember(self, costs_s: Mapping[str, float], *, step: int, by_choice: bool) -> None:
-        """The run made a switch after this step, before this advisor saw it, which took so long by phase."""
+        """The run made a switch after this step, before this advisor saw it, which took so long by
+        phase.
+        """
         self._allowance.num_switches += by_choice
         self._costs.charge(sum(costs_s.values()) if by_choice else 0.0)
         self._allowance.cool(step, by_choice=by_choice)
 
     def dropped(self) -> None:
-        """What was being prepared is not to be had: the batches have changed, or the run has ended before it was done."""
+        """What was being prepared is not to be had: the batches have changed, or the run has ended
+        before it was done.
+        """
         self._pending = None
         self._agenda.reopen()
 
@@ -216,16 +344,28 @@ class Advisor:
     @property
     def _straggling(self) -> frozenset[int]:
         """The slow process's devices, by their numbers in the order of hosts."""
-        return frozenset(device for device, process in enumerate(self._process_of) if process == self._watch.straggler)
+        return frozenset(
+            device
+            for device, process in enumerate(self._process_of)
+            if process == self._watch.straggler
+        )
 
     def _located(self, conditions: Conditions) -> Conditions:
         """With where in the mesh the slow process is."""
         straggling = self._straggling
         if not straggling:
             return conditions
-        used = [device for device in range(self._cluster.num_devices) if device not in self._track.now.without][:self._track.now.plan.num_devices]
+        used = [
+            device
+            for device in range(self._cluster.num_devices)
+            if device not in self._track.now.without
+        ][: self._track.now.plan.num_devices]
         slow = [place for place, device in enumerate(used) if device in straggling]
-        return replace(conditions, slow_part=(slow[0] / len(used), (slow[-1] + 1) / len(used))) if slow else conditions
+        return (
+            replace(conditions, slow_part=(slow[0] / len(used), (slow[-1] + 1) / len(used)))
+            if slow
+            else conditions
+        )
 
     def _enter_batch(self, observation: Observation) -> bool:
         """Whether another batch has begun."""
@@ -242,8 +382,11 @@ class Advisor:
         """News of conditions, in words. What was learnt in the old ones is kept."""
         watch, plan = self._watch, self._track.now.plan
         before, level = (watch.conditions, watch.regime), self._level()
-        news = watch.observe(observation, claims(observation, self._cluster, plan.axes),
-                             lambda conditions: self._prices.log_time(plan, self._batch, self._located(conditions)))
+        news = watch.observe(
+            observation,
+            claims(observation, self._cluster, plan.axes),
+            lambda conditions: self._prices.log_time(plan, self._batch, self._located(conditions)),
+        )
         if watch.was_so:
             self._experience.call_anew(watch.was_so)
             self._predictor.forget_earlier_runs()
@@ -257,21 +400,35 @@ class Advisor:
     def _level(self) -> Level | None:
         """Of step times under the plan: logarithm, its noise, and the steps that it rests on."""
         detector = self._watch.detector
-        return None if detector.level is None or detector.count < self._settings.canary_steps else (detector.level, detector.noise, detector.count)
+        return (
+            None
+            if detector.level is None or detector.count < self._settings.canary_steps
+            else (detector.level, detector.noise, detector.count)
+        )
 
     def _learn_level(self) -> None:
         if (level := self._level()) is not None:
             self._learn(self._watch.conditions, self._watch.regime, level)
 
     def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:
-        known = Known(plan=self._track.now.plan, batch=self._batch, conditions=self._located(conditions), regime=regime)
+        known = Known(
+            plan=self._track.now.plan,
+            batch=self._batch,
+            conditions=self._located(conditions),
+            regime=regime,
+        )
         self._experience.learn(known, level, self._course.step)
 
     def _left_out_by(self, without: frozenset[int]) -> LeftOut | None:
         """The slow process that a run without these devices does without."""
         slow, left_out, watch = self._straggling, self._track.now.left_out, self._watch
         if slow and slow <= without:
-            found = LeftOut(devices=slow, skew=watch.conditions.skew, regime=watch.regime_at(self._course.time_s), at_s=self._course.time_s)
+            found = LeftOut(
+                devices=slow,
+                skew=watch.conditions.skew,
+                regime=watch.regime_at(self._course.time_s),
+                at_s=self._course.time_s,
+            )
             watch.leave_out(self._course.time_s)
             return found
         return left_out if left_out is not None and left_out.devices <= without else None
@@ -290,7 +447,9 @@ class Advisor:
     def _look_at_left_out(self) -> None:
         """Once it is likely enough that a slow process has recovered."""
         if (left_out := self._track.now.left_out) is not None:
-            due_s = left_out.due_s(self._course.time_s, min(1 - SPARE, self._settings.min_probability + SPARE))
+            due_s = left_out.due_s(
+                self._course.time_s, min(1 - SPARE, self._settings.min_probability + SPARE)
+            )
             self._agenda.look_again(time_s=math.inf if due_s is None else due_s)
 
     # What is up for decision.
@@ -299,7 +458,9 @@ class Advisor:
         """The most urgent question; None: there is no new one."""
         plan, lost = self._track.now.plan, self._lost
         self._lost = observation.lost_devices
-        memory = self._memory_watch.observe(observation, self._prices.memory_share(plan, self._batch))
+        memory = self._memory_watch.observe(
+            observation, self._prices.memory_share(plan, self._batch)
+        )
         if self._lost != lost and not self._lost <= self._track.now.without:
             return self._must("devices are lost")
         if is_new_batch and not is_legal(plan, self._prices.of(self._batch).config):
@@ -308,19 +469,29 @@ class Advisor:
             return self._must("memory runs short")
         if (question := self._about_phase()) is not None:
             return question
-        # News before the level of step times is known is weighed with it: on readings alone plans are compared that nothing has been held against.
+        # News before the level of step times is known is weighed with it: on readings alone plans
+        # are compared that nothing has been held against.
         news = news if self._looked else ""
-        others = ["devices are back"] * bool(lost - self._lost) + [news] * bool(news) + ["memory is free again"] * (memory == "relieved")
+        others = (
+            ["devices are back"] * bool(lost - self._lost)
+            + [news] * bool(news)
+            + ["memory is free again"] * (memory == "relieved")
+        )
         if not others:
             return self._asked_by_time()
-        # A switch that has to be, or belongs to a boundary, is not withdrawn for something else; but another plan may be better for it now.
+        # A switch that has to be, or belongs to a boundary, is not withdrawn for something else;
+        # but another plan may be better for it now.
         asked = self._answering if self._pending is not None else None
         return asked if asked is not None and asked.is_pressing else self._may("; ".join(others))
 
     def _asked_by_time(self) -> Question | None:
         if self._pending is not None:
-            due_step = self._pending.at_step if self._pending.at_step is not None else self._pending.step
-            given_up = due_step + ABANDONED * max(self._settings.cooldown_steps, self._settings.window_steps)
+            due_step = (
+                self._pending.at_step if self._pending.at_step is not None else self._pending.step
+            )
+            given_up = due_step + ABANDONED * max(
+                self._settings.cooldown_steps, self._settings.window_steps
+            )
             self._pending = None if self._course.step > given_up else self._pending
             return None
         count = self._watch.detector.count
@@ -343,23 +514,45 @@ class Advisor:
     def _about_phase(self) -> Question | None:
         """About a phase that is near enough to prepare for."""
         level, plan = self._watch.detector.level, self._track.now.plan
-        phase = self._phases.near(self._course.step, max(self._settings.cooldown_steps, LEAD_S / math.exp(level) if level is not None else 0.0))
+        phase = self._phases.near(
+            self._course.step,
+            max(
+                self._settings.cooldown_steps,
+                LEAD_S / math.exp(level) if level is not None else 0.0,
+            ),
+        )
         if phase is None:
             return None
         batch = (phase.global_batch, phase.seq_len)
         priced = self._prices.of(batch)
-        cannot_go_on = not is_legal(plan, priced.config) or not has_room(plan, self._memory_watch.applied(priced))
-        return Question(trigger=f"the phase that begins at step {phase.first_step}", batch=batch, at_step=phase.steps_before, mandatory=cannot_go_on)
+        cannot_go_on = not is_legal(plan, priced.config) or not has_room(
+            plan, self._memory_watch.applied(priced)
+        )
+        return Question(
+            trigger=f"the phase that begins at step {phase.first_step}",
+            batch=batch,
+            at_step=phase.steps_before,
+            mandatory=cannot_go_on,
+        )
 
     # Answers.
 
     def _answered(self, question: Question, observation: Observation) -> Decision | None:
-        """Weigh it; None: it says nothing new, or a search is still at work, and the question stays."""
+        """Weigh it; None: it says nothing new, or a search is still at work, and the question
+        stays.
+        """
         blocked = "" if question.mandatory else self._blocked(question)
         self._learn_level()
         view = View(
-            batch=question.batch, time_s=self._course.time_s, conditions=self._located(self._watch.conditions), normal=self._watch.normal, lost=self._lost,
-            slow=self._straggling, left_out=self._track.now.left_out, memory=self._memory_watch)
+            batch=question.batch,
+            time_s=self._course.time_s,
+            conditions=self._located(self._watch.conditions),
+            normal=self._watch.normal,
+            lost=self._lost,
+            slow=self._straggling,
+            left_out=self._track.now.left_out,
+            memory=self._memory_watch,
+        )
         offers = [] if blocked else self._offers(question, view)
         while offers == [] and question.mandatory and self._memory_watch.settle_for_less():
             offers = self._offers(question, view)
@@ -368,7 +561,11 @@ class Advisor:
         if question.mandatory:
             self._agenda.forced = question
         self._answering = question
-        decision = self._noted(self._scales.weigh(question, offers, view, observation.readings, now=self._now, blocked=blocked))
+        decision = self._noted(
+            self._scales.weigh(
+                question, offers, view, observation.readings, now=self._now, blocked=blocked
+            )
+        )
         self._agenda.answer(is_switch=self._pending is not None)
         return decision
 
@@ -377,7 +574,10 @@ class Advisor:
         if question.only is not None or allowance.too_many():
             return allowance.too_many()
         plan, watch = self._track.now.plan, self._watch
-        slowed = math.exp(self._prices.log_time(plan, self._batch, watch.conditions) - self._prices.log_time(plan, self._batch, watch.normal))
+        slowed = math.exp(
+            self._prices.log_time(plan, self._batch, watch.conditions)
+            - self._prices.log_time(plan, self._batch, watch.normal)
+        )
         too_soon = allowance.too_soon(question.at_step or self._course.step, slowed)
         if too_soon:
             self._agenda.postpone(allowance.cool_until(slowed))
@@ -387,22 +587,38 @@ class Advisor:
         """What could be switched to; None: a search is still at work."""
         if question.only is not None:
             return self._options.back(view, question.only)
-        return self._options.all(view, self._track.now, [*self._track.plans, *self._tried], self._predictor.calibration(), mandatory=question.mandatory)
+        return self._options.all(
+            view,
+            self._track.now,
+            [*self._track.plans, *self._tried],
+            self._predictor.calibration(),
+            mandatory=question.mandatory,
+        )
 
     def _noted(self, decision: Decision) -> Decision | None:
         """Remember what was decided; None: it says nothing new."""
         if decision.action == "switch":
-            is_old = self._pending is not None and (self._pending.plan, self._pending.at_step) == (decision.plan, decision.at_step)
+            is_old = self._pending is not None and (self._pending.plan, self._pending.at_step) == (
+                decision.plan,
+                decision.at_step,
+            )
             if not is_old:
                 assert decision.plan is not None
                 self._pending, self._decided_s = decision, self._course.time_s
-                self._had_compiled = self._is_compiled(decision.plan, self._batch if self._answering is None else self._answering.batch, decision.without)
+                self._had_compiled = self._is_compiled(
+                    decision.plan,
+                    self._batch if self._answering is None else self._answering.batch,
+                    decision.without,
+                )
             return None if is_old else decision
         self._pending = None
         self._look_at_left_out()
         # A plan that has failed may be the one to go to.
         self._agenda.look_again(step=self._quarantine.first_end(self._course.step))
         if decision.wait_s is not None:
-            least_s = max(LEAST * (decision.step_time_s or 0.0), LOOK_AGAIN * self._watch.regime_at(self._course.time_s).elapsed_s)
+            least_s = max(
+                LEAST * (decision.step_time_s or 0.0),
+                LOOK_AGAIN * self._watch.regime_at(self._course.time_s).elapsed_s,
+            )
             self._agenda.look_again(time_s=self._course.time_s + max(decision.wait_s, least_s))
         return None if decision.trigger == TRIAL else decision

@@ -29,11 +29,23 @@ from optimus_jax.system.cache import measurements_directory
 from optimus_jax.training.watchers import Display
 
 COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
-"""What compiling in the background takes from steps, as a share of its time: CPU devices run on the cores that it needs. For GPUs a guess, until the first switch."""
+"""What compiling in the background takes from steps, as a share of its time: CPU devices run on the
+cores that it needs. For GPUs a guess, until the first switch."""
 
 
-def make_controller(config: Config, topology: Topology, here: LocalCluster, switcher: Switcher, *, compile_s: float, tried_s: Mapping[Plan, float], changes: PhaseChanges | None,
-                    heartbeats: Heartbeats | None, run: RunDirectory, display: Display) -> Controller:
+def make_controller(
+    config: Config,
+    topology: Topology,
+    here: LocalCluster,
+    switcher: Switcher,
+    *,
+    compile_s: float,
+    tried_s: Mapping[Plan, float],
+    changes: PhaseChanges | None,
+    heartbeats: Heartbeats | None,
+    run: RunDirectory,
+    display: Display,
+) -> Controller:
     """The controller of a run; every process has to call it.
 
     Args:
@@ -41,41 +53,102 @@ def make_controller(config: Config, topology: Topology, here: LocalCluster, swit
       here: how fast the devices are.
       switcher: of the run, which begins under what that has running.
       tried_s: seconds of a step of plans that were tried before the run, in the first process.
-      compile_s: that its step took to compile, from which the first guess of what a switch takes is made.
+      compile_s: that its step took to compile, from which the first guess of what a switch takes is
+        made.
       changes: of the run's phases; None: it has one.
       signs: of life of its processes; None: nobody watches.
     """
     assert config.control != "off"
     program = switcher.running.program
     settings, pricing = config.controller, here.pricing(freed(program.config))
-    phases = [Phase(first_step=phase.steps_before + 1, global_batch=phase.global_batch, seq_len=phase.seq_len) for phase in phases_of(config)]
+    phases = [
+        Phase(
+            first_step=phase.steps_before + 1,
+            global_batch=phase.global_batch,
+            seq_len=phase.seq_len,
+        )
+        for phase in phases_of(config)
+    ]
     advisor = Advisor(
-        pricing=pricing, plan=program.plan, num_steps=config.steps, settings=settings, searcher=_BackgroundSearch(), phases=phases if changes else (),
-        costs=SwitchCosts(prepare_s=2 * compile_s, compile_tax_s=COMPILE_TAX.get(topology.platform, COMPILE_TAX["gpu"]) * compile_s,
-                           subset_restarts=topology.num_processes > 1),
-        is_compiled=switcher.is_compiled, tried_s=tried_s,
+        pricing=pricing,
+        plan=program.plan,
+        num_steps=config.steps,
+        settings=settings,
+        searcher=_BackgroundSearch(),
+        phases=phases if changes else (),
+        costs=SwitchCosts(
+            prepare_s=2 * compile_s,
+            compile_tax_s=COMPILE_TAX.get(topology.platform, COMPILE_TAX["gpu"]) * compile_s,
+            subset_restarts=topology.num_processes > 1,
+        ),
+        is_compiled=switcher.is_compiled,
+        tried_s=tried_s,
         # Fewer processes are another run: what started this one has to start that.
-        process_of=topology.processes, keeps_devices=topology.num_processes > 1,
-        memory=measurements_directory() / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json")
+        process_of=topology.processes,
+        keeps_devices=topology.num_processes > 1,
+        memory=measurements_directory()
+        / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json",
+    )
     for record in switches(run.path):
         advisor.remember(record.costs_s, step=record.step, by_choice=record.by_choice)
         if record.is_failure:
-            advisor.failed(record.target, f"it was tried at step {record.step}: {record.ended_why}", at_step=record.ended_step)
-    probes = Probes(settings.probe_share, here.cluster, kept_profile(), num_meshes=settings.executables, warn=display.message)
-    signals = live_signals(settings, global_batch=program.config.data.global_batch, seq_len=program.config.seq_len, rounds=probes.on(program.mesh),
-                           heartbeats=heartbeats, warn=display.message)
-    reported = ReportedDevices(run.path, devices=[device.id for device in program.mesh.devices.flat], can_leave=topology.num_processes == 1, warn=display.message)
-    return Controller(reported=reported, mode="auto" if config.control == "auto" else "advise", settings=settings, num_steps=config.steps, advisor=advisor, signals=signals,
-                      probes=probes, switcher=switcher, changes=changes, run=run, display=display)
+            advisor.failed(
+                record.target,
+                f"it was tried at step {record.step}: {record.ended_why}",
+                at_step=record.ended_step,
+            )
+    probes = Probes(
+        settings.probe_share,
+        here.cluster,
+        kept_profile(),
+        num_meshes=settings.executables,
+        warn=display.message,
+    )
+    signals = live_signals(
+        settings,
+        global_batch=program.config.data.global_batch,
+        seq_len=program.config.seq_len,
+        rounds=probes.on(program.mesh),
+        heartbeats=heartbeats,
+        warn=display.message,
+    )
+    reported = ReportedDevices(
+        run.path,
+        devices=[device.id for device in program.mesh.devices.flat],
+        can_leave=topology.num_processes == 1,
+        warn=display.message,
+    )
+    return Controller(
+        reported=reported,
+        mode="auto" if config.control == "auto" else "advise",
+        settings=settings,
+        num_steps=config.steps,
+        advisor=advisor,
+        signals=signals,
+        probes=probes,
+        switcher=switcher,
+        changes=changes,
+        run=run,
+        display=display,
+    )
 
 
 def freed(config: Config) -> Config:
-    """The config without what it says of the layout: that is where a run begins, and not where it has to stay.
+    """The config without what it says of the layout: that is where a run begins, and not where it
+    has to stay.
 
-    How arithmetic is done (attention kernel, chunks of the loss) stays. `controller.allow` says which meshes may be used.
+    How arithmetic is done (attention kernel, chunks of the loss) stays. `controller.allow` says
+    which meshes may be used.
     """
     given = config.parallel
-    return replace(config, parallel=ParallelConfig(attention=given.attention, loss_chunk_tokens=given.loss_chunk_tokens, trials=given.trials))
+    return replace(
+        config,
+        parallel=ParallelConfig(
+            attention=given.attention,
+            loss_chunk_tokens=given.loss_chunk_tokens,
+            trials=given.trials,
+        ),
+    )
 
 
 class _BackgroundSearch:
@@ -96,7 +169,9 @@ class _BackgroundSearch:
             return found
         if key not in self._at_work:
             self._at_work.add(key)
-            threading.Thread(target=self._search, args=(key, pricing), name="search", daemon=True).start()
+            threading.Thread(
+                target=self._search, args=(key, pricing), name="search", daemon=True
+            ).start()
         return None
 
     def _search(self, key: int, pricing: Pricing) -> None:

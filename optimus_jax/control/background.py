@@ -1,7 +1,7 @@
 """Work that must not hold up a step: drivers and file servers answer when they like.
 
-A step boundary hands a job over and takes the result at a later one. A job that never ends costs its own signals,
-which go stale, and nothing else: the thread does not keep the program from ending.
+A step boundary hands a job over and takes the result at a later one. A job that never ends costs
+its own signals, which go stale, and nothing else: the thread does not keep the program from ending.
 """
 
 import threading
@@ -31,7 +31,10 @@ class Worker:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after its present job; does not wait for that. Jobs that it has not begun are not done."""
+        """End the thread after its present job; does not wait for that.
+
+        Jobs that it has not begun are not done.
+        """
         self._is_closed = True
         self._jobs.put(None)
 
@@ -60,7 +63,10 @@ class Asked(Generic[T]):
         self._is_open = False
 
     def take(self) -> T | None:
-        """The answer, if there is one, and ask again; None while there is none. Raises what the question has raised."""
+        """The answer, if there is one, and ask again; None while there is none.
+
+        Raises what the question has raised.
+        """
         if not self._is_open:
             self._is_open = True
             self._start(self._ask)

@@ -1,7 +1,7 @@
 """What the examples of a batch look like: how much of it is padding, how long its documents are.
 
-The batches of this process are looked at, at most one each second and of it at most MAX_TOKENS: examples are in random
-order, so that its first rows stand for all.
+The batches of this process are looked at, at most one each second and of it at most MAX_TOKENS:
+examples are in random order, so that its first rows stand for all.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ class BatchShape:
     def __init__(self) -> None:
         self._batch: HostBatch | None = None
         self.histogram: dict[int, int] = {}
-        """Parts of documents by length: the key is a power of two, the number those of at least so many tokens and less than twice that."""
+        """Parts of documents by length: the key is a power of two, the number those of at least so
+        many tokens and less than twice that."""
 
     def offer(self, batch: HostBatch) -> None:
         """The newest batch, for when it is looked at next."""
@@ -40,21 +41,30 @@ class BatchShape:
         segments, counts = batch["segments"][:num_rows], batch["loss_mask"][:num_rows]
         lengths = document_lengths(segments)
         powers, numbers = np.unique(np.floor(np.log2(lengths)).astype(int), return_counts=True)
-        self.histogram = {2 ** int(power): int(number) for power, number in zip(powers, numbers, strict=True)}
-        return {PADDING_SHARE: padding_share(segments, counts), LENGTH_MEDIAN: float(np.median(lengths))}
+        self.histogram = {
+            2 ** int(power): int(number) for power, number in zip(powers, numbers, strict=True)
+        }
+        return {
+            PADDING_SHARE: padding_share(segments, counts),
+            LENGTH_MEDIAN: float(np.median(lengths)),
+        }
 
     def close(self) -> None:
         """Nothing to let go."""
 
 
 def document_lengths(segments: np.ndarray) -> np.ndarray:
-    """Tokens of each document's part in a row, row by row; int [N] of int [R, S]. A padded end counts to the last one."""
+    """Tokens of each document's part in a row, row by row; int [N] of int [R, S].
+
+    A padded end counts to the last one.
+    """
     starts = np.flatnonzero(_begins(segments))
     return np.diff(starts, append=segments.size)
 
 
 def padding_share(segments: np.ndarray, counts: np.ndarray) -> float:
-    """Places of a batch whose loss does not count, without those that end a document: they are needed as targets.
+    """Places of a batch whose loss does not count, without those that end a document: they are
+    needed as targets.
 
     Args:
       segments: int [R, S], number of the place's document.
@@ -63,7 +73,8 @@ def padding_share(segments: np.ndarray, counts: np.ndarray) -> float:
     begins = _begins(segments)
     last = np.ones_like(begins)
     last[:, :-1] = begins[:, 1:]
-    # The end of a document is the first of its places that does not count; padding begins behind it.
+    # The end of a document is the first of its places that does not count; padding begins behind
+    # it.
     after_counting = np.zeros_like(counts)
     after_counting[:, 1:] = counts[:, :-1]
     ends = last & (after_counting | begins)

@@ -1,7 +1,8 @@
 """What the first process decides, heard by all of them at the same step boundaries.
 
-Only the first process decides: clocks differ, and every process has to move at the same boundary. Alone it acts
-at once; several processes hold a council about every second, since it costs them a small collective.
+Only the first process decides: clocks differ, and every process has to move at the same boundary.
+Alone it acts at once; several processes hold a council about every second, since it costs them a
+small collective.
 """
 
 import json
@@ -40,14 +41,28 @@ class Command:
 
     def as_json(self) -> dict[str, Any]:
         """For the other processes."""
-        return {"kind": self.kind, "plan": self.plan and self.plan.to_json(), "without": sorted(self.without), "at_step": self.at_step, "anew": self.anew,
-                "worth_s": self.worth_s, "why": self.why}
+        return {
+            "kind": self.kind,
+            "plan": self.plan and self.plan.to_json(),
+            "without": sorted(self.without),
+            "at_step": self.at_step,
+            "anew": self.anew,
+            "worth_s": self.worth_s,
+            "why": self.why,
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Command":
         """The inverse of `as_json`."""
-        return cls(kind=value["kind"], plan=value["plan"] and Plan.from_json(value["plan"]), without=frozenset(value["without"]),
-                   at_step=value["at_step"], anew=value["anew"], worth_s=value["worth_s"], why=value["why"])
+        return cls(
+            kind=value["kind"],
+            plan=value["plan"] and Plan.from_json(value["plan"]),
+            without=frozenset(value["without"]),
+            at_step=value["at_step"],
+            anew=value["anew"],
+            worth_s=value["worth_s"],
+            why=value["why"],
+        )
 
 
 class CommandBroadcast:
@@ -58,7 +73,10 @@ class CommandBroadcast:
         self._next_step = 0
 
     def send(self, command: Command) -> None:
-        """To be heard at the next council; who asks for the same twice is heard once. Only the first process's orders count."""
+        """To be heard at the next council; who asks for the same twice is heard once.
+
+        Only the first process's orders count.
+        """
         if command not in self._commands:
             self._commands.append(command)
 
@@ -71,11 +89,14 @@ class CommandBroadcast:
         self._commands.clear()
 
     def is_held(self, step: int) -> bool:
-        """Whether processes speak at the boundary after this step; the same answer in every process."""
+        """Whether processes speak at the boundary after this step; the same answer in every
+        process.
+        """
         return jax.process_count() == 1 or step >= self._next_step
 
     def receive(self, step: int, step_times_s: Collection[float]) -> Iterable[Command]:
-        """The orders given since the last council, oldest first, the same in every process; all have to call it, when a council is held.
+        """The orders given since the last council, oldest first, the same in every process; all
+        have to call it, when a council is held.
 
         Who is alone also hears what is given meanwhile.
 
@@ -86,9 +107,17 @@ class CommandBroadcast:
         if jax.process_count() == 1:
             return self._own()
         commands, self._commands = self._commands, []
-        step_time_s = max(statistics.median(step_times_s), 1e-9) if step_times_s else PAUSE_S / MOST_STEPS
+        step_time_s = (
+            max(statistics.median(step_times_s), 1e-9) if step_times_s else PAUSE_S / MOST_STEPS
+        )
         pause = min(MOST_STEPS, max(1, math.ceil(PAUSE_S / step_time_s)))
-        heard = json.loads(broadcast_from_0(json.dumps({"commands": [command.as_json() for command in commands], "pause": pause})))
+        heard = json.loads(
+            broadcast_from_0(
+                json.dumps(
+                    {"commands": [command.as_json() for command in commands], "pause": pause}
+                )
+            )
+        )
         self._next_step = step + heard["pause"]
         return tuple(map(Command.from_json, heard["commands"]))
 

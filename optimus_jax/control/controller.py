@@ -1,8 +1,11 @@
-"""The controller: closes the loop of a run. It measures, decides, prepares, and moves the run to another plan.
+"""The controller: closes the loop of a run.
 
-The trainer tells it what only the loop can see and asks at every step boundary whether to go on (`leaves`). When it says
-that the run leaves its plan, the trainer returns, `carry_out` moves the state, and another trainer goes on from there.
-What is known of a plan's first steps decides whether it is kept.
+It measures, decides, prepares, and moves the run to another plan.
+
+The trainer tells it what only the loop can see and asks at every step boundary whether to go on
+(`leaves`). When it says that the run leaves its plan, the trainer returns, `carry_out` moves the
+state, and another trainer goes on from there. What is known of a plan's first steps decides whether
+it is kept.
 """
 
 import statistics
@@ -51,13 +54,35 @@ class Controller:
       display: where they are shown.
     """
 
-    def __init__(self, *, mode: Mode, settings: ControlConfig, num_steps: int, advisor: Advisor, signals: Signals, probes: Probes, switcher: Switcher,
-                 changes: PhaseChanges | None, reported: Callable[[], frozenset[int]], run: RunDirectory, display: Display) -> None:
+    def __init__(
+        self,
+        *,
+        mode: Mode,
+        settings: ControlConfig,
+        num_steps: int,
+        advisor: Advisor,
+        signals: Signals,
+        probes: Probes,
+        switcher: Switcher,
+        changes: PhaseChanges | None,
+        reported: Callable[[], frozenset[int]],
+        run: RunDirectory,
+        display: Display,
+    ) -> None:
         self._settings = settings
         self._signals, self._probes, self._switcher = signals, probes, switcher
         self._changes, self._reported, self._run, self._display = changes, reported, run, display
         self._commands = CommandBroadcast()
-        self._coordinator = Coordinator(mode=mode, settings=settings, num_steps=num_steps, advisor=advisor, commands=self._commands, remarks=signals.remarks, run=run, display=display)
+        self._coordinator = Coordinator(
+            mode=mode,
+            settings=settings,
+            num_steps=num_steps,
+            advisor=advisor,
+            commands=self._commands,
+            remarks=signals.remarks,
+            run=run,
+            display=display,
+        )
         self._upcoming: Upcoming | None = None
         self._trial: Trial | None = None
         self._is_taken_back = False
@@ -75,15 +100,23 @@ class Controller:
         if self._trial is not None:
             self._trial.records.append(record)
         upcoming = self._upcoming
-        if upcoming is not None and upcoming.usual_s is not None and not upcoming.preparation.is_done:
+        if (
+            upcoming is not None
+            and upcoming.usual_s is not None
+            and not upcoming.preparation.is_done
+        ):
             upcoming.tax_s += record.step_time_s - upcoming.usual_s
         self._last_times_s.append(record.step_time_s)
 
-    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+    def evaluation(
+        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
+    ) -> None:
         """An evaluation says nothing about steps."""
 
     def is_probe_due(self, step: int) -> bool:
-        """Whether to let the devices finish `step` and call `probe`; the same answer in every process."""
+        """Whether to let the devices finish `step` and call `probe`; the same answer in every
+        process.
+        """
         return not self._is_crowded and self._signals.is_probe_due(step)
 
     def probe(self, step: int) -> None:
@@ -92,38 +125,57 @@ class Controller:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the plan is new: if it does not train it is taken back. All processes have begun and end a trial after the same step."""
+        """Whether the plan is new: if it does not train it is taken back.
+
+        All processes have begun and end a trial after the same step.
+        """
         return self._trial is not None
 
     def leaves(self, step: int) -> bool:
         """Whether the run is to go on under another plan after `step`."""
         self._look_ahead(step)
         if jax.process_index() == 0:
-            self._coordinator.think(step, self._observed(step), trial=self._trial, upcoming=self._upcoming, last_times_s=tuple(self._last_times_s))
+            self._coordinator.think(
+                step,
+                self._observed(step),
+                trial=self._trial,
+                upcoming=self._upcoming,
+                last_times_s=tuple(self._last_times_s),
+            )
         else:
             self._signals.observe(step)
         if not self._commands.is_held(step):
             # All have heard of a boundary that a plan was prepared for.
-            return self._upcoming is not None and self._upcoming.command.at_step == step and self._is_ready(step)
+            return (
+                self._upcoming is not None
+                and self._upcoming.command.at_step == step
+                and self._is_ready(step)
+            )
         for command in self._commands.receive(step, self._last_times_s):
             self._obey(command, step)
         return self._is_taken_back or self._is_ready(step)
 
     def carry_out(self, state: TrainState, step: int) -> tuple[TrainState, Executable]:
-        """Move the state, which is used up, to the plan that was decided on, or back. Every process calls it after `step`.
+        """Move the state, which is used up, to the plan that was decided on, or back.
+
+        Every process calls it after `step`.
 
         Returns:
           The state, and what the run goes on with; if the move failed, those from before.
         Raises:
           StateLostError: the newest checkpoint is all that is left.
         """
-        switched = self._take_back(state, step) if self._is_taken_back else self._switch(state, step)
+        switched = (
+            self._take_back(state, step) if self._is_taken_back else self._switch(state, step)
+        )
         return switched.state, switched.executable
 
     def enter_phase(self, switched: Switched, source: Plan) -> None:
-        """The run has gone on to other batches, perhaps from plan `source` to another, without an order.
+        """The run has gone on to other batches, perhaps from plan `source` to another, without an
+        order.
 
-        What was being prepared is for the batches before, with which first steps cannot be compared any more either.
+        What was being prepared is for the batches before, with which first steps cannot be compared
+        any more either.
         """
         self._drop()
         self._trial, self._is_taken_back = None, False
@@ -135,25 +187,37 @@ class Controller:
         self._measure_anew(switched.executable)
 
     def _measure_anew(self, executable: Executable) -> float:
-        """Signals of a run that goes on under another plan; seconds that it stood still for the first probes there."""
+        """Signals of a run that goes on under another plan; seconds that it stood still for the
+        first probes there.
+        """
         config, started = executable.program.config, time.perf_counter()
-        self._signals.enter(global_batch=config.data.global_batch, seq_len=config.seq_len, rounds=self._probes.on(executable.program.mesh))
+        self._signals.enter(
+            global_batch=config.data.global_batch,
+            seq_len=config.seq_len,
+            rounds=self._probes.on(executable.program.mesh),
+        )
         return time.perf_counter() - started
 
     def stop(self, step: int) -> None:
         """The run ends on purpose after `step`."""
-        self._switcher.stop(step=step, costs_s=self._trial.spent_s if self._trial is not None else {})
+        self._switcher.stop(
+            step=step, costs_s=self._trial.spent_s if self._trial is not None else {}
+        )
 
     def close(self) -> None:
         """The run has ended, well or not."""
         if self._upcoming is not None and not self._upcoming.preparation.is_done:
-            self._display.message(f"waiting for the compilation of {self._upcoming.preparation.plan.axes} to end")
+            self._display.message(
+                f"waiting for the compilation of {self._upcoming.preparation.plan.axes} to end"
+            )
         self._switcher.close()
         self._coordinator.close()
         self._signals.close()
 
     def _look_ahead(self, step: int) -> None:
-        """Have a phase that is near prepared, but not while the first steps under a plan are timed: compiling slows them on a CPU."""
+        """Have a phase that is near prepared, but not while the first steps under a plan are timed:
+        compiling slows them on a CPU.
+        """
         if self._changes is not None and self._trial is None:
             times_s = self._last_times_s
             lead_steps = LEAD_S / max(statistics.median(times_s), 1e-9) if times_s else 0.0
@@ -166,8 +230,15 @@ class Controller:
 
     @property
     def _is_crowded(self) -> bool:
-        """Whether a plan is being compiled on the cores that are the devices: what is timed meanwhile says nothing of links or plans."""
-        return self._upcoming is not None and self._upcoming.looks_since is None and self._trial is None and jax.default_backend() == "cpu"
+        """Whether a plan is being compiled on the cores that are the devices: what is timed
+        meanwhile says nothing of links or plans.
+        """
+        return (
+            self._upcoming is not None
+            and self._upcoming.looks_since is None
+            and self._trial is None
+            and jax.default_backend() == "cpu"
+        )
 
     # What all processes do.
 
@@ -177,17 +248,36 @@ class Controller:
             everything = devices_by_host()
             devices = [device for device in everything if device.id not in command.without]
             avoid = frozenset(device for device in everything if device.id in command.without)
-            config = None if self._changes is None else self._changes.config_after(max(step, command.at_step or 0))
+            config = (
+                None
+                if self._changes is None
+                else self._changes.config_after(max(step, command.at_step or 0))
+            )
             self._drop()
-            self._upcoming = Upcoming(command=command, preparation=self._switcher.prepare(
-                command.plan, config=config, devices=devices[:command.plan.num_devices], avoid=avoid, also=lambda target: self._probes.prepare(target.program.mesh)),
-                usual_s=statistics.median(self._last_times_s) if self._last_times_s else None)
+            self._upcoming = Upcoming(
+                command=command,
+                preparation=self._switcher.prepare(
+                    command.plan,
+                    config=config,
+                    devices=devices[: command.plan.num_devices],
+                    avoid=avoid,
+                    also=lambda target: self._probes.prepare(target.program.mesh),
+                ),
+                usual_s=statistics.median(self._last_times_s) if self._last_times_s else None,
+            )
             if self._upcoming.preparation.is_done:  # no step was done meanwhile
                 self._commands.send(Command(kind="go", plan=command.plan))
         elif command.kind == "withdraw":
             self._drop()
-        elif command.kind in ("look", "go") and self._upcoming is not None and self._upcoming.command.plan == command.plan:
-            self._upcoming.looks_since, self._upcoming.may_go = step, self._upcoming.may_go or command.kind == "go"
+        elif (
+            command.kind in ("look", "go")
+            and self._upcoming is not None
+            and self._upcoming.command.plan == command.plan
+        ):
+            self._upcoming.looks_since, self._upcoming.may_go = (
+                step,
+                self._upcoming.may_go or command.kind == "go",
+            )
         elif command.kind == "probe":
             self._signals.ask_probe(step + 1, anew=command.anew, worth_s=command.worth_s)
         elif command.kind == "keep" and self._trial is not None:
@@ -219,35 +309,72 @@ class Controller:
         try:
             return preparation.is_ready_everywhere()
         except OptimusError as error:
-            self._give_up(preparation.plan, f"it could not be prepared: {str(error).splitlines()[0]}", step)
+            self._give_up(
+                preparation.plan, f"it could not be prepared: {str(error).splitlines()[0]}", step
+            )
             return False
 
     def _switch(self, state: TrainState, step: int) -> Switched:
         assert self._upcoming is not None
-        prepared, command, source = self._upcoming.preparation.result(), self._upcoming.command, self._switcher.running.plan
+        prepared, command, source = (
+            self._upcoming.preparation.result(),
+            self._upcoming.command,
+            self._switcher.running.plan,
+        )
         begins_phase = not prepared.has_same_batches
         target, decision = prepared.target.plan, self._coordinator.decision
         if begins_phase:
             switched = self._switcher.enter(state, prepared, step=step, why=command.why)
         else:
-            switched = self._switcher.switch(state, prepared, step=step, why=command.why, by_choice=decision is None or not decision.mandatory)
+            switched = self._switcher.switch(
+                state,
+                prepared,
+                step=step,
+                why=command.why,
+                by_choice=decision is None or not decision.mandatory,
+            )
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
         if not switched.is_done:
-            self._log_rollback(step, target, source, f"the move failed: {switched.why_not}", costs_s)
+            self._log_rollback(
+                step, target, source, f"the move failed: {switched.why_not}", costs_s
+            )
             self._give_up(target, switched.why_not, step, costs_s)
             return switched
         tax_s = max(0.0, self._upcoming.tax_s)
         self._run.log_event(
-            "remesh", step, plan=target.digest, layout=target.describe(), from_plan=source.digest, rung=decision and decision.rung, why=command.why,
-            phases_s=_phases({"prepare_s": prepared.compile_s, **costs_s}), bytes_moved=prepared.there.sent_bytes, compile_tax_s=tax_s,
-            step_delay_s=sum(costs_s.values()))
-        self._run.log_event("compile", step, compile_time_s=prepared.target.compile_s, step_bytes_per_device=prepared.target.step_bytes)
-        self._display.message(f"after step {step} the run goes on under {target.describe()}; it stood still for {sum(costs_s.values()):.2f} s")
+            "remesh",
+            step,
+            plan=target.digest,
+            layout=target.describe(),
+            from_plan=source.digest,
+            rung=decision and decision.rung,
+            why=command.why,
+            phases_s=_phases({"prepare_s": prepared.compile_s, **costs_s}),
+            bytes_moved=prepared.there.sent_bytes,
+            compile_tax_s=tax_s,
+            step_delay_s=sum(costs_s.values()),
+        )
+        self._run.log_event(
+            "compile",
+            step,
+            compile_time_s=prepared.target.compile_s,
+            step_bytes_per_device=prepared.target.step_bytes,
+        )
+        self._display.message(
+            f"after step {step} the run goes on under {target.describe()}; it stood still for"
+            f" {sum(costs_s.values()):.2f} s"
+        )
         if begins_phase and self._changes is not None:
             self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
         elif not begins_phase:
-            self._trial = Trial(source=source, plan=target, costs_s=costs_s, tax_s=tax_s,
-                                before_s=self._coordinator.comparable(tuple(self._last_times_s)), predicted_s=self._coordinator.predicted_s)
+            self._trial = Trial(
+                source=source,
+                plan=target,
+                costs_s=costs_s,
+                tax_s=tax_s,
+                before_s=self._coordinator.comparable(tuple(self._last_times_s)),
+                predicted_s=self._coordinator.predicted_s,
+            )
         self._coordinator.switched(target, costs_s | {"compile_tax_s": tax_s})
         self._upcoming = None
         self._last_times_s.clear()
@@ -256,29 +383,55 @@ class Controller:
     def _take_back(self, state: TrainState, step: int) -> Switched:
         trial = self._trial
         assert trial is not None
-        why = self._coordinator.verdict.why if self._coordinator.verdict is not None else "the first process said so"
+        why = (
+            self._coordinator.verdict.why
+            if self._coordinator.verdict is not None
+            else "the first process said so"
+        )
         switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.spent_s)
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
         self._coordinator.charge(sum(costs_s.values()))
         if switched.is_done:
             self._log_rollback(step, trial.plan, trial.source, why, costs_s)
-            self._display.message(f"after step {step} the run goes back to {trial.source.describe()}: {why}")
+            self._display.message(
+                f"after step {step} the run goes back to {trial.source.describe()}: {why}"
+            )
             self._coordinator.failed(trial.plan, why, is_back=True)
         else:
-            self._run.log_event("decision", step, action="stay", plan=trial.plan.digest, layout=trial.plan.describe(),
-                                why=f"it cannot be taken back: {switched.why_not}")
+            self._run.log_event(
+                "decision",
+                step,
+                action="stay",
+                plan=trial.plan.digest,
+                layout=trial.plan.describe(),
+                why=f"it cannot be taken back: {switched.why_not}",
+            )
         self._coordinator.judged(is_kept=False)
         self._trial, self._is_taken_back = None, False
         self._last_times_s.clear()
         return switched
 
-    def _log_rollback(self, step: int, plan: Plan, back_to: Plan, why: str, costs_s: dict[str, float]) -> None:
-        self._run.log_event("rollback", step, plan=back_to.digest, layout=back_to.describe(), from_plan=plan.digest, why=why, phases_s=_phases(costs_s),
-                            step_delay_s=sum(costs_s.values()))
+    def _log_rollback(
+        self, step: int, plan: Plan, back_to: Plan, why: str, costs_s: dict[str, float]
+    ) -> None:
+        self._run.log_event(
+            "rollback",
+            step,
+            plan=back_to.digest,
+            layout=back_to.describe(),
+            from_plan=plan.digest,
+            why=why,
+            phases_s=_phases(costs_s),
+            step_delay_s=sum(costs_s.values()),
+        )
 
-    def _give_up(self, plan: Plan, why: str, step: int, costs_s: Mapping[str, float] | None = None) -> None:
+    def _give_up(
+        self, plan: Plan, why: str, step: int, costs_s: Mapping[str, float] | None = None
+    ) -> None:
         """A plan that the run cannot have, after a move that took so long."""
-        self._run.log_event("decision", step, action="stay", plan=plan.digest, layout=plan.describe(), why=why)
+        self._run.log_event(
+            "decision", step, action="stay", plan=plan.digest, layout=plan.describe(), why=why
+        )
         self._display.decision(f"stay: {plan.axes}: {why}")
         self._coordinator.failed(plan, why)
         self._coordinator.charge(sum((costs_s or {}).values()))

@@ -1,4 +1,6 @@
-"""The chair: what the first process does for all of them. It has the advisor decide, judges first steps, and gives the council its orders.
+"""The chair: what the first process does for all of them.
+
+It has the advisor decide, judges first steps, and gives the council its orders.
 
 Every process has one; in the others it has nothing to say, and what it is told goes unheard.
 """
@@ -23,9 +25,11 @@ from optimus_jax.training.watchers import Display
 
 Mode = Literal["advise", "auto"]
 NEWEST_STEPS = 3
-"""With which a plan's first steps are compared where others may be of other conditions: as few as have a median that one outlier does not move."""
+"""With which a plan's first steps are compared where others may be of other conditions: as few as
+have a median that one outlier does not move."""
 STEADY = 1.5
-"""Steps that take no more than so many times what they took when a plan was chosen, nor less by as much, are taken for the same: compiling beside them explains that."""
+"""Steps that take no more than so many times what they took when a plan was chosen, nor less by as
+much, are taken for the same: compiling beside them explains that."""
 
 
 class Coordinator:
@@ -42,14 +46,30 @@ class Coordinator:
       display: where they are shown.
     """
 
-    def __init__(self, *, mode: Mode, settings: ControlConfig, num_steps: int, advisor: Advisor, commands: CommandBroadcast, remarks: Callable[[], Mapping[str, Any]],
-                 run: RunDirectory, display: Display) -> None:
+    def __init__(
+        self,
+        *,
+        mode: Mode,
+        settings: ControlConfig,
+        num_steps: int,
+        advisor: Advisor,
+        commands: CommandBroadcast,
+        remarks: Callable[[], Mapping[str, Any]],
+        run: RunDirectory,
+        display: Display,
+    ) -> None:
         self.decision: Decision | None = None
         """The switch that is being prepared; None: none is, or another process decided it."""
         self.verdict: Verdict | None = None
         """Of a trial, while other processes have not heard it."""
         self._mode, self._settings, self._num_steps = mode, settings, num_steps
-        self._advisor, self._commands, self._remarks, self._run, self._display = advisor, commands, remarks, run, display
+        self._advisor, self._commands, self._remarks, self._run, self._display = (
+            advisor,
+            commands,
+            remarks,
+            run,
+            display,
+        )
         self._decided_among_s: tuple[float, ...] = ()
         """The newest step times when the decision was made."""
         self._probed_of_s: float | None = None
@@ -58,8 +78,17 @@ class Coordinator:
 
     # What it is asked.
 
-    def think(self, step: int, observation: Observation, *, trial: Trial | None, upcoming: Upcoming | None, last_times_s: tuple[float, ...]) -> None:
-        """Judge the first steps under a new plan, decide, and say whether a plan that is ready may be entered.
+    def think(
+        self,
+        step: int,
+        observation: Observation,
+        *,
+        trial: Trial | None,
+        upcoming: Upcoming | None,
+        last_times_s: tuple[float, ...],
+    ) -> None:
+        """Judge the first steps under a new plan, decide, and say whether a plan that is ready may
+        be entered.
 
         Args:
           step: the last one done.
@@ -72,7 +101,13 @@ class Coordinator:
             return  # what is decided now would be of a plan that the run is about to leave
         if self._advisor.wants_probe:
             is_news = self._advisor.changed_s != self._probed_of_s
-            self._commands.send(Command(kind="probe", anew=is_news, worth_s=self._advisor.probe_worth_s if is_news else 0.0))
+            self._commands.send(
+                Command(
+                    kind="probe",
+                    anew=is_news,
+                    worth_s=self._advisor.probe_worth_s if is_news else 0.0,
+                )
+            )
             self._probed_of_s = self._advisor.changed_s
         decision = self._decided(observation)
         if decision is not None:
@@ -83,24 +118,32 @@ class Coordinator:
             self._consider_going(upcoming, step, last_times_s)
 
     def comparable(self, last_times_s: tuple[float, ...]) -> tuple[float, ...]:
-        """Of the last steps under the plan that is being left, those that a new plan's first ones are compared with; empty: none is."""
+        """Of the last steps under the plan that is being left, those that a new plan's first ones
+        are compared with; empty: none is.
+        """
         # What the run had to leave is no measure: fewer devices may be slower.
         if self.decision is not None and self.decision.mandatory:
             return ()
-        # While the plan was prepared on cores that are the devices, nobody looked whether steps were still alike.
+        # While the plan was prepared on cores that are the devices, nobody looked whether steps
+        # were still alike.
         newest = NEWEST_STEPS if jax.default_backend() == "cpu" else 2 * self._settings.canary_steps
-        return last_times_s[-max(1, min(self._advisor.steps_alike, newest)):]
+        return last_times_s[-max(1, min(self._advisor.steps_alike, newest)) :]
 
     @property
     def predicted_s(self) -> float:
         """Predicted step time of the plan decided on; NaN where another process decided."""
-        chosen = [each.step_time_s for each in self.decision.alternatives if each.verdict == CHOSEN] if self.decision is not None else []
+        chosen = (
+            [each.step_time_s for each in self.decision.alternatives if each.verdict == CHOSEN]
+            if self.decision is not None
+            else []
+        )
         return chosen[0] if chosen else float("nan")
 
     # What it is told.
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
-        """The run is under this plan now, after it stood still for so long, by phase of the switch."""
+        """The run is under this plan now, after it stood still for so long, by phase of the
+        switch."""
         self.decision = None
         if self._hears:
             self._advisor.switched(plan, costs_s)
@@ -112,7 +155,10 @@ class Coordinator:
             self._advisor.failed(plan, why, is_back=is_back)
 
     def judged(self, *, is_kept: bool) -> None:
-        """All processes have heard how the trial ended. If the plan was not to be kept, what was being prepared beside it is dropped."""
+        """All processes have heard how the trial ended.
+
+        If the plan was not to be kept, what was being prepared beside it is dropped.
+        """
         self.verdict, self.decision = None, self.decision if is_kept else None
 
     def entered_phase(self) -> None:
@@ -145,21 +191,40 @@ class Coordinator:
         if not is_over and not is_clearly_slower(times_s, trial.before_s):
             return
         verdict = judge(
-            times_s, losses=[record.loss for record in trial.records], before_s=trial.before_s,
-            predicted_s=trial.predicted_s, steps_left=self._num_steps - step, back_s=sum(trial.costs_s.values()))
+            times_s,
+            losses=[record.loss for record in trial.records],
+            before_s=trial.before_s,
+            predicted_s=trial.predicted_s,
+            steps_left=self._num_steps - step,
+            back_s=sum(trial.costs_s.values()),
+        )
         if is_over or not verdict.keep:
             self.verdict = verdict
             self._advisor.charge(excess_s(times_s))
-            self._commands.send(Command(kind="keep" if verdict.keep else "take back", why=verdict.why))
+            self._commands.send(
+                Command(kind="keep" if verdict.keep else "take back", why=verdict.why)
+            )
 
     def _decided(self, observation: Observation) -> Decision | None:
-        """What the advisor says. A mistake in it costs the run its controller, and not its steps."""
+        """What the advisor says. A mistake in it costs the run its controller, and not its
+        steps."""
         try:
             return self._advisor.decide(observation)
         except Exception as error:
             self._is_broken, self.decision = True, None
-            why = f"the controller has failed and decides nothing more ({type(error).__name__}: {error}); this is a defect of optimus_jax"
-            self._run.log_event("decision", observation.step, action="stay", plan=None, layout=None, why=why, traceback=traceback.format_exc())
+            why = (
+                f"the controller has failed and decides nothing more ({type(error).__name__}:"
+                f" {error}); this is a defect of optimus_jax"
+            )
+            self._run.log_event(
+                "decision",
+                observation.step,
+                action="stay",
+                plan=None,
+                layout=None,
+                why=why,
+                traceback=traceback.format_exc(),
+            )
             self._display.message(why)
             self._commands.send(Command(kind="withdraw", why=why))
             return None
@@ -167,24 +232,45 @@ class Coordinator:
     def _announce(self, decision: Decision) -> None:
         record = decision.as_json()
         record["inputs"] |= self._remarks()
-        self._run.log_event("decision", decision.step, layout=decision.plan.describe() if decision.plan else None, **record)
+        self._run.log_event(
+            "decision",
+            decision.step,
+            layout=decision.plan.describe() if decision.plan else None,
+            **record,
+        )
         self._display.decision(f"{decision.action}: {decision.why}")
 
     def _act_on(self, decision: Decision, last_times_s: tuple[float, ...]) -> None:
         if decision.plan is not None:
             self.decision, self._decided_among_s = decision, last_times_s[-NEWEST_STEPS:]
-            self._commands.send(Command(kind="prepare", plan=decision.plan, without=decision.without, at_step=decision.at_step, why=decision.why))
+            self._commands.send(
+                Command(
+                    kind="prepare",
+                    plan=decision.plan,
+                    without=decision.without,
+                    at_step=decision.at_step,
+                    why=decision.why,
+                )
+            )
         elif self.decision is not None:
             self.decision = None
             self._commands.send(Command(kind="withdraw", why=decision.why))
 
-    def _consider_going(self, upcoming: Upcoming, step: int, last_times_s: tuple[float, ...]) -> None:
+    def _consider_going(
+        self, upcoming: Upcoming, step: int, last_times_s: tuple[float, ...]
+    ) -> None:
         """Whether what was decided some time ago is still to be done, now that it is ready.
 
-        On cores that are the devices the advisor was not shown steps while it was compiled. If they are others than they were, why has to be known first.
+        On cores that are the devices the advisor was not shown steps while it was compiled. If they
+        are others than they were, why has to be known first.
         """
         decision, plan = self.decision, upcoming.command.plan
-        if decision is None or decision.plan != plan or upcoming.may_go or not upcoming.preparation.is_done:
+        if (
+            decision is None
+            or decision.plan != plan
+            or upcoming.may_go
+            or not upcoming.preparation.is_done
+        ):
             return
         self._commands.cancel("go")  # steps may have changed since it was given
         if decision.mandatory or self._is_steady(last_times_s[-NEWEST_STEPS:]):
@@ -195,7 +281,9 @@ class Coordinator:
             self._commands.send(Command(kind="go", plan=plan))
 
     def _is_steady(self, newest_s: tuple[float, ...]) -> bool:
-        """Whether each of the last steps, beside the compilation, was about as long as those before it."""
+        """Whether each of the last steps, beside the compilation, was about as long as those before
+        it.
+        """
         if len(newest_s) < NEWEST_STEPS or not self._decided_among_s or self._advisor.is_puzzled:
             return False
         before_s = statistics.median(self._decided_among_s)
@@ -203,4 +291,6 @@ class Coordinator:
 
     def _is_as_it_was(self, looked_steps: int) -> bool:
         unseen_steps = NEWEST_STEPS if jax.default_backend() == "cpu" else 0
-        return looked_steps >= PUZZLED_STEPS or (looked_steps >= unseen_steps and not self._advisor.is_puzzled)
+        return looked_steps >= PUZZLED_STEPS or (
+            looked_steps >= unseen_steps and not self._advisor.is_puzzled
+        )

@@ -1,4 +1,6 @@
-"""Everything compiled that a run needs under a plan, made before the run comes to it and kept for a while after it has left."""
+"""Everything compiled that a run needs under a plan, made before the run comes to it and kept for a
+while after it has left.
+"""
 
 import threading
 import time
@@ -45,14 +47,17 @@ class Executable:
         return self.program.plan
 
     def compile_rest(self) -> None:
-        """Compile what a switch from here needs and a run that stays does not: the evaluation and checksums."""
+        """Compile what a switch from here needs and a run that stays does not: the evaluation and
+        checksums.
+        """
         if isinstance(self.program.eval_step, _CompiledLater):
             self.program.eval_step.compile()
         self.sums.compile()
 
 
 class _CompiledLater:
-    """The evaluation, jitted, which can be compiled before it is called, once it is clear that it will be.
+    """The evaluation, jitted, which can be compiled before it is called, once it is clear that it
+    will be.
 
     Args:
       function: jitted.
@@ -60,7 +65,9 @@ class _CompiledLater:
       batches: the shapes of batches beside them: that of the probe, and that of evaluations.
     """
 
-    def __init__(self, function: Any, params: Any, batches: Sequence[dict[str, jax.ShapeDtypeStruct]]) -> None:
+    def __init__(
+        self, function: Any, params: Any, batches: Sequence[dict[str, jax.ShapeDtypeStruct]]
+    ) -> None:
         self._function, self._params = function, params
         self._batches = {batch["tokens"].shape: batch for batch in batches}
         self._compiled: dict[tuple[int, ...], Any] = {}
@@ -77,7 +84,9 @@ class _CompiledLater:
 
 def layout_of(program: Program) -> Layout:
     """How a program's state lies."""
-    state = abstract_state(program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh)
+    state = abstract_state(
+        program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
+    )
     return Layout(leaves=state, slots=program.shapes.slots)
 
 
@@ -90,12 +99,20 @@ def _abstract_batch(program: Program, rows: int, length: int) -> dict[str, jax.S
     def array(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *shape), kind, sharding=program.batch_sharding)
 
-    tokens = {name: array(jnp.int32, length) for name in ("tokens", "targets", "positions", "segments")}
+    tokens = {
+        name: array(jnp.int32, length) for name in ("tokens", "targets", "positions", "segments")
+    }
     return tokens | {"loss_mask": array(jnp.bool_, length), "examples": array(jnp.int32)}
 
 
-def compile_plan(config: Config, plan: Plan, *, devices: Sequence[Device] | None = None, bytes_per_device: int | None = None,
-                 rest: bool = True) -> Executable:
+def compile_plan(
+    config: Config,
+    plan: Plan,
+    *,
+    devices: Sequence[Device] | None = None,
+    bytes_per_device: int | None = None,
+    rest: bool = True,
+) -> Executable:
     """Compile steps, evaluation and checksums of `config` under `plan`. Runs nothing on a device.
 
     Args:
@@ -113,14 +130,18 @@ def compile_plan(config: Config, plan: Plan, *, devices: Sequence[Device] | None
     state: TrainState = layout.leaves
     train_step: Any = program.train_step
     train_step = train_step.lower(state, batch).compile()
-    executable = _executable(program, layout, train_step, _check_memory(train_step, plan, bytes_per_device))
+    executable = _executable(
+        program, layout, train_step, _check_memory(train_step, plan, bytes_per_device)
+    )
     if rest:
         executable.compile_rest()
     return replace(executable, compile_s=time.perf_counter() - started)
 
 
 def of_running(program: Program, train_step: Any, step_bytes: int) -> Executable:
-    """The executable of a run that has begun, whose step is compiled; the rest is when first needed."""
+    """The executable of a run that has begun, whose step is compiled; the rest is when first
+    needed.
+    """
     return _executable(program, layout_of(program), train_step, step_bytes)
 
 
@@ -128,17 +149,32 @@ def _executable(program: Program, layout: Layout, train_step: Any, step_bytes: i
     state: TrainState = layout.leaves
     batches = [abstract_batch(program)]
     if program.config.eval_every:
-        batches.append(_abstract_batch(program, eval_rows(program.config, program.plan), program.config.eval_seq_len))
+        batches.append(
+            _abstract_batch(
+                program, eval_rows(program.config, program.plan), program.config.eval_seq_len
+            )
+        )
     eval_step = _CompiledLater(program.eval_step, state.params, batches)
-    return Executable(program=replace(program, train_step=train_step, eval_step=eval_step), layout=layout, sums=ShardSums(layout), step_bytes=step_bytes, compile_s=0.0)
+    return Executable(
+        program=replace(program, train_step=train_step, eval_step=eval_step),
+        layout=layout,
+        sums=ShardSums(layout),
+        step_bytes=step_bytes,
+        compile_s=0.0,
+    )
 
 
 def _check_memory(step: Any, plan: Plan, bytes_per_device: int | None) -> int:
     allocated = check_executable(step.memory_analysis(), bytes_per_device)
     if allocated.fits is False:
-        raise PlanError(explain(
-            f"the compiled step needs {gib(allocated.total_bytes)} per device, {gib(bytes_per_device or 0)} are there",
-            given=plan.describe(), do="leave this plan out"))
+        raise PlanError(
+            explain(
+                f"the compiled step needs {gib(allocated.total_bytes)} per device,"
+                f" {gib(bytes_per_device or 0)} are there",
+                given=plan.describe(),
+                do="leave this plan out",
+            )
+        )
     return allocated.total_bytes
 
 

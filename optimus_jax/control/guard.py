@@ -1,7 +1,7 @@
 """What a source of samples is, and what happens when one breaks.
 
-A *source* measures one or a few signals. It is polled at step boundaries, must not wait for anything, and whatever
-it raises stays here: its signals become unknown and the reason is told once.
+A *source* measures one or a few signals. It is polled at step boundaries, must not wait for
+anything, and whatever it raises stays here: its signals become unknown and the reason is told once.
 """
 
 import math
@@ -15,7 +15,9 @@ ABSENT_S = 60.0
 
 
 class Absent(Exception):
-    """What would be measured does not exist here (no such driver, no other process); no fault, and no reason to warn anyone."""
+    """What would be measured does not exist here (no such driver, no other process); no fault, and
+    no reason to warn anyone.
+    """
 
 
 class Source(Protocol):
@@ -32,7 +34,10 @@ class Source(Protocol):
         ...
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
-        """New samples by signal, after `step`; None: none yet, ask again at the next boundary. Raises Absent, or anything."""
+        """New samples by signal, after `step`; None: none yet, ask again at the next boundary.
+
+        Raises Absent, or anything.
+        """
         ...
 
     def close(self) -> None:
@@ -68,7 +73,10 @@ class Guard:
             # Messages may hold addresses or times, that differ from one second to the next.
             if not self.is_absent and type(error) not in self._told:
                 self._told.add(type(error))
-                self._warn(f"{self.name} cannot be measured ({self.missing}); {', '.join(self.signals)} stay unknown until it can")
+                self._warn(
+                    f"{self.name} cannot be measured ({self.missing}); {', '.join(self.signals)}"
+                    " stay unknown until it can"
+                )
             return {}
         if samples is not None:
             self.missing, self.is_absent = None, False
@@ -84,7 +92,9 @@ class Polled:
       every_s: least seconds between two answers.
     """
 
-    def __init__(self, source: Source, warn: Callable[[str], object], every_s: float = POLL_S) -> None:
+    def __init__(
+        self, source: Source, warn: Callable[[str], object], every_s: float = POLL_S
+    ) -> None:
         self.guard = Guard(source.name, source.signals, warn)
         self.every_s = every_s
         self._source = source

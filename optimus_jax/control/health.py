@@ -1,7 +1,8 @@
-"""How this process's devices are doing: memory as JAX says it, clocks, heat and errors as NVIDIA's driver says them.
+"""How this process's devices are doing: memory as JAX says it, clocks, heat and errors as NVIDIA's
+driver says them.
 
-Of several devices the worst one counts, for a step lasts as long as its slowest device: the fullest memory, the
-lowest clock and utilisation, the highest temperature. Power and errors are sums.
+Of several devices the worst one counts, for a step lasts as long as its slowest device: the fullest
+memory, the lowest clock and utilisation, the highest temperature. Power and errors are sums.
 """
 
 import importlib
@@ -26,11 +27,14 @@ from optimus_jax.control.signals import (
 from optimus_jax.planning.profiles.nvml import Driver
 
 SLOWED_BY = {
-    "nvmlClocksThrottleReasonSwPowerCap": "power cap", "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",
-    "nvmlClocksThrottleReasonSwThermalSlowdown": "heat", "nvmlClocksThrottleReasonHwThermalSlowdown": "heat (hardware)",
-    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power brake"}
-"""Why the driver lowers a clock though there is work; idleness and clocks that somebody has set do not count.
-https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html"""
+    "nvmlClocksThrottleReasonSwPowerCap": "power cap",
+    "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "heat",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "heat (hardware)",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power brake",
+}
+"""Why the driver lowers a clock though there is work; idleness and clocks that somebody has set do
+not count. https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html"""
 
 
 class MemoryDevice(Protocol):
@@ -42,7 +46,8 @@ class MemoryDevice(Protocol):
 
 
 class DeviceMemory:
-    """Memory in use, and the most so far in this process, over what JAX may use; of the fullest device.
+    """Memory in use, and the most so far in this process, over what JAX may use; of the fullest
+    device.
 
     Args:
       devices: of this process.
@@ -55,12 +60,24 @@ class DeviceMemory:
         self._devices = devices
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float]:
-        """Shares. Raises Absent where the backend does not say: a CPU's devices share the host's memory with everything else."""
-        stats = [found for device in self._devices if (found := device.memory_stats()) and found.get("bytes_limit")]
+        """Shares.
+
+        Raises Absent where the backend does not say: a CPU's devices share the host's memory with
+        everything else.
+        """
+        stats = [
+            found
+            for device in self._devices
+            if (found := device.memory_stats()) and found.get("bytes_limit")
+        ]
         if not stats:
             raise Absent("the devices do not say how much memory is in use")
         keys = {MEMORY_SHARE: "bytes_in_use", MEMORY_PEAK_SHARE: "peak_bytes_in_use"}
-        return {name: max(found[key] / found["bytes_limit"] for found in stats) for name, key in keys.items() if all(key in found for found in stats)}
+        return {
+            name: max(found[key] / found["bytes_limit"] for found in stats)
+            for name, key in keys.items()
+            if all(key in found for found in stats)
+        }
 
     def close(self) -> None:
         """Nothing to let go."""
@@ -85,7 +102,8 @@ class GpuState:
 
 
 class GpuHealth:
-    """What NVIDIA's driver says, asked for in a thread of its own: with eight GPUs that can take longer than a step.
+    """What NVIDIA's driver says, asked for in a thread of its own: with eight GPUs that can take
+    longer than a step.
 
     Args:
       gpus: of this process: the driver's numbers or UUIDs (`visible_gpus`).
@@ -96,7 +114,13 @@ class GpuHealth:
     name = "NVML"
     signals = (UTILISATION, CLOCK_SHARE, THROTTLED_SHARE, POWER_W, TEMPERATURE_C, ECC_ERRORS)
 
-    def __init__(self, gpus: Sequence[int | str], *, library: ModuleType | None = None, start: Start | None = None) -> None:
+    def __init__(
+        self,
+        gpus: Sequence[int | str],
+        *,
+        library: ModuleType | None = None,
+        start: Start | None = None,
+    ) -> None:
         self._gpus, self._library = gpus, library
         self._worker = Worker("nvml") if start is None else None
         self._asked = Asked(self._read, start or self._worker or Worker("nvml"))
@@ -107,7 +131,10 @@ class GpuHealth:
         """Why some GPU was slowed down when last asked; values of SLOWED_BY."""
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
-        """The newest samples; None while the driver has not answered. Raises Absent where there is no driver."""
+        """The newest samples; None while the driver has not answered.
+
+        Raises Absent where there is no driver.
+        """
         states = self._asked.take()
         if states is None:
             return None
@@ -130,7 +157,8 @@ class GpuHealth:
             THROTTLED_SHARE: sum(slowed) / len(slowed) if slowed else None,
             POWER_W: _over(sum, [state.power_w for state in states]),
             TEMPERATURE_C: _over(max, [state.temperature_c for state in states]),
-            ECC_ERRORS: self._new_errors(_over(sum, [state.ecc_errors for state in states]))}
+            ECC_ERRORS: self._new_errors(_over(sum, [state.ecc_errors for state in states])),
+        }
         return {name: value for name, value in known.items() if value is not None}
 
     def _new_errors(self, errors: float | None) -> float | None:
@@ -154,7 +182,15 @@ class GpuHealth:
                 raise Absent(str(error)) from error
             self._library, self._driver = library, Driver(library)
         if not self._handles:
-            asked = [self._driver.ask("nvmlDeviceGetHandleByUUID" if isinstance(gpu, str) else "nvmlDeviceGetHandleByIndex", gpu) for gpu in self._gpus]
+            asked = [
+                self._driver.ask(
+                    "nvmlDeviceGetHandleByUUID"
+                    if isinstance(gpu, str)
+                    else "nvmlDeviceGetHandleByIndex",
+                    gpu,
+                )
+                for gpu in self._gpus
+            ]
             self._handles = [handle for handle in asked if handle is not None]
         if not self._handles:
             raise Absent(f"the driver does not know the GPUs {list(self._gpus)}")
@@ -169,7 +205,8 @@ class GpuHealth:
 def visible_gpus(local_hardware_ids: Sequence[int], visible: str | None = None) -> list[int | str]:
     """The driver's names of the GPUs that JAX numbers `local_hardware_ids`.
 
-    CUDA numbers GPUs of one kind as the driver does (by PCI address), beginning with those that it may see.
+    CUDA numbers GPUs of one kind as the driver does (by PCI address), beginning with those that it
+    may see.
 
     Args:
       local_hardware_ids: `device.local_hardware_id` of the process's devices.
@@ -184,19 +221,38 @@ def visible_gpus(local_hardware_ids: Sequence[int], visible: str | None = None) 
 
 def _state(driver: Driver, handle: object) -> GpuState:
     core = driver.constant("NVML_CLOCK_SM")
-    clock, most = driver.whole("nvmlDeviceGetClockInfo", handle, core), driver.whole("nvmlDeviceGetMaxClockInfo", handle, core)
+    clock, most = (
+        driver.whole("nvmlDeviceGetClockInfo", handle, core),
+        driver.whole("nvmlDeviceGetMaxClockInfo", handle, core),
+    )
     busy = getattr(driver.ask("nvmlDeviceGetUtilizationRates", handle), "gpu", None)
     return GpuState(
-        utilisation=None if busy is None else busy / 100, clock_share=clock / most if clock is not None and most else None,
-        slowed_by=_slowed_by(driver, driver.whole("nvmlDeviceGetCurrentClocksThrottleReasons", handle)),
+        utilisation=None if busy is None else busy / 100,
+        clock_share=clock / most if clock is not None and most else None,
+        slowed_by=_slowed_by(
+            driver, driver.whole("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        ),
         power_w=driver.scaled(1e-3, "nvmlDeviceGetPowerUsage", handle),
-        temperature_c=driver.whole("nvmlDeviceGetTemperature", handle, driver.constant("NVML_TEMPERATURE_GPU")),
-        ecc_errors=driver.whole("nvmlDeviceGetTotalEccErrors", handle, driver.constant("NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
-                                driver.constant("NVML_VOLATILE_ECC")))
+        temperature_c=driver.whole(
+            "nvmlDeviceGetTemperature", handle, driver.constant("NVML_TEMPERATURE_GPU")
+        ),
+        ecc_errors=driver.whole(
+            "nvmlDeviceGetTotalEccErrors",
+            handle,
+            driver.constant("NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
+            driver.constant("NVML_VOLATILE_ECC"),
+        ),
+    )
 
 
 def _slowed_by(driver: Driver, reasons: int | None) -> tuple[str, ...] | None:
-    return None if reasons is None else tuple(words for name, words in SLOWED_BY.items() if reasons & (driver.constant(name) or 0))
+    return (
+        None
+        if reasons is None
+        else tuple(
+            words for name, words in SLOWED_BY.items() if reasons & (driver.constant(name) or 0)
+        )
+    )
 
 
 def _over(choose: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:

@@ -21,7 +21,15 @@ class HeartbeatAges:
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
         """Age of the oldest sign of those who were heard; empty: nobody was."""
-        ages_s = [peer.silent_s for peer in self._heartbeats.peers if peer.is_known and peer.state == "running"] if self._heartbeats is not None else []
+        ages_s = (
+            [
+                peer.silent_s
+                for peer in self._heartbeats.peers
+                if peer.is_known and peer.state == "running"
+            ]
+            if self._heartbeats is not None
+            else []
+        )
         return {HEARTBEAT_AGE_S: max(ages_s)} if ages_s else {}
 
     def close(self) -> None:

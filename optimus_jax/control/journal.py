@@ -1,9 +1,10 @@
-"""What is on disk of switches, so that a run which dies at any moment goes on under one plan or the other.
+"""What is on disk of switches, so that a run which dies at any moment goes on under one plan or the
+other.
 
 A checkpoint belongs to no plan (training/state.py), and every plan can read it. So a state on disk
-is never mixed, whatever happens in the middle of a switch; all that has to be known is which plan to
-go on with, and which one not to try again at once. `switches.jsonl` in the run directory says it, a
-line per record, each on the disk before anything is done about it:
+is never mixed, whatever happens in the middle of a switch; all that has to be known is which plan
+to go on with, and which one not to try again at once. `switches.jsonl` in the run directory says
+it, a line per record, each on the disk before anything is done about it:
 
 1. `begin`, with both plans; then the state moves, in memory
 2. plan.json is replaced; then `commit`
@@ -29,7 +30,8 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.files import explained, json_object
 
 Ending = Literal["kept", "stopped", "taken back", "failed", "died"]
-"""The new plan was kept; the run ended in its first steps; it was taken back after them; the move failed; the process ended unawares."""
+"""The new plan was kept; the run ended in its first steps; it was taken back after them; the move
+failed; the process ended unawares."""
 FAILURES: tuple[Ending, ...] = ("taken back", "failed", "died")
 
 
@@ -68,16 +70,47 @@ def switches(run_dir: Path) -> list[SwitchRecord]:
     for values in _read(run_dir / "switches.jsonl"):
         try:
             if values["record"] == "begin":
-                records.append(with_right_types(SwitchRecord(
-                    step=values["step"], source=_plan(values["source"]), target=_plan(values["target"]), why=values["why"],
-                    ending=None, ended_step=None, ended_why="", costs_s={}, by_choice=values.get("by_choice", True))))  # runs from before it was written
+                records.append(
+                    with_right_types(
+                        SwitchRecord(
+                            step=values["step"],
+                            source=_plan(values["source"]),
+                            target=_plan(values["target"]),
+                            why=values["why"],
+                            # runs from before it was written
+                            ending=None,
+                            ended_step=None,
+                            ended_why="",
+                            costs_s={},
+                            by_choice=values.get("by_choice", True),
+                        )
+                    )
+                )
             elif records and records[-1].ending is None:
                 ended = values["record"] == "end"
-                records[-1] = with_right_types(replace(records[-1], costs_s=values.get("costs_s", {}), **(
-                    {"ending": values["ending"], "ended_step": values["step"], "ended_why": values["why"]} if ended else {})))
+                records[-1] = with_right_types(
+                    replace(
+                        records[-1],
+                        costs_s=values.get("costs_s", {}),
+                        **(
+                            {
+                                "ending": values["ending"],
+                                "ended_step": values["step"],
+                                "ended_why": values["why"],
+                            }
+                            if ended
+                            else {}
+                        ),
+                    )
+                )
         except (KeyError, TypeError, PlanError) as error:
-            raise RunDirectoryError(explain("a record of a switch is damaged", given=f"{run_dir / 'switches.jsonl'}: {shown(error)}",
-                                            do="restore the file, or move it away: the run then goes on with plan.json")) from error
+            raise RunDirectoryError(
+                explain(
+                    "a record of a switch is damaged",
+                    given=f"{run_dir / 'switches.jsonl'}: {shown(error)}",
+                    do="restore the file, or move it away: the run then goes on with plan.json",
+                )
+            ) from error
     return records
 
 
@@ -88,7 +121,8 @@ def unfinished(run_dir: Path) -> SwitchRecord | None:
 
 
 def plan_to_resume(run_dir: Path) -> str | None:
-    """The plan, as JSON, that a run goes on with: plan.json, but after a death in a switch the one before it. None: it has had none.
+    """The plan, as JSON, that a run goes on with: plan.json, but after a death in a switch the one
+    before it. None: it has had none.
 
     Reads only, so that it can be asked before the run directory is locked.
     """
@@ -108,33 +142,65 @@ class Journal:
         self._run, self._path = run, run.path / "switches.jsonl"
 
     def recover(self, step: int) -> SwitchRecord | None:
-        """What a resume at `step` does first: give the switch that the run died in, if any, an end. Doing it twice is once."""
+        """What a resume at `step` does first: give the switch that the run died in, if any, an end.
+
+        Doing it twice is once.
+        """
         died = unfinished(self._run.path)
         if died is not None:
             self._run.write_plan(died.source.to_json())
-            self.end("died", step=step, why="the run ended before the new plan was known to be good", costs_s=died.costs_s)
+            self.end(
+                "died",
+                step=step,
+                why="the run ended before the new plan was known to be good",
+                costs_s=died.costs_s,
+            )
         return died
 
     def begin(self, source: Plan, target: Plan, *, step: int, why: str, by_choice: bool) -> None:
-        """The state is about to be moved. Raises RunDirectoryError, as `commit`, if it cannot be written."""
-        self._append({"record": "begin", "step": step, "source": json.loads(source.to_json()), "target": json.loads(target.to_json()), "why": why,
-                      "by_choice": by_choice})
+        """The state is about to be moved.
+
+        Raises RunDirectoryError, as `commit`, if it cannot be written.
+        """
+        self._append(
+            {
+                "record": "begin",
+                "step": step,
+                "source": json.loads(source.to_json()),
+                "target": json.loads(target.to_json()),
+                "why": why,
+                "by_choice": by_choice,
+            }
+        )
 
     def commit(self, plan: Plan, *, step: int, costs_s: Mapping[str, float]) -> None:
         """The state has been moved and is the same: `plan` is the run's. `costs_s`: so far."""
         self._run.write_plan(plan.to_json())
-        self._append({"record": "commit", "step": step, "plan": plan.digest, "costs_s": dict(costs_s)})
+        self._append(
+            {"record": "commit", "step": step, "plan": plan.digest, "costs_s": dict(costs_s)}
+        )
 
-    def end(self, ending: Ending, *, step: int, why: str, costs_s: dict[str, float], back_to: Plan | None = None) -> None:
+    def end(
+        self,
+        ending: Ending,
+        *,
+        step: int,
+        why: str,
+        costs_s: dict[str, float],
+        back_to: Plan | None = None,
+    ) -> None:
         """How the switch went; `back_to`: the plan from before, which is the run's again.
 
-        Raises nothing: the switch is over, and a record that cannot be written is kept in the run's `failure`, as trouble with its
-        logs is, so that the state is saved before the run ends. What is on the disk then is a switch that has not been.
+        Raises nothing: the switch is over, and a record that cannot be written is kept in the run's
+        `failure`, as trouble with its logs is, so that the state is saved before the run ends. What
+        is on the disk then is a switch that has not been.
         """
         try:
             if back_to is not None:
                 self._run.write_plan(back_to.to_json())
-            self._append({"record": "end", "step": step, "ending": ending, "why": why, "costs_s": costs_s})
+            self._append(
+                {"record": "end", "step": step, "ending": ending, "why": why, "costs_s": costs_s}
+            )
         except RunDirectoryError as error:
             self._run.failure = self._run.failure or error
 
@@ -154,13 +220,21 @@ class Journal:
             if is_new:
                 _sync_directory(self._run.path)
         except OSError as error:
-            raise RunDirectoryError(explain(
-                "the record of a switch cannot be written", given=f"{self._path}: {error}",
-                do="make room or mend the permissions; until then the run keeps its plan")) from error
+            raise RunDirectoryError(
+                explain(
+                    "the record of a switch cannot be written",
+                    given=f"{self._path}: {error}",
+                    do="make room or mend the permissions; until then the run keeps its plan",
+                )
+            ) from error
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole records. One that lacks only its newline is whole: the next to be written will give it one, and the record must not say another thing then."""
+    """Whole records.
+
+    One that lacks only its newline is whole: the next to be written will give it one, and the
+    record must not say another thing then.
+    """
     with explained(path):
         content = path.read_bytes() if path.exists() else b""
     for line in content.split(b"\n"):

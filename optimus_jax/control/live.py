@@ -1,4 +1,6 @@
-"""The sources of a real run, put together: what this process's devices, its mesh and its run directory offer."""
+"""The sources of a real run, put together: what this process's devices, its mesh and its run
+directory offer.
+"""
 
 import time
 from collections import OrderedDict
@@ -22,7 +24,8 @@ from optimus_jax.planning.profiles.hardware import HardwareProfile
 
 
 class Probes:
-    """Rounds on each mesh of a run, under one budget; programs are kept, so that going back to a mesh compiles nothing.
+    """Rounds on each mesh of a run, under one budget; programs are kept, so that going back to a
+    mesh compiles nothing.
 
     Args:
       share: of wall time; 0: no probes.
@@ -32,7 +35,15 @@ class Probes:
       warn: told if there can be no probes on a mesh.
     """
 
-    def __init__(self, share: float, cluster: Cluster, profile: HardwareProfile | None, *, num_meshes: int, warn: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        share: float,
+        cluster: Cluster,
+        profile: HardwareProfile | None,
+        *,
+        num_meshes: int,
+        warn: Callable[[str], object],
+    ) -> None:
         self._share, self._cluster = share, cluster
         self._baselines, self._budget = Baselines(profile), Budget(share)
         self._programs: OrderedDict[Mesh, MeshProbes] = OrderedDict()
@@ -46,9 +57,12 @@ class Probes:
             self._programs.setdefault(mesh, programs)
 
     def on(self, mesh: Mesh) -> Rounds | None:
-        """Rounds on a mesh, compiled and settled: call it in all processes, between two steps. None: there are no probes.
+        """Rounds on a mesh, compiled and settled: call it in all processes, between two steps.
 
-        What goes wrong is told, and no reason to end a run; only where processes have to agree is it raised.
+        None: there are no probes.
+
+        What goes wrong is told, and no reason to end a run; only where processes have to agree is
+        it raised.
         """
         if not self._share:
             return None
@@ -58,12 +72,19 @@ class Probes:
             while len(self._programs) > self._num_meshes:
                 self._programs.popitem(last=False)
             sizes = AxisSizes(**mesh.shape)
-            rounds = Rounds(self._programs[mesh], {axis: self._link(sizes, axis) for axis in MESH_AXES}, self._baselines, self._budget)
+            rounds = Rounds(
+                self._programs[mesh],
+                {axis: self._link(sizes, axis) for axis in MESH_AXES},
+                self._baselines,
+                self._budget,
+            )
             rounds.settle()
         except Exception as error:
             if jax.process_count() > 1:
                 raise
-            self._warn(f"links and compute cannot be probed on this mesh ({type(error).__name__}: {error})")
+            self._warn(
+                f"links and compute cannot be probed on this mesh ({type(error).__name__}: {error})"
+            )
             return None
         return rounds
 
@@ -71,8 +92,15 @@ class Probes:
         return BETWEEN if self._cluster.hosts_crossed(sizes, (axis,)) > 1 else INSIDE
 
 
-def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, rounds: Rounds | None, heartbeats: Heartbeats | None,
-                 warn: Callable[[str], object]) -> Signals:
+def live_signals(
+    settings: ControlConfig,
+    *,
+    global_batch: int,
+    seq_len: int,
+    rounds: Rounds | None,
+    heartbeats: Heartbeats | None,
+    warn: Callable[[str], object],
+) -> Signals:
     """The signals of this process.
 
     Args:
@@ -87,4 +115,12 @@ def live_signals(settings: ControlConfig, *, global_batch: int, seq_len: int, ro
     sources: list[Source] = [DeviceMemory(devices), HeartbeatAges(heartbeats)]
     if devices[0].platform == "gpu":
         sources.append(GpuHealth(visible_gpus([device.local_hardware_id for device in devices])))
-    return Signals(settings, global_batch=global_batch, seq_len=seq_len, sources=sources, rounds=rounds, clock=time.perf_counter, warn=warn)
+    return Signals(
+        settings,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        sources=sources,
+        rounds=rounds,
+        clock=time.perf_counter,
+        warn=warn,
+    )

@@ -1,7 +1,8 @@
 """How fast the loss falls: Theil's slope, which a few spikes do not move.
 
-Each loss of the window's first half is paired with the one half a window later (the incomplete method of Theil 1950,
-"A rank-invariant method of linear and polynomial regression analysis", part I): each pair's slope is a sample.
+Each loss of the window's first half is paired with the one half a window later (the incomplete
+method of Theil 1950, "A rank-invariant method of linear and polynomial regression analysis", part
+I): each pair's slope is a sample.
 """
 
 import math
@@ -24,7 +25,10 @@ class LossSlope:
         self._time_s = 0.0
 
     def add(self, step: int, loss: float, time_s: float) -> None:
-        """The loss of a step; one that is not finite says nothing. If the run went back, so does this."""
+        """The loss of a step; one that is not finite says nothing.
+
+        If the run went back, so does this.
+        """
         if self._losses and step <= self._losses[-1][0]:
             self._losses.clear()
         if math.isfinite(loss):
@@ -41,5 +45,8 @@ class LossSlope:
         half = len(losses) // 2
         if half < _MIN_PAIRS:
             return UNKNOWN
-        slopes = [(late - early) / (step - before) for (before, early), (step, late) in zip(losses[:half], losses[-half:], strict=True)]
+        slopes = [
+            (late - early) / (step - before)
+            for (before, early), (step, late) in zip(losses[:half], losses[-half:], strict=True)
+        ]
         return summary(slopes, self._time_s, "good")

@@ -1,7 +1,9 @@
-"""Small programs that time the links and devices of the run's own mesh, compiled once for each mesh.
+"""Small programs that time the links and devices of the run's own mesh, compiled once for each
+mesh.
 
-An all-reduce along one mesh axis, in all its groups at once; and a chain of matmuls on each of this process's devices,
-in which no process waits for another. A GPU repeats them inside the program, so that launching hardly counts.
+An all-reduce along one mesh axis, in all its groups at once; and a chain of matmuls on each of this
+process's devices, in which no process waits for another. A GPU repeats them inside the program, so
+that launching hardly counts.
 """
 
 import math
@@ -20,7 +22,8 @@ from optimus_jax.mesh.axes import MESH_AXES
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _RUNS = 5
-"""Of each program, the shortest counts: the first also lets processes meet that come at different times."""
+"""Of each program, the shortest counts: the first also lets processes meet that come at different
+times."""
 
 
 class Programs(Protocol):
@@ -69,14 +72,21 @@ class MeshProbes:
         platform = mesh.devices.flat[0].platform
         self.messages, on_cpu = messages_of(platform), platform == "cpu"
         self._repeats = 1 if on_cpu else 8
-        # Shapes that planning/profiles/probes.py measures, for the sake of a baseline; a tenth of a millisecond on a GPU.
-        self.compute = Matmuls(m=512, k=256, dtype="f32", repeats=1) if on_cpu else Matmuls(m=1024, k=1024, dtype="bf16", repeats=16)
+        # Shapes that planning/profiles/probes.py measures, for the sake of a baseline; a tenth of a
+        # millisecond on a GPU.
+        self.compute = (
+            Matmuls(m=512, k=256, dtype="f32", repeats=1)
+            if on_cpu
+            else Matmuls(m=1024, k=1024, dtype="bf16", repeats=16)
+        )
         self._programs: dict[Work, Callable[[], object]] = {}
 
     def work(self, axis: str, num_bytes: int) -> AllReduce:
         """An all-reduce along `axis`."""
-        stride = math.prod(self._sizes[later] for later in MESH_AXES[MESH_AXES.index(axis) + 1:])
-        return AllReduce(axis_size=self._sizes[axis], stride=stride, num_bytes=num_bytes, repeats=self._repeats)
+        stride = math.prod(self._sizes[later] for later in MESH_AXES[MESH_AXES.index(axis) + 1 :])
+        return AllReduce(
+            axis_size=self._sizes[axis], stride=stride, num_bytes=num_bytes, repeats=self._repeats
+        )
 
     def compile(self) -> None:
         """Make all programs ready to run; runs none."""
@@ -96,10 +106,12 @@ class MeshProbes:
     def _program_of(self, axis: str, num_bytes: int) -> Callable[[], object]:
         work = self.work(axis, num_bytes)
         if work not in self._programs:
+
             def all_reduce(x: Array) -> Array:
                 return lax.psum(x, axis)
 
-            zeros = np.zeros(num_bytes // 4, np.float32)  # they stay zeros, however often they are summed
+            # they stay zeros, however often they are summed
+            zeros = np.zeros(num_bytes // 4, np.float32)
             self._programs[work] = _compiled(self._mesh, all_reduce, work.repeats, zeros)
         return self._programs[work]
 
@@ -107,8 +119,14 @@ class MeshProbes:
         work = self.compute
         if work not in self._programs:
             mine = Mesh(np.array(self._mesh.local_devices), ("mine",))
-            noise = np.random.default_rng(0).normal(size=(2, max(work.m, work.k), work.k), scale=work.k ** -0.5).astype(_DTYPES[work.dtype])
-            self._programs[work] = _compiled(mine, jnp.matmul, work.repeats, noise[0, :work.m], noise[1, :work.k])
+            noise = (
+                np.random.default_rng(0)
+                .normal(size=(2, max(work.m, work.k), work.k), scale=work.k**-0.5)
+                .astype(_DTYPES[work.dtype])
+            )
+            self._programs[work] = _compiled(
+                mine, jnp.matmul, work.repeats, noise[0, : work.m], noise[1, : work.k]
+            )
         return self._programs[work]
 
     def _shortest_s(self, program: Callable[[], object]) -> float:
@@ -120,7 +138,9 @@ class MeshProbes:
         return self._clock() - start_s
 
 
-def _compiled(mesh: Mesh, operation: Callable[..., Array], repeats: int, *each: np.ndarray) -> Callable[[], object]:
+def _compiled(
+    mesh: Mesh, operation: Callable[..., Array], repeats: int, *each: np.ndarray
+) -> Callable[[], object]:
     """`operation` on each device's own operands, the first being its last result, so many times."""
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
@@ -128,9 +148,23 @@ def _compiled(mesh: Mesh, operation: Callable[..., Array], repeats: int, *each: 
     def repeated(x: Array, *others: Array) -> Array:
         x, others = x[0], tuple(other[0] for other in others)
         # A loop of one makes XLA copy the operand on a CPU.
-        return (operation(x, *others) if repeats == 1 else lax.fori_loop(0, repeats, lambda _, x: operation(x, *others), x))[None]
+        return (
+            operation(x, *others)
+            if repeats == 1
+            else lax.fori_loop(0, repeats, lambda _, x: operation(x, *others), x)
+        )[None]
 
-    operands = [jax.make_array_from_callback((mesh.size, *one.shape), sharding, lambda _, one=one: one[None]) for one in each]
-    # Types of varying axes would ask for casts around the loop; a probe has no gradient that needs them.
-    program = jax.jit(jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)).lower(*operands).compile()
+    operands = [
+        jax.make_array_from_callback(
+            (mesh.size, *one.shape), sharding, lambda _, one=one: one[None]
+        )
+        for one in each
+    ]
+    # Types of varying axes would ask for casts around the loop; a probe has no gradient that needs
+    # them.
+    program = (
+        jax.jit(jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        .lower(*operands)
+        .compile()
+    )
     return lambda: program(*operands)

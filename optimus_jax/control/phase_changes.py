@@ -1,8 +1,10 @@
-"""From one phase of a run to the next: the step for other batches is compiled while the steps before it go on.
+"""From one phase of a run to the next: the step for other batches is compiled while the steps
+before it go on.
 
-Under the same plan no state moves, and the change costs the run nothing but what is left of the compilation. If the
-batches need another plan (planning/search/phase_plans.py) the state moves as in any switch, but there are no steps on trial: before
-and after are not to be compared, and there is no way back to other batches.
+Under the same plan no state moves, and the change costs the run nothing but what is left of the
+compilation. If the batches need another plan (planning/search/phase_plans.py) the state moves as in
+any switch, but there are no steps on trial: before and after are not to be compared, and there is
+no way back to other batches.
 """
 
 import math
@@ -35,8 +37,21 @@ class PhaseChanges:
       display: where they are shown.
     """
 
-    def __init__(self, config: Config, plan_of: PlanOf, switcher: Switcher, run: RunDirectory, display: Display) -> None:
-        self._config, self._plan_of, self._switcher, self._run, self._display = config, plan_of, switcher, run, display
+    def __init__(
+        self,
+        config: Config,
+        plan_of: PlanOf,
+        switcher: Switcher,
+        run: RunDirectory,
+        display: Display,
+    ) -> None:
+        self._config, self._plan_of, self._switcher, self._run, self._display = (
+            config,
+            plan_of,
+            switcher,
+            run,
+            display,
+        )
         self._phases = phases_of(config)
         self._next: Preparation | None = None
         self._is_for: Phase | None = None
@@ -44,10 +59,20 @@ class PhaseChanges:
         """From which that is prepared."""
 
     def prepare(self, step: int, *, within_steps: float = math.inf) -> None:
-        """Begin to compile for the phase after the one that the run is in after `step`, if it begins within so many steps; anew when the run's executable is another one."""
-        phase = next((phase for phase in self._phases if step < phase.steps_before < self._config.steps), None)
-        if phase is not None and phase.steps_before - step <= within_steps and not self._is_begun(phase):
-            with suppress(PlanError):  # it is raised when the phase begins, and the state can be saved
+        """Begin to compile for the phase after the one that the run is in after `step`, if it
+        begins within so many steps; anew when the run's executable is another one.
+        """
+        phase = next(
+            (phase for phase in self._phases if step < phase.steps_before < self._config.steps),
+            None,
+        )
+        if (
+            phase is not None
+            and phase.steps_before - step <= within_steps
+            and not self._is_begun(phase)
+        ):
+            # it is raised when the phase begins, and the state can be saved
+            with suppress(PlanError):
                 self._prepare(phase)
 
     def config_after(self, step: int) -> Config:
@@ -60,7 +85,8 @@ class PhaseChanges:
         return (phase.global_batch, phase.seq_len) != (config.data.global_batch, config.seq_len)
 
     def enter(self, state: TrainState, step: int) -> Switched:
-        """Go on with the batches of the phase that begins after `step`; waits for their step if that is not compiled yet.
+        """Go on with the batches of the phase that begins after `step`; waits for their step if
+        that is not compiled yet.
 
         Raises:
           PlanError: the phase cannot be trained. `state` is as it was.
@@ -78,24 +104,57 @@ class PhaseChanges:
         if switched.is_done:
             if not prepared.stays:
                 self._tell_of_move(prepared, switched, step, why)
-            self.tell(source, switched, step, compile_s=prepared.target.compile_s, was_ready=is_ready)
+            self.tell(
+                source, switched, step, compile_s=prepared.target.compile_s, was_ready=is_ready
+            )
         return switched
 
-    def tell(self, source: Plan, switched: Switched, step: int, *, compile_s: float, was_ready: bool = True) -> None:
-        """Write down that the run has gone on from plan `source` to the phase that begins after `step`."""
+    def tell(
+        self,
+        source: Plan,
+        switched: Switched,
+        step: int,
+        *,
+        compile_s: float,
+        was_ready: bool = True,
+    ) -> None:
+        """Write down that the run has gone on from plan `source` to the phase that begins after
+        `step`.
+        """
         plan, phase = switched.executable.plan, phase_after(self._config, step)
         self._run.log_event(
-            "phase", step, global_batch=phase.global_batch, seq_len=phase.seq_len, examples_before=phase.examples_before, plan=plan.digest,
-            from_plan=source.digest, layout=plan.describe(), compile_time_s=compile_s, was_ready=was_ready, step_delay_s=sum(switched.costs_s.values()))
+            "phase",
+            step,
+            global_batch=phase.global_batch,
+            seq_len=phase.seq_len,
+            examples_before=phase.examples_before,
+            plan=plan.digest,
+            from_plan=source.digest,
+            layout=plan.describe(),
+            compile_time_s=compile_s,
+            was_ready=was_ready,
+            step_delay_s=sum(switched.costs_s.values()),
+        )
         changed = "" if plan == source else f", under {plan.describe()}"
-        self._display.message(f"after step {step} the batches are {phase.global_batch} x {phase.seq_len} tokens{changed}")
+        self._display.message(
+            f"after step {step} the batches are {phase.global_batch} x {phase.seq_len}"
+            f" tokens{changed}"
+        )
 
     def _tell_of_move(self, prepared: Prepared, switched: Switched, step: int, why: str) -> None:
         plan, phases_s = prepared.target.plan, {"prepare_s": prepared.compile_s, **switched.costs_s}
         self._run.log_event(
-            "remesh", step, plan=plan.digest, layout=plan.describe(), from_plan=prepared.source.plan.digest, rung=None, why=why,
-            phases_s={name.removesuffix("_s"): time_s for name, time_s in phases_s.items()}, bytes_moved=prepared.there.sent_bytes,
-            step_delay_s=sum(switched.costs_s.values()))
+            "remesh",
+            step,
+            plan=plan.digest,
+            layout=plan.describe(),
+            from_plan=prepared.source.plan.digest,
+            rung=None,
+            why=why,
+            phases_s={name.removesuffix("_s"): time_s for name, time_s in phases_s.items()},
+            bytes_moved=prepared.there.sent_bytes,
+            step_delay_s=sum(switched.costs_s.values()),
+        )
 
     def close(self) -> None:
         """Wait for a compilation that is under way."""
@@ -106,7 +165,9 @@ class PhaseChanges:
 
     def _prepare(self, phase: Phase) -> Preparation:
         self._is_for, self._source, self._next = phase, self._switcher.running, None
-        self._next = self._switcher.prepare(self._plan_of(phase, self._source.plan), config=in_phase(self._config, phase))
+        self._next = self._switcher.prepare(
+            self._plan_of(phase, self._source.plan), config=in_phase(self._config, phase)
+        )
         return self._next
 
 
@@ -117,5 +178,13 @@ def _result(preparation: Preparation, phase: Phase) -> Prepared:
     except PlanError:
         raise
     except Exception as error:
-        raise PlanError(explain(f"the step with {phase} cannot be compiled", given=f"{preparation.plan.describe()}: {error}",
-                                do="start again with --resume on more devices or another --mesh; the state is saved")) from error
+        raise PlanError(
+            explain(
+                f"the step with {phase} cannot be compiled",
+                given=f"{preparation.plan.describe()}: {error}",
+                do=(
+                    "start again with --resume on more devices or another --mesh; the state is"
+                    " saved"
+                ),
+            )
+        ) from error

@@ -1,10 +1,12 @@
-"""Whether to switch, and to what: a pure function of what is known, with every reason in its answer.
+"""Whether to switch, and to what: a pure function of what is known, with every reason in its
+answer.
 
-A *candidate* is a plan that could be switched to. Its *gain* is what it would save until the end of the *horizon*,
-its *cost* what the run stands still for. The *rung* says what a switch has to touch, cheapest first.
-A switch has to pass every test: the plan saves a share of each step that is worth speaking of, saves more than it
-costs with high probability and several times its cost in expectation, and fits the budget. While it is not known how long
-conditions are going to last, a switch waits until its cost is as likely as not to be earned back (ski rental).
+A *candidate* is a plan that could be switched to. Its *gain* is what it would save until the end of
+the *horizon*, its *cost* what the run stands still for. The *rung* says what a switch has to touch,
+cheapest first. A switch has to pass every test: the plan saves a share of each step that is worth
+speaking of, saves more than it costs with high probability and several times its cost in
+expectation, and fits the budget. While it is not known how long conditions are going to last, a
+switch waits until its cost is as likely as not to be earned back (ski rental).
 """
 
 import math
@@ -20,19 +22,24 @@ from optimus_jax.planning.search.explain import flags, seconds
 
 Rung = Literal["executable", "rebalance", "permute", "remesh", "subset", "restart"]
 RUNGS: tuple[Rung, ...] = ("executable", "rebalance", "permute", "remesh", "subset", "restart")
-"""Cheapest first: nothing moves; some layers move to neighbours; the rest moves more. Nothing offers `permute` (docs/control.md)."""
+"""Cheapest first: nothing moves; some layers move to neighbours; the rest moves more. Nothing
+offers `permute` (docs/control.md)."""
 Action = Literal["stay", "switch"]
 CHOSEN = "chosen"
 ALMOST = 0.9
 """A cheaper rung wins if its net gain is this share of the largest."""
 EVEN_ODDS = 0.5
-"""Of earning a switch's cost back, before it is made while it is unknown how long conditions last."""
+"""Of earning a switch's cost back, before it is made while it is unknown how long conditions
+last."""
 LONG_ODDS = 0.7
-"""The same of a restart, which takes as long again to undo; nor does anything tell when it should be, for who is left out is not measured."""
+"""The same of a restart, which takes as long again to undo; nor does anything tell when it should
+be, for who is left out is not measured."""
 LOOK_AGAIN = 0.25
-"""Of the time that conditions have lasted: after so much more of it, what only their duration spoke against is weighed again."""
+"""Of the time that conditions have lasted: after so much more of it, what only their duration spoke
+against is weighed again."""
 RETURN = 2.0
-"""A plan that was left has to gain so many times as much as another, while nothing has changed since."""
+"""A plan that was left has to gain so many times as much as another, while nothing has changed
+since."""
 SHOWN = 5
 """Alternatives that a record has."""
 _NORMAL = statistics.NormalDist()
@@ -49,13 +56,15 @@ class Candidate:
     deviation: float
     """Standard deviation of that."""
     log_ratio_after: float | None = None
-    """The same once present conditions have ended; None: as it was before, so that the present plan is the better one."""
+    """The same once present conditions have ended; None: as it was before, so that the present plan
+    is the better one."""
     cost_s: float
     """Expected delay by the switch."""
     return_s: float = 0.0
     """Expected delay by the way back."""
     prepare_s: float = 0.0
-    """Expected time until the switch can be made, in which the run goes on; if conditions end before, it is not made."""
+    """Expected time until the switch can be made, in which the run goes on; if conditions end
+    before, it is not made."""
     without: frozenset[int] = frozenset()
     """Ids of devices that it does not use."""
     likely: float = 1.0
@@ -84,7 +93,11 @@ class Regime:
 
     def expected_s(self, horizon_s: float) -> float:
         """Expected time left of it within the horizon."""
-        return horizon_s if self.durations is None else self.durations.expected_s(self.elapsed_s, horizon_s)
+        return (
+            horizon_s
+            if self.durations is None
+            else self.durations.expected_s(self.elapsed_s, horizon_s)
+        )
 
     def survival(self, further_s: float) -> float:
         """Probability that it lasts that much longer."""
@@ -92,7 +105,11 @@ class Regime:
 
     def wait_s(self, further_s: float, probability: float = EVEN_ODDS) -> float:
         """How much longer it has to last until it lasts `further_s` more with this probability."""
-        return 0.0 if self.durations is None else self.durations.wait_s(self.elapsed_s, further_s, probability)
+        return (
+            0.0
+            if self.durations is None
+            else self.durations.wait_s(self.elapsed_s, further_s, probability)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +128,8 @@ class Situation:
     budget_s: float
     """What switches may still take."""
     caution: float = 1.0
-    """Factor on the costs that a gain has to be worth: more than 1 where the run has been to and fro."""
+    """Factor on the costs that a gain has to be worth: more than 1 where the run has been to and
+    fro."""
     blocked: str = ""
     """Why no switch may be made now, whatever it gains; empty: one may."""
     mandatory: bool = False
@@ -141,13 +159,24 @@ class Alternative:
 
     def as_json(self) -> dict[str, Any]:
         """One entry of the record."""
-        return {"plan": self.plan.digest, "flags": flags(self.plan), "rung": self.rung, "step_time_s": _rounded(self.step_time_s),
-                "gain_s": _rounded(self.gain_s), "cost_s": _rounded(self.cost_s), "probability": round(self.probability, 3), "verdict": self.verdict}
+        return {
+            "plan": self.plan.digest,
+            "flags": flags(self.plan),
+            "rung": self.rung,
+            "step_time_s": _rounded(self.step_time_s),
+            "gain_s": _rounded(self.gain_s),
+            "cost_s": _rounded(self.cost_s),
+            "probability": round(self.probability, 3),
+            "verdict": self.verdict,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One decision with its reasons. A `stay` that comes while a switch is being prepared withdraws it."""
+    """One decision with its reasons.
+
+    A `stay` that comes while a switch is being prepared withdraws it.
+    """
 
     step: int
     """Done when it was made."""
@@ -159,7 +188,8 @@ class Decision:
     rung: Rung | None = None
     """What the switch has to touch."""
     at_step: int | None = None
-    """The switch belongs at the boundary after this step (prepare it before); None: as soon as it is prepared."""
+    """The switch belongs at the boundary after this step (prepare it before); None: as soon as it
+    is prepared."""
     without: frozenset[int] = frozenset()
     """Ids of devices that `plan` must not use."""
     mandatory: bool = False
@@ -178,25 +208,58 @@ class Decision:
     def as_json(self) -> dict[str, Any]:
         """For the `decision` event of events.jsonl; its step and time are the event's own."""
         return {
-            "action": self.action, "why": self.why, "trigger": self.trigger, "plan": self.plan and self.plan.digest, "rung": self.rung,
-            "at_step": self.at_step, "without": sorted(self.without), "mandatory": self.mandatory,
-            "step_time_s": self.step_time_s and _rounded(self.step_time_s), "wait_s": self.wait_s and _rounded(self.wait_s),
-            "inputs": {name: _rounded(value) if isinstance(value, float) else value for name, value in self.inputs.items()},
-            "alternatives": [each.as_json() for each in self.alternatives]}
+            "action": self.action,
+            "why": self.why,
+            "trigger": self.trigger,
+            "plan": self.plan and self.plan.digest,
+            "rung": self.rung,
+            "at_step": self.at_step,
+            "without": sorted(self.without),
+            "mandatory": self.mandatory,
+            "step_time_s": self.step_time_s and _rounded(self.step_time_s),
+            "wait_s": self.wait_s and _rounded(self.wait_s),
+            "inputs": {
+                name: _rounded(value) if isinstance(value, float) else value
+                for name, value in self.inputs.items()
+            },
+            "alternatives": [each.as_json() for each in self.alternatives],
+        }
 
 
-def decide(situation: Situation, candidates: Sequence[Candidate], settings: ControlConfig) -> Decision:
+def decide(
+    situation: Situation, candidates: Sequence[Candidate], settings: ControlConfig
+) -> Decision:
     """Stay, or switch to one of the candidates. Depends on nothing but its arguments."""
     if situation.mandatory:
         return _move_away(situation, candidates)
-    weighed = sorted((_weigh(situation, each, settings) for each in candidates), key=lambda each: -each.net_s)
+    weighed = sorted(
+        (_weigh(situation, each, settings) for each in candidates), key=lambda each: -each.net_s
+    )
     passed = [] if situation.blocked else [each for each in weighed if not each.objection]
-    best = min([each for each in passed if each.net_s >= ALMOST * passed[0].net_s], key=lambda each: RUNGS.index(each.candidate.rung), default=None)
+    best = min(
+        [each for each in passed if each.net_s >= ALMOST * passed[0].net_s],
+        key=lambda each: RUNGS.index(each.candidate.rung),
+        default=None,
+    )
     if best is None:
         waits = [each.wait_s for each in weighed if each.wait_s is not None]
-        return _decision(situation, weighed, None, why=_why_stay(situation, weighed), wait_s=min(waits, default=None))
+        return _decision(
+            situation,
+            weighed,
+            None,
+            why=_why_stay(situation, weighed),
+            wait_s=min(waits, default=None),
+        )
     if len(passed) > 1 and best is not passed[0]:
-        return _decision(situation, weighed, best, why=f"{_why_switch(situation, best)}; a cheaper switch than the best plan's gains about as much")
+        return _decision(
+            situation,
+            weighed,
+            best,
+            why=(
+                f"{_why_switch(situation, best)}; a cheaper switch than the best plan's gains about"
+                " as much"
+            ),
+        )
     return _decision(situation, weighed, best, why=_why_switch(situation, best))
 
 
@@ -220,25 +283,55 @@ class _Weighed:
 
 def _weigh(situation: Situation, candidate: Candidate, settings: ControlConfig) -> _Weighed:
     regime = situation.regime
-    if candidate.log_ratio_after is not None and _gain(candidate.log_ratio_after, candidate.deviation) > settings.min_gain:
+    if (
+        candidate.log_ratio_after is not None
+        and _gain(candidate.log_ratio_after, candidate.deviation) > settings.min_gain
+    ):
         # It is better now and afterwards, so how long now lasts does not matter.
         regime = replace(regime, durations=None)
-        candidate = replace(candidate, log_ratio=max(candidate.log_ratio, candidate.log_ratio_after))
+        candidate = replace(
+            candidate, log_ratio=max(candidate.log_ratio, candidate.log_ratio_after)
+        )
     unprepared = regime
     if candidate.prepare_s and situation.at_step is None:
-        # Nothing is gained while it is prepared; and conditions that end before it is ready withdraw it, so what counts is how long those last that have lasted until then.
-        situation = replace(situation, horizon_s=max(0.0, situation.horizon_s - candidate.prepare_s))
-        regime = regime if regime.durations is None else replace(regime, elapsed_s=regime.elapsed_s + candidate.prepare_s)
+        # Nothing is gained while it is prepared; and conditions that end before it is ready
+        # withdraw it, so what counts is how long those last that have lasted until then.
+        situation = replace(
+            situation, horizon_s=max(0.0, situation.horizon_s - candidate.prepare_s)
+        )
+        regime = (
+            regime
+            if regime.durations is None
+            else replace(regime, elapsed_s=regime.elapsed_s + candidate.prepare_s)
+        )
     left_s = max(0.0, situation.horizon_s - candidate.cost_s)
     lasting_s = regime.expected_s(left_s)
     # The way back is walked only if conditions end before the run does.
-    back_s = 0.0 if regime.durations is None else (1.0 - regime.survival(left_s)) * candidate.return_s
+    back_s = (
+        0.0 if regime.durations is None else (1.0 - regime.survival(left_s)) * candidate.return_s
+    )
     gain_s, cost_s = candidate.likely * candidate.gain * lasting_s, candidate.cost_s + back_s
     probability = candidate.likely * _probability(candidate, cost_s, lasting_s)
     earned_s = candidate.cost_s / candidate.gain if candidate.gain > 0 else math.inf
     unsure_s = unprepared.wait_s(candidate.prepare_s)
-    objection, wait_s = _objection(replace(situation, regime=regime), candidate, settings, gain_s, cost_s, probability, earned_s, unsure_s)
-    return _Weighed(candidate=candidate, gain_s=gain_s, cost_s=cost_s, probability=probability, objection=objection, wait_s=wait_s)
+    objection, wait_s = _objection(
+        replace(situation, regime=regime),
+        candidate,
+        settings,
+        gain_s,
+        cost_s,
+        probability,
+        earned_s,
+        unsure_s,
+    )
+    return _Weighed(
+        candidate=candidate,
+        gain_s=gain_s,
+        cost_s=cost_s,
+        probability=probability,
+        objection=objection,
+        wait_s=wait_s,
+    )
 
 
 def _gain(log_ratio: float, deviation: float) -> float:
@@ -256,58 +349,150 @@ def _probability(candidate: Candidate, cost_s: float, lasting_s: float) -> float
     return _NORMAL.cdf((enough - candidate.log_ratio) / candidate.deviation)
 
 
-def _objection(situation: Situation, candidate: Candidate, settings: ControlConfig, gain_s: float, cost_s: float, probability: float,
-               earned_s: float, unsure_s: float) -> tuple[str, float | None]:
+def _objection(
+    situation: Situation,
+    candidate: Candidate,
+    settings: ControlConfig,
+    gain_s: float,
+    cost_s: float,
+    probability: float,
+    earned_s: float,
+    unsure_s: float,
+) -> tuple[str, float | None]:
     """The first test that is not passed, and how long to wait where time alone is missing."""
     least = settings.min_gain * (RETURN if candidate.was_left else 1.0)
-    # The longer conditions have lasted, the longer they are expected to, and the run with them: what fails by that alone may pass later.
-    later_s = None if situation.regime.durations is None else LOOK_AGAIN * situation.regime.elapsed_s
+    # The longer conditions have lasted, the longer they are expected to, and the run with them:
+    # what fails by that alone may pass later.
+    later_s = (
+        None if situation.regime.durations is None else LOOK_AGAIN * situation.regime.elapsed_s
+    )
     if candidate.barred:
         return candidate.barred, None
     if candidate.gain <= least:
         return f"saves {candidate.gain:.1%} of a step, and {least:.0%} is the least", None
     # Where conditions may end, the way back has to be affordable too, or the run would be stranded.
-    needed_s = candidate.cost_s + (0.0 if situation.regime.durations is None else candidate.return_s)
+    needed_s = candidate.cost_s + (
+        0.0 if situation.regime.durations is None else candidate.return_s
+    )
     if needed_s > situation.budget_s and not candidate.is_free:
-        return f"costs {seconds(needed_s)}, and {seconds(max(0.0, situation.budget_s))} are left for switches (controller.budget_share={settings.budget_share:g})", later_s
+        return (
+            (
+                f"costs {seconds(needed_s)}, and {seconds(max(0.0, situation.budget_s))} are left"
+                f" for switches (controller.budget_share={settings.budget_share:g})"
+            ),
+            later_s,
+        )
     if earned_s >= situation.horizon_s - candidate.cost_s:
         if situation.horizon_s <= 0:
             return f"takes {seconds(candidate.prepare_s)} to prepare, and the run ends before", None
-        return f"costs {seconds(cost_s)}, which the {seconds(situation.horizon_s)} that are left then cannot earn back", None
+        return (
+            (
+                f"costs {seconds(cost_s)}, which the {seconds(situation.horizon_s)} that are left"
+                " then cannot earn back"
+            ),
+            None,
+        )
     if candidate.likely < settings.min_probability:
-        return f"saves time only if conditions there are normal, with probability {candidate.likely:.2f}", None
+        return (
+            (
+                "saves time only if conditions there are normal, with probability"
+                f" {candidate.likely:.2f}"
+            ),
+            None,
+        )
     if unsure_s > 0:
-        return f"conditions may not last the {seconds(candidate.prepare_s)} that preparing it takes; worth it if they last {seconds(unsure_s)} longer", unsure_s
-    wait_s = situation.regime.wait_s(earned_s, LONG_ODDS if candidate.rung == "restart" else EVEN_ODDS)
+        return (
+            (
+                f"conditions may not last the {seconds(candidate.prepare_s)} that preparing it"
+                f" takes; worth it if they last {seconds(unsure_s)} longer"
+            ),
+            unsure_s,
+        )
+    wait_s = situation.regime.wait_s(
+        earned_s, LONG_ODDS if candidate.rung == "restart" else EVEN_ODDS
+    )
     if wait_s > 0:
-        return f"conditions may not last the {seconds(earned_s)} that earn its cost back; worth it if they last {seconds(wait_s)} longer", wait_s
+        return (
+            (
+                f"conditions may not last the {seconds(earned_s)} that earn its cost back; worth it"
+                f" if they last {seconds(wait_s)} longer"
+            ),
+            wait_s,
+        )
     if probability < settings.min_probability:
-        return f"saves time with probability {probability:.2f}, and {settings.min_probability:g} is the least", later_s
+        return (
+            (
+                f"saves time with probability {probability:.2f}, and {settings.min_probability:g}"
+                " is the least"
+            ),
+            later_s,
+        )
     least_times = settings.gain_over_cost * situation.caution
     if gain_s < max(cost_s, least_times * candidate.cost_s):
-        return f"saves {seconds(gain_s)} for {seconds(candidate.cost_s)}, and {least_times:.2g} times is the least", later_s
+        return (
+            (
+                f"saves {seconds(gain_s)} for {seconds(candidate.cost_s)}, and {least_times:.2g}"
+                " times is the least"
+            ),
+            later_s,
+        )
     return "", None
 
 
 def _move_away(situation: Situation, candidates: Sequence[Candidate]) -> Decision:
-    """The present plan cannot be kept: to whatever does the rest of the run, the move included, soonest."""
+    """The present plan cannot be kept: to whatever does the rest of the run, the move included,
+    soonest.
+    """
+
     def finished_s(candidate: Candidate) -> float:
         return candidate.cost_s + situation.horizon_s * math.exp(min(50.0, candidate.log_ratio))
 
     ordered = sorted(candidates, key=lambda each: (bool(each.barred), finished_s(each)))
-    weighed = [_Weighed(candidate=each, gain_s=situation.horizon_s * each.gain, cost_s=each.cost_s, probability=1.0, objection=each.barred) for each in ordered]
+    weighed = [
+        _Weighed(
+            candidate=each,
+            gain_s=situation.horizon_s * each.gain,
+            cost_s=each.cost_s,
+            probability=1.0,
+            objection=each.barred,
+        )
+        for each in ordered
+    ]
     if not weighed:
-        return _decision(situation, [], None, why=f"{situation.trigger}, and no plan is known that could be kept instead")
+        return _decision(
+            situation,
+            [],
+            None,
+            why=f"{situation.trigger}, and no plan is known that could be kept instead",
+        )
     best = weighed[0]
     if best.objection:
-        return _decision(situation, weighed, None, why=f"{situation.trigger}, and no plan that could be kept instead may be used: {best.candidate.plan.axes} {best.objection}")
-    return _decision(situation, weighed, best,
-                     why=f"{situation.trigger}: {best.candidate.plan.axes} is expected to finish soonest of {len(weighed)} plans that can go on")
+        return _decision(
+            situation,
+            weighed,
+            None,
+            why=(
+                f"{situation.trigger}, and no plan that could be kept instead may be used:"
+                f" {best.candidate.plan.axes} {best.objection}"
+            ),
+        )
+    return _decision(
+        situation,
+        weighed,
+        best,
+        why=(
+            f"{situation.trigger}: {best.candidate.plan.axes} is expected to finish soonest of"
+            f" {len(weighed)} plans that can go on"
+        ),
+    )
 
 
 def _why_switch(situation: Situation, best: _Weighed) -> str:
-    return (f"{situation.trigger}: {best.candidate.plan.axes} is expected to save {best.candidate.gain:.0%} of each step, {seconds(best.gain_s)} in all "
-            f"for a switch of {seconds(best.cost_s)}, with probability {best.probability:.2f}")
+    return (
+        f"{situation.trigger}: {best.candidate.plan.axes} is expected to save"
+        f" {best.candidate.gain:.0%} of each step, {seconds(best.gain_s)} in all for a switch of"
+        f" {seconds(best.cost_s)}, with probability {best.probability:.2f}"
+    )
 
 
 def _why_stay(situation: Situation, weighed: Sequence[_Weighed]) -> str:
@@ -315,28 +500,54 @@ def _why_stay(situation: Situation, weighed: Sequence[_Weighed]) -> str:
         return f"{situation.trigger}: {situation.blocked}"
     if not weighed:
         return f"{situation.trigger}: no other plan is known that could be used"
-    # The one with the most to gain says what it fails by; without any gain the plan at hand is the best.
+    # The one with the most to gain says what it fails by; without any gain the plan at hand is the
+    # best.
     best = max(weighed, key=lambda each: (not each.candidate.barred, each.gain_s))
     if best.candidate.gain <= 0:
         return f"{situation.trigger}: no other plan is expected to be faster"
     return f"{situation.trigger}: {best.candidate.plan.axes} {best.objection}"
 
 
-def _decision(situation: Situation, weighed: Sequence[_Weighed], best: _Weighed | None, *, why: str, wait_s: float | None = None) -> Decision:
+def _decision(
+    situation: Situation,
+    weighed: Sequence[_Weighed],
+    best: _Weighed | None,
+    *,
+    why: str,
+    wait_s: float | None = None,
+) -> Decision:
     chosen = best and best.candidate
     shown = sorted(weighed, key=lambda each: each is not best)[:SHOWN]
     return Decision(
-        step=situation.step, action="switch" if chosen else "stay", why=why, plan=chosen and chosen.plan, rung=chosen and chosen.rung,
-        at_step=situation.at_step if chosen else None, without=chosen.without if chosen else frozenset(), mandatory=situation.mandatory,
-        trigger=situation.trigger, step_time_s=situation.step_time_s, wait_s=wait_s, inputs=situation.inputs,
-        alternatives=tuple(_shown(situation, each, each is best) for each in shown))
+        step=situation.step,
+        action="switch" if chosen else "stay",
+        why=why,
+        plan=chosen and chosen.plan,
+        rung=chosen and chosen.rung,
+        at_step=situation.at_step if chosen else None,
+        without=chosen.without if chosen else frozenset(),
+        mandatory=situation.mandatory,
+        trigger=situation.trigger,
+        step_time_s=situation.step_time_s,
+        wait_s=wait_s,
+        inputs=situation.inputs,
+        alternatives=tuple(_shown(situation, each, each is best) for each in shown),
+    )
 
 
 def _shown(situation: Situation, each: _Weighed, is_best: bool) -> Alternative:
-    verdict = CHOSEN if is_best else each.objection or (situation.blocked or "another one is worth more")
+    verdict = (
+        CHOSEN if is_best else each.objection or (situation.blocked or "another one is worth more")
+    )
     return Alternative(
-        plan=each.candidate.plan, rung=each.candidate.rung, step_time_s=situation.step_time_s * math.exp(min(50.0, each.candidate.log_ratio)),
-        gain_s=each.gain_s, cost_s=each.cost_s, probability=each.probability, verdict=verdict)
+        plan=each.candidate.plan,
+        rung=each.candidate.rung,
+        step_time_s=situation.step_time_s * math.exp(min(50.0, each.candidate.log_ratio)),
+        gain_s=each.gain_s,
+        cost_s=each.cost_s,
+        probability=each.probability,
+        verdict=verdict,
+    )
 
 
 def _rounded(number: float) -> float:

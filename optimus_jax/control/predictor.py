@@ -1,7 +1,8 @@
-"""What steps take under any plan: the cost model, mended by what was measured while the run went on.
+"""What steps take under any plan: the cost model, mended by what was measured while the run went
+on.
 
-Beliefs are those of planning/learning/beliefs.py. Old evidence counts for less, and what earlier runs on the same hardware have
-learnt is read from a file.
+Beliefs are those of planning/learning/beliefs.py. Old evidence counts for less, and what earlier
+runs on the same hardware have learnt is read from a file.
 """
 
 import json
@@ -20,7 +21,8 @@ from optimus_jax.system.cache import write_whole
 from optimus_jax.system.json_input import read_json
 
 ANOTHER_RUN = 0.1
-"""Standard deviation of levels from one run to the next on the same hardware, as a logarithm: it may find other neighbours, another driver, another room temperature."""
+"""Standard deviation of levels from one run to the next on the same hardware, as a logarithm: it
+may find other neighbours, another driver, another room temperature."""
 HALF_LIFE = 3000.0
 """Steps after which the variance of a measurement counts twice."""
 FORGOTTEN = 100.0
@@ -43,8 +45,13 @@ class Seen(Evidence):
 
     def as_json(self) -> dict[str, object]:
         """Readable: times in seconds."""
-        return {"plan": self.query.plan, "setting": self.query.setting, "measured_s": math.exp(self.log_time), "deviation": self.deviation,
-                "terms_s": dict(self.query.terms_s)}
+        return {
+            "plan": self.query.plan,
+            "setting": self.query.setting,
+            "measured_s": math.exp(self.log_time),
+            "deviation": self.deviation,
+            "terms_s": dict(self.query.terms_s),
+        }
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,11 @@ class Forecast:
 
     def ratio(self, index: int, other: int) -> tuple[float, float]:
         """Mean and deviation of the logarithm of `index`'s time over `other`'s."""
-        variance = self.covariance[index, index] + self.covariance[other, other] - 2 * self.covariance[index, other]
+        variance = (
+            self.covariance[index, index]
+            + self.covariance[other, other]
+            - 2 * self.covariance[index, other]
+        )
         return float(self.mean[index] - self.mean[other]), math.sqrt(max(0.0, float(variance)))
 
 
@@ -89,16 +100,28 @@ class Predictor:
         return tuple(self._evidence.values())
 
     def learn(self, query: Query, *, log_time: float, noise: float, count: int, step: int) -> None:
-        """Steps have this level. Replaces what was known of the same query; what makes no sense is left out.
+        """Steps have this level.
+
+        Replaces what was known of the same query; what makes no sense is left out.
 
         Args:
           noise: robust deviation of a single step's logarithm.
           count: steps that the level rests on.
         """
-        if count < 1 or not math.isfinite(log_time) or not math.isfinite(noise) or not 0 < query.predicted_s < math.inf:
+        if (
+            count < 1
+            or not math.isfinite(log_time)
+            or not math.isfinite(noise)
+            or not 0 < query.predicted_s < math.inf
+        ):
             return
         self._evidence.pop(query.key, None)
-        self._evidence[query.key] = Seen(query=query, log_time=log_time, deviation=max(noise, 0.005) / math.sqrt(count), step=step)
+        self._evidence[query.key] = Seen(
+            query=query,
+            log_time=log_time,
+            deviation=max(noise, 0.005) / math.sqrt(count),
+            step=step,
+        )
         while len(self._evidence) > KEPT:
             self._evidence.pop(next(iter(self._evidence)))
         self._step = max(self._step, step)
@@ -112,7 +135,9 @@ class Predictor:
         self._evidence.pop(query.key, None)
 
     def forget_earlier_runs(self) -> None:
-        """The hardware is not what their predictions took it for, so what they measured beside these teaches nothing."""
+        """The hardware is not what their predictions took it for, so what they measured beside
+        these teaches nothing.
+        """
         self._calibration = Calibration()
         self._evidence = {key: each for key, each in self._evidence.items() if each.step >= 0}
 
@@ -128,15 +153,25 @@ class Predictor:
 
     def _believed(self, queries: Sequence[Query]) -> Beliefs:
         evidence = [each.at(self._step) for each in self._evidence.values()]
-        return Beliefs.before([*(each.query for each in evidence), *queries], self._calibration).after(evidence)
+        return Beliefs.before(
+            [*(each.query for each in evidence), *queries], self._calibration
+        ).after(evidence)
 
     def save(self, path: Path) -> None:
-        """Keep what was learnt outside unexplained regimes, as JSON; a warning if that is not possible."""
+        """Keep what was learnt outside unexplained regimes, as JSON; a warning if that is not
+        possible.
+        """
         kept = [each.as_json() for each in self._evidence.values() if not each.query.regime]
-        write_whole(path, json.dumps({"evidence": kept}, indent=1) + "\n", "what was learnt about this hardware")
+        write_whole(
+            path,
+            json.dumps({"evidence": kept}, indent=1) + "\n",
+            "what was learnt about this hardware",
+        )
 
     def load(self, path: Path) -> None:
-        """Take what `save` has kept, as a run's worth older; a warning if the file is damaged, nothing if there is none."""
+        """Take what `save` has kept, as a run's worth older; a warning if the file is damaged,
+        nothing if there is none.
+        """
         try:
             found = [_evidence(each) for each in read_json(path)["evidence"]]
         except FileNotFoundError:
@@ -151,11 +186,23 @@ class Predictor:
 def _evidence(value: Mapping[str, object]) -> Seen:
     """From `Seen.as_json`. Raises ValueError, TypeError or KeyError."""
     terms, measured_s, deviation = value["terms_s"], value["measured_s"], value["deviation"]
-    if not isinstance(terms, Mapping) or not isinstance(measured_s, float) or not isinstance(deviation, float):
+    if (
+        not isinstance(terms, Mapping)
+        or not isinstance(measured_s, float)
+        or not isinstance(deviation, float)
+    ):
         raise TypeError("terms_s, measured_s and deviation are numbers")
     terms_s = {str(name): float(time_s) for name, time_s in terms.items()}
     times = (measured_s, deviation, sum(terms_s.values()))
-    if not all(math.isfinite(number) and number > 0 for number in times) or min(terms_s.values()) < 0:
+    if (
+        not all(math.isfinite(number) and number > 0 for number in times)
+        or min(terms_s.values()) < 0
+    ):
         raise ValueError("times are finite and above 0")
     query = Query(plan=str(value["plan"]), setting=str(value["setting"]), terms_s=terms_s)
-    return Seen(query=query, log_time=math.log(measured_s), deviation=max(deviation, ANOTHER_RUN), step=-int(HALF_LIFE))
+    return Seen(
+        query=query,
+        log_time=math.log(measured_s),
+        deviation=max(deviation, ANOTHER_RUN),
+        step=-int(HALF_LIFE),
+    )

@@ -1,6 +1,7 @@
 """A plan on its way to be ready: compiled in a thread while training goes on, in every process.
 
-What goes wrong on the way is a result, told when it is asked for, and never an exception in training.
+What goes wrong on the way is a result, told when it is asked for, and never an exception in
+training.
 """
 
 from collections.abc import Callable
@@ -37,16 +38,24 @@ class Prepared:
     def has_same_batches(self) -> bool:
         """Whether both plans train on the same batches."""
         source, target = self.source.program.config, self.target.program.config
-        return (source.data.global_batch, source.seq_len) == (target.data.global_batch, target.seq_len)
+        return (source.data.global_batch, source.seq_len) == (
+            target.data.global_batch,
+            target.seq_len,
+        )
 
     @property
     def stays(self) -> bool:
         """Whether nothing moves, since plan and devices are the same."""
-        return (self.source.plan, self.source.layout.devices) == (self.target.plan, self.target.layout.devices)
+        return (self.source.plan, self.source.layout.devices) == (
+            self.target.plan,
+            self.target.layout.devices,
+        )
 
     @property
     def move_bytes(self) -> int:
-        """That a device holds at most while the state moves: the larger state, and what is on the way."""
+        """That a device holds at most while the state moves: the larger state, and what is on the
+        way.
+        """
         states = self.source.layout.num_bytes(), self.target.layout.num_bytes()
         return max(states) + max(self.there.way_bytes, self.back.way_bytes)
 
@@ -64,10 +73,19 @@ class Preparation:
         self._is_wanted = False
 
     def do(self, work: Callable[[], Prepared]) -> None:
-        """Do the work here and now, if somebody still waits for it, and keep what comes of it. Called in the thread."""
+        """Do the work here and now, if somebody still waits for it, and keep what comes of it.
+
+        Called in the thread.
+        """
         try:
             if not self._is_wanted:
-                raise PlanError(explain("this preparation was withdrawn", given=self.plan.describe(), do="prepare the plan again"))
+                raise PlanError(
+                    explain(
+                        "this preparation was withdrawn",
+                        given=self.plan.describe(),
+                        do="prepare the plan again",
+                    )
+                )
             self._future.set_result(work())
         except Exception as error:
             self._future.set_exception(error)
@@ -88,24 +106,45 @@ class Preparation:
         return self._future.result()
 
     def is_ready_everywhere(self) -> bool:
-        """Whether every process is ready for this plan. All have to ask at the same step boundary; a tiny collective.
+        """Whether every process is ready for this plan.
+
+        All have to ask at the same step boundary; a tiny collective.
 
         Raises OptimusError, on all of them, if one prepares another plan or has failed.
         """
-        mine = np.array([*bytes.fromhex(self.plan.digest), self.is_done, bool(self.failure)], np.uint8)
-        all_of_them = multihost_utils.process_allgather(mine) if jax.process_count() > 1 else mine[None]
+        mine = np.array(
+            [*bytes.fromhex(self.plan.digest), self.is_done, bool(self.failure)], np.uint8
+        )
+        all_of_them = (
+            multihost_utils.process_allgather(mine) if jax.process_count() > 1 else mine[None]
+        )
         *digests, done, failed = all_of_them.T
         if any((part != part[0]).any() for part in digests):
-            raise OptimusError(explain("the processes of this run prepare different plans", given=f"{self.plan.digest} here",
-                                       do="start all processes from the same version and settings"))
+            raise OptimusError(
+                explain(
+                    "the processes of this run prepare different plans",
+                    given=f"{self.plan.digest} here",
+                    do="start all processes from the same version and settings",
+                )
+            )
         if failed.any():
             raise PlanError(self.failure or "another process cannot prepare the plan")
         return bool(done.all())
 
 
 def check_room(prepared: Prepared, bytes_per_device: int | None) -> None:
-    """Raise PlanError if the state cannot be moved within the memory of a device; None: that is unknown."""
-    if bytes_per_device is not None and prepared.move_bytes > (1 - LIMIT_HEADROOM_SHARE) * bytes_per_device:
-        raise PlanError(explain(
-            f"moving the state needs {gib(prepared.move_bytes)} per device, {gib(bytes_per_device)} are there",
-            given=prepared.target.plan.describe(), do="use a smaller controller.move_bytes, or another plan"))
+    """Raise PlanError if the state cannot be moved within the memory of a device; None: that is
+    unknown.
+    """
+    if (
+        bytes_per_device is not None
+        and prepared.move_bytes > (1 - LIMIT_HEADROOM_SHARE) * bytes_per_device
+    ):
+        raise PlanError(
+            explain(
+                f"moving the state needs {gib(prepared.move_bytes)} per device,"
+                f" {gib(bytes_per_device)} are there",
+                given=prepared.target.plan.describe(),
+                do="use a smaller controller.move_bytes, or another plan",
+            )
+        )

@@ -1,7 +1,7 @@
 """Devices that someone has reported to be bad: a health check of the cluster, or a person.
 
-They are named in a file of the run directory, `lost_devices.json`: a list of device ids such as `[3, 7]`. When a
-device can be used again its id is taken out of the list, or the file is removed.
+They are named in a file of the run directory, `lost_devices.json`: a list of device ids such as
+`[3, 7]`. When a device can be used again its id is taken out of the list, or the file is removed.
 """
 
 import time
@@ -22,14 +22,27 @@ class ReportedDevices:
       run_directory: where it is.
       devices: ids of those that the run has.
       can_leave: whether it can do without some of them.
-      warn: told once of what cannot be used: a file that is no list of ids (what it said before counts on), ids that no device has, or
-        devices that cannot be left.
+      warn: told once of what cannot be used: a file that is no list of ids (what it said before
+        counts on), ids that no device has, or devices that cannot be left.
       clock: seconds.
     """
 
-    def __init__(self, run_directory: Path, *, devices: Collection[int], can_leave: bool, warn: Callable[[str], object],
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._devices, self._can_leave, self._warn, self._clock = run_directory / FILE, frozenset(devices), can_leave, warn, clock
+    def __init__(
+        self,
+        run_directory: Path,
+        *,
+        devices: Collection[int],
+        can_leave: bool,
+        warn: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._devices, self._can_leave, self._warn, self._clock = (
+            run_directory / FILE,
+            frozenset(devices),
+            can_leave,
+            warn,
+            clock,
+        )
         self._ids: frozenset[int] = frozenset()
         self._looked_s, self._complaint = -POLL_S, ""
 
@@ -48,14 +61,19 @@ class ReportedDevices:
             self._ids, self._complaint = frozenset(), ""
             return
         except (OSError, UnicodeDecodeError) as error:
-            self._complain(f"is not followed ({error}); it has to be a list of device ids such as [3, 7]")
+            self._complain(
+                f"is not followed ({error}); it has to be a list of device ids such as [3, 7]"
+            )
             return
         try:
             ids = parse_json(text)
             if not isinstance(ids, list) or not all(type(each) is int for each in ids):
                 raise ValueError("no list of numbers")
         except ValueError as error:
-            self._complain(f"is not followed ({error}: {text[:60]!r}); it has to be a list of device ids such as [3, 7]")
+            self._complain(
+                f"is not followed ({error}: {text[:60]!r}); it has to be a list of device ids such"
+                " as [3, 7]"
+            )
             return
         self._ids = self._usable(frozenset(ids))
 
@@ -63,10 +81,18 @@ class ReportedDevices:
         """Those that this run can leave."""
         unknown, usable = sorted(ids - self._devices), ids & self._devices
         if usable and not self._can_leave:
-            self._complain(f"is not followed: a run of several processes cannot leave devices {sorted(usable)} while it goes on; stop it, and start it with --resume on the others")
+            self._complain(
+                f"is not followed: a run of several processes cannot leave devices {sorted(usable)}"
+                " while it goes on; stop it, and start it with --resume on the others"
+            )
             return frozenset()
         rest = f", and is followed for {sorted(usable)}" if usable else ""
-        self._complain(f"names {unknown[0]}, which no device of this run has (they have {min(self._devices)} to {max(self._devices)}){rest}" if unknown else "")
+        self._complain(
+            f"names {unknown[0]}, which no device of this run has (they have {min(self._devices)}"
+            f" to {max(self._devices)}){rest}"
+            if unknown
+            else ""
+        )
         return usable
 
     def _complain(self, what: str) -> None:

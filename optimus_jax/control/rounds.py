@@ -1,7 +1,8 @@
 """Rounds of probes at step boundaries: when they are due, within a budget, and what they say.
 
-In a round every process times small all-reduces along each mesh axis and a piece of computing, then all exchange what
-they found. When the next one is due follows from exchanged numbers alone, so all processes begin it at the same step.
+In a round every process times small all-reduces along each mesh axis and a piece of computing, then
+all exchange what they found. When the next one is due follows from exchanged numbers alone, so all
+processes begin it at the same step.
 """
 
 import math
@@ -15,26 +16,35 @@ from jax.experimental import multihost_utils
 
 from optimus_jax.control.baselines import SCATTER, Baseline, Baselines, byte_part_s
 from optimus_jax.control.mesh_probes import Programs
-from optimus_jax.control.signals import COMPUTE_SLOWDOWN, FEW, LINK_SLOWDOWN, PROCESS_SKEW, STRAGGLER
+from optimus_jax.control.signals import (
+    COMPUTE_SLOWDOWN,
+    FEW,
+    LINK_SLOWDOWN,
+    PROCESS_SKEW,
+    STRAGGLER,
+)
 from optimus_jax.control.skew import Skew, median, skew_of
 
 Exchange = Callable[[np.ndarray], np.ndarray]
 """[N] of this process to [P, N] of all processes."""
 LONGEST_S = 0.2
-"""A large message that would take longer is left out: on a link that became slow, one round would use up the budget of many.
-Small ones of virtual devices take one or two turns of 4 ms that the scheduler gives to threads, and must not look as if the link were slow."""
+"""A large message that would take longer is left out: on a link that became slow, one round would
+use up the budget of many. Small ones of virtual devices take one or two turns of 4 ms that the
+scheduler gives to threads, and must not look as if the link were slow."""
 LOAN = 1.0
 """Rounds' costs that the budget may be short of when somebody asks for a round."""
 URGENT_LOAN = 5.0
-"""The same when it is urgent: enough for a disturbance and its end, and not for every spike of a restless machine."""
+"""The same when it is urgent: enough for a disturbance and its end, and not for every spike of a
+restless machine."""
 
 
 class Budget:
-    """When rounds are due: as often as their cost allows, with one round's cost kept in reserve for when somebody asks.
+    """When rounds are due: as often as their cost allows, with one round's cost kept in reserve for
+    when somebody asks.
 
-    The first is a loan, and who asks may have one more. When steps have changed, why has to be known at once: for such a round
-    more may be owed, and those that nobody asks for come the later. Where steps have become so slow that a round is
-    little beside them, it comes in any case.
+    The first is a loan, and who asks may have one more. When steps have changed, why has to be
+    known at once: for such a round more may be owed, and those that nobody asks for come the later.
+    Where steps have become so slow that a round is little beside them, it comes in any case.
 
     Args:
       share: of wall time.
@@ -55,10 +65,14 @@ class Budget:
         is_asked = self._asked_at is not None and step >= self._asked_at
         if is_asked and self._cost_s <= self._worth_s:
             return True
-        return self._left_at(step) >= self._cost_s * ((-URGENT_LOAN if self._is_urgent else -LOAN) if is_asked else 2)
+        return self._left_at(step) >= self._cost_s * (
+            (-URGENT_LOAN if self._is_urgent else -LOAN) if is_asked else 2
+        )
 
     def ask(self, step: int, *, urgent: bool = False, worth_s: float = 0.0) -> None:
-        """Wish for a round behind `step`, or as soon as the budget allows. Every process has to ask for the same.
+        """Wish for a round behind `step`, or as soon as the budget allows.
+
+        Every process has to ask for the same.
 
         Args:
           urgent: with a larger loan.
@@ -73,12 +87,22 @@ class Budget:
         paid_s = min(cost_s, self._worth_s)
         self._left_s = (0.0 if self._last_step is None else self._left_at(step)) - (cost_s - paid_s)
         self._worth_s -= paid_s
-        self._last_step, self._cost_s, self._step_time_s, self._asked_at, self._is_urgent = step, cost_s, step_time_s, None, False
+        self._last_step, self._cost_s, self._step_time_s, self._asked_at, self._is_urgent = (
+            step,
+            cost_s,
+            step_time_s,
+            None,
+            False,
+        )
 
     @property
     def interval_s(self) -> float:
         """Until the next round if nobody asks; infinite before the first."""
-        return max(0.0, 2 * self._cost_s - self._left_s) / self._share if self._last_step is not None else math.inf
+        return (
+            max(0.0, 2 * self._cost_s - self._left_s) / self._share
+            if self._last_step is not None
+            else math.inf
+        )
 
     def _left_at(self, step: int) -> float:
         assert self._last_step is not None
@@ -90,37 +114,58 @@ class Rounds:
 
     Args:
       programs: what is timed.
-      links: `inside` or `between` (planning/profiles/cluster.py), of each mesh axis that can be probed: what it crosses.
+      links: `inside` or `between` (planning/profiles/cluster.py), of each mesh axis that can be
+        probed: what it crosses.
       baselines: what probes take when nothing is wrong.
       budget: when rounds are due.
       exchange: with the other processes; None: JAX's.
       clock: in seconds.
     """
 
-    def __init__(self, programs: Programs, links: Mapping[str, str], baselines: Baselines, budget: Budget, *,
-                 exchange: Exchange | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        links: Mapping[str, str],
+        baselines: Baselines,
+        budget: Budget,
+        *,
+        exchange: Exchange | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.budget = budget
         self.skew: Skew | None = None
         """What the last round said of processes; None: nothing, or there is one."""
         self.at_first: list[dict[str, float]] = []
-        """Samples of links, by signal, of each time that they were measured before the first step on this mesh."""
+        """Samples of links, by signal, of each time that they were measured before the first step
+        on this mesh."""
         self._programs, self._links, self._baselines = programs, links, baselines
         self._messages = self._small_bytes, self._large_bytes = programs.messages
         self._exchange, self._clock = exchange or _among_processes, clock
 
     def settle(self) -> None:
-        """Run all probes once before the first step on this mesh, for a first run also connects devices. Run them more
-        often if there is a baseline to learn, or if a link is not what it was when last probed, for one sample is a
-        rumour. What they say of links is `at_first`. No budget counts it."""
-        works = [self._programs.work(axis, num_bytes) for axis in self._programs.axes for num_bytes in self._messages] + [self._programs.compute]
+        """Run all probes once before the first step on this mesh, for a first run also connects
+        devices. Run them more often if there is a baseline to learn, or if a link is not what it
+        was when last probed, for one sample is a rumour. What they say of links is `at_first`. No
+        budget counts it.
+        """
+        works = [
+            self._programs.work(axis, num_bytes)
+            for axis in self._programs.axes
+            for num_bytes in self._messages
+        ] + [self._programs.compute]
         is_known = all(self._baselines.of(work) is not None for work in works)
         before = dict(self._baselines.slowdowns)
         found = self._measure(0.0, 0.0)
         if is_known:
             self._gauge(found)
             self.at_first = [self._link_samples(found)]
-        if not is_known or any(abs(math.log(now / before.get(name, 1.0))) > SCATTER for name, now in self._baselines.slowdowns.items()):
-            self.at_first = [self._link_samples(self._learnt(self._measure(0.0, 0.0))) for _ in range(FEW)]
+        if not is_known or any(
+            abs(math.log(now / before.get(name, 1.0))) > SCATTER
+            for name, now in self._baselines.slowdowns.items()
+        ):
+            self.at_first = [
+                self._link_samples(self._learnt(self._measure(0.0, 0.0))) for _ in range(FEW)
+            ]
 
     def run(self, step: int, *, step_time_s: float, data_wait_s: float) -> dict[str, float]:
         """A round behind `step`, whose work is done; every process has to call it.
@@ -139,7 +184,10 @@ class Rounds:
 
     def sources(self) -> dict[str, str]:
         """By signal, what its samples are compared with; what has no baseline yet is left out."""
-        found = {LINK_SLOWDOWN + axis: self._baselines.of(self._programs.work(axis, self._large_bytes)) for axis in self._programs.axes}
+        found = {
+            LINK_SLOWDOWN + axis: self._baselines.of(self._programs.work(axis, self._large_bytes))
+            for axis in self._programs.axes
+        }
         found[COMPUTE_SLOWDOWN] = self._baselines.of(self._programs.compute)
         return {name: baseline.source for name, baseline in found.items() if baseline is not None}
 
@@ -147,47 +195,86 @@ class Rounds:
         start_s, axes = self._clock(), self._programs.axes
         small_s = self._fastest([self._programs.time_s(axis, self._small_bytes) for axis in axes])
         # Decided by exchanged numbers: all processes have to leave out the same.
-        affordable = [axis for axis, time_s in zip(axes, small_s, strict=True) if time_s * self._large_bytes / self._small_bytes <= LONGEST_S]
+        affordable = [
+            axis
+            for axis, time_s in zip(axes, small_s, strict=True)
+            if time_s * self._large_bytes / self._small_bytes <= LONGEST_S
+        ]
         large_s = [self._programs.time_s(axis, self._large_bytes) for axis in affordable]
         own = [self._programs.compute_time_s(), data_wait_s, step_time_s, self._clock() - start_s]
         everyones = self._exchange(np.array([*large_s, *own], np.float32)).astype(float)
-        compute_s, waits_s, steps_s, cost_s = everyones[:, len(large_s):].T.tolist()
-        return _Found(small_s=dict(zip(axes, small_s, strict=True)),
-                      large_s=dict(zip(affordable, everyones[:, :len(large_s)].min(axis=0).tolist(), strict=True)),
-                      compute_s=compute_s, data_wait_s=waits_s, step_time_s=steps_s, cost_s=cost_s)
+        compute_s, waits_s, steps_s, cost_s = everyones[:, len(large_s) :].T.tolist()
+        return _Found(
+            small_s=dict(zip(axes, small_s, strict=True)),
+            large_s=dict(
+                zip(affordable, everyones[:, : len(large_s)].min(axis=0).tolist(), strict=True)
+            ),
+            compute_s=compute_s,
+            data_wait_s=waits_s,
+            step_time_s=steps_s,
+            cost_s=cost_s,
+        )
 
     def _fastest(self, own_s: list[float]) -> list[float]:
         """Of all processes: who came last to a collective has not waited for the others in it."""
-        return self._exchange(np.array(own_s, np.float32)).min(axis=0).astype(float).tolist() if own_s else []
+        return (
+            self._exchange(np.array(own_s, np.float32)).min(axis=0).astype(float).tolist()
+            if own_s
+            else []
+        )
 
     def _learnt(self, found: "_Found") -> "_Found":
-        for num_bytes, times_s in ((self._small_bytes, found.small_s), (self._large_bytes, found.large_s)):
+        for num_bytes, times_s in (
+            (self._small_bytes, found.small_s),
+            (self._large_bytes, found.large_s),
+        ):
             for axis, time_s in times_s.items():
-                self._baselines.learn(self._programs.work(axis, num_bytes), time_s, self._links[axis])
+                self._baselines.learn(
+                    self._programs.work(axis, num_bytes), time_s, self._links[axis]
+                )
         self._baselines.learn(self._programs.compute, median(found.compute_s), COMPUTE_SLOWDOWN)
         return found
 
     def _link_samples(self, found: "_Found") -> dict[str, float]:
-        slowdowns = {axis: self._baselines.gauged(self._programs.work(axis, self._large_bytes), slowdown)
-                     for axis in found.small_s if (slowdown := self._link_slowdown(axis, found)) is not None}
-        # A slow link shows on all axes that cross it; what else the machine does, often on one of them only.
-        links = {link: median([slowdown for axis, slowdown in slowdowns.items() if self._links[axis] == link])
-                 for link in {self._links[axis] for axis in slowdowns}}
+        slowdowns = {
+            axis: self._baselines.gauged(self._programs.work(axis, self._large_bytes), slowdown)
+            for axis in found.small_s
+            if (slowdown := self._link_slowdown(axis, found)) is not None
+        }
+        # A slow link shows on all axes that cross it; what else the machine does, often on one of
+        # them only.
+        links = {
+            link: median(
+                [slowdown for axis, slowdown in slowdowns.items() if self._links[axis] == link]
+            )
+            for link in {self._links[axis] for axis in slowdowns}
+        }
         self._baselines.slowdowns |= links
         return {LINK_SLOWDOWN + name: slowdown for name, slowdown in (slowdowns | links).items()}
 
     def _gauge(self, found: "_Found") -> None:
         """What was known of links just before this mesh holds for it too."""
         for axis in found.small_s:
-            slowdown, known = self._link_slowdown(axis, found), self._baselines.slowdowns.get(self._links[axis])
+            slowdown, known = (
+                self._link_slowdown(axis, found),
+                self._baselines.slowdowns.get(self._links[axis]),
+            )
             if slowdown is not None and known is not None:
                 self._baselines.gauge(self._programs.work(axis, self._large_bytes), slowdown, known)
 
     def _link_slowdown(self, axis: str, found: "_Found") -> float | None:
-        """How much longer a byte of a large message takes than by the baseline; of a small one if a large one could never be afforded."""
-        small, large = (self._baselines.of(self._programs.work(axis, num_bytes)) for num_bytes in self._messages)
+        """How much longer a byte of a large message takes than by the baseline; of a small one if a
+        large one could never be afforded.
+        """
+        small, large = (
+            self._baselines.of(self._programs.work(axis, num_bytes)) for num_bytes in self._messages
+        )
         if large is None:
-            return None if small is None or axis in found.large_s else found.small_s[axis] / small.time_s
+            return (
+                None
+                if small is None or axis in found.large_s
+                else found.small_s[axis] / small.time_s
+            )
         usual_s = byte_part_s(large.time_s, self._latency_s(small, large))
         latency_s = large.time_s - usual_s
         if axis in found.large_s:
@@ -201,13 +288,20 @@ class Rounds:
         """Seconds of a message that do not grow with it."""
         if small is None:
             return 0.0
-        return small.time_s - max(0.0, large.time_s - small.time_s) / (self._large_bytes - self._small_bytes) * self._small_bytes
+        return (
+            small.time_s
+            - max(0.0, large.time_s - small.time_s)
+            / (self._large_bytes - self._small_bytes)
+            * self._small_bytes
+        )
 
     def _compute_sample(self, found: "_Found") -> dict[str, float]:
         baseline = self._baselines.of(self._programs.compute)
         if baseline is None:
             return {}
-        slowdown = self._baselines.slowdowns[COMPUTE_SLOWDOWN] = median(found.compute_s) / baseline.time_s
+        slowdown = self._baselines.slowdowns[COMPUTE_SLOWDOWN] = (
+            median(found.compute_s) / baseline.time_s
+        )
         return {COMPUTE_SLOWDOWN: slowdown}
 
     def _skew_samples(self, found: "_Found") -> dict[str, float]:

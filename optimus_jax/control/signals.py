@@ -1,8 +1,9 @@
 """What is known of a running job at a step boundary: readings over windows of samples.
 
-A *sample* is one measured number. A *reading* is what a window of the newest samples says: their median and a
-spread that a single outlier (a checkpoint, a compilation) does not move. What was not measured is UNKNOWN, never a
-placeholder. Times are on the run's clock: seconds of a clock that never jumps, from any origin.
+A *sample* is one measured number. A *reading* is what a window of the newest samples says: their
+median and a spread that a single outlier (a checkpoint, a compilation) does not move. What was not
+measured is UNKNOWN, never a placeholder. Times are on the run's clock: seconds of a clock that
+never jumps, from any origin.
 """
 
 from collections import deque
@@ -13,7 +14,8 @@ from typing import Literal
 from optimus_jax.robust import deviation_from, median_of_sorted
 
 Quality = Literal["good", "few", "stale", "unknown"]
-"""good: enough new samples; few: new ones, but less than FEW (where a window is meant to hold as many); stale: the newest is older than its source should let it be."""
+"""good: enough new samples; few: new ones, but less than FEW (where a window is meant to hold as
+many); stale: the newest is older than its source should let it be."""
 FEW = 3
 """Samples below which a median still follows a single outlier."""
 
@@ -48,7 +50,8 @@ class Reading:
     value: float | None
     """Their median, in the signal's unit; None exactly if it is unknown."""
     spread: float | None
-    """Robust standard deviation of a sample (1.4826 times the median absolute deviation), same unit; None below two samples."""
+    """Robust standard deviation of a sample (1.4826 times the median absolute deviation), same
+    unit; None below two samples."""
     count: int
     """Samples that it rests on."""
     time_s: float | None
@@ -100,7 +103,9 @@ class Window:
         self._reading: Reading | None = None
 
     def add(self, value: float, time_s: float, stale_s: float | None = None) -> None:
-        """Take a sample; the reading is stale once it is older than `stale_s` seconds, if that is given."""
+        """Take a sample; the reading is stale once it is older than `stale_s` seconds, if that is
+        given.
+        """
         self._samples.append(value)
         self._time_s, self._stale_s, self._reading = time_s, stale_s, None
 
@@ -114,9 +119,12 @@ class Window:
         if self._time_s is None:
             return UNKNOWN
         stale = self._stale_s is not None and now_s - self._time_s > self._stale_s
-        # Most signals have no new sample in most steps: the reading is kept until it would be another one.
+        # Most signals have no new sample in most steps: the reading is kept until it would be
+        # another one.
         if self._reading is None or stale != (self._reading.quality == "stale"):
-            quality: Quality = "stale" if stale else "few" if len(self._samples) < self._enough else "good"
+            quality: Quality = (
+                "stale" if stale else "few" if len(self._samples) < self._enough else "good"
+            )
             self._reading = summary(self._samples, self._time_s, quality)
         return self._reading
 

@@ -1,7 +1,8 @@
 """Signals: what the trainer tells at step boundaries and what sources measure, as observations.
 
-Nothing here waits for the devices, for a driver or for a file, and nothing raises into training: only a round of
-probes takes time, when `is_probe_due` says so and the caller has let the devices finish.
+Nothing here waits for the devices, for a driver or for a file, and nothing raises into training:
+only a round of probes takes time, when `is_probe_due` says so and the caller has let the devices
+finish.
 """
 
 import logging
@@ -45,17 +46,22 @@ _OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
 """What belongs to a plan and a phase: another one's samples say nothing of it."""
 _OF_ROUNDS = (COMPUTE_SLOWDOWN, PROCESS_SKEW, STRAGGLER, LINK_SLOWDOWN)
 _OF_MEMORY = (MEMORY_SHARE, MEMORY_PEAK_SHARE)
-"""What can run short soon: the newest samples count, and those of a plan or a phase say nothing of the next."""
+"""What can run short soon: the newest samples count, and those of a plan or a phase say nothing of
+the next."""
 _NEWEST_ONLY = (STRAGGLER, HEARTBEAT_AGE_S, ECC_ERRORS)
 """What has no median: a process's number, an age, a count."""
 BATCHES_S = 10.0
-"""Time between two looks at a batch: what data look like changes slowly, and a look takes a fifth of a millisecond."""
+"""Time between two looks at a batch: what data look like changes slowly, and a look takes a fifth
+of a millisecond."""
 STALE_POLLS, STALE_STEPS, STALE_ROUNDS = 10, 3, 2
-"""Age from which on a sample is stale: in the time between two polls of its source, but not so many steps; for probes, in that between their rounds."""
+"""Age from which on a sample is stale: in the time between two polls of its source, but not so many
+steps; for probes, in that between their rounds."""
 
 
 class Signals:
-    """What is known of a running job, for one process of it. All processes make the same calls at the same steps.
+    """What is known of a running job, for one process of it.
+
+    All processes make the same calls at the same steps.
 
     Args:
       settings: window and budget.
@@ -67,12 +73,24 @@ class Signals:
       warn: told once when a source breaks.
     """
 
-    def __init__(self, settings: ControlConfig, *, global_batch: int, seq_len: int, sources: Iterable[Source] = (), rounds: Rounds | None = None,
-                 clock: Callable[[], float] = time.perf_counter, warn: Callable[[str], object] = _LOG.warning) -> None:
+    def __init__(
+        self,
+        settings: ControlConfig,
+        *,
+        global_batch: int,
+        seq_len: int,
+        sources: Iterable[Source] = (),
+        rounds: Rounds | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        warn: Callable[[str], object] = _LOG.warning,
+    ) -> None:
         self.batches = BatchShape()
         """Holds the histogram of lengths."""
         self._settings, self._global_batch, self._seq_len = settings, global_batch, seq_len
-        self._sources = [Polled(self.batches, warn, BATCHES_S), *(Polled(source, warn) for source in sources)]
+        self._sources = [
+            Polled(self.batches, warn, BATCHES_S),
+            *(Polled(source, warn) for source in sources),
+        ]
         self._rounds, self._round_guard = rounds, Guard("probes", _OF_ROUNDS, warn)
         self._clock = clock
         self._windows: dict[str, Window] = {}
@@ -86,7 +104,8 @@ class Signals:
 
         Args:
           data_wait_s: from asking for its batch to having it.
-          dispatch_s: of the call of the compiled step. CPU devices often run the step in it, and then it is about as long as the step.
+          dispatch_s: of the call of the compiled step. CPU devices often run the step in it, and
+            then it is about as long as the step.
           batch: this process's rows.
         """
         now_s = self._clock()
@@ -105,7 +124,9 @@ class Signals:
         if not record.skipped:
             self._loss_slope.add(record.step, record.loss, now_s)
 
-    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+    def evaluation(
+        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
+    ) -> None:
         """An evaluation says nothing about steps."""
 
     def observe(self, step: int, lost_devices: frozenset[int] = frozenset()) -> Observation:
@@ -120,18 +141,34 @@ class Signals:
         readings = {name: window.reading(now_s) for name, window in self._windows.items()}
         readings[LOSS_SLOPE] = self._loss_slope.reading()
         step_times_s, self._step_times_s = tuple(self._step_times_s), []
-        return Observation(step=step, time_s=now_s, step_times_s=step_times_s, readings=readings, global_batch=self._global_batch,
-                           seq_len=self._seq_len, lost_devices=lost_devices)
+        return Observation(
+            step=step,
+            time_s=now_s,
+            step_times_s=step_times_s,
+            readings=readings,
+            global_batch=self._global_batch,
+            seq_len=self._seq_len,
+            lost_devices=lost_devices,
+        )
 
     def is_probe_due(self, step: int) -> bool:
-        """Whether to let the devices finish `step` and call `probe`; the same answer in every process."""
-        return self._rounds is not None and self._step_time().count >= FEW and self._rounds.budget.is_due(step)
+        """Whether to let the devices finish `step` and call `probe`; the same answer in every
+        process.
+        """
+        return (
+            self._rounds is not None
+            and self._step_time().count >= FEW
+            and self._rounds.budget.is_due(step)
+        )
 
     def ask_probe(self, step: int, *, anew: bool = False, worth_s: float = 0.0) -> None:
-        """Wish for a probe after `step`, if the budget allows. Every process has to ask for the same step.
+        """Wish for a probe after `step`, if the budget allows.
+
+        Every process has to ask for the same step.
 
         Args:
-          anew: what probes have found so far is of other conditions: it is forgotten then, and more may be owed.
+          anew: what probes have found so far is of other conditions: it is forgotten then, and more
+            may be owed.
           worth_s: what they may take whatever the budget says, in seconds.
         """
         if self._rounds is not None:
@@ -141,12 +178,17 @@ class Signals:
     def probe(self, step: int) -> None:
         """Run a round of probes. The devices have finished `step`; every process has to call it.
 
-        If it fails, there are no probes on this mesh any more. One of several processes cannot do without alone: there what it raises ends the run.
+        If it fails, there are no probes on this mesh any more. One of several processes cannot do
+        without alone: there what it raises ends the run.
         """
         rounds, step_time_s = self._rounds, self._step_time().value
         if rounds is None or step_time_s is None:
             return
-        wait_s = self._windows[DATA_WAIT_S].reading(self._clock()).value if DATA_WAIT_S in self._windows else None
+        wait_s = (
+            self._windows[DATA_WAIT_S].reading(self._clock()).value
+            if DATA_WAIT_S in self._windows
+            else None
+        )
 
         def measured() -> dict[str, float]:
             return rounds.run(step, step_time_s=step_time_s, data_wait_s=wait_s or 0.0)
@@ -160,7 +202,8 @@ class Signals:
         self._take_round(samples or {}, rounds)
 
     def enter(self, *, global_batch: int, seq_len: int, rounds: Rounds | None) -> None:
-        """The run goes on under another plan or in another phase: samples that belong to the one before are forgotten.
+        """The run goes on under another plan or in another phase: samples that belong to the one
+        before are forgotten.
 
         Args:
           global_batch: examples of a step.
@@ -173,9 +216,14 @@ class Signals:
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
         self._forget(_OF_MEMORY)
-        # What a link was before stays true of it, unless it was found to be another, and measured anew several times.
+        # What a link was before stays true of it, unless it was found to be another, and measured
+        # anew several times.
         is_news = rounds is not None and len(rounds.at_first) > 1
-        self._forget((*_OF_STEPS, LINK_SLOWDOWN) if is_news else (*_OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES)))
+        self._forget(
+            (*_OF_STEPS, LINK_SLOWDOWN)
+            if is_news
+            else (*_OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES))
+        )
         self._settled()
 
     @property
@@ -185,8 +233,14 @@ class Signals:
         return {guard.name: guard.missing for guard in guards if guard.missing is not None}
 
     def remarks(self) -> dict[str, dict]:
-        """What is written down with decisions beside readings: lengths of documents, what probes are compared with, and why something is unknown."""
-        found = {"document_lengths": self.batches.histogram, "compared_with": self._rounds.sources() if self._rounds else {}, "not_measured": self.missing}
+        """What is written down with decisions beside readings: lengths of documents, what probes
+        are compared with, and why something is unknown.
+        """
+        found = {
+            "document_lengths": self.batches.histogram,
+            "compared_with": self._rounds.sources() if self._rounds else {},
+            "not_measured": self.missing,
+        }
         return {name: values for name, values in found.items() if values}
 
     def close(self) -> None:
@@ -205,13 +259,23 @@ class Signals:
                 self._take_round(samples, rounds)
 
     def _take_round(self, samples: Mapping[str, float], rounds: Rounds) -> None:
-        self._take(samples, self._round_guard, max(STALE_POLLS * POLL_S, STALE_ROUNDS * rounds.budget.interval_s))
+        self._take(
+            samples,
+            self._round_guard,
+            max(STALE_POLLS * POLL_S, STALE_ROUNDS * rounds.budget.interval_s),
+        )
 
     def _poll(self, step: int, now_s: float) -> None:
         for source in self._sources:
             samples = source.poll(step, now_s)
             if samples is not None:
-                self._take(samples, source.guard, max(STALE_POLLS * source.every_s, STALE_STEPS * (self._step_time().value or 0.0)))
+                self._take(
+                    samples,
+                    source.guard,
+                    max(
+                        STALE_POLLS * source.every_s, STALE_STEPS * (self._step_time().value or 0.0)
+                    ),
+                )
 
     def _take(self, samples: Mapping[str, float], guard: Guard, stale_s: float) -> None:
         now_s = self._clock()
@@ -225,11 +289,19 @@ class Signals:
             return
         window = self._windows.get(name)
         if window is None:
-            size = 1 if name in _NEWEST_ONLY else FEW if name.startswith(_OF_ROUNDS) or name in _OF_MEMORY else self._settings.window_steps
+            size = (
+                1
+                if name in _NEWEST_ONLY
+                else FEW
+                if name.startswith(_OF_ROUNDS) or name in _OF_MEMORY
+                else self._settings.window_steps
+            )
             window = self._windows[name] = Window(size)
         window.add(value, now_s, stale_s)
 
     def _forget(self, names: tuple[str, ...]) -> None:
         for name, window in self._windows.items():
-            if any(name == each or (each.endswith("/") and name.startswith(each)) for each in names):
+            if any(
+                name == each or (each.endswith("/") and name.startswith(each)) for each in names
+            ):
                 window.clear()

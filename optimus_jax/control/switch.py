@@ -9,7 +9,8 @@
   moved are moved back, those that have not still lie as they did. Then the step, and the loss of a
   fixed batch under both plans. (Nothing else belongs to a run: batches and random numbers depend on
   the step alone.)
-  Where devices have no room for that, the state goes over the disk (control/detour.py), and back from there.
+  Where devices have no room for that, the state goes over the disk (control/detour.py), and back
+  from there.
 * COMMIT: plan.json and the journal (control/journal.py).
 * The first steps under the new plan are the controller's to watch (control/canary.py). Then `keep`,
   or `take_back`, which moves the state of the step that the run has come to, and not that of the
@@ -48,15 +49,18 @@ from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
 
 PROBE_RELATIVE: dict[Precision, float] = {"f32": 1e-5, "bf16": 2e-3, "f16": 1e-3}
-"""By which the loss of one batch may differ between plans: sums in another order, of numbers that are rounded to 2^-24, 2^-8, 2^-11.
+"""By which the loss of one batch may differ between plans: sums in another order, of numbers that
+are rounded to 2^-24, 2^-8, 2^-11.
 
-Ten times what tests measure between plans in bf16 (1.5e-4); in f32 what every plan is held to. Of a loss below 1 it is
-absolute: what is rounded are logits, and a loss is a difference of them.
+Ten times what tests measure between plans in bf16 (1.5e-4); in f32 what every plan is held to. Of a
+loss below 1 it is absolute: what is rounded are logits, and a loss is a difference of them.
 """
 
 
 class StateLostError(FaultError):
-    """A state was moved in part and cannot be moved back, as when another process is lost meanwhile: the run goes on from what was saved."""
+    """A state was moved in part and cannot be moved back, as when another process is lost
+    meanwhile: the run goes on from what was saved.
+    """
 
 
 class _NotTheSameError(Exception):
@@ -89,16 +93,36 @@ class Switcher:
       detour: the way of a state that has no room to move in memory; None: it does not move then.
     """
 
-    def __init__(self, *, running: Executable, settings: ControlConfig, journal: Journal | None = None, bytes_per_device: int | None = None,
-                 probe: Callable[[Program], Batch] | None = None, detour: Detour | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        running: Executable,
+        settings: ControlConfig,
+        journal: Journal | None = None,
+        bytes_per_device: int | None = None,
+        probe: Callable[[Program], Batch] | None = None,
+        detour: Detour | None = None,
+    ) -> None:
         self.running, self._detour = running, detour
-        self._settings, self._journal, self._bytes_per_device, self._probe = settings, journal, bytes_per_device, probe
+        self._settings, self._journal, self._bytes_per_device, self._probe = (
+            settings,
+            journal,
+            bytes_per_device,
+            probe,
+        )
         self._shelf, self._worker = Shelf(settings.executables), Worker("compile")
         self._shelf.put(running)
         self._on_trial: Prepared | None = None
 
-    def prepare(self, plan: Plan, *, config: Config | None = None, devices: Sequence[Device] | None = None,
-                avoid: frozenset[Device] = frozenset(), also: Callable[[Executable], object] = lambda _: None) -> Preparation:
+    def prepare(
+        self,
+        plan: Plan,
+        *,
+        config: Config | None = None,
+        devices: Sequence[Device] | None = None,
+        avoid: frozenset[Device] = frozenset(),
+        also: Callable[[Executable], object] = lambda _: None,
+    ) -> Preparation:
         """Begin to compile in a thread; preparations are made one after the other.
 
         Args:
@@ -119,18 +143,31 @@ class Switcher:
         self._worker(lambda: preparation.do(prepared))
         return preparation
 
-    def is_compiled(self, plan: Plan, batch: tuple[int, int] | None = None, without: frozenset[int] = frozenset()) -> bool:
+    def is_compiled(
+        self,
+        plan: Plan,
+        batch: tuple[int, int] | None = None,
+        without: frozenset[int] = frozenset(),
+    ) -> bool:
         """Whether the plan's executable is still there.
 
         Args:
           batch: examples, and tokens of each; None: the run's.
           without: ids of devices that it does not use.
         """
-        devices = [device for device in devices_by_host() if device.id not in without][:plan.num_devices]
-        return self._shelf.get(batch or batch_of(self.running.program.config), plan, devices) is not None
+        devices = [device for device in devices_by_host() if device.id not in without][
+            : plan.num_devices
+        ]
+        return (
+            self._shelf.get(batch or batch_of(self.running.program.config), plan, devices)
+            is not None
+        )
 
-    def switch(self, state: TrainState, prepared: Prepared, *, step: int, why: str, by_choice: bool = True) -> Switched:
-        """Move the state, which is used up, and verify it; if anything goes wrong the run stays under its plan.
+    def switch(
+        self, state: TrainState, prepared: Prepared, *, step: int, why: str, by_choice: bool = True
+    ) -> Switched:
+        """Move the state, which is used up, and verify it; if anything goes wrong the run stays
+        under its plan.
 
         Args:
           step: steps done.
@@ -144,11 +181,25 @@ class Switcher:
         with clock.phase("agree_s"):
             _check_agreed(prepared.target.plan)
         try:
-            with clock.phase("commit_s"), all_or_none():  # only one process writes, and no other may move if it cannot
+            # only one process writes, and no other may move if it cannot
+            with clock.phase("commit_s"), all_or_none():
                 self._begin(prepared, step, why, by_choice)
-        except OptimusError as error:  # nothing has happened, and that is no reason to lose the state
-            return Switched(state=state, executable=prepared.source, is_done=False, why_not=str(error), costs_s=clock.seconds)
-        switched = self._moved(state, prepared, step, clock, lambda prepared, at: self._commit(prepared, at, clock.seconds))
+        # nothing has happened, and that is no reason to lose the state
+        except OptimusError as error:
+            return Switched(
+                state=state,
+                executable=prepared.source,
+                is_done=False,
+                why_not=str(error),
+                costs_s=clock.seconds,
+            )
+        switched = self._moved(
+            state,
+            prepared,
+            step,
+            clock,
+            lambda prepared, at: self._commit(prepared, at, clock.seconds),
+        )
         if switched.is_done:
             self.running, self._on_trial = prepared.target, prepared
             self._shelf.put(prepared.target)
@@ -157,21 +208,30 @@ class Switcher:
         return switched
 
     def enter(self, state: TrainState, prepared: Prepared, *, step: int, why: str) -> Switched:
-        """As `switch`, but to other batches: nothing is on trial then, since there is no way back. Under the same plan nothing moves."""
+        """As `switch`, but to other batches: nothing is on trial then, since there is no way back.
+
+        Under the same plan nothing moves.
+        """
         if self._on_trial is not None:
-            self.keep(step=step, why="other batches began before the first steps were done", costs_s={})
+            self.keep(
+                step=step, why="other batches began before the first steps were done", costs_s={}
+            )
         if prepared.stays:
             assert prepared.source is self.running, "prepared under another plan than the run's"
             self.running = prepared.target
             self._shelf.put(prepared.target)
-            return Switched(state=state, executable=prepared.target, is_done=True, why_not="", costs_s={})
+            return Switched(
+                state=state, executable=prepared.target, is_done=True, why_not="", costs_s={}
+            )
         switched = self.switch(state, prepared, step=step, why=why, by_choice=False)
         if switched.is_done:
             self.keep(step=step, why="the batches need it", costs_s=switched.costs_s)
         return switched
 
     def close(self) -> None:
-        """Wait for a compilation that is under way (others do not begin any more): a process that ends in the middle of one is aborted."""
+        """Wait for a compilation that is under way (others do not begin any more): a process that
+        ends in the middle of one is aborted.
+        """
         self._worker.finish()
 
     def keep(self, *, step: int, why: str, costs_s: dict[str, float]) -> None:
@@ -180,12 +240,17 @@ class Switcher:
         self._on_trial = None
 
     def stop(self, *, step: int, costs_s: dict[str, float]) -> None:
-        """The run ends on purpose: if it is in the first steps under a new plan, which it took `costs_s` to get to, that plan is not to blame."""
+        """The run ends on purpose: if it is in the first steps under a new plan, which it took
+        `costs_s` to get to, that plan is not to blame.
+        """
         if self._on_trial is not None:
             self._end("stopped", step, "the run ended before the first steps were done", costs_s)
 
-    def take_back(self, state: TrainState, *, step: int, why: str, costs_s: dict[str, float]) -> Switched:
-        """Move the state, as it is now, back to the plan before the last switch; if that goes wrong the run stays under the new plan.
+    def take_back(
+        self, state: TrainState, *, step: int, why: str, costs_s: dict[str, float]
+    ) -> Switched:
+        """Move the state, as it is now, back to the plan before the last switch; if that goes wrong
+        the run stays under the new plan.
 
         Args:
           costs_s: of the switch that is taken back, for the journal.
@@ -194,9 +259,22 @@ class Switcher:
         """
         trial = self._on_trial
         assert trial is not None, "no switch is on trial"
-        back = Prepared(source=trial.target, target=trial.source, there=trial.back, back=trial.there, compile_s=0.0, over_disk=trial.over_disk)
+        back = Prepared(
+            source=trial.target,
+            target=trial.source,
+            there=trial.back,
+            back=trial.there,
+            compile_s=0.0,
+            over_disk=trial.over_disk,
+        )
         clock = _Clock()
-        switched = self._moved(state, back, step, clock, lambda prepared, at: self._end("taken back", at, why, costs_s, prepared.target.plan))
+        switched = self._moved(
+            state,
+            back,
+            step,
+            clock,
+            lambda prepared, at: self._end("taken back", at, why, costs_s, prepared.target.plan),
+        )
         if switched.is_done:
             self.running = trial.source
             self._shelf.put(trial.source)
@@ -205,19 +283,40 @@ class Switcher:
         self._on_trial = None
         return switched
 
-    def _prepared(self, source: Executable, plan: Plan, config: Config, devices: tuple[Device, ...], avoid: frozenset[Device]) -> Prepared:
+    def _prepared(
+        self,
+        source: Executable,
+        plan: Plan,
+        config: Config,
+        devices: tuple[Device, ...],
+        avoid: frozenset[Device],
+    ) -> Prepared:
         started = time.perf_counter()
         stays = (plan, devices) == (source.plan, source.layout.devices)
         target = self._shelf.get(batch_of(config), plan, devices) or compile_plan(
-            config, plan, devices=devices, bytes_per_device=self._bytes_per_device, rest=not stays or config.eval_every > 0)
-        self._shelf.put(target)  # so that nothing is compiled twice if this is withdrawn and wanted again
+            config,
+            plan,
+            devices=devices,
+            bytes_per_device=self._bytes_per_device,
+            rest=not stays or config.eval_every > 0,
+        )
+        # so that nothing is compiled twice if this is withdrawn and wanted again
+        self._shelf.put(target)
         if not stays:
             source.compile_rest()
-        there, back = (Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
-                       for ends in ((source.layout, target.layout), (target.layout, source.layout)))
+        there, back = (
+            Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
+            for ends in ((source.layout, target.layout), (target.layout, source.layout))
+        )
         there.compile()
         back.compile()
-        prepared = Prepared(source=source, target=target, there=there, back=back, compile_s=time.perf_counter() - started)
+        prepared = Prepared(
+            source=source,
+            target=target,
+            there=there,
+            back=back,
+            compile_s=time.perf_counter() - started,
+        )
         try:
             check_room(prepared, self._bytes_per_device)
         except PlanError:
@@ -226,7 +325,14 @@ class Switcher:
             return replace(prepared, over_disk=True)
         return prepared
 
-    def _moved(self, state: TrainState, prepared: Prepared, step: int, clock: "_Clock", commit: Callable[[Prepared, int], None]) -> Switched:
+    def _moved(
+        self,
+        state: TrainState,
+        prepared: Prepared,
+        step: int,
+        clock: "_Clock",
+        commit: Callable[[Prepared, int], None],
+    ) -> Switched:
         """MOVE, VERIFY and `commit`; after trouble with any of them, the way back."""
         if prepared.over_disk:
             return self._moved_over_disk(state, prepared, step, clock, commit)
@@ -241,10 +347,25 @@ class Switcher:
         except Exception as error:
             with clock.phase("move_s"):
                 old = _brought_back(prepared, leaves, moved, sums)
-            return Switched(state=old, executable=prepared.source, is_done=False, why_not=str(error) or type(error).__name__, costs_s=clock.seconds)
-        return Switched(state=new, executable=prepared.target, is_done=True, why_not="", costs_s=clock.seconds)
+            return Switched(
+                state=old,
+                executable=prepared.source,
+                is_done=False,
+                why_not=str(error) or type(error).__name__,
+                costs_s=clock.seconds,
+            )
+        return Switched(
+            state=new, executable=prepared.target, is_done=True, why_not="", costs_s=clock.seconds
+        )
 
-    def _moved_over_disk(self, state: TrainState, prepared: Prepared, step: int, clock: "_Clock", commit: Callable[[Prepared, int], None]) -> Switched:
+    def _moved_over_disk(
+        self,
+        state: TrainState,
+        prepared: Prepared,
+        step: int,
+        clock: "_Clock",
+        commit: Callable[[Prepared, int], None],
+    ) -> Switched:
         """The same by way of a checkpoint, which is the way back too."""
         assert self._detour is not None
         is_written, new = False, None
@@ -260,8 +381,16 @@ class Switcher:
             if is_written:
                 with clock.phase("move_s"):
                     state = self._fetched_back(new, prepared, step)
-            return Switched(state=state, executable=prepared.source, is_done=False, why_not=str(error) or type(error).__name__, costs_s=clock.seconds)
-        return Switched(state=new, executable=prepared.target, is_done=True, why_not="", costs_s=clock.seconds)
+            return Switched(
+                state=state,
+                executable=prepared.source,
+                is_done=False,
+                why_not=str(error) or type(error).__name__,
+                costs_s=clock.seconds,
+            )
+        return Switched(
+            state=new, executable=prepared.target, is_done=True, why_not="", costs_s=clock.seconds
+        )
 
     def _fetched_back(self, new: TrainState | None, prepared: Prepared, step: int) -> TrainState:
         """The state under the plan from before, for which that under the new one makes room."""
@@ -271,20 +400,48 @@ class Switcher:
         try:
             return self._detour.fetch(prepared.source, step)
         except Exception as error:
-            raise StateLostError(explain(
-                "a state that went over the disk cannot be read again", given=f"{prepared.source.plan.describe()}: {error}",
-                do="start again with --resume: the run goes on from its newest good checkpoint under the plan from before")) from error
+            raise StateLostError(
+                explain(
+                    "a state that went over the disk cannot be read again",
+                    given=f"{prepared.source.plan.describe()}: {error}",
+                    do=(
+                        "start again with --resume: the run goes on from its newest good checkpoint"
+                        " under the plan from before"
+                    ),
+                )
+            ) from error
 
-    def _accept(self, new: TrainState, before: float | None, prepared: Prepared, step: int, clock: "_Clock", commit: Callable[[Prepared, int], None]) -> None:
-        """Compare what has arrived with what was there `before`, the loss of the probe, and `commit`."""
+    def _accept(
+        self,
+        new: TrainState,
+        before: float | None,
+        prepared: Prepared,
+        step: int,
+        clock: "_Clock",
+        commit: Callable[[Prepared, int], None],
+    ) -> None:
+        """Compare what has arrived with what was there `before`, the loss of the probe, and
+        `commit`.
+        """
         if int(new.step) != step:
             raise _NotTheSameError(f"the state is of step {int(new.step)}, not {step}")
         with clock.phase("probe_s"):
-            _check_loss(before, _loss(prepared.target, new, self._probe_of(prepared)), prepared.target.plan.precision)
+            _check_loss(
+                before,
+                _loss(prepared.target, new, self._probe_of(prepared)),
+                prepared.target.plan.precision,
+            )
         with clock.phase("commit_s"), all_or_none():  # only one process writes
             commit(prepared, step)
 
-    def _carry(self, prepared: Prepared, leaves: dict[str, Array], sums: dict[str, int], moved: list[str], clock: "_Clock") -> None:
+    def _carry(
+        self,
+        prepared: Prepared,
+        leaves: dict[str, Array],
+        sums: dict[str, int],
+        moved: list[str],
+        clock: "_Clock",
+    ) -> None:
         """Every leaf in `leaves` in its new layout; `sums` and `moved` tell how far it has come."""
         for group in prepared.there.groups:
             changed = [path for path in group.paths if not prepared.there.stays(path)]
@@ -304,31 +461,52 @@ class Switcher:
 
     def _begin(self, prepared: Prepared, step: int, why: str, by_choice: bool) -> None:
         if self._journal is not None:
-            self._journal.begin(prepared.source.plan, prepared.target.plan, step=step, why=why, by_choice=by_choice)
+            self._journal.begin(
+                prepared.source.plan, prepared.target.plan, step=step, why=why, by_choice=by_choice
+            )
 
     def _commit(self, prepared: Prepared, step: int, costs_s: Mapping[str, float]) -> None:
         if self._journal is not None:
             self._journal.commit(prepared.target.plan, step=step, costs_s=costs_s)
 
-    def _end(self, ending: Ending, step: int, why: str, costs_s: dict[str, float], back_to: Plan | None = None) -> None:
+    def _end(
+        self,
+        ending: Ending,
+        step: int,
+        why: str,
+        costs_s: dict[str, float],
+        back_to: Plan | None = None,
+    ) -> None:
         if self._journal is not None:
             self._journal.end(ending, step=step, why=why, costs_s=costs_s, back_to=back_to)
 
 
-def _brought_back(prepared: Prepared, leaves: dict[str, Array], moved: Iterable[str], sums: dict[str, int]) -> TrainState:
+def _brought_back(
+    prepared: Prepared, leaves: dict[str, Array], moved: Iterable[str], sums: dict[str, int]
+) -> TrainState:
     """The state under the plan from before, of leaves of which some have been moved."""
     there = set(moved)
     try:
         for group in prepared.back.groups:
-            part = Group(paths=tuple(path for path in group.paths if path in there), way_bytes=group.way_bytes)
+            part = Group(
+                paths=tuple(path for path in group.paths if path in there),
+                way_bytes=group.way_bytes,
+            )
             arrived = prepared.back.carry(part, leaves)
             changed = [path for path in part.paths if path in sums]
             _check_same(sums, prepared.source.sums.of(arrived, changed))
             prepared.back.release(part, leaves, arrived)
     except Exception as error:
-        raise StateLostError(explain(
-            "a state that was moved in part cannot be moved back", given=f"{prepared.target.plan.describe()}: {error}",
-            do="start again with --resume: the run goes on from its newest checkpoint under the plan from before")) from error
+        raise StateLostError(
+            explain(
+                "a state that was moved in part cannot be moved back",
+                given=f"{prepared.target.plan.describe()}: {error}",
+                do=(
+                    "start again with --resume: the run goes on from its newest checkpoint under"
+                    " the plan from before"
+                ),
+            )
+        ) from error
     return prepared.back.target_state(leaves)
 
 
@@ -338,11 +516,15 @@ def _check_same(sent: dict[str, int], arrived: dict[str, int]) -> None:
         raise _NotTheSameError(f"the checksum of {', '.join(wrong)} is not what it was before")
 
 
-def _loss(executable: Executable, state: TrainState, probe: Callable[[Program], Batch] | None) -> float | None:
+def _loss(
+    executable: Executable, state: TrainState, probe: Callable[[Program], Batch] | None
+) -> float | None:
     """Mean loss of the probe's tokens."""
     if probe is None:
         return None
-    total, tokens = jax.device_get(executable.program.eval_step(state.params, probe(executable.program)))
+    total, tokens = jax.device_get(
+        executable.program.eval_step(state.params, probe(executable.program))
+    )
     return float(total) / float(tokens)
 
 
@@ -358,8 +540,13 @@ def _check_agreed(plan: Plan) -> None:
     if jax.process_count() > 1:
         mine = np.frombuffer(bytes.fromhex(plan.digest), np.uint8)
         if (multihost_utils.process_allgather(mine) != mine).any():
-            raise OptimusError(explain("the processes of this run switch to different plans", given=f"{plan.digest} here",
-                                       do="start all processes from the same version and settings"))
+            raise OptimusError(
+                explain(
+                    "the processes of this run switch to different plans",
+                    given=f"{plan.digest} here",
+                    do="start all processes from the same version and settings",
+                )
+            )
 
 
 class _Clock:

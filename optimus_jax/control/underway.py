@@ -1,4 +1,6 @@
-"""What is under way between two plans: one that the run is about to enter, or whose first steps are watched. The same in every process."""
+"""What is under way between two plans: one that the run is about to enter, or whose first steps are
+watched. The same in every process.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -17,7 +19,8 @@ class Upcoming:
     command: Command
     preparation: Preparation
     looks_since: int | None = None
-    """The step after which it was ready and the first process began to look whether the reasons for it still hold."""
+    """The step after which it was ready and the first process began to look whether the reasons for
+    it still hold."""
     may_go: bool = False
     """Whether it has found that they do."""
     usual_s: float | None = None
@@ -45,10 +48,19 @@ class Trial:
 
     @property
     def spent_s(self) -> dict[str, float]:
-        """All that the switch has cost, for the journal: a resumed run has no more to spend than this one."""
-        return self.costs_s | {"compile_tax_s": self.tax_s, "first_steps_s": excess_s([record.step_time_s for record in self.records])}
+        """All that the switch has cost, for the journal: a resumed run has no more to spend than
+        this one.
+        """
+        return self.costs_s | {
+            "compile_tax_s": self.tax_s,
+            "first_steps_s": excess_s([record.step_time_s for record in self.records]),
+        }
 
 
 def excess_s(step_times_s: Sequence[float]) -> float:
     """By how much the first of these steps was longer than the others."""
-    return max(0.0, step_times_s[0] - statistics.median(step_times_s[1:])) if len(step_times_s) > 1 else 0.0
+    return (
+        max(0.0, step_times_s[0] - statistics.median(step_times_s[1:]))
+        if len(step_times_s) > 1
+        else 0.0
+    )

@@ -49,8 +49,15 @@ class Data:
     """What was left out or written otherwise than it stands in the files."""
 
 
-def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: str,
-              tokenizer: Tokenizer | None = None, by: HeldOutBy | None = None) -> Data:
+def load_data(
+    config: DataConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    model_name: str,
+    tokenizer: Tokenizer | None = None,
+    by: HeldOutBy | None = None,
+) -> Data:
     """Read, tokenize, check and split the data. Token files are mapped, all else is held in memory.
 
     Shows progress on a terminal, so no other display of `rich` should be live.
@@ -74,33 +81,65 @@ def load_data(config: DataConfig, *, seq_len: int, vocab_size: int, model_name: 
         num_documents = sum(header.num_documents for header in headers)
     else:
         left_out = LeftOut()
-        parts = list(encode_documents(tokenizer, read_documents(
-            config.sources, config.text_field, skip_bad_lines=config.skip_bad_lines,
-            left_out=left_out)))
+        parts = list(
+            encode_documents(
+                tokenizer,
+                read_documents(
+                    config.sources,
+                    config.text_field,
+                    skip_bad_lines=config.skip_bad_lines,
+                    left_out=left_out,
+                ),
+            )
+        )
         if not parts:
-            raise DataError(explain("the data holds no text", given=" ".join(config.sources),
-                                    do="name files that hold some"))
+            raise DataError(
+                explain(
+                    "the data holds no text",
+                    given=" ".join(config.sources),
+                    do="name files that hold some",
+                )
+            )
         tokens = np.concatenate(parts)
-        stream = TokenStream(name=" ".join(config.sources), tokens=tokens, eos=tokenizer.eos,
-                             vocab_size=tokenizer.vocab_size)
+        stream = TokenStream(
+            name=" ".join(config.sources),
+            tokens=tokens,
+            eos=tokenizer.eos,
+            vocab_size=tokenizer.vocab_size,
+        )
         num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
     check_vocab(stream, vocab_size, model_name)
     by = by or held_out_by(stream)
     train, held_out = split(stream, config.eval_fraction, by)
-    description = (f"{stream.name}: {len(stream):,} tokens ({stream.tokens.nbytes:,} bytes as {stream.tokens.dtype}) "
-                   f"in {num_documents:,} documents; {count_examples(train, seq_len):,} examples of {seq_len:,} tokens "
-                   f"to train on, {len(held_out) if held_out else 0:,} tokens held out")
+    description = (
+        f"{stream.name}: {len(stream):,} tokens ({stream.tokens.nbytes:,} bytes as"
+        f" {stream.tokens.dtype}) in {num_documents:,} documents;"
+        f" {count_examples(train, seq_len):,} examples of {seq_len:,} tokens to train on,"
+        f" {len(held_out) if held_out else 0:,} tokens held out"
+    )
     notes = [*left_out.notes(), *tokenizer.notes]
     if skipped := sum(header.bad_lines for header in headers):
         notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
-    identity = {**identity_of(stream, headers), "documents": num_documents,
-                "tokenizer": tokenizer.digest, "eos": tokenizer.eos, "held_out_by": by}
-    return Data(train=train, held_out=held_out, tokenizer=tokenizer, description=description,
-                identity=identity, notes=tuple(notes))
+    identity = {
+        **identity_of(stream, headers),
+        "documents": num_documents,
+        "tokenizer": tokenizer.digest,
+        "eos": tokenizer.eos,
+        "held_out_by": by,
+    }
+    return Data(
+        train=train,
+        held_out=held_out,
+        tokenizer=tokenizer,
+        description=description,
+        identity=identity,
+        notes=tuple(notes),
+    )
 
 
 def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> Identity:
-    """What tells a stream from others, wherever its files lie: its length and digests of its tokens.
+    """What tells a stream from others, wherever its files lie: its length and digests of its
+    tokens.
 
     Every token counts in them, up to CHECKED_TOKENS of files on disk and without a limit in memory.
     Of longer files evenly spread blocks are read, and the digests count that scripts/tokenize.py

@@ -93,7 +93,9 @@ def head_of(path: Path, open_file: Callable[[Path], BinaryIO] = _open) -> bytes:
 
 
 def what_it_is_instead_of_text(head: bytes) -> tuple[str, str] | None:
-    """As `what_it_is`, of what no reader of text should take: archives of texts decode as UTF-8 too."""
+    """As `what_it_is`, of what no reader of text should take: archives of texts decode as UTF-8
+    too.
+    """
     found = what_it_is(head)
     if found is None or found[0] in _UTF8_KINDS or wide_encoding(head) is not None or not head:
         return None
@@ -119,12 +121,17 @@ def what_it_is(head: bytes) -> tuple[str, str] | None:
         if head.lstrip().startswith((b"{", b"[")):
             return (
                 "JSON",
-                "let its name end with .jsonl if each line is an object, with .json if it is one array",
+                (
+                    "let its name end with .jsonl if each line is an object, with .json if it is"
+                    " one array"
+                ),
             )
         return (
             "plain text",
-            "let its name end with .txt if the whole file is one document, "
-            "with .jsonl if each line is a JSON object",
+            (
+                "let its name end with .txt if the whole file is one document, "
+                "with .jsonl if each line is a JSON object"
+            ),
         )
     return None
 

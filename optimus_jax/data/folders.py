@@ -31,8 +31,11 @@ def walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
             continue
         seen.add((status.st_dev, status.st_ino))
         with os.scandir(folder) as entries:
-            found = sorted((entry.name, os.path.isdir(entry)) for entry in entries
-                           if not entry.name.startswith("."))
+            found = sorted(
+                (entry.name, os.path.isdir(entry))
+                for entry in entries
+                if not entry.name.startswith(".")
+            )
         subfolders = [name for name, is_dir in found if is_dir]
         yield folder, subfolders, [name for name, is_dir in found if not is_dir]
         for path in (folder / name for name in reversed(subfolders)):

@@ -19,7 +19,8 @@ from optimus_jax.data.left_out import LeftOut
 from optimus_jax.errors import DataError, explain
 
 _NO_CHAT = (
-    "a conversation needs a chat template, which does not exist here yet: write it out as text first"
+    "a conversation needs a chat template, which does not exist here yet: write it out as text"
+    " first"
 )
 _READ_BYTES = 1 << 20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -193,9 +194,7 @@ class _LinesOfRow:
         return line
 
 
-def _unclosed_quote(
-    reading: Reading, lines: list[str], first: int, separator: str
-) -> DataError:
+def _unclosed_quote(reading: Reading, lines: list[str], first: int, separator: str) -> DataError:
     """The error of a table whose last field is quoted and has no end.
 
     It is one with skip_bad_lines too: nothing says how many rows that field has swallowed.
@@ -216,8 +215,10 @@ def _unclosed_quote(
     return DataError(
         explain(
             f"{reading.path}, line {line}, opens a quote that is never closed",
-            given=f"{text[start : start + _SHOWN].splitlines()[0]!r}; "
-            f"the field would hold the {lost:,} line(s) from there to the end of the file",
+            given=(
+                f"{text[start : start + _SHOWN].splitlines()[0]!r}; "
+                f"the field would hold the {lost:,} line(s) from there to the end of the file"
+            ),
             do='close the quote, or write the character as "" inside of quotes',
         )
     )

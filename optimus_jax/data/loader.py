@@ -75,7 +75,9 @@ class BatchLoader:
         """
         first = self.examples_before + (step - 1 - self.steps_before) * self.global_batch
         examples = np.array([self._order[first + int(row)] for row in self.rows], np.int64)
-        batch = cut_examples(self.stream, examples, seq_len=self.seq_len, respect_documents=self.respect_documents)
+        batch = cut_examples(
+            self.stream, examples, seq_len=self.seq_len, respect_documents=self.respect_documents
+        )
         return batch | {"examples": np.asarray(self.rows, np.int32)}
 
     def iterate(self, first_step: int) -> Generator[tuple[int, Batch], None, None]:
@@ -94,8 +96,15 @@ class BatchLoader:
             pool.shutdown(cancel_futures=True)
 
 
-def eval_batches(stream: TokenStream, *, seq_len: int, num_rows: int, rows: np.ndarray,
-                 respect_documents: bool, num_examples: int) -> Iterator[Batch]:
+def eval_batches(
+    stream: TokenStream,
+    *,
+    seq_len: int,
+    num_rows: int,
+    rows: np.ndarray,
+    respect_documents: bool,
+    num_examples: int,
+) -> Iterator[Batch]:
     """The first `num_examples` of a held-out stream, or as many as there are, in order.
 
     Batches are as those of `BatchLoader`. Rows of the last one that no example is left for are
@@ -110,30 +119,41 @@ def eval_batches(stream: TokenStream, *, seq_len: int, num_rows: int, rows: np.n
 
     def cut(index: int) -> Batch:
         examples = index * num_rows + np.asarray(rows, np.int64)
-        batch = cut_examples(stream, np.minimum(examples, num_examples - 1), seq_len=seq_len,
-                             respect_documents=respect_documents)
+        batch = cut_examples(
+            stream,
+            np.minimum(examples, num_examples - 1),
+            seq_len=seq_len,
+            respect_documents=respect_documents,
+        )
         batch["loss_mask"] &= (examples < num_examples)[:, None]
         return batch | {"examples": np.asarray(rows, np.int32)}
 
     return map(cut, range(-(-num_examples // num_rows)))
 
 
-def check_held_out(stream: TokenStream, *, seq_len: int, respect_documents: bool, num_examples: int) -> int:
+def check_held_out(
+    stream: TokenStream, *, seq_len: int, respect_documents: bool, num_examples: int
+) -> int:
     """How many of the examples that an evaluation asks for there are.
 
     Raises:
       DataError: the stream has not even one, or not one token in them counts.
     """
-    _check_length(stream, seq_len, do="raise data.eval_fraction, or do not evaluate: --set eval_every=0")
+    _check_length(
+        stream, seq_len, do="raise data.eval_fraction, or do not evaluate: --set eval_every=0"
+    )
     found = min(num_examples, count_examples(stream, seq_len))
     cut = {"seq_len": seq_len, "num_rows": _CHECKED_ROWS, "rows": np.arange(_CHECKED_ROWS)}
     batches = eval_batches(stream, **cut, respect_documents=respect_documents, num_examples=found)
     if not any(batch["loss_mask"].any() for batch in batches):
-        raise DataError(explain(
-            f"no token of {stream.name} counts: each is the last one of its document",
-            given=f"{found:,} examples of {seq_len:,} tokens",
-            do="raise data.eval_fraction, use --set data.respect_documents=false, "
-               "or do not evaluate: --set eval_every=0"))
+        raise DataError(
+            explain(
+                f"no token of {stream.name} counts: each is the last one of its document",
+                given=f"{found:,} examples of {seq_len:,} tokens",
+                do="raise data.eval_fraction, use --set data.respect_documents=false, "
+                "or do not evaluate: --set eval_every=0",
+            )
+        )
     return found
 
 
@@ -143,5 +163,10 @@ def _check_rows(rows: np.ndarray, global_batch: int) -> None:
 
 def _check_length(stream: TokenStream, seq_len: int, do: str) -> None:
     if not count_examples(stream, seq_len):
-        raise DataError(explain(f"{stream.name} is shorter than one example",
-                                given=f"{len(stream)} tokens; seq_len={seq_len} needs {seq_len + 1}", do=do))
+        raise DataError(
+            explain(
+                f"{stream.name} is shorter than one example",
+                given=f"{len(stream)} tokens; seq_len={seq_len} needs {seq_len + 1}",
+                do=do,
+            )
+        )

@@ -12,11 +12,19 @@ from optimus_jax.data.formats import SUFFIXES, has_format
 from optimus_jax.errors import DataError, explain
 
 _SPECIAL = {
-    stat.S_IFIFO: "a named pipe, which can be read only once", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    stat.S_IFIFO: "a named pipe, which can be read only once",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _EXPECTED = {
-    ".parquet": "a Parquet file", ".gz": "gzip data", ".zst": "Zstandard data",
-    ".zstd": "Zstandard data", ".bz2": "bzip2 data", ".xz": "xz data"}
+    ".parquet": "a Parquet file",
+    ".gz": "gzip data",
+    ".zst": "Zstandard data",
+    ".zstd": "Zstandard data",
+    ".bz2": "bzip2 data",
+    ".xz": "xz data",
+}
 """What the first bytes of files with these suffixes say; see file_kinds.py."""
 
 
@@ -26,27 +34,44 @@ def check_format(path: Path) -> None:
         return
     suffix, compression = suffixes_of(path)
     if compression and suffix in SUFFIXES:
-        raise DataError(explain(
-            f"{path} is compressed, and {suffix} files cannot be read so", given=path.suffix,
-            do="decompress it: tokens are mapped into memory, and tables are compressed inside"))
+        raise DataError(
+            explain(
+                f"{path} is compressed, and {suffix} files cannot be read so",
+                given=path.suffix,
+                do="decompress it: tokens are mapped into memory, and tables are compressed inside",
+            )
+        )
     if compression:
-        raise DataError(explain(
-            f"{path} does not say what is inside the compression", given=path.name,
-            do=f"let its name end as .jsonl{compression} or .txt{compression}, "
-               "or unpack it if it is an archive"))
+        raise DataError(
+            explain(
+                f"{path} does not say what is inside the compression",
+                given=path.name,
+                do=(
+                    f"let its name end as .jsonl{compression} or .txt{compression}, "
+                    "or unpack it if it is an archive"
+                ),
+            )
+        )
     kind, advice = what_it_is(head_of(path)) or ("nothing known here", "give another file")
-    raise DataError(explain(
-        f"{path} has a suffix that says nothing about a format to train on",
-        given=f"{path.suffix or 'no suffix'}; by its first bytes it is {kind}",
-        do=f"{advice} (read are {' '.join(SUFFIXES)}, those of text also with {' '.join(OPENERS)})"))
+    raise DataError(
+        explain(
+            f"{path} has a suffix that says nothing about a format to train on",
+            given=f"{path.suffix or 'no suffix'}; by its first bytes it is {kind}",
+            do=(
+                f"{advice} (read are {' '.join(SUFFIXES)}, those of text also with"
+                f" {' '.join(OPENERS)})"
+            ),
+        )
+    )
 
 
 def check_content(path: Path) -> None:
     """Raise DataError if a file that is to be read as text is something else by its first bytes."""
     if (found := what_it_is_instead_of_text(content_head(path))) is not None:
         kind, advice = found
-        raise DataError(explain(f"{path} cannot be read: it is {kind}", given="its first bytes",
-                                do=advice))
+        raise DataError(
+            explain(f"{path} cannot be read: it is {kind}", given="its first bytes", do=advice)
+        )
 
 
 def content_head(path: Path) -> bytes:
@@ -61,24 +86,44 @@ def nothing_there(source: str) -> DataError:
         mode = path.stat().st_mode
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return DataError(explain("a link leads in a circle", given=source,
-                                     do="give the file itself"))
+            return DataError(
+                explain("a link leads in a circle", given=source, do="give the file itself")
+            )
         if path.is_symlink():
-            return DataError(explain("a link leads nowhere", given=f"{source} -> {os.readlink(path)}",
-                                     do="give the file itself"))
+            return DataError(
+                explain(
+                    "a link leads nowhere",
+                    given=f"{source} -> {os.readlink(path)}",
+                    do="give the file itself",
+                )
+            )
         if not is_glob and error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            return DataError(explain("a data file cannot be looked at",
-                                     given=f"{source}: {error.strerror}",
-                                     do="give a file that this user may read"))
+            return DataError(
+                explain(
+                    "a data file cannot be looked at",
+                    given=f"{source}: {error.strerror}",
+                    do="give a file that this user may read",
+                )
+            )
     else:
         kind = _SPECIAL.get(stat.S_IFMT(mode), "no file")
-        return DataError(explain("a data source is not a file", given=f"{source} is {kind}",
-                                 do="write its content to a file first"))
-    return DataError(explain(
-        "no file matches a glob" if is_glob else "no such data file",
-        given=f"{source} (from {os.getcwd()})",
-        do="check the path; for all files of a folder give the folder, "
-           "or a glob such as 'FOLDER/**/*.txt'"))
+        return DataError(
+            explain(
+                "a data source is not a file",
+                given=f"{source} is {kind}",
+                do="write its content to a file first",
+            )
+        )
+    return DataError(
+        explain(
+            "no file matches a glob" if is_glob else "no such data file",
+            given=f"{source} (from {os.getcwd()})",
+            do=(
+                "check the path; for all files of a folder give the folder, "
+                "or a glob such as 'FOLDER/**/*.txt'"
+            ),
+        )
+    )
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
@@ -94,9 +139,14 @@ def unreadable(path: Path, error: Exception) -> DataError:
         found = what_it_is(content_head(path))
         if found is not None and found[0].startswith("an empty"):
             found = None
-    if found is not None and found[0] != _EXPECTED.get(compression or suffix) \
-            and not found[0].startswith(("plain", "JSON", "an Arrow")):
-        return DataError(explain(f"{path} cannot be read: it is {found[0]}", given=reason, do=found[1]))
+    if (
+        found is not None
+        and found[0] != _EXPECTED.get(compression or suffix)
+        and not found[0].startswith(("plain", "JSON", "an Arrow"))
+    ):
+        return DataError(
+            explain(f"{path} cannot be read: it is {found[0]}", given=reason, do=found[1])
+        )
     if isinstance(error, UnicodeDecodeError):
         advice = "give a file whose text is UTF-8: iconv -f ENCODING -t UTF-8"
     elif compression or suffix in (".parquet", ".arrow", ".feather"):

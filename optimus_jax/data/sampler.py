@@ -29,7 +29,9 @@ def example_order(num_examples: int, seed: int) -> grain.MapDataset[int]:
     return grain.MapDataset.source(range(num_examples)).seed(seed).shuffle().repeat()
 
 
-def cut_examples(stream: TokenStream, examples: np.ndarray, *, seq_len: int, respect_documents: bool) -> Batch:
+def cut_examples(
+    stream: TokenStream, examples: np.ndarray, *, seq_len: int, respect_documents: bool
+) -> Batch:
     """Cut some examples [R] from a stream.
 
     Returns:

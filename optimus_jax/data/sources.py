@@ -16,7 +16,15 @@ from pathlib import Path
 from optimus_jax.config.data import STDLIB
 from optimus_jax.data.compressed import suffixes_of
 from optimus_jax.data.folders import matching, walk
-from optimus_jax.data.formats import HEADER_SUFFIX, READERS, SUFFIXES, TOKEN_SUFFIX, Reading, has_format, reads_text
+from optimus_jax.data.formats import (
+    HEADER_SUFFIX,
+    READERS,
+    SUFFIXES,
+    TOKEN_SUFFIX,
+    Reading,
+    has_format,
+    reads_text,
+)
 from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.refused import check_content, check_format, nothing_there, unreadable
 from optimus_jax.errors import DataError, explain
@@ -51,8 +59,13 @@ def _count_repeated(paths: Sequence[Path], left_out: LeftOut) -> None:
         seen.add(real)
 
 
-def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: bool = False,
-                   left_out: LeftOut | None = None) -> Iterator[str]:
+def read_documents(
+    sources: Sequence[str],
+    text_field: str,
+    *,
+    skip_bad_lines: bool = False,
+    left_out: LeftOut | None = None,
+) -> Iterator[str]:
     """Every document of `sources`, none empty. All names are checked before anything is read.
 
     Args:
@@ -69,23 +82,33 @@ def read_documents(sources: Sequence[str], text_field: str, *, skip_bad_lines: b
     _count_repeated(all_paths, left_out)
     for path in all_paths:
         if is_token_file(path):
-            raise DataError(explain(f"{path} holds tokens, not text", given=" ".join(sources),
-                                    do="train on .bin files alone, one or several; "
-                                       "to add texts, tokenize them too"))
+            raise DataError(
+                explain(
+                    f"{path} holds tokens, not text",
+                    given=" ".join(sources),
+                    do="train on .bin files alone, one or several; to add texts, tokenize them too",
+                )
+            )
     for source, paths in found:
         if source == STDLIB:
             yield from _read_stdlib()
             continue
         is_named, is_empty = paths == [user_path(source, what="--data")], True
         for path in paths:
-            reading = Reading(path=path, text_field=text_field, skip_bad_lines=skip_bad_lines,
-                              left_out=left_out)
+            reading = Reading(
+                path=path, text_field=text_field, skip_bad_lines=skip_bad_lines, left_out=left_out
+            )
             for text in _read_file(reading, may_be_empty=not is_named):
                 is_empty = False
                 yield text
         if is_empty:
-            raise DataError(explain(f"no file of {source} holds text", given=f"{len(paths)} file(s)",
-                                    do="leave it out, or write them again"))
+            raise DataError(
+                explain(
+                    f"no file of {source} holds text",
+                    given=f"{len(paths)} file(s)",
+                    do="leave it out, or write them again",
+                )
+            )
 
 
 def is_token_file(path: Path) -> bool:
@@ -96,14 +119,24 @@ def _expand(source: str, left_out: LeftOut) -> list[Path]:
     try:
         return _files_of(source, left_out)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in a name
-        raise DataError(explain("a data source cannot be looked at", given=error,
-                                do="give files that this user may read, or leave it out")) from error
+        raise DataError(
+            explain(
+                "a data source cannot be looked at",
+                given=error,
+                do="give files that this user may read, or leave it out",
+            )
+        ) from error
 
 
 def _files_of(source: str, left_out: LeftOut) -> list[Path]:
     if not source:
-        raise DataError(explain("a data source has no name", given=repr(source),
-                                do="give a file, a glob, a folder or `stdlib`"))
+        raise DataError(
+            explain(
+                "a data source has no name",
+                given=repr(source),
+                do="give a file, a glob, a folder or `stdlib`",
+            )
+        )
     path = user_path(source, what="--data")
     if isinstance(path, Url):
         copies = local_copies(path, beside={TOKEN_SUFFIX: HEADER_SUFFIX})
@@ -118,12 +151,20 @@ def _files_of(source: str, left_out: LeftOut) -> list[Path]:
     if path.is_dir():
         files = sorted(_files_in(path, left_out))
         if not files:
-            raise DataError(explain("a folder holds no file to train on", given=source,
-                                    do="give a folder with some of " + " ".join(SUFFIXES)))
+            raise DataError(
+                explain(
+                    "a folder holds no file to train on",
+                    given=source,
+                    do="give a folder with some of " + " ".join(SUFFIXES),
+                )
+            )
         return files
     pattern = local_pattern(source, what="--data")
-    paths = sorted(path for path in map(Path, set(matching(pattern)))
-                   if path.is_file() and not _is_header(path) and not _is_in_circle(path))
+    paths = sorted(
+        path
+        for path in map(Path, set(matching(pattern)))
+        if path.is_file() and not _is_header(path) and not _is_in_circle(path)
+    )
     if not paths:
         raise nothing_there(source)
     for path in paths:
@@ -135,10 +176,15 @@ def _files_in(top: Path, left_out: LeftOut) -> Iterator[Path]:
     """Files to train on in a folder and its folders, hidden ones left out."""
     for folder, subfolders, names in walk(top):
         if "dataset_dict.json" in names and len(subfolders) > 1:
-            raise DataError(explain("a folder holds several splits of a data set",
-                                    given=f"{folder}: {', '.join(subfolders)}",
-                                    do=f"name one to train on: {folder / subfolders[-1]}"))
-        is_saved = "dataset_info.json" in names or "state.json" in names  # by Hugging Face's datasets
+            raise DataError(
+                explain(
+                    "a folder holds several splits of a data set",
+                    given=f"{folder}: {', '.join(subfolders)}",
+                    do=f"name one to train on: {folder / subfolders[-1]}",
+                )
+            )
+        # by Hugging Face's datasets
+        is_saved = "dataset_info.json" in names or "state.json" in names
         if is_saved and (shards := _shards(folder, names)):
             yield from (folder / name for name in shards)
             subfolders.clear()
@@ -166,7 +212,9 @@ def _shards(folder: Path, names: list[str]) -> list[str]:
 
 def _is_header(path: Path) -> bool:
     """Whether a file only says what the token file beside it is."""
-    return path.name.lower().endswith(TOKEN_SUFFIX + HEADER_SUFFIX) and path.with_suffix("").exists()
+    return (
+        path.name.lower().endswith(TOKEN_SUFFIX + HEADER_SUFFIX) and path.with_suffix("").exists()
+    )
 
 
 def _is_in_circle(path: Path) -> bool:
@@ -182,7 +230,9 @@ def _is_in_circle(path: Path) -> bool:
 def _read_stdlib() -> Iterator[str]:
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        subfolders[:] = [name for name in subfolders if name not in ("site-packages", "dist-packages")]
+        subfolders[:] = [
+            name for name in subfolders if name not in ("site-packages", "dist-packages")
+        ]
         files += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     for file in sorted(files):
         # A few of the library's own tests are in other encodings on purpose; they are left out.
@@ -213,5 +263,10 @@ def _read_file(reading: Reading, *, may_be_empty: bool) -> Iterator[str]:
     elif is_empty:
         bad = len(reading.left_out.bad_lines.get(path, ()))
         skipped = f", {bad:,} bad line(s) skipped" if bad else ""
-        raise DataError(explain(f"{path} holds no text", given=f"{path.stat().st_size} bytes{skipped}",
-                                do="leave it out, or write it again"))
+        raise DataError(
+            explain(
+                f"{path} holds no text",
+                given=f"{path.stat().st_size} bytes{skipped}",
+                do="leave it out, or write it again",
+            )
+        )

@@ -1,8 +1,8 @@
 """Text <-> token ids: bytes, or any Hugging Face tokenizer.json.
 
 A *token id* is an integer below `vocab_size`. The id `eos` ends every document and occurs nowhere
-else: what a text would contain of it is written by other tokens (eos.py). Ids are kept in the smaller
-of uint16 and uint32 that holds the vocabulary.
+else: what a text would contain of it is written by other tokens (eos.py). Ids are kept in the
+smaller of uint16 and uint32 that holds the vocabulary.
 """
 
 import hashlib
@@ -15,7 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
-from rich.progress import FileSizeColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import (
+    FileSizeColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from optimus_jax.config.data import BYTES
 from optimus_jax.data.eos import CONFIG, Respelled, Respelling, choose_eos
@@ -68,7 +74,10 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, uint16 or uint32 [N], with no eos. Raises DataError for text that it cannot write."""
+        """Ids of `text`, uint16 or uint32 [N], with no eos.
+
+        Raises DataError for text that it cannot write.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -85,15 +94,21 @@ def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) 
 
     Args:
       name: `bytes`, or the path or URL of a tokenizer.json, or a folder that holds one.
-      eos: the token that ends a document; None: the one that the files beside it name, or one of EOS_TOKENS.
+      eos: the token that ends a document; None: the one that the files beside it name, or one of
+        EOS_TOKENS.
       by_list: whether files beside it are not asked.
     Raises:
       DataError: it cannot be used.
     """
     if name == BYTES:
         if eos is not None:
-            raise DataError(explain("documents of bytes end with an id that is no byte, not with a token", given=f"data.eos={eos}",
-                                    do="leave data.eos out, or give the path of a tokenizer.json"))
+            raise DataError(
+                explain(
+                    "documents of bytes end with an id that is no byte, not with a token",
+                    given=f"data.eos={eos}",
+                    do="leave data.eos out, or give the path of a tokenizer.json",
+                )
+            )
         return ByteTokenizer()
     path = local_file(name, what="--tokenizer")
     return HuggingFaceTokenizer(path / FILE if os.path.isdir(path) else path, eos, by_list=by_list)
@@ -139,8 +154,8 @@ class HuggingFaceTokenizer:
     """A tokenizer.json of the `tokenizers` library.
 
     Special tokens spelled out in a text are taken as ordinary characters, so that no document can
-    contain its own end. Nothing is added, padded or truncated, and nothing is drawn at random, whatever
-    the file asks for: the same text has the same ids each time.
+    contain its own end. Nothing is added, padded or truncated, and nothing is drawn at random,
+    whatever the file asks for: the same text has the same ids each time.
 
     Raises:
       DataError: the library or the file is missing, the file is not a tokenizer, or no token of it
@@ -151,15 +166,25 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            raise DataError(explain("a tokenizer.json needs the tokenizers library, which is not installed",
-                                    given=path, do="pip install 'optimus-jax[tokenizers]'")) from error
+            raise DataError(
+                explain(
+                    "a tokenizer.json needs the tokenizers library, which is not installed",
+                    given=path,
+                    do="pip install 'optimus-jax[tokenizers]'",
+                )
+            ) from error
         try:
             if path.exists() and not path.is_file():  # a pipe would be waited for
                 raise OSError(f"{path} is no file")
             data = path.read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-            raise DataError(explain("a tokenizer file cannot be read", given=error,
-                                    do=f"give `{BYTES}` or the path of a tokenizer.json")) from error
+            raise DataError(
+                explain(
+                    "a tokenizer file cannot be read",
+                    given=error,
+                    do=f"give `{BYTES}` or the path of a tokenizer.json",
+                )
+            ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
             self._tokenizer.no_padding()
@@ -168,13 +193,28 @@ class HuggingFaceTokenizer:
             self._without_dropout = _switch_dropout_off(self._tokenizer.model)
             vocabulary = self._tokenizer.get_vocab()
             unknown = _unknown_of(data, vocabulary)  # the library takes some JSON that is none
-            special = [token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special]
+            special = [
+                token
+                for token, added in self._tokenizer.get_added_tokens_decoder().items()
+                if added.special
+            ]
         except BaseException as error:
             if not _is_of_library(error):
                 raise
-            convert = "; transformers makes one of a SentencePiece model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW)"
-            raise DataError(explain(f"{path} is not a tokenizer of the tokenizers library", given=_short(error),
-                                    do=f"give `{BYTES}` or the path of a tokenizer.json{convert if path.suffix == '.model' else ''}")) from error
+            convert = (
+                "; transformers makes one of a SentencePiece model:"
+                " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW)"
+            )
+            raise DataError(
+                explain(
+                    f"{path} is not a tokenizer of the tokenizers library",
+                    given=_short(error),
+                    do=(
+                        f"give `{BYTES}` or the path of a"
+                        f" tokenizer.json{convert if path.suffix == '.model' else ''}"
+                    ),
+                )
+            ) from error
 
         token, why = choose_eos(path, vocabulary, eos, by_list=by_list)
         self.eos = vocabulary[token]
@@ -182,7 +222,15 @@ class HuggingFaceTokenizer:
         # Not get_vocab_size(): that counts the tokens, and ids may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         self.digest = hashlib.sha256(data).hexdigest()[:16]
-        self.files = {FILE: data, CONFIG: json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}, indent=2).encode() + b"\n"}
+        self.files = {
+            FILE: data,
+            CONFIG: (
+                json.dumps(
+                    {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}, indent=2
+                ).encode()
+                + b"\n"
+            ),
+        }
         reserved = np.zeros(self.vocab_size, bool)
         reserved[[token for token in special if token != unknown]] = True
         reserved[self.eos] = True
@@ -203,13 +251,24 @@ class HuggingFaceTokenizer:
         dtype = token_dtype(self.vocab_size)
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            return [self._respelling(text, np.array(encoding.ids, dtype)) for text, encoding in zip(texts, encodings, strict=True)]
+            return [
+                self._respelling(text, np.array(encoding.ids, dtype))
+                for text, encoding in zip(texts, encodings, strict=True)
+            ]
         except BaseException as error:
             if not _is_of_library(error):
                 raise
             text = texts[0] if len(texts) == 1 else next(filter(self._cannot_write, texts), "")
-            raise DataError(explain("the tokenizer cannot write a document", given=f"{text[:80]!r} ({_short(error)})",
-                                    do="use a tokenizer that knows every character, or has an unknown token; or leave the document out")) from error
+            raise DataError(
+                explain(
+                    "the tokenizer cannot write a document",
+                    given=f"{text[:80]!r} ({_short(error)})",
+                    do=(
+                        "use a tokenizer that knows every character, or has an unknown token; or"
+                        " leave the document out"
+                    ),
+                )
+            ) from error
 
     def _cannot_write(self, text: str) -> bool:
         try:
@@ -221,22 +280,31 @@ class HuggingFaceTokenizer:
         return False
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode([int(token) for token in ids if token != self.eos], skip_special_tokens=True)
+        return self._tokenizer.decode(
+            [int(token) for token in ids if token != self.eos], skip_special_tokens=True
+        )
 
 
 def _switch_dropout_off(model: Any) -> list[str]:
-    """Let a model of the tokenizers library write a text the same each time; returns what to say of it.
+    """Let a model of the tokenizers library write a text the same each time; returns what to say of
+    it.
 
-    BPE leaves out merges at random by its dropout. Of Unigram's alpha, which draws among pieces, a file holds nothing.
+    BPE leaves out merges at random by its dropout. Of Unigram's alpha, which draws among pieces, a
+    file holds nothing.
     """
     if (dropout := getattr(model, "dropout", None)) is None:
         return []
     model.dropout = None
-    return [f"the tokenizer's dropout of {dropout:g} is switched off, as token ids must not differ from one reading of the data to the next"]
+    return [
+        f"the tokenizer's dropout of {dropout:g} is switched off, as token ids must not differ from"
+        " one reading of the data to the next"
+    ]
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether the tokenizers library has raised it: it knows nothing more special than Exception, and what its Rust code panics with is none."""
+    """Whether the tokenizers library has raised it: it knows nothing more special than Exception,
+    and what its Rust code panics with is none.
+    """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -258,11 +326,20 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator
     Shows progress while stderr is a terminal.
     """
     eos = np.array([tokenizer.eos], token_dtype(tokenizer.vocab_size))
-    columns = TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        FileSizeColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
         task = progress.add_task("tokenizing", total=None)
         for texts in _group(documents):
-            yield np.concatenate([part for ids in tokenizer.encode_batch(texts) for part in (ids, eos)])
+            yield np.concatenate(
+                [part for ids in tokenizer.encode_batch(texts) for part in (ids, eos)]
+            )
             progress.advance(task, sum(map(len, texts)))
 
 

@@ -75,20 +75,32 @@ class TokenHeader:
 
 
 def check_tokens(stream: TokenStream, tokens: np.ndarray, start: int) -> None:
-    """Raise DataError if some of a stream's tokens, from position `start` on, are not below its own vocabulary."""
+    """Raise DataError if some of a stream's tokens, from position `start` on, are not below its own
+    vocabulary.
+    """
     if len(tokens) and tokens.max() >= stream.vocab_size:
         offset = int(np.argmax(tokens >= stream.vocab_size))
-        raise DataError(explain(
-            f"{stream.name} has a token outside of its own vocabulary",
-            given=f"token id {tokens[offset]} at position {start + offset}; the vocabulary is {stream.vocab_size}",
-            do="the file is damaged, or its header is of another: write both again with scripts/tokenize.py"))
+        raise DataError(
+            explain(
+                f"{stream.name} has a token outside of its own vocabulary",
+                given=(
+                    f"token id {tokens[offset]} at position {start + offset}; the vocabulary is"
+                    f" {stream.vocab_size}"
+                ),
+                do=(
+                    "the file is damaged, or its header is of another: write both again with"
+                    " scripts/tokenize.py"
+                ),
+            )
+        )
 
 
 def check_vocab(stream: TokenStream, vocab_size: int, model_name: str) -> None:
     """Refuse tokens that the model has no embedding for.
 
-    Tokens in memory are below the vocabulary of the tokenizer that made them. Those of a file are looked at if
-    they are no more than CHECKED_TOKENS; of a longer one, batches are as they are cut (sampler.py).
+    Tokens in memory are below the vocabulary of the tokenizer that made them. Those of a file are
+    looked at if they are no more than CHECKED_TOKENS; of a longer one, batches are as they are cut
+    (sampler.py).
 
     Raises:
       DataError: a token id is not below `vocab_size`, or not below the stream's own.
@@ -101,11 +113,19 @@ def check_vocab(stream: TokenStream, vocab_size: int, model_name: str) -> None:
     for start, tokens in chunks(stream.tokens):
         if tokens.max() >= vocab_size:
             offset = int(np.argmax(tokens >= vocab_size))
-            raise DataError(explain(
-                f"{stream.name} has a token that {model_name} does not know",
-                given=f"token id {tokens[offset]} at position {start + offset}; "
-                      f"the model's vocabulary is {vocab_size}, the data's {stream.vocab_size}",
-                do=f"use the model's own tokenizer, or --set model.vocab_size={stream.vocab_size}"))
+            raise DataError(
+                explain(
+                    f"{stream.name} has a token that {model_name} does not know",
+                    given=(
+                        f"token id {tokens[offset]} at position {start + offset}; "
+                        f"the model's vocabulary is {vocab_size}, the data's {stream.vocab_size}"
+                    ),
+                    do=(
+                        "use the model's own tokenizer, or --set"
+                        f" model.vocab_size={stream.vocab_size}"
+                    ),
+                )
+            )
 
 
 def is_on_disk(stream: TokenStream) -> bool:
@@ -113,7 +133,9 @@ def is_on_disk(stream: TokenStream) -> bool:
     return isinstance(stream.tokens, np.memmap | JoinedTokens)
 
 
-def split(stream: TokenStream, eval_fraction: float, by: HeldOutBy | None = None) -> tuple[TokenStream, TokenStream | None]:
+def split(
+    stream: TokenStream, eval_fraction: float, by: HeldOutBy | None = None
+) -> tuple[TokenStream, TokenStream | None]:
     """The stream to train on, and the one held out (None if `eval_fraction` is 0).
 
     By documents those are held out whose tokens hash low enough, at least one and not all; copies
@@ -134,10 +156,14 @@ def split(stream: TokenStream, eval_fraction: float, by: HeldOutBy | None = None
         cut = _tail_start(stream, eval_fraction)
         train, held_out = stream.tokens[:cut], stream.tokens[cut:]
     else:
-        is_held_out = np.repeat(_choose_documents(whole, ends, eval_fraction), np.diff(ends, prepend=0))
+        is_held_out = np.repeat(
+            _choose_documents(whole, ends, eval_fraction), np.diff(ends, prepend=0)
+        )
         train, held_out = whole[~is_held_out], whole[is_held_out]
-    return (dataclasses.replace(stream, tokens=train),
-            dataclasses.replace(stream, tokens=held_out, name=f"{stream.name} (held out)"))
+    return (
+        dataclasses.replace(stream, tokens=train),
+        dataclasses.replace(stream, tokens=held_out, name=f"{stream.name} (held out)"),
+    )
 
 
 def held_out_by(stream: TokenStream) -> HeldOutBy:
@@ -148,7 +174,10 @@ def held_out_by(stream: TokenStream) -> HeldOutBy:
 def _choose_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float) -> np.ndarray:
     """Which of at least two documents, ending before `ends`, are held out: bool [num documents]."""
     starts = [0, *ends[:-1]]
-    digests = [hashlib.blake2b(tokens[a:b].data, digest_size=8).digest() for a, b in zip(starts, ends, strict=True)]
+    digests = [
+        hashlib.blake2b(tokens[a:b].data, digest_size=8).digest()
+        for a, b in zip(starts, ends, strict=True)
+    ]
     hashes = np.frombuffer(b"".join(digests), "<u8")
     is_held_out = hashes < eval_fraction * 2.0**64
     order = np.argsort(hashes, kind="stable")
@@ -157,7 +186,8 @@ def _choose_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float
 
 
 def _tail_start(stream: TokenStream, eval_fraction: float) -> int:
-    """The first border of documents within the last `eval_fraction` of the tokens, else its start."""
+    """The first border of documents within the last `eval_fraction` of the tokens, else its
+    start."""
     cut = max(1, len(stream) - max(1, round(len(stream) * eval_fraction)))
     for start, tokens in chunks(stream.tokens[cut - 1 : -1]):
         is_eos = tokens == stream.eos
@@ -172,7 +202,9 @@ def chunks(tokens: np.ndarray | JoinedTokens) -> Iterator[tuple[int, np.ndarray]
         yield start, np.asarray(tokens[start : start + _CHUNK_TOKENS])
 
 
-def write_token_file(path: Path, parts: Iterable[np.ndarray], tokenizer: Tokenizer, left_out: LeftOut | None = None) -> TokenHeader:
+def write_token_file(
+    path: Path, parts: Iterable[np.ndarray], tokenizer: Tokenizer, left_out: LeftOut | None = None
+) -> TokenHeader:
     """Write tokens, then the header; without a header there is no token file.
 
     Args:
@@ -184,12 +216,23 @@ def write_token_file(path: Path, parts: Iterable[np.ndarray], tokenizer: Tokeniz
         raised, on the way through `parts` too, leaves no half-written file behind.
     """
     if path.suffix != TOKEN_SUFFIX:
-        raise DataError(explain("a token file has another suffix", given=path, do=f"name it {path.stem}{TOKEN_SUFFIX}"))
+        raise DataError(
+            explain(
+                "a token file has another suffix",
+                given=path,
+                do=f"name it {path.stem}{TOKEN_SUFFIX}",
+            )
+        )
     header_path = _header_path(path)
     for existing in (path, header_path):
         if existing.exists():
-            raise DataError(explain("a token file is never overwritten", given=f"{existing} exists",
-                                    do=f"choose another name, or remove {path.name} and {header_path.name}"))
+            raise DataError(
+                explain(
+                    "a token file is never overwritten",
+                    given=f"{existing} exists",
+                    do=f"choose another name, or remove {path.name} and {header_path.name}",
+                )
+            )
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     num_tokens = num_documents = 0
     digest = WholeDigest()
@@ -203,17 +246,29 @@ def write_token_file(path: Path, parts: Iterable[np.ndarray], tokenizer: Tokeniz
                     num_tokens += len(tokens)
                     num_documents += int(np.count_nonzero(tokens == tokenizer.eos))
                 file.flush()
-                header = TokenHeader(dtype=dtype.name, vocab_size=tokenizer.vocab_size, num_tokens=num_tokens,
-                                     num_documents=num_documents, eos=tokenizer.eos, tokenizer=tokenizer.digest,
-                                     content=digest.hexdigest(), bad_lines=left_out.num_bad_lines if left_out else 0)
+                header = TokenHeader(
+                    dtype=dtype.name,
+                    vocab_size=tokenizer.vocab_size,
+                    num_tokens=num_tokens,
+                    num_documents=num_documents,
+                    eos=tokenizer.eos,
+                    tokenizer=tokenizer.digest,
+                    content=digest.hexdigest(),
+                    bad_lines=left_out.num_bad_lines if left_out else 0,
+                )
                 header_path.write_text(json.dumps(dataclasses.asdict(header), indent=2) + "\n")
             except BaseException:
                 path.unlink()
                 header_path.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise DataError(explain(f"{path} cannot be written", given=error,
-                                do="choose an existing folder with enough room")) from error
+        raise DataError(
+            explain(
+                f"{path} cannot be written",
+                given=error,
+                do="choose an existing folder with enough room",
+            )
+        ) from error
     return header
 
 
@@ -228,36 +283,76 @@ def read_token_file(path: Path, tokenizer: Tokenizer) -> tuple[TokenStream, Toke
     try:
         size, expected = path.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
     except OSError as error:
-        raise DataError(explain("a token file cannot be read", given=error, do="give a file that this user may read")) from error
+        raise DataError(
+            explain(
+                "a token file cannot be read", given=error, do="give a file that this user may read"
+            )
+        ) from error
     if size != expected or not size:
-        raise DataError(explain(f"{path} does not have the size that its header says",
-                                given=f"{size} bytes; {header.num_tokens} tokens of {header.dtype} "
-                                      f"are {expected} bytes",
-                                do="write it again with scripts/tokenize.py"))
+        raise DataError(
+            explain(
+                f"{path} does not have the size that its header says",
+                given=(
+                    f"{size} bytes; {header.num_tokens} tokens of {header.dtype} "
+                    f"are {expected} bytes"
+                ),
+                do="write it again with scripts/tokenize.py",
+            )
+        )
     if header.tokenizer != tokenizer.digest:
-        raise DataError(explain(f"{path} was made with another tokenizer",
-                                given=f"digest {header.tokenizer} in {_header_path(path).name}, "
-                                      f"{tokenizer.digest} here",
-                                do="give the tokenizer that made it: --tokenizer PATH"))
+        raise DataError(
+            explain(
+                f"{path} was made with another tokenizer",
+                given=(
+                    f"digest {header.tokenizer} in {_header_path(path).name}, "
+                    f"{tokenizer.digest} here"
+                ),
+                do="give the tokenizer that made it: --tokenizer PATH",
+            )
+        )
     if header.eos != tokenizer.eos:
-        raise DataError(explain(f"{path} was made with another end of documents",
-                                given=f"id {header.eos} in {_header_path(path).name}; here it is {tokenizer.end}",
-                                do=f"name the token of id {header.eos}: --set data.eos=TOKEN, or write the file again"))
+        raise DataError(
+            explain(
+                f"{path} was made with another end of documents",
+                given=f"id {header.eos} in {_header_path(path).name}; here it is {tokenizer.end}",
+                do=(
+                    f"name the token of id {header.eos}: --set data.eos=TOKEN, or write the file"
+                    " again"
+                ),
+            )
+        )
     try:
         tokens = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")
     except (OSError, ValueError) as error:
-        raise DataError(explain("a token file cannot be mapped into memory", given=f"{path}: {error}", do="give a file that this user may read")) from error
-    stream = TokenStream(name=str(path), tokens=tokens, eos=header.eos, vocab_size=header.vocab_size)
+        raise DataError(
+            explain(
+                "a token file cannot be mapped into memory",
+                given=f"{path}: {error}",
+                do="give a file that this user may read",
+            )
+        ) from error
+    stream = TokenStream(
+        name=str(path), tokens=tokens, eos=header.eos, vocab_size=header.vocab_size
+    )
     if len(stream) <= CHECKED_TOKENS:
         found = sum(int(np.count_nonzero(chunk == header.eos)) for _, chunk in chunks(tokens))
         if found != header.num_documents:
-            raise DataError(explain(f"{path} does not have the documents that its header says",
-                                    given=f"{found:,} ends of documents; {header.num_documents:,} in {_header_path(path).name}",
-                                    do="write both again with scripts/tokenize.py"))
+            raise DataError(
+                explain(
+                    f"{path} does not have the documents that its header says",
+                    given=(
+                        f"{found:,} ends of documents; {header.num_documents:,} in"
+                        f" {_header_path(path).name}"
+                    ),
+                    do="write both again with scripts/tokenize.py",
+                )
+            )
     return stream, header
 
 
-def read_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[TokenStream, list[TokenHeader]]:
+def read_token_files(
+    paths: Sequence[Path], tokenizer: Tokenizer
+) -> tuple[TokenStream, list[TokenHeader]]:
     """Map token files into memory, in order, as one stream.
 
     Raises:
@@ -268,11 +363,20 @@ def read_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Token
         return streams[0], list(headers)
     for path, header in zip(paths, headers, strict=True):
         if (header.dtype, header.vocab_size) != (headers[0].dtype, headers[0].vocab_size):
-            raise DataError(explain(f"{path} has other tokens than {paths[0]}",
-                                    given=f"{header.dtype} below {header.vocab_size}; {headers[0].dtype} below {headers[0].vocab_size}",
-                                    do="write both with the same tokenizer"))
+            raise DataError(
+                explain(
+                    f"{path} has other tokens than {paths[0]}",
+                    given=(
+                        f"{header.dtype} below {header.vocab_size}; {headers[0].dtype} below"
+                        f" {headers[0].vocab_size}"
+                    ),
+                    do="write both with the same tokenizer",
+                )
+            )
     joined = JoinedTokens([stream.tokens for stream in streams])
-    return dataclasses.replace(streams[0], name=" ".join(map(str, paths)), tokens=joined), list(headers)
+    return dataclasses.replace(streams[0], name=" ".join(map(str, paths)), tokens=joined), list(
+        headers
+    )
 
 
 def _read_header(path: Path) -> TokenHeader:
@@ -280,13 +384,25 @@ def _read_header(path: Path) -> TokenHeader:
         header = TokenHeader(**json.loads(_header_path(path).read_bytes()))
         if header.format != _FORMAT or header.dtype not in ("uint16", "uint32"):
             raise ValueError(f"format {header.format}, dtype {header.dtype}")
-        numbers = (header.vocab_size, header.num_tokens, header.num_documents, header.eos, header.bad_lines)
-        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or not isinstance(header.content, str | None):
+        numbers = (
+            header.vocab_size,
+            header.num_tokens,
+            header.num_documents,
+            header.eos,
+            header.bad_lines,
+        )
+        if not all(
+            type(number) is int and 0 <= number < 2**63 for number in numbers
+        ) or not isinstance(header.content, str | None):
             raise ValueError(f"values of another type: {header}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(explain(
-            f"{path} has no header of format {_FORMAT} beside it", given=error,
-            do=f"restore {_header_path(path).name}, or write both with scripts/tokenize.py")) from error
+        raise DataError(
+            explain(
+                f"{path} has no header of format {_FORMAT} beside it",
+                given=error,
+                do=f"restore {_header_path(path).name}, or write both with scripts/tokenize.py",
+            )
+        ) from error
     return header
 
 

@@ -1,9 +1,10 @@
 """What makers publish about accelerators, as data.
 
-Peaks are *dense* (no structured sparsity): data sheets from the A100 on print the sparse figure, twice as
-much. Memory is the data sheet's number in decimal bytes, which a program can rely on; drivers report up to
-7% more (an "80 GB" part has about 80 GiB of chips), so nothing that fits here fails there. What a maker
-does not publish is None, and so is everything about a device that is not listed.
+Peaks are *dense* (no structured sparsity): data sheets from the A100 on print the sparse figure,
+twice as much. Memory is the data sheet's number in decimal bytes, which a program can rely on;
+drivers report up to 7% more (an "80 GB" part has about 80 GiB of chips), so nothing that fits here
+fails there. What a maker does not publish is None, and so is everything about a device that is not
+listed.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class Accelerator:
     dense_peak_flops: float | None
     """FLOP/s of 16-bit matmuls (bf16; f16 where there is no bf16) that accumulate in float32."""
     f32_peak_flops: float | None
-    """FLOP/s of float32 matmuls as JAX runs them by default: in TF32 where the device has it (jax.lax.Precision.DEFAULT)."""
+    """FLOP/s of float32 matmuls as JAX runs them by default: in TF32 where the device has it
+    (jax.lax.Precision.DEFAULT)."""
     memory_bytes: int | None
     """Memory of one device."""
     memory_bytes_per_s: float | None
@@ -35,15 +37,25 @@ class Accelerator:
     num_cores: int | None
     """Streaming multiprocessors."""
     compute_capability: tuple[int, int] | None = None
-    """NVIDIA's number of what a device can do (developer.nvidia.com/cuda-gpus); None: not one of theirs, or not known."""
+    """NVIDIA's number of what a device can do (developer.nvidia.com/cuda-gpus); None: not one of
+    theirs, or not known."""
     sources: tuple[str, ...]
     """Where the figures are published."""
 
     @classmethod
     def unlisted(cls, device_kind: str, platform: str) -> "Accelerator":
         """A device of which nothing is known but what the driver calls it."""
-        return cls(name=device_kind, device_kind=device_kind, platform=platform, dense_peak_flops=None, f32_peak_flops=None,
-                   memory_bytes=None, memory_bytes_per_s=None, num_cores=None, sources=())
+        return cls(
+            name=device_kind,
+            device_kind=device_kind,
+            platform=platform,
+            dense_peak_flops=None,
+            f32_peak_flops=None,
+            memory_bytes=None,
+            memory_bytes_per_s=None,
+            num_cores=None,
+            sources=(),
+        )
 
 
 def accelerator_named(name: str) -> Accelerator:
@@ -55,23 +67,48 @@ def accelerator_named(name: str) -> Accelerator:
     for accelerator in ACCELERATORS:
         if accelerator.name == name.lower():
             return accelerator
-    raise ConfigError(explain(f"unknown accelerator {name!r}", given=name, do=nearest(name.lower(), (each.name for each in ACCELERATORS))))
+    raise ConfigError(
+        explain(
+            f"unknown accelerator {name!r}",
+            given=name,
+            do=nearest(name.lower(), (each.name for each in ACCELERATORS)),
+        )
+    )
 
 
 def accelerator_of_kind(device_kind: str) -> Accelerator | None:
     """The listed accelerator that the driver calls `device_kind`; None if there is none.
 
-    The whole name counts: "NVIDIA H200 NVL" and a slice "NVIDIA A100-SXM4-40GB MIG 1g.5gb" are slower than what
-    their names begin with.
+    The whole name counts: "NVIDIA H200 NVL" and a slice "NVIDIA A100-SXM4-40GB MIG 1g.5gb" are
+    slower than what their names begin with.
     """
     return next((each for each in ACCELERATORS if each.device_kind == device_kind), None)
 
 
-def _nvidia(name: str, device_kind: str, *, tflops_16: float, tflops_32: float, memory_gb: int, memory_gb_per_s: float,
-            num_sms: int, capability: tuple[int, int], sources: tuple[str, ...]) -> Accelerator:
+def _nvidia(
+    name: str,
+    device_kind: str,
+    *,
+    tflops_16: float,
+    tflops_32: float,
+    memory_gb: int,
+    memory_gb_per_s: float,
+    num_sms: int,
+    capability: tuple[int, int],
+    sources: tuple[str, ...],
+) -> Accelerator:
     return Accelerator(
-        name=name, device_kind=device_kind, platform="gpu", dense_peak_flops=tflops_16 * 1e12, f32_peak_flops=tflops_32 * 1e12,
-        memory_bytes=memory_gb * 10**9, memory_bytes_per_s=memory_gb_per_s * 1e9, num_cores=num_sms, compute_capability=capability, sources=sources)
+        name=name,
+        device_kind=device_kind,
+        platform="gpu",
+        dense_peak_flops=tflops_16 * 1e12,
+        f32_peak_flops=tflops_32 * 1e12,
+        memory_bytes=memory_gb * 10**9,
+        memory_bytes_per_s=memory_gb_per_s * 1e9,
+        num_cores=num_sms,
+        compute_capability=capability,
+        sources=sources,
+    )
 
 
 _AMPERE = "NVIDIA A100 Tensor Core GPU Architecture white paper: https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
@@ -79,36 +116,189 @@ _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture white paper: https://resourc
 _ADA = "NVIDIA Ada GPU Architecture white paper: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 _A100 = (
     "NVIDIA A100 data sheet: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
-    _AMPERE)
-_H100 = ("NVIDIA H100 data sheet (half of its sparse peaks): https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet", _HOPPER)
-_H200 = ("NVIDIA H200 data sheet (half of its sparse peaks): https://www.nvidia.com/en-us/data-center/h200/", _HOPPER)
+    _AMPERE,
+)
+_H100 = (
+    "NVIDIA H100 data sheet (half of its sparse peaks): https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet",
+    _HOPPER,
+)
+_H200 = (
+    "NVIDIA H200 data sheet (half of its sparse peaks): https://www.nvidia.com/en-us/data-center/h200/",
+    _HOPPER,
+)
 _B200 = (
     "NVIDIA DGX B200 data sheet (an eighth of its figures): https://www.nvidia.com/en-us/data-center/dgx-b200/",
     "NVIDIA HGX specifications (an eighth of its figures): https://www.nvidia.com/en-us/data-center/hgx/",
-    "multiprocessors: as CUDA counts them, in no data sheet")
+    "multiprocessors: as CUDA counts them, in no data sheet",
+)
 _L40S = ("NVIDIA L40S data sheet: https://www.nvidia.com/en-us/data-center/l40s/", _ADA)
-_L4 = ("NVIDIA L4 data sheet (half of its sparse peaks): https://www.nvidia.com/en-us/data-center/l4/", _ADA)
+_L4 = (
+    "NVIDIA L4 data sheet (half of its sparse peaks): https://www.nvidia.com/en-us/data-center/l4/",
+    _ADA,
+)
 _GA102 = (
-    "NVIDIA Ampere GA102 GPU Architecture white paper: https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf",)
+    "NVIDIA Ampere GA102 GPU Architecture white paper: https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf",
+)
 _V100 = (
     "NVIDIA V100 data sheet: https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
-    "NVIDIA Tesla V100 GPU Architecture white paper: https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf")
+    "NVIDIA Tesla V100 GPU Architecture white paper: https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf",
+)
 
 ACCELERATORS = (
     Accelerator.unlisted("cpu", "cpu"),
-    _nvidia("a100", "NVIDIA A100-SXM4-80GB", tflops_16=312, tflops_32=156, memory_gb=80, memory_gb_per_s=2039, num_sms=108, capability=(8, 0), sources=_A100),
-    _nvidia("a100-40gb", "NVIDIA A100-SXM4-40GB", tflops_16=312, tflops_32=156, memory_gb=40, memory_gb_per_s=1555, num_sms=108, capability=(8, 0), sources=_A100),
-    _nvidia("a100-pcie", "NVIDIA A100 80GB PCIe", tflops_16=312, tflops_32=156, memory_gb=80, memory_gb_per_s=1935, num_sms=108, capability=(8, 0), sources=_A100),
-    _nvidia("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", tflops_16=312, tflops_32=156, memory_gb=40, memory_gb_per_s=1555, num_sms=108, capability=(8, 0), sources=_A100),
-    _nvidia("h100", "NVIDIA H100 80GB HBM3", tflops_16=989, tflops_32=494, memory_gb=80, memory_gb_per_s=3350, num_sms=132, capability=(9, 0), sources=_H100),
-    _nvidia("h100-pcie", "NVIDIA H100 PCIe", tflops_16=756, tflops_32=378, memory_gb=80, memory_gb_per_s=2000, num_sms=114, capability=(9, 0), sources=_H100),
-    _nvidia("h200", "NVIDIA H200", tflops_16=989, tflops_32=494, memory_gb=141, memory_gb_per_s=4800, num_sms=132, capability=(9, 0), sources=_H200),
-    _nvidia("b200", "NVIDIA B200", tflops_16=2250, tflops_32=1125, memory_gb=180, memory_gb_per_s=8000, num_sms=148, capability=(10, 0), sources=_B200),
-    _nvidia("l40s", "NVIDIA L40S", tflops_16=362.05, tflops_32=183, memory_gb=48, memory_gb_per_s=864, num_sms=142, capability=(8, 9), sources=_L40S),
-    _nvidia("l4", "NVIDIA L4", tflops_16=121, tflops_32=60, memory_gb=24, memory_gb_per_s=300, num_sms=58, capability=(8, 9), sources=_L4),
-    _nvidia("rtx4090", "NVIDIA GeForce RTX 4090", tflops_16=165.2, tflops_32=82.6, memory_gb=24, memory_gb_per_s=1008, num_sms=128, capability=(8, 9), sources=(_ADA,)),
-    _nvidia("rtx3090", "NVIDIA GeForce RTX 3090", tflops_16=71, tflops_32=35.6, memory_gb=24, memory_gb_per_s=936, num_sms=82, capability=(8, 6), sources=_GA102),
-    _nvidia("v100", "Tesla V100-SXM2-32GB", tflops_16=125, tflops_32=15.7, memory_gb=32, memory_gb_per_s=900, num_sms=80, capability=(7, 0), sources=_V100),
-    _nvidia("v100-16gb", "Tesla V100-SXM2-16GB", tflops_16=125, tflops_32=15.7, memory_gb=16, memory_gb_per_s=900, num_sms=80, capability=(7, 0), sources=_V100),
+    _nvidia(
+        "a100",
+        "NVIDIA A100-SXM4-80GB",
+        tflops_16=312,
+        tflops_32=156,
+        memory_gb=80,
+        memory_gb_per_s=2039,
+        num_sms=108,
+        capability=(8, 0),
+        sources=_A100,
+    ),
+    _nvidia(
+        "a100-40gb",
+        "NVIDIA A100-SXM4-40GB",
+        tflops_16=312,
+        tflops_32=156,
+        memory_gb=40,
+        memory_gb_per_s=1555,
+        num_sms=108,
+        capability=(8, 0),
+        sources=_A100,
+    ),
+    _nvidia(
+        "a100-pcie",
+        "NVIDIA A100 80GB PCIe",
+        tflops_16=312,
+        tflops_32=156,
+        memory_gb=80,
+        memory_gb_per_s=1935,
+        num_sms=108,
+        capability=(8, 0),
+        sources=_A100,
+    ),
+    _nvidia(
+        "a100-pcie-40gb",
+        "NVIDIA A100-PCIE-40GB",
+        tflops_16=312,
+        tflops_32=156,
+        memory_gb=40,
+        memory_gb_per_s=1555,
+        num_sms=108,
+        capability=(8, 0),
+        sources=_A100,
+    ),
+    _nvidia(
+        "h100",
+        "NVIDIA H100 80GB HBM3",
+        tflops_16=989,
+        tflops_32=494,
+        memory_gb=80,
+        memory_gb_per_s=3350,
+        num_sms=132,
+        capability=(9, 0),
+        sources=_H100,
+    ),
+    _nvidia(
+        "h100-pcie",
+        "NVIDIA H100 PCIe",
+        tflops_16=756,
+        tflops_32=378,
+        memory_gb=80,
+        memory_gb_per_s=2000,
+        num_sms=114,
+        capability=(9, 0),
+        sources=_H100,
+    ),
+    _nvidia(
+        "h200",
+        "NVIDIA H200",
+        tflops_16=989,
+        tflops_32=494,
+        memory_gb=141,
+        memory_gb_per_s=4800,
+        num_sms=132,
+        capability=(9, 0),
+        sources=_H200,
+    ),
+    _nvidia(
+        "b200",
+        "NVIDIA B200",
+        tflops_16=2250,
+        tflops_32=1125,
+        memory_gb=180,
+        memory_gb_per_s=8000,
+        num_sms=148,
+        capability=(10, 0),
+        sources=_B200,
+    ),
+    _nvidia(
+        "l40s",
+        "NVIDIA L40S",
+        tflops_16=362.05,
+        tflops_32=183,
+        memory_gb=48,
+        memory_gb_per_s=864,
+        num_sms=142,
+        capability=(8, 9),
+        sources=_L40S,
+    ),
+    _nvidia(
+        "l4",
+        "NVIDIA L4",
+        tflops_16=121,
+        tflops_32=60,
+        memory_gb=24,
+        memory_gb_per_s=300,
+        num_sms=58,
+        capability=(8, 9),
+        sources=_L4,
+    ),
+    _nvidia(
+        "rtx4090",
+        "NVIDIA GeForce RTX 4090",
+        tflops_16=165.2,
+        tflops_32=82.6,
+        memory_gb=24,
+        memory_gb_per_s=1008,
+        num_sms=128,
+        capability=(8, 9),
+        sources=(_ADA,),
+    ),
+    _nvidia(
+        "rtx3090",
+        "NVIDIA GeForce RTX 3090",
+        tflops_16=71,
+        tflops_32=35.6,
+        memory_gb=24,
+        memory_gb_per_s=936,
+        num_sms=82,
+        capability=(8, 6),
+        sources=_GA102,
+    ),
+    _nvidia(
+        "v100",
+        "Tesla V100-SXM2-32GB",
+        tflops_16=125,
+        tflops_32=15.7,
+        memory_gb=32,
+        memory_gb_per_s=900,
+        num_sms=80,
+        capability=(7, 0),
+        sources=_V100,
+    ),
+    _nvidia(
+        "v100-16gb",
+        "Tesla V100-SXM2-16GB",
+        tflops_16=125,
+        tflops_32=15.7,
+        memory_gb=16,
+        memory_gb_per_s=900,
+        num_sms=80,
+        capability=(7, 0),
+        sources=_V100,
+    ),
 )
 """All that are listed."""

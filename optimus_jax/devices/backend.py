@@ -1,7 +1,10 @@
-"""Starting JAX's backend, which finds the devices. Whoever asks JAX for a device for the first time does it here.
+"""Starting JAX's backend, which finds the devices.
 
-It may fail in as many ways as there are drivers, plugins and settings, and JAX says it in its own words, or in none. Where the user has
-asked for a platform that JAX does not start, that is an error; where a GPU is there and JAX is on the CPU, or a large model is, it is a warning.
+Whoever asks JAX for a device for the first time does it here.
+
+It may fail in as many ways as there are drivers, plugins and settings, and JAX says it in its own
+words, or in none. Where the user has asked for a platform that JAX does not start, that is an
+error; where a GPU is there and JAX is on the CPU, or a large model is, it is a warning.
 """
 
 import os
@@ -21,14 +24,21 @@ from optimus_jax.errors import ConfigError, FaultError, explain
 from optimus_jax.system.environment import check_xla_flags, number_of
 
 HOST_MEMORY_SHARE = 0.75
-"""Of a host's memory, for what lies there for its GPUs (parallel.offload): by default XLA has 64 GiB, less than the moments of 9 billion parameters."""
+"""Of a host's memory, for what lies there for its GPUs (parallel.offload): by default XLA has 64
+GiB, less than the moments of 9 billion parameters."""
 GPU_MEMORY_SHARE = "0.92"
-"""Of a GPU, for JAX to set aside: by default it takes 75%, and a plan for the whole device would not run. The rest is for contexts and NCCL."""
+"""Of a GPU, for JAX to set aside: by default it takes 75%, and a plan for the whole device would
+not run. The rest is for contexts and NCCL."""
 JAX_OWN_SHARE, JAX_OWN_HOST_GIB = "0.75", "64"
-"""What it may use of a GPU and of the host beside it where nobody says otherwise before its first use."""
+"""What it may use of a GPU and of the host beside it where nobody says otherwise before its first
+use."""
 LARGE_PARAMS = 100_000_000
 """A model of so many parameters is seldom meant for a CPU."""
-_FRACTION, _OLDER_FRACTION, _HOST_LIMIT_GIB = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_FRACTION, _OLDER_FRACTION, _HOST_LIMIT_GIB = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
+)
 _PLUGINS = {13: "jax-cuda13-plugin", 12: "jax-cuda12-plugin"}
 """JAX's parts for NVIDIA's GPUs, by the version of CUDA."""
 _MEANS_OTHERS = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")
@@ -37,11 +47,14 @@ _DEV = Path("/dev")
 
 
 def start_backend() -> None:
-    """Have JAX find its devices, with the limits on memory that a run has. Of several processes each has to call it.
+    """Have JAX find its devices, with the limits on memory that a run has.
 
-    JAX may use GPU_MEMORY_SHARE of a GPU, and HOST_MEMORY_SHARE of the host for it, unless XLA_CLIENT_MEM_FRACTION (or its older name,
-    XLA_PYTHON_CLIENT_MEM_FRACTION) and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB say otherwise. Where JAX has a GPU already, it is too late to say
-    anything: a warning tells the user, and JAX's own limits count.
+    Of several processes each has to call it.
+
+    JAX may use GPU_MEMORY_SHARE of a GPU, and HOST_MEMORY_SHARE of the host for it, unless
+    XLA_CLIENT_MEM_FRACTION (or its older name, XLA_PYTHON_CLIENT_MEM_FRACTION) and
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB say otherwise. Where JAX has a GPU already, it is too late to
+    say anything: a warning tells the user, and JAX's own limits count.
 
     Raises:
       ConfigError: JAX cannot start, or has a setting with which no run works.
@@ -62,7 +75,13 @@ def _begin() -> None:
     except Exception as error:  # of plugins that are not ours
         said = " ".join(str(error).split())
         if jax.distributed.is_initialized() and any(word in said for word in _MEANS_OTHERS):
-            raise FaultError(explain("the processes of this run have not found their devices together", given=said, do="start all again")) from error
+            raise FaultError(
+                explain(
+                    "the processes of this run have not found their devices together",
+                    given=said,
+                    do="start all again",
+                )
+            ) from error
         raise _cannot_start(said or type(error).__name__) from error
 
 
@@ -82,82 +101,153 @@ def host_bytes() -> int:
 
 
 def warning_of_cpu(num_params: Callable[[], int] = lambda: 0) -> str | None:
-    """What to tell a user whose run is on the CPU though nobody has asked for that; None: all is as it seems to be meant.
+    """What to tell a user whose run is on the CPU though nobody has asked for that; None: all is as
+    it seems to be meant.
 
     Args:
       num_params: counts the model's parameters; 0: they do not matter.
     """
     asked = _asked_for()
-    if jax.default_backend() != "cpu" or asked.startswith("cpu") or jax.config.jax_num_cpu_devices > 0:  # pyright: ignore[reportAttributeAccessIssue]
+    if (
+        jax.default_backend() != "cpu"
+        or asked.startswith("cpu")
+        or jax.config.jax_num_cpu_devices > 0
+    ):  # pyright: ignore[reportAttributeAccessIssue]
         return None
     here, params = gpu_that_is_not_used(), num_params()
     if not asked and here is None and params < LARGE_PARAMS:
         return None
     size = f" of {params:,} parameters" if params else ""
-    what, do = here or ("there is none that this machine knows of: no NVIDIA driver answers, and there is no /dev/kfd and no /dev/accel*",
-                        "on a machine with one: pip install 'optimus-jax[cuda13]'")
-    return f"WARNING: no GPU was found, and this run{size} is on the CPU: {what}\n  do:    {do}; if the CPU is meant: JAX_PLATFORMS=cpu"
+    what, do = here or (
+        (
+            "there is none that this machine knows of: no NVIDIA driver answers, and there is no"
+            " /dev/kfd and no /dev/accel*"
+        ),
+        "on a machine with one: pip install 'optimus-jax[cuda13]'",
+    )
+    return (
+        f"WARNING: no GPU was found, and this run{size} is on the CPU: {what}\n  do:    {do}; if"
+        " the CPU is meant: JAX_PLATFORMS=cpu"
+    )
 
 
 def gpu_that_is_not_used() -> tuple[str, str] | None:
     """Why JAX does not use an accelerator of this machine, and what to do; None: there is none."""
-    if (count := num_gpus() or sum(entry.name[6:].isdecimal() for entry in _DEV.glob("nvidia*"))) > 0:
+    if (
+        count := num_gpus() or sum(entry.name[6:].isdecimal() for entry in _DEV.glob("nvidia*"))
+    ) > 0:
         return _nvidia(count)
     if (_DEV / "kfd").exists():
-        return "there is an AMD GPU (/dev/kfd), and JAX has no plugin for ROCm that works", "pip install jax-rocm7-plugin jax-rocm7-pjrt of jax's version"
+        return (
+            "there is an AMD GPU (/dev/kfd), and JAX has no plugin for ROCm that works",
+            "pip install jax-rocm7-plugin jax-rocm7-pjrt of jax's version",
+        )
     if next(_DEV.glob("accel[0-9]*"), None) is not None:
-        return "there is a TPU (/dev/accel*), and JAX has no libtpu that works", "pip install 'jax[tpu]'"
+        return (
+            "there is a TPU (/dev/accel*), and JAX has no libtpu that works",
+            "pip install 'jax[tpu]'",
+        )
     return None
 
 
 def _nvidia(count: int) -> tuple[str, str]:
     there = f"this machine has {count} NVIDIA GPU{'s' if count > 1 else ''}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not any(entry.strip() and not entry.strip().startswith(("-", "NoDevFiles")) for entry in visible.split(",")):
-        return f"{there}, and CUDA_VISIBLE_DEVICES={visible} hides them", "unset CUDA_VISIBLE_DEVICES"
+    if visible is not None and not any(
+        entry.strip() and not entry.strip().startswith(("-", "NoDevFiles"))
+        for entry in visible.split(",")
+    ):
+        return (
+            f"{there}, and CUDA_VISIBLE_DEVICES={visible} hides them",
+            "unset CUDA_VISIBLE_DEVICES",
+        )
     driver = _driver_cuda()
     fitting = 13 if driver is None or driver >= (13, 0) else 12
     install = f"pip install 'optimus-jax[cuda{fitting}]'"
-    installed = {cuda: found for cuda, name in _PLUGINS.items() if (found := _version(name)) is not None}
+    installed = {
+        cuda: found for cuda, name in _PLUGINS.items() if (found := _version(name)) is not None
+    }
     if not installed:
         return f"{there}, and jax is installed without CUDA", install
     newest = max(installed)
     if driver is not None and driver[0] < min(installed):
-        return f"{there}; the driver knows CUDA {driver[0]}.{driver[1]}, and {_PLUGINS[newest]} needs {newest}", f"{install}, or a newer driver"
+        return (
+            (
+                f"{there}; the driver knows CUDA {driver[0]}.{driver[1]}, and {_PLUGINS[newest]}"
+                f" needs {newest}"
+            ),
+            f"{install}, or a newer driver",
+        )
     if installed[newest] != (jaxlib := _version("jaxlib")):
-        return f"{there}; {_PLUGINS[newest]} is version {installed[newest]}, and jaxlib {jaxlib}", f"pip install --upgrade 'optimus-jax[cuda{newest}]'"
+        return (
+            f"{there}; {_PLUGINS[newest]} is version {installed[newest]}, and jaxlib {jaxlib}",
+            f"pip install --upgrade 'optimus-jax[cuda{newest}]'",
+        )
     said = getattr(xla_bridge, "_backend_errors", {}).get("cuda")
     libraries = os.environ.get("LD_LIBRARY_PATH")
     why = f"{there}, and JAX cannot start CUDA" + (f": {' '.join(said.split())}" if said else "")
-    return (f"{why}; LD_LIBRARY_PATH={libraries} may put other libraries before its own", "unset LD_LIBRARY_PATH") if libraries else (
-        why, f"see whether nvidia-smi works, then {install}")
+    return (
+        (
+            f"{why}; LD_LIBRARY_PATH={libraries} may put other libraries before its own",
+            "unset LD_LIBRARY_PATH",
+        )
+        if libraries
+        else (why, f"see whether nvidia-smi works, then {install}")
+    )
 
 
 def _cannot_start(said: str) -> ConfigError:
     asked = _asked_for()
-    said_by = [f"{name}={os.environ[name]}" for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME") if os.environ.get(name)]
+    said_by = [
+        f"{name}={os.environ[name]}"
+        for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
+        if os.environ.get(name)
+    ]
     given = " ".join(said_by) or (f"platform {asked}" if asked else "JAX_PLATFORMS is not set")
     if asked and not asked.startswith("cpu"):
         found, what, do = _not_found(asked)
-        return ConfigError(explain(f"{found}, for JAX cannot start the platform that was asked for: {what}",
-                                   given=f"{given}; JAX: {said}", do=f"{do}; or unset JAX_PLATFORMS to take what there is"))
+        return ConfigError(
+            explain(
+                f"{found}, for JAX cannot start the platform that was asked for: {what}",
+                given=f"{given}; JAX: {said}",
+                do=f"{do}; or unset JAX_PLATFORMS to take what there is",
+            )
+        )
     here = gpu_that_is_not_used()
-    return ConfigError(explain("JAX cannot start" + (f": {here[0]}" if here else ""), given=f"{given}; JAX: {said}",
-                               do=(f"{here[1]}; or " if here else "") + "set JAX_PLATFORMS=cpu to use the CPU"))
+    return ConfigError(
+        explain(
+            "JAX cannot start" + (f": {here[0]}" if here else ""),
+            given=f"{given}; JAX: {said}",
+            do=(f"{here[1]}; or " if here else "") + "set JAX_PLATFORMS=cpu to use the CPU",
+        )
+    )
 
 
 def _not_found(platform: str) -> tuple[str, str, str]:
     """Of a platform that JAX does not start: what was not found, why, and what to do."""
     wants_gpu = any(name in platform for name in ("cuda", "gpu", "rocm"))
     what, do = gpu_that_is_not_used() or (
-        ("there is no GPU that this machine knows of", "pip install 'optimus-jax[cuda13]' on a machine with one") if wants_gpu else
-        ("there is no TPU that this machine knows of", "pip install 'jax[tpu]' on a machine with one") if "tpu" in platform else
-        ("JAX does not know it", "choose cpu, cuda, rocm or tpu"))
+        (
+            "there is no GPU that this machine knows of",
+            "pip install 'optimus-jax[cuda13]' on a machine with one",
+        )
+        if wants_gpu
+        else (
+            (
+                "there is no TPU that this machine knows of",
+                "pip install 'jax[tpu]' on a machine with one",
+            )
+            if "tpu" in platform
+            else ("JAX does not know it", "choose cpu, cuda, rocm or tpu")
+        )
+    )
     return f"no {'GPU was' if wants_gpu else 'device was'} found", what, do
 
 
 def _check_default_device() -> None:
-    """Raises ConfigError if JAX's default device is of a platform that it has not started: its first array would not know where to be."""
+    """Raises ConfigError if JAX's default device is of a platform that it has not started: its
+    first array would not know where to be.
+    """
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(default, str):
         return
@@ -166,10 +256,22 @@ def _check_default_device() -> None:
     except Exception as error:  # of plugins that are not ours
         found, what, do = _not_found(default)
         if (asked := _asked_for()) and default not in asked.split(","):
-            what, do = f"platform {asked} was asked for, which leaves it out", f"let both name one platform, such as JAX_PLATFORMS={default}"
-        given = f"JAX_DEFAULT_DEVICE={default}" if os.environ.get("JAX_DEFAULT_DEVICE") == default else f"jax_default_device={default!r} in jax.config"
-        raise ConfigError(explain(f"{found}, which is to be JAX's default device: {what}", given=f"{given}; JAX: {' '.join(str(error).split())}",
-                                  do=f"unset JAX_DEFAULT_DEVICE to take what there is; or {do}")) from error
+            what, do = (
+                f"platform {asked} was asked for, which leaves it out",
+                f"let both name one platform, such as JAX_PLATFORMS={default}",
+            )
+        given = (
+            f"JAX_DEFAULT_DEVICE={default}"
+            if os.environ.get("JAX_DEFAULT_DEVICE") == default
+            else f"jax_default_device={default!r} in jax.config"
+        )
+        raise ConfigError(
+            explain(
+                f"{found}, which is to be JAX's default device: {what}",
+                given=f"{given}; JAX: {' '.join(str(error).split())}",
+                do=f"unset JAX_DEFAULT_DEVICE to take what there is; or {do}",
+            )
+        ) from error
 
 
 def _asked_for() -> str:
@@ -183,11 +285,19 @@ def _limit_memory(has_begun: bool) -> None:
     has_begun = has_begun and jax.default_backend() == "gpu"
     if not os.environ.get(_FRACTION) and not os.environ.get(_OLDER_FRACTION):
         if has_begun:
-            warnings.warn(f"JAX was used before this run was begun, and so may use {float(JAX_OWN_SHARE):.0%} of a GPU instead of {float(GPU_MEMORY_SHARE):.0%}: "
-                          f"set {_FRACTION}={GPU_MEMORY_SHARE}, or begin the run first", stacklevel=4)
+            warnings.warn(
+                f"JAX was used before this run was begun, and so may use {float(JAX_OWN_SHARE):.0%}"
+                f" of a GPU instead of {float(GPU_MEMORY_SHARE):.0%}: set"
+                f" {_FRACTION}={GPU_MEMORY_SHARE}, or begin the run first",
+                stacklevel=4,
+            )
         os.environ[_OLDER_FRACTION] = JAX_OWN_SHARE if has_begun else GPU_MEMORY_SHARE
     if not os.environ.get(_HOST_LIMIT_GIB):
-        os.environ[_HOST_LIMIT_GIB] = JAX_OWN_HOST_GIB if has_begun else str(max(1, int(HOST_MEMORY_SHARE * host_bytes() / 2**30)))
+        os.environ[_HOST_LIMIT_GIB] = (
+            JAX_OWN_HOST_GIB
+            if has_begun
+            else str(max(1, int(HOST_MEMORY_SHARE * host_bytes() / 2**30)))
+        )
     host_limit_bytes()
 
 

@@ -17,9 +17,9 @@ HUGE_PAGES = "glibc.malloc.hugetlb=1"
 def restart_with_huge_pages() -> None:
     """Run this program again with memory in huge pages, if its C library has to be told.
 
-    A step's buffers are mapped anew each time; in small pages, clearing them was an eighth of a step's
-    CPU time (docs/decisions/0003). glibc reads the setting only when a program starts. Call this
-    first; the process keeps its id, arguments and terminal.
+    A step's buffers are mapped anew each time; in small pages, clearing them was an eighth of a
+    step's CPU time (docs/decisions/0003). glibc reads the setting only when a program starts. Call
+    this first; the process keeps its id, arguments and terminal.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform == "linux" and "glibc.malloc.hugetlb" not in tunables:
@@ -34,13 +34,16 @@ def return_freed_memory() -> None:
 
 
 def leave_compilation_cache() -> bool:
-    """Compile anew what JAX's persistent cache of compiled programs (JAX_COMPILATION_CACHE_DIR) may hold, if devices are a CPU's; whether there is one.
+    """Compile anew what JAX's persistent cache of compiled programs (JAX_COMPILATION_CACHE_DIR) may
+    hold, if devices are a CPU's; whether there is one.
 
-    A program that comes out of it orders the collectives of several CPU devices otherwise than the one that went in, and they wait for one another until XLA ends the process
-    (jax 0.10.2). Call it before anything is compiled.
+    A program that comes out of it orders the collectives of several CPU devices otherwise than the
+    one that went in, and they wait for one another until XLA ends the process (jax 0.10.2). Call it
+    before anything is compiled.
 
     Raises:
-      PathError: the variable can name no directory. JAX takes it literally, and would make one called ~.
+      PathError: the variable can name no directory. JAX takes it literally, and would make one
+        called ~.
     """
     start_backend()
     text: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,7 +59,9 @@ def leave_compilation_cache() -> bool:
 
 
 def use_cpu_devices(num_devices: int) -> None:
-    """Make JAX run on this many virtual devices of the CPU. Call it before anything asks for a device.
+    """Make JAX run on this many virtual devices of the CPU.
+
+    Call it before anything asks for a device.
 
     Settings of JAX that name another platform are not followed, which a note says.
 
@@ -72,18 +77,39 @@ def use_cpu_devices(num_devices: int) -> None:
     except RuntimeError:
         found = jax.local_devices()
         if found[0].platform != "cpu" or len(found) != num_devices:
-            raise ConfigError(explain(
-                "JAX has started already and cannot change its devices",
-                given=f"cpu_devices={num_devices}, JAX has {len(found)} x {found[0].platform}",
-                do="set cpu_devices before the first use of JAX in this program")) from None
+            raise ConfigError(
+                explain(
+                    "JAX has started already and cannot change its devices",
+                    given=f"cpu_devices={num_devices}, JAX has {len(found)} x {found[0].platform}",
+                    do="set cpu_devices before the first use of JAX in this program",
+                )
+            ) from None
     if "jax_default_device" in others:
         jax.config.update("jax_default_device", None)
     if others:
-        said = [f"{name.upper()}={value}" if os.environ.get(name.upper()) == value else f"{name}={value!r} in jax.config" for name, value in others.items()]
-        print(f"note: {' and '.join(said)} {'is' if len(said) == 1 else 'are'} not followed: {num_devices} virtual CPU devices were asked for", file=sys.stderr)
+        said = [
+            (
+                f"{name.upper()}={value}"
+                if os.environ.get(name.upper()) == value
+                else f"{name}={value!r} in jax.config"
+            )
+            for name, value in others.items()
+        ]
+        print(
+            f"note: {' and '.join(said)} {'is' if len(said) == 1 else 'are'} not followed:"
+            f" {num_devices} virtual CPU devices were asked for",
+            file=sys.stderr,
+        )
 
 
 def _other_platforms() -> dict[str, str]:
     """JAX's settings that name another platform than the CPU first, and what they say."""
-    values = {name: jax.config.values.get(name) for name in ("jax_platforms", "jax_platform_name", "jax_default_device")}
-    return {name: value for name, value in values.items() if isinstance(value, str) and value and value.partition(",")[0].strip() != "cpu"}
+    values = {
+        name: jax.config.values.get(name)
+        for name in ("jax_platforms", "jax_platform_name", "jax_default_device")
+    }
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, str) and value and value.partition(",")[0].strip() != "cpu"
+    }

@@ -10,7 +10,9 @@ LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
 """What JAX reads too, to say which GPUs are a process's."""
 
 
-def share(local_index: int | None, local_count: int | None, *, on_cpu: bool) -> tuple[int, ...] | None:
+def share(
+    local_index: int | None, local_count: int | None, *, on_cpu: bool
+) -> tuple[int, ...] | None:
     """The GPUs of a process, of those that it sees; None: all of them.
 
     Args:
@@ -18,7 +20,8 @@ def share(local_index: int | None, local_count: int | None, *, on_cpu: bool) -> 
       local_count: of how many there; None: nothing says so.
       on_cpu: whether GPUs do not matter, or each process sees only its own.
     Raises:
-      ConfigError: the processes of this host cannot share them evenly, or it is not known how many they are.
+      ConfigError: the processes of this host cannot share them evenly, or it is not known how many
+        they are.
     """
     if on_cpu or is_said() or local_index is None or local_count == 1:
         return None
@@ -26,36 +29,61 @@ def share(local_index: int | None, local_count: int | None, *, on_cpu: bool) -> 
     if local_count is None:
         if num_gpus is None or num_gpus < 2:
             return None
-        raise ConfigError(explain(
-            "nothing says how many processes share the GPUs of this host",
-            given=f"local process {local_index}, {num_gpus} GPUs",
-            do=f"set LOCAL_WORLD_SIZE (with LOCAL_RANK), or {LOCAL_DEVICES}, or CUDA_VISIBLE_DEVICES in each process"))
+        raise ConfigError(
+            explain(
+                "nothing says how many processes share the GPUs of this host",
+                given=f"local process {local_index}, {num_gpus} GPUs",
+                do=(
+                    f"set LOCAL_WORLD_SIZE (with LOCAL_RANK), or {LOCAL_DEVICES}, or"
+                    " CUDA_VISIBLE_DEVICES in each process"
+                ),
+            )
+        )
     if num_gpus is None:
-        return (local_index,)  # other makers' GPUs are not counted here; JAX gives one to each process
+        # other makers' GPUs are not counted here; JAX gives one to each process
+        return (local_index,)
     if num_gpus < local_count:
         return None  # each sees its own, or there is nothing to share
     if num_gpus % local_count:
-        raise ConfigError(explain(
-            "the processes of this host cannot share its GPUs evenly", given=f"{local_count} processes, {num_gpus} GPUs",
-            do=f"start one process per host or as many as divide its GPUs, or set {LOCAL_DEVICES} in each"))
+        raise ConfigError(
+            explain(
+                "the processes of this host cannot share its GPUs evenly",
+                given=f"{local_count} processes, {num_gpus} GPUs",
+                do=(
+                    "start one process per host or as many as divide its GPUs, or set"
+                    f" {LOCAL_DEVICES} in each"
+                ),
+            )
+        )
     each = num_gpus // local_count
     return tuple(range(local_index * each, (local_index + 1) * each))
 
 
 def is_said() -> bool:
-    """Whether the user says which devices are this process's. Raises ConfigError if that cannot be meant."""
+    """Whether the user says which devices are this process's.
+
+    Raises ConfigError if that cannot be meant.
+    """
     if not (text := os.environ.get(LOCAL_DEVICES, "").strip()):
         return False
     if not all(entry.strip().isascii() and entry.strip().isdecimal() for entry in text.split(",")):
-        raise ConfigError(explain(f"{LOCAL_DEVICES} lists the devices of this process", given=f"{LOCAL_DEVICES}={text}",
-                                  do="give numbers from 0, such as 0,1, or unset it"))
+        raise ConfigError(
+            explain(
+                f"{LOCAL_DEVICES} lists the devices of this process",
+                given=f"{LOCAL_DEVICES}={text}",
+                do="give numbers from 0, such as 0,1, or unset it",
+            )
+        )
     return True
 
 
 def num_visible_gpus() -> int | None:
     """NVIDIA's; None: no driver says."""
     if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return sum(bool(entry.strip()) and not entry.strip().startswith(("-", "NoDevFiles")) for entry in listed.split(","))
+        return sum(
+            bool(entry.strip()) and not entry.strip().startswith(("-", "NoDevFiles"))
+            for entry in listed.split(",")
+        )
     return num_gpus()
 
 

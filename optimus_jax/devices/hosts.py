@@ -1,4 +1,6 @@
-"""Which host each process is on, for processes may share one, and devices in an order in which those of a host stand together."""
+"""Which host each process is on, for processes may share one, and devices in an order in which
+those of a host stand together.
+"""
 
 import hashlib
 import os
@@ -17,7 +19,10 @@ _NETWORK = Path("/proc/self/ns/net")
 
 @cache
 def hosts_of_processes() -> tuple[int, ...]:
-    """The host of each process; hosts are numbered from 0 as their first processes come. The first call is for every process to make."""
+    """The host of each process; hosts are numbered from 0 as their first processes come.
+
+    The first call is for every process to make.
+    """
     if jax.process_count() == 1:
         return (0,)
     own = np.frombuffer(hashlib.sha256(_host().encode()).digest()[:8], np.uint32)
@@ -32,8 +37,9 @@ def count_hosts() -> int:
 
 
 def devices_by_host() -> list[Any]:
-    """All devices, host after host and process after process: engines may deal processes out to hosts in turn, and JAX lists
-    devices by process. The first call is for every process to make."""
+    """All devices, host after host and process after process: engines may deal processes out to
+    hosts in turn, and JAX lists devices by process. The first call is for every process to make.
+    """
     hosts = hosts_of_processes()
     return sorted(jax.devices(), key=lambda device: hosts[device.process_index])
 
@@ -41,8 +47,9 @@ def devices_by_host() -> list[Any]:
 def _host() -> str:
     """The same for processes that share a machine and its network.
 
-    A container with a network of its own is a host of its own, for what is between it and others is a link that can be
-    slower than memory. Its host name says nothing: containers of one network may have several.
+    A container with a network of its own is a host of its own, for what is between it and others is
+    a link that can be slower than memory. Its host name says nothing: containers of one network may
+    have several.
     """
     try:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink(_NETWORK)}"

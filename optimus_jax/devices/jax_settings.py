@@ -1,14 +1,15 @@
 """Which of JAX's own settings a run can stand, decided one by one, in one place.
 
-They come from the environment (JAX_ENABLE_X64=1) or from `jax.config`, hold for a whole program, and some change what is
-computed. Each is one of these:
+They come from the environment (JAX_ENABLE_X64=1) or from `jax.config`, hold for a whole program,
+and some change what is computed. Each is one of these:
 * *refused*: another value breaks what a run promises, such as that no result depends on the mesh;
 * *said*: the user's choice; it changes rounding under every plan alike, and is shown at the start;
 * *set here*: whatever it says, this package names its own value where it is used;
-* *harmless*: no result depends on it, or it belongs to the launch of processes (cluster/launch.py, cluster/distributed.py).
+* *harmless*: no result depends on it, or it belongs to the launch of processes (cluster/launch.py,
+  cluster/distributed.py).
 
-Nothing is changed behind a user's back: a program that trains may do other things with JAX. Made for jax 0.10.2, of whose
-`jax.config.values` a test holds that none is left out.
+Nothing is changed behind a user's back: a program that trains may do other things with JAX. Made
+for jax 0.10.2, of whose `jax.config.values` a test holds that none is left out.
 """
 
 import os
@@ -33,14 +34,26 @@ class Refused:
 
 
 _DRAWS = "the same seed would draw other weights and dropout masks on another mesh"
-_ENDED = "a step that is not finite is left out and counted here, where JAX would end the run instead"
+_ENDED = (
+    "a step that is not finite is left out and counted here, where JAX would end the run instead"
+)
 _NOTHING = "nothing would be computed"
-_NOT_THERE = "devices that are not there compute nothing; plan for them with scripts/plan.py --cluster"
-_NOT_OURS = "it is JAX's own work in progress or a check that refuses what this step does, and steps fail with it"
-_ONE_PROGRAM = "the step is one compiled program with collectives inside, which cannot run operation by operation"
+_NOT_THERE = (
+    "devices that are not there compute nothing; plan for them with scripts/plan.py --cluster"
+)
+_NOT_OURS = (
+    "it is JAX's own work in progress or a check that refuses what this step does, and steps fail"
+    " with it"
+)
+_ONE_PROGRAM = (
+    "the step is one compiled program with collectives inside, which cannot run operation by"
+    " operation"
+)
 
 REFUSED: Mapping[str, Refused] = {
-    "jax_enable_x64": Refused((False,), "counters, positions and draws are 32 bits wide, and some would be 64"),
+    "jax_enable_x64": Refused(
+        (False,), "counters, positions and draws are 32 bits wide, and some would be 64"
+    ),
     "jax_threefry_partitionable": Refused((True,), _DRAWS),
     "jax_debug_nans": Refused((False,), _ENDED),
     "jax_debug_infs": Refused((False,), _ENDED),
@@ -58,15 +71,28 @@ REFUSED: Mapping[str, Refused] = {
     "jax_error_checking_behavior_divide": Refused(("ignore",), _NOT_OURS),
     "jax_error_checking_behavior_nan": Refused(("ignore",), _NOT_OURS),
     "jax_error_checking_behavior_oob": Refused(("ignore",), _NOT_OURS),
-    **dict.fromkeys(("jax_transfer_guard", "jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_device", "jax_transfer_guard_device_to_host"),
-                    Refused((None, "allow", "log", "log_explicit"), "batches go to the devices and losses come back, which is refused then")),
+    **dict.fromkeys(
+        (
+            "jax_transfer_guard",
+            "jax_transfer_guard_host_to_device",
+            "jax_transfer_guard_device_to_device",
+            "jax_transfer_guard_device_to_host",
+        ),
+        Refused(
+            (None, "allow", "log", "log_explicit"),
+            "batches go to the devices and losses come back, which is refused then",
+        ),
+    ),
 }
 
 FLOAT32_PRODUCTS = "jax_default_matmul_precision"
 PRECISIONS = (None, "default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
-"""Of products of float32 matrices. JAX's other values name an algorithm for operands of any format, f16 and bf16 too."""
+"""Of products of float32 matrices. JAX's other values name an algorithm for operands of any format,
+f16 and bf16 too."""
 
-SAID: Mapping[str, str] = {FLOAT32_PRODUCTS: "how exactly float32 matrices are multiplied, under every plan alike"}
+SAID: Mapping[str, str] = {
+    FLOAT32_PRODUCTS: "how exactly float32 matrices are multiplied, under every plan alike"
+}
 """Settings, and what they change."""
 
 SET_HERE: Mapping[str, str] = {
@@ -80,50 +106,136 @@ SET_HERE: Mapping[str, str] = {
 
 HARMLESS: Mapping[str, tuple[str, ...]] = {
     "of the launch: which devices, and how processes meet": (
-        "jax_backend_target", "jax_check_proxy_envs", "jax_cpu_collectives_implementation", "jax_cpu_get_global_topology_timeout_minutes",
-        "jax_cpu_get_local_topology_timeout_minutes", "jax_cross_host_transfer_socket_address", "jax_cross_host_transfer_timeout_seconds",
-        "jax_cross_host_transfer_transfer_size", "jax_cross_host_transport_addresses", "jax_cuda_visible_devices", "jax_distributed_debug",
-        "jax_enable_preemption_service", "jax_enable_recoverability", "jax_force_dcn_cross_host_transfers", "jax_num_cpu_devices",
-        "jax_oneapi_visible_devices", "jax_pjrt_client_create_options", "jax_platform_name", "jax_platforms", "jax_rocm_visible_devices",
-        "jax_share_binary_between_hosts", "jax_share_binary_between_hosts_timeout_ms", "jax_xla_backend"),
+        "jax_backend_target",
+        "jax_check_proxy_envs",
+        "jax_cpu_collectives_implementation",
+        "jax_cpu_get_global_topology_timeout_minutes",
+        "jax_cpu_get_local_topology_timeout_minutes",
+        "jax_cross_host_transfer_socket_address",
+        "jax_cross_host_transfer_timeout_seconds",
+        "jax_cross_host_transfer_transfer_size",
+        "jax_cross_host_transport_addresses",
+        "jax_cuda_visible_devices",
+        "jax_distributed_debug",
+        "jax_enable_preemption_service",
+        "jax_enable_recoverability",
+        "jax_force_dcn_cross_host_transfers",
+        "jax_num_cpu_devices",
+        "jax_oneapi_visible_devices",
+        "jax_pjrt_client_create_options",
+        "jax_platform_name",
+        "jax_platforms",
+        "jax_rocm_visible_devices",
+        "jax_share_binary_between_hosts",
+        "jax_share_binary_between_hosts_timeout_ms",
+        "jax_xla_backend",
+    ),
     "where and in which order: meshes are made of devices in an order of their own, and arrays are put onto them": (
-        "jax_default_device", "jax_sort_devices_by_process_index", "jax_cpu_enable_async_dispatch"),
+        "jax_default_device",
+        "jax_sort_devices_by_process_index",
+        "jax_cpu_enable_async_dispatch",
+    ),
     "strictness that the code keeps": (
-        "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_explicit_x64_dtypes", "jax_check_static_indices",
-        "jax_disallow_mesh_context_manager", "jax_mutable_array_checks", "jax_disable_bwd_checks", "jax_disable_vmap_shmap_error",
-        "jax_enable_checks", "jax_check_tracer_leaks", "jax_allow_f16_reductions", "check_vma", "jax_thread_guard",
-        "jax_array_garbage_collection_guard", "jax_debug_leaked_clients_on_clear_backends"),
+        "jax_numpy_dtype_promotion",
+        "jax_numpy_rank_promotion",
+        "jax_explicit_x64_dtypes",
+        "jax_check_static_indices",
+        "jax_disallow_mesh_context_manager",
+        "jax_mutable_array_checks",
+        "jax_disable_bwd_checks",
+        "jax_disable_vmap_shmap_error",
+        "jax_enable_checks",
+        "jax_check_tracer_leaks",
+        "jax_allow_f16_reductions",
+        "check_vma",
+        "jax_thread_guard",
+        "jax_array_garbage_collection_guard",
+        "jax_debug_leaked_clients_on_clear_backends",
+    ),
     "tracing by other ways to the same numbers": (
-        "jax_embedded_constants_max_bytes", "jax_ragged_dot_use_ragged_dot_instruction",
-        "jax_refs_to_pins", "jax_remove_size_one_mesh_axis_from_type", "jax_softmax_custom_jvp", "jax_use_direct_linearize",
-        "jax_use_shardy_partitioner", "jax_use_simplified_jaxpr_constants", "jax_remove_custom_partitioning_ptr_from_cache_key"),
+        "jax_embedded_constants_max_bytes",
+        "jax_ragged_dot_use_ragged_dot_instruction",
+        "jax_refs_to_pins",
+        "jax_remove_size_one_mesh_axis_from_type",
+        "jax_softmax_custom_jvp",
+        "jax_use_direct_linearize",
+        "jax_use_shardy_partitioner",
+        "jax_use_simplified_jaxpr_constants",
+        "jax_remove_custom_partitioning_ptr_from_cache_key",
+    ),
     "how long XLA thinks, and what it keeps: the order of additions at most": (
-        "jax_compiler_enable_remat_pass", "jax_disable_most_optimizations", "jax_enable_pgle", "jax_exec_time_optimization_effort",
-        "jax_memory_fitting_effort", "jax_memory_fitting_level", "jax_optimization_level", "jax_pgle_aggregation_percentile",
-        "jax_pgle_profiling_runs", "jax_threefry_gpu_kernel_lowering", "jax_xla_profile_version"),
+        "jax_compiler_enable_remat_pass",
+        "jax_disable_most_optimizations",
+        "jax_enable_pgle",
+        "jax_exec_time_optimization_effort",
+        "jax_memory_fitting_effort",
+        "jax_memory_fitting_level",
+        "jax_optimization_level",
+        "jax_pgle_aggregation_percentile",
+        "jax_pgle_profiling_runs",
+        "jax_threefry_gpu_kernel_lowering",
+        "jax_xla_profile_version",
+    ),
     "the cache of compiled programs (devices/cpu.py leaves it where it is of no use)": (
-        "jax_compilation_cache_check_contents", "jax_compilation_cache_dir", "jax_compilation_cache_expect_pgle",
-        "jax_compilation_cache_include_metadata_in_key", "jax_compilation_cache_max_size", "jax_enable_compilation_cache",
-        "jax_persistent_cache_enable_xla_caches", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes",
-        "jax_raise_persistent_cache_errors"),
+        "jax_compilation_cache_check_contents",
+        "jax_compilation_cache_dir",
+        "jax_compilation_cache_expect_pgle",
+        "jax_compilation_cache_include_metadata_in_key",
+        "jax_compilation_cache_max_size",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_enable_xla_caches",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+        "jax_raise_persistent_cache_errors",
+    ),
     "what is logged, dumped and shown of errors": (
-        "jax_captured_constants_report_frames", "jax_captured_constants_warn_bytes", "jax_compiler_detailed_logging_min_ops",
-        "jax_debug_log_modules", "jax_dump_ir_modes", "jax_dump_ir_to", "jax_explain_cache_misses", "jax_hlo_source_file_canonicalization_regex",
-        "jax_include_debug_info_in_dumps", "jax_include_full_tracebacks_in_locations", "jax_log_checkpoint_residuals", "jax_log_compiles",
-        "jax_logging_level", "jax_pprint_use_color", "jax_send_traceback_to_runtime", "jax_source_url_schema", "jax_traceback_filtering",
-        "jax_traceback_in_locations_limit", "jax_tracer_error_num_traceback_frames"),
+        "jax_captured_constants_report_frames",
+        "jax_captured_constants_warn_bytes",
+        "jax_compiler_detailed_logging_min_ops",
+        "jax_debug_log_modules",
+        "jax_dump_ir_modes",
+        "jax_dump_ir_to",
+        "jax_explain_cache_misses",
+        "jax_hlo_source_file_canonicalization_regex",
+        "jax_include_debug_info_in_dumps",
+        "jax_include_full_tracebacks_in_locations",
+        "jax_log_checkpoint_residuals",
+        "jax_log_compiles",
+        "jax_logging_level",
+        "jax_pprint_use_color",
+        "jax_send_traceback_to_runtime",
+        "jax_source_url_schema",
+        "jax_traceback_filtering",
+        "jax_traceback_in_locations_limit",
+        "jax_tracer_error_num_traceback_frames",
+    ),
     "of parts of JAX that are not used here": (
-        "jax2tf_associative_scan_reductions", "jax2tf_default_native_serialization", "jax_bcoo_cusparse_lowering",
-        "jax_experimental_unsafe_xla_runtime_errors", "jax_export_calling_convention_version", "jax_export_ignore_forward_compatibility",
-        "jax_mosaic_allow_hlo", "jax_pallas_enable_debug_checks", "jax_pallas_poison_buffers", "jax_pallas_use_mosaic_gpu",
-        "jax_pallas_verbose_errors", "jax_ragged_dot_use_gpu_pallas_triton_lowering", "jax_serialization_version",
-        "jax_use_emit_pipeline_primitive", "jax_use_magma"),
+        "jax2tf_associative_scan_reductions",
+        "jax2tf_default_native_serialization",
+        "jax_bcoo_cusparse_lowering",
+        "jax_experimental_unsafe_xla_runtime_errors",
+        "jax_export_calling_convention_version",
+        "jax_export_ignore_forward_compatibility",
+        "jax_mosaic_allow_hlo",
+        "jax_pallas_enable_debug_checks",
+        "jax_pallas_poison_buffers",
+        "jax_pallas_use_mosaic_gpu",
+        "jax_pallas_verbose_errors",
+        "jax_ragged_dot_use_gpu_pallas_triton_lowering",
+        "jax_serialization_version",
+        "jax_use_emit_pipeline_primitive",
+        "jax_use_magma",
+    ),
 }
 """Settings by the reason why no result depends on them."""
 
-_NO_LONGER_SEEN = "XLA then takes it that no number is one, and a step that is not finite is not left out"
+_NO_LONGER_SEEN = (
+    "XLA then takes it that no number is one, and a step that is not finite is not left out"
+)
 NEEDED_FLAGS: Mapping[str, str] = {
-    "xla_cpu_fast_math_honor_nans": _NO_LONGER_SEEN, "xla_cpu_fast_math_honor_infs": _NO_LONGER_SEEN}
+    "xla_cpu_fast_math_honor_nans": _NO_LONGER_SEEN,
+    "xla_cpu_fast_math_honor_infs": _NO_LONGER_SEEN,
+}
 """Of XLA_FLAGS, what must not be off, and what that would do."""
 
 
@@ -136,17 +248,36 @@ def check_jax_settings() -> list[str]:
     values = jax.config.values
     for name, refused in REFUSED.items():
         if name in values and values[name] not in refused.needed:
-            raise _refusal(name, values[name], f"jax.config.update({name!r}, {refused.needed[0]!r})", refused.why)
+            raise _refusal(
+                name,
+                values[name],
+                f"jax.config.update({name!r}, {refused.needed[0]!r})",
+                refused.why,
+            )
     precision = values[FLOAT32_PRODUCTS]
     if precision not in PRECISIONS:
-        raise _refusal(FLOAT32_PRODUCTS, precision, f"jax.config.update({FLOAT32_PRODUCTS!r}, one of {', '.join(filter(None, PRECISIONS))})",
-                       "it is the algorithm of every product, whatever precision.compute says")
+        raise _refusal(
+            FLOAT32_PRODUCTS,
+            precision,
+            f"jax.config.update({FLOAT32_PRODUCTS!r}, one of"
+            f" {', '.join(filter(None, PRECISIONS))})",
+            "it is the algorithm of every product, whatever precision.compute says",
+        )
     for flag in _xla_flags():
         name, _, value = flag.lstrip("-").partition("=")
         if name in NEEDED_FLAGS and value.lower() in ("false", "0"):
-            raise ConfigError(explain(f"a run cannot use this option of XLA: {NEEDED_FLAGS[name]}",
-                                      given=f"{flag} in XLA_FLAGS", do=f"take {name} out of XLA_FLAGS"))
-    return [f"{name}={values[name]}: {what}" for name, what in SAID.items() if values[name] not in (None, "default")]
+            raise ConfigError(
+                explain(
+                    f"a run cannot use this option of XLA: {NEEDED_FLAGS[name]}",
+                    given=f"{flag} in XLA_FLAGS",
+                    do=f"take {name} out of XLA_FLAGS",
+                )
+            )
+    return [
+        f"{name}={values[name]}: {what}"
+        for name, what in SAID.items()
+        if values[name] not in (None, "default")
+    ]
 
 
 def _xla_flags() -> list[str]:
@@ -160,6 +291,15 @@ def _xla_flags() -> list[str]:
 
 def _refusal(name: str, value: object, do: str, why: str) -> ConfigError:
     variable = name.upper()
-    said, unset = (f"{variable}={os.environ[variable]} in the environment, ", f"unset {variable}, or ") if variable in os.environ else ("", "")
-    return ConfigError(explain(f"a run cannot use this setting of JAX: {why}", given=f"{said}{name}={value!r} in jax.config",
-                               do=f"{unset}call {do} before"))
+    said, unset = (
+        (f"{variable}={os.environ[variable]} in the environment, ", f"unset {variable}, or ")
+        if variable in os.environ
+        else ("", "")
+    )
+    return ConfigError(
+        explain(
+            f"a run cannot use this setting of JAX: {why}",
+            given=f"{said}{name}={value!r} in jax.config",
+            do=f"{unset}call {do} before",
+        )
+    )

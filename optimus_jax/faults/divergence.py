@@ -1,13 +1,16 @@
-"""Whether a run still learns: steps without an update, losses that are not finite, and losses far above those from before.
+"""Whether a run still learns: steps without an update, losses that are not finite, and losses far
+above those from before.
 
-It is told every step and evaluation in order, so that the processes of a run, which all read the same numbers, come to the same
-answer without asking one another. What it knows is kept in every checkpoint, and goes on from there.
+It is told every step and evaluation in order, so that the processes of a run, which all read the
+same numbers, come to the same answer without asking one another. What it knows is kept in every
+checkpoint, and goes on from there.
 
-A step is *without an update* if its loss or gradient was not finite, or if every gradient was zero. In f16 overflows are
-how the loss scale is found: while the scale can still fall they do not count.
+A step is *without an update* if its loss or gradient was not finite, or if every gradient was zero.
+In f16 overflows are how the loss scale is found: while the scale can still fall they do not count.
 
-The state after step k is *known to be good* when a later step has made an update from it: a finite loss, and finite
-gradients. The state after the last update before a row of steps without one is not: every step of that row has tried it.
+The state after step k is *known to be good* when a later step has made an update from it: a finite
+loss, and finite gradients. The state after the last update before a row of steps without one is
+not: every step of that row has tried it.
 """
 
 import dataclasses
@@ -31,7 +34,8 @@ LEAST_RISE = 0.5
 LEAST_LOSS_SCALE = 1.0
 """Below which the loss scale of f16 does not fall (training/step.py)."""
 FEW_AT_THE_END = 2
-"""Steps without an update, at the end of a run, that leave it unknown whether it would have learnt on."""
+"""Steps without an update, at the end of a run, that leave it unknown whether it would have learnt
+on."""
 
 Trouble = Literal["no update", "weights", "evaluation"]
 
@@ -74,7 +78,8 @@ class Learning:
             self.recent.append(record.loss)
 
     def rises(self, step: int, share: float) -> bool:
-        """Whether it is to be said after `step` that the loss has been far above its lowest for long: once, until it has come down again.
+        """Whether it is to be said after `step` that the loss has been far above its lowest for
+        long: once, until it has come down again.
 
         Args:
           share: by which its median may lie above the lowest; 0: it may be anything.
@@ -100,7 +105,9 @@ class Learning:
             self.bad_evaluations += 1
 
     def forgive(self) -> None:
-        """The run goes on under another plan: steps without an update under the one before are not its fault."""
+        """The run goes on under another plan: steps without an update under the one before are not
+        its fault.
+        """
         self.skipped, self.first_skipped = 0, None
 
     def trouble(self, max_skipped: int, *, is_at_end: bool) -> Trouble | None:
@@ -115,13 +122,17 @@ class Learning:
         if not max_skipped:
             return None
         has_never = self.good < 0
-        if self.skipped >= (min(max_skipped, 1 if has_never else FEW_AT_THE_END) if is_at_end else max_skipped):
+        if self.skipped >= (
+            min(max_skipped, 1 if has_never else FEW_AT_THE_END) if is_at_end else max_skipped
+        ):
             return "no update"
         return "evaluation" if self.bad_evaluations >= (1 if is_at_end else 2) else None
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Steps of which the newest checkpoint that is not later is to be kept: it may be what the run has to go back to."""
+        """Steps of which the newest checkpoint that is not later is to be kept: it may be what the
+        run has to go back to.
+        """
         before_row = () if self.first_skipped is None else (self.first_skipped - 1,)
         return (self.good_limit, *before_row)
 
@@ -143,14 +154,21 @@ class Learning:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> "Learning":
-        """The inverse of `to_json`, without recent losses; None: a checkpoint from before this was known."""
+        """The inverse of `to_json`, without recent losses; None: a checkpoint from before this was
+        known.
+        """
         known = {field.name for field in dataclasses.fields(cls)} - {"recent"}
         return cls(**{name: value for name, value in (values or {}).items() if name in known})
 
 
 def makes_update(record: StepRecord) -> bool:
     """Whether a step has changed the weights by what it has learnt."""
-    return not record.skipped and math.isfinite(record.loss) and math.isfinite(record.grad_norm) and record.grad_norm > 0
+    return (
+        not record.skipped
+        and math.isfinite(record.loss)
+        and math.isfinite(record.grad_norm)
+        and record.grad_norm > 0
+    )
 
 
 def _searches_scale(record: StepRecord) -> bool:
@@ -164,10 +182,16 @@ def saying(learning: Learning, trouble: Trouble) -> str:
         case "weights":
             return f"the weights are not finite any more: {learning.broken}"
         case "evaluation":
-            return f"the held-out loss is not finite ({learning.bad_evaluations} evaluation(s) in a row)"
+            return (
+                f"the held-out loss is not finite ({learning.bad_evaluations} evaluation(s) in a"
+                " row)"
+            )
         case "no update":
             since = f", since step {learning.first_skipped}" if learning.first_skipped else ""
-            return f"no update in {learning.skipped} step(s) in a row{since}: loss or gradient was not finite, or the gradient zero"
+            return (
+                f"no update in {learning.skipped} step(s) in a row{since}: loss or gradient was not"
+                " finite, or the gradient zero"
+            )
 
 
 def way_back(learning: Learning, steps: Iterable[int]) -> str:
@@ -177,10 +201,19 @@ def way_back(learning: Learning, steps: Iterable[int]) -> str:
       steps: of all checkpoints that are there.
     """
     if (good := newest(steps, learning.good_limit)) is not None:
-        return f"go back to the checkpoint of step {good}, from before, by --resume --set checkpoint.resume_step={good}"
-    if learning.first_skipped is not None and (before := newest(steps, learning.first_skipped - 1)) is not None:
-        return (f"begin a new run: the newest checkpoint from before is that of step {before}, whose weights have failed in every step since "
-                f"(to try them all the same: --resume --set checkpoint.resume_step={before})")
+        return (
+            f"go back to the checkpoint of step {good}, from before, by --resume --set"
+            f" checkpoint.resume_step={good}"
+        )
+    if (
+        learning.first_skipped is not None
+        and (before := newest(steps, learning.first_skipped - 1)) is not None
+    ):
+        return (
+            f"begin a new run: the newest checkpoint from before is that of step {before}, whose"
+            " weights have failed in every step since (to try them all the same: --resume --set"
+            f" checkpoint.resume_step={before})"
+        )
     return "begin a new run: there is no checkpoint from before"
 
 
@@ -189,8 +222,17 @@ def newest(steps: Iterable[int], limit: int) -> int | None:
     return max((step for step in steps if step <= limit), default=None)
 
 
-def error_of(learning: Learning, trouble: Trouble, config: Config, steps: Iterable[int], *, step: int, last: StepRecord | None,
-             lr: float, usual_lr: float) -> LearningError:
+def error_of(
+    learning: Learning,
+    trouble: Trouble,
+    config: Config,
+    steps: Iterable[int],
+    *,
+    step: int,
+    last: StepRecord | None,
+    lr: float,
+    usual_lr: float,
+) -> LearningError:
     """The error that ends a run after `step`.
 
     Args:
@@ -199,8 +241,14 @@ def error_of(learning: Learning, trouble: Trouble, config: Config, steps: Iterab
       lr: peak learning rate of the run.
       usual_lr: of a model of this size.
     """
-    numbers = "" if last is None else f"; loss {last.loss:g}, gradient norm {last.grad_norm:g}, learning rate {last.lr:g}"
-    changes = [f"a lower peak learning rate, such as --lr {min(lr / 3, usual_lr):.2g} (it is {lr:.2g})"]
+    numbers = (
+        ""
+        if last is None
+        else f"; loss {last.loss:g}, gradient norm {last.grad_norm:g}, learning rate {last.lr:g}"
+    )
+    changes = [
+        f"a lower peak learning rate, such as --lr {min(lr / 3, usual_lr):.2g} (it is {lr:.2g})"
+    ]
     if not config.optimizer.clip_norm:
         changes.append("clipping, --set optimizer.clip_norm=1 (it is 0, which does not clip)")
     if last is not None and last.loss_scale is not None:
@@ -210,7 +258,16 @@ def error_of(learning: Learning, trouble: Trouble, config: Config, steps: Iterab
     changes.append("a longer optimizer.warmup_steps")
     if learning.good < 0:
         changes.append("a smaller model.init_std, if the first loss was not finite")
-    return LearningError(explain(
-        f"the run no longer learns: {saying(learning, trouble)}",
-        given=f"step {step}{numbers}; optimizer.max_skipped_steps={config.optimizer.max_skipped_steps}",
-        do=f"{way_back(learning, steps)}; and change something, or the same will happen again: {'; '.join(changes)}"))
+    return LearningError(
+        explain(
+            f"the run no longer learns: {saying(learning, trouble)}",
+            given=(
+                f"step {step}{numbers};"
+                f" optimizer.max_skipped_steps={config.optimizer.max_skipped_steps}"
+            ),
+            do=(
+                f"{way_back(learning, steps)}; and change something, or the same will happen again:"
+                f" {'; '.join(changes)}"
+            ),
+        )
+    )

@@ -1,8 +1,9 @@
 """Events of faults, from whichever process has seen one.
 
-`events.jsonl` has one writer, process 0, which may be the one that is dead. So every process appends what it has seen to a
-file of its own in the run directory's `faults/`, and the next start, which is alone in the directory, takes over what is new in them. Reading
-`events.jsonl` and `faults/*.jsonl` together tells all at any time.
+`events.jsonl` has one writer, process 0, which may be the one that is dead. So every process
+appends what it has seen to a file of its own in the run directory's `faults/`, and the next start,
+which is alone in the directory, takes over what is new in them. Reading `events.jsonl` and
+`faults/*.jsonl` together tells all at any time.
 """
 
 import json
@@ -24,12 +25,18 @@ def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> 
     """
     path = run_directory / FAULTS / f"{process}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    line = json.dumps({"event": "fault", "step": step, "time_s": time.time(), "process": process, **fields}) + "\n"
+    line = (
+        json.dumps(
+            {"event": "fault", "step": step, "time_s": time.time(), "process": process, **fields}
+        )
+        + "\n"
+    )
     append(path, line.encode(), on_disk=True)
 
 
 def take_over(run: RunDirectory) -> int:
-    """Bring what processes of earlier starts have seen into `events.jsonl`, in the order of time; the writer does it.
+    """Bring what processes of earlier starts have seen into `events.jsonl`, in the order of time;
+    the writer does it.
 
     The files stay, so that a kill in the middle loses nothing, and doing it twice is once.
 
@@ -41,7 +48,9 @@ def take_over(run: RunDirectory) -> int:
     known = {_key(event) for event in run.events() if event["event"] == "fault"}
     new = [event for event in read_faults(run.path) if _key(event) not in known]
     for event in new:
-        fields = {name: value for name, value in event.items() if name not in ("event", "step", "time_s")}
+        fields = {
+            name: value for name, value in event.items() if name not in ("event", "step", "time_s")
+        }
         run.log_event("fault", event["step"], seen_s=event["time_s"], **fields)
     return len(new)
 

@@ -1,15 +1,18 @@
-"""Heartbeats of the processes of one run: each keeps a small file in the run directory that says what it is at, and reads the others'.
+"""Heartbeats of the processes of one run: each keeps a small file in the run directory that says
+what it is at, and reads the others'.
 
-How long a process has been silent is measured on the reader's clock, from one change of its file to the next look at it:
-neither clocks of hosts nor times of a file server are compared, and a file left by a process of an earlier start, which never
-changes, says nothing. Nor does silence say anything where nobody could look: while a file server does not answer,
-it does not grow. A process that was never heard of since this one started is *unknown*, not silent: perhaps the
-directory is not shared.
+How long a process has been silent is measured on the reader's clock, from one change of its file to
+the next look at it: neither clocks of hosts nor times of a file server are compared, and a file
+left by a process of an earlier start, which never changes, says nothing. Nor does silence say
+anything where nobody could look: while a file server does not answer, it does not grow. A process
+that was never heard of since this one started is *unknown*, not silent: perhaps the directory is
+not shared.
 
-Everyone watches at most MOST_WATCHED others, those with the next numbers and process 0, so that a file server has about as many reads
-a second as there are processes, times that.
+Everyone watches at most MOST_WATCHED others, those with the next numbers and process 0, so that a
+file server has about as many reads a second as there are processes, times that.
 
-Files are written and read in a thread of their own, so that who judges (faults/watchdog.py) never waits for them.
+Files are written and read in a thread of their own, so that who judges (faults/watchdog.py) never
+waits for them.
 """
 
 import json
@@ -32,7 +35,8 @@ from optimus_jax.system.resilient_io import flush_with_timeout
 BEAT_S = 1.0
 """Between two signs."""
 LONGEST_S = 2 * BEAT_S
-"""Between two looks; what is longer, a file server has not answered, or this process was stopped."""
+"""Between two looks; what is longer, a file server has not answered, or this process was
+stopped."""
 MOST_WATCHED = 32
 State = Literal["running", "done", "failed"]
 
@@ -66,7 +70,8 @@ class Heartbeats:
     """Those of one process, and those that it sees.
 
     Args:
-      run_directory: of the run, shared by its hosts; in it, a file for each process, named by its number.
+      run_directory: of the run, shared by its hosts; in it, a file for each process, named by its
+        number.
       process: number of this one.
       num_processes: of the run.
       progress: what this one is at.
@@ -74,15 +79,26 @@ class Heartbeats:
       warn: told when signs can no longer be given.
     """
 
-    def __init__(self, run_directory: Path, process: int, num_processes: int, progress: Progress, *, clock: Callable[[], float] = time.monotonic,
-                 warn: Callable[[str], object] = lambda text: flush_with_timeout(f"\nwarning: {text}\n")) -> None:
+    def __init__(
+        self,
+        run_directory: Path,
+        process: int,
+        num_processes: int,
+        progress: Progress,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], object] = lambda text: flush_with_timeout(f"\nwarning: {text}\n"),
+    ) -> None:
         self.process, self.num_processes = process, num_processes
         self._directory, self._progress, self._clock = run_directory / SIGNS, progress, clock
         self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
         self._warn, self._is_failing, self._number = warn, False, 0
-        self._watched = sorted({(process + ahead) % num_processes for ahead in range(1, 1 + MOST_WATCHED)} | {0})
+        self._watched = sorted(
+            {(process + ahead) % num_processes for ahead in range(1, 1 + MOST_WATCHED)} | {0}
+        )
         self._seen: dict[int, tuple[str, float]] = {}
-        """By process: its newest text, and when it was new, later by all the time in which nobody could look."""
+        """By process: its newest text, and when it was new, later by all the time in which nobody
+        could look."""
         self._looked_s: dict[int, float] = {}
         """By process: when somebody last could."""
         self._last: dict[int, Peer] = {}
@@ -92,7 +108,11 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Give the first sign, and go on in a thread. Raises RunDirectoryError if it cannot be written: the others would never hear of this process."""
+        """Give the first sign, and go on in a thread.
+
+        Raises RunDirectoryError if it cannot be written: the others would never hear of this
+        process.
+        """
         with explained(self._path(self.process)):
             self._directory.mkdir(parents=True, exist_ok=True)
             self._write()
@@ -100,7 +120,10 @@ class Heartbeats:
         self._thread.start()
 
     def end(self, state: State, why: str = "", exit_code: int = EXIT_RESTART) -> None:
-        """Say that this process is done, or has failed, why, and with which exit code it ends. Later words about the same change nothing."""
+        """Say that this process is done, or has failed, why, and with which exit code it ends.
+
+        Later words about the same change nothing.
+        """
         if self._state[0] == "running":
             self._state = (state, why, exit_code)
             self._write_if_possible()
@@ -115,7 +138,9 @@ class Heartbeats:
         """One sign, and one look."""
         self._write_if_possible()
         now = self._clock()
-        self.peers = tuple(self._look(process, now) for process in self._watched if process != self.process)
+        self.peers = tuple(
+            self._look(process, now) for process in self._watched if process != self.process
+        )
 
     def _run(self) -> None:
         while not self._stop.wait(BEAT_S):
@@ -124,9 +149,13 @@ class Heartbeats:
     def _write_if_possible(self) -> None:
         try:
             self._write()
-        except OSError as error:  # a full disk, or a directory that was removed: others will take us for silent
+        # a full disk, or a directory that was removed: others will take us for silent
+        except OSError as error:
             if not self._is_failing:
-                self._warn(f"no heartbeat can be written to {self._path(self.process)}: {error.strerror or error}; the others may take this process for lost")
+                self._warn(
+                    f"no heartbeat can be written to {self._path(self.process)}:"
+                    f" {error.strerror or error}; the others may take this process for lost"
+                )
             self._is_failing = True
         else:
             self._is_failing = False
@@ -134,16 +163,29 @@ class Heartbeats:
     def _write(self) -> None:
         at, (state, why, exit_code) = self._progress.at, self._state
         self._number += 1
-        text = json.dumps({
-            "number": self._number, "pid": os.getpid(), "host": socket.gethostname(), "state": state, "why": why, "exit_code": exit_code,
-            "doing": at.doing, "doing_s": round(self._clock() - at.since_s, 3), "entered": at.entered, "done": at.done})
-        part = self._path(self.process).with_suffix(f".part{threading.get_ident()}")  # `end` may write beside the thread
+        text = json.dumps(
+            {
+                "number": self._number,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "state": state,
+                "why": why,
+                "exit_code": exit_code,
+                "doing": at.doing,
+                "doing_s": round(self._clock() - at.since_s, 3),
+                "entered": at.entered,
+                "done": at.done,
+            }
+        )
+        # `end` may write beside the thread
+        part = self._path(self.process).with_suffix(f".part{threading.get_ident()}")
         part.write_text(text, encoding="utf-8")
         os.replace(part, self._path(self.process))
 
     def _look(self, process: int, now_s: float) -> Peer:
         try:
-            text = self._path(process).read_text(encoding="utf-8")  # opening makes a network file system ask its server
+            # opening makes a network file system ask its server
+            text = self._path(process).read_text(encoding="utf-8")
         except FileNotFoundError:
             text = ""
         except OSError:  # nobody could look, so that it is as silent as it was
@@ -160,7 +202,9 @@ class Heartbeats:
             self._seen[process] = text, now_s
         known = is_new or (before is not None and before.is_known)
         told = _told(text) if known else {}
-        self._last[process] = Peer(process=process, is_known=known, silent_s=now_s - self._seen[process][1], **told)
+        self._last[process] = Peer(
+            process=process, is_known=known, silent_s=now_s - self._seen[process][1], **told
+        )
         return self._last[process]
 
     def _path(self, process: int) -> Path:
@@ -171,6 +215,9 @@ def _told(text: str) -> dict[str, Any]:
     """What a file says of its process; nothing if it is half of one, or gone."""
     try:
         values = parse_json(text)
-        return {name: values[name] for name in ("state", "why", "exit_code", "host", "doing", "doing_s", "entered", "done")}
+        return {
+            name: values[name]
+            for name in ("state", "why", "exit_code", "host", "doing", "doing_s", "entered", "done")
+        }
     except (ValueError, KeyError, TypeError):
         return {}

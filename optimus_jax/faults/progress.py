@@ -1,7 +1,9 @@
-"""What a process is at, for others to read: its main thread says it here, threads and other processes look.
+"""What a process is at, for others to read: its main thread says it here, threads and other
+processes look.
 
-An *activity* is what the main thread does and what may take how long. `step` is the usual one; the others begin and end
-inside it or before it. One immutable value says all, so that a thread which reads it never sees half of a change.
+An *activity* is what the main thread does and what may take how long. `step` is the usual one; the
+others begin and end inside it or before it. One immutable value says all, so that a thread which
+reads it never sees half of a change.
 """
 
 import contextlib
@@ -13,7 +15,19 @@ from typing import Literal
 
 from optimus_jax.run_directory.step_record import StepRecord
 
-Activity = Literal["connect", "start", "compile", "step", "evaluation", "save", "write", "snapshot", "probe", "switch", "end"]
+Activity = Literal[
+    "connect",
+    "start",
+    "compile",
+    "step",
+    "evaluation",
+    "save",
+    "write",
+    "snapshot",
+    "probe",
+    "switch",
+    "end",
+]
 REMEMBERED = 50
 """Durations of an activity that a limit is made from: the newest."""
 
@@ -49,7 +63,9 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Around what is no part of what it does outside, which goes on afterwards with the time anew."""
+        """Around what is no part of what it does outside, which goes on afterwards with the time
+        anew.
+        """
         outside, began_s = self.at.doing, self._clock()
         self.begin(activity)
         try:
@@ -67,7 +83,9 @@ class Progress:
         self._remember("step", record.step_time_s)
         self.at = replace(self.at, done=record.step, since_s=self._clock())
 
-    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+    def evaluation(
+        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
+    ) -> None:
         """Its time is measured by `during`."""
 
     def forget_steps(self) -> None:

@@ -10,9 +10,11 @@ T = TypeVar("T")
 
 
 def unfailing(target: T, name: str) -> T:
-    """The same object, whose methods never raise an Exception: one that does is said on standard error, and not called again.
+    """The same object, whose methods never raise an Exception: one that does is said on standard
+    error, and not called again.
 
-    A call that has failed, or is not made any more, returns None: for objects whose methods return nothing that is needed.
+    A call that has failed, or is not made any more, returns None: for objects whose methods return
+    nothing that is needed.
 
     Args:
       name: what to call it in messages.
@@ -37,7 +39,10 @@ class _Unfailing:
                 return call(*arguments, **named)
             except Exception as error:
                 self._off.add(attribute)
-                flush_with_timeout(f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it is left out from now on, and the run goes on\n")
+                flush_with_timeout(
+                    f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it"
+                    " is left out from now on, and the run goes on\n"
+                )
                 return None
 
         return guarded
@@ -46,5 +51,10 @@ class _Unfailing:
         self._guarded("__enter__", self._target.__enter__)()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._guarded("__exit__", self._target.__exit__)(kind, error, traceback)

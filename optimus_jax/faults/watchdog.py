@@ -1,17 +1,21 @@
-"""A process that gets no further, or whose run has lost a process, ends itself, so that what launched it can start it again.
+"""A process that gets no further, or whose run has lost a process, ends itself, so that what
+launched it can start it again.
 
-A survivor of a fault mostly waits inside a collective, in C++, where no Python of its main thread runs and no signal is heard.
-So a thread judges, once a second, from memory alone (who writes and reads files is another thread), and ends the process
-without asking the main thread: it writes down what is wrong, who is late and every thread's stack, for at most
-TELL_S, and exits with EXIT_RESTART.
+A survivor of a fault mostly waits inside a collective, in C++, where no Python of its main thread
+runs and no signal is heard. So a thread judges, once a second, from memory alone (who writes and
+reads files is another thread), and ends the process without asking the main thread: it writes down
+what is wrong, who is late and every thread's stack, for at most TELL_S, and exits with
+EXIT_RESTART.
 
 What is a fault:
-* the main thread takes longer than the *limit* of what it does, which is made from how long that took before;
+* the main thread takes longer than the *limit* of what it does, which is made from how long that
+  took before;
 * another process is silent, or says that it has failed;
 * this process itself was stopped for so long that the others have given it up;
-* a signal to stop (SIGTERM, SIGUSR1, SIGHUP) was received and the step under way does not end. The signal is heard through a file descriptor that Python's C handler
-  writes to in any thread.
-If not even this thread can run, because C code keeps Python's lock, a timer of `faulthandler`, which needs no Python, ends the process (exit code 1).
+* a signal to stop (SIGTERM, SIGUSR1, SIGHUP) was received and the step under way does not end. The
+  signal is heard through a file descriptor that Python's C handler writes to in any thread.
+If not even this thread can run, because C code keeps Python's lock, a timer of `faulthandler`,
+which needs no Python, ends the process (exit code 1).
 """
 
 import contextlib
@@ -44,9 +48,11 @@ FACTOR = 10.0
 DEVIATIONS = 5.0
 """From the median to the longest that is usual, in robust deviations."""
 FAILED_S = 3 * BEAT_S
-"""From another's word that it has failed to the end of this process: if all have the same error, each says so itself."""
+"""From another's word that it has failed to the end of this process: if all have the same error,
+each says so itself."""
 LINGER_S = 2 * FAILED_S
-"""Process 0 stays so long for others to hear that it has failed: without its coordination service JAX aborts them on the spot, without a word."""
+"""Process 0 stays so long for others to hear that it has failed: without its coordination service
+JAX aborts them on the spot, without a word."""
 TELL_S = 5.0
 """At most, for writing down what is wrong: the disk may be what does not answer."""
 DEAF = 10
@@ -72,16 +78,23 @@ class Limits:
         if activity in _ONCE:
             return self._settings.start_s
         known_s = self._progress.durations_s(activity)
-        if len(known_s) < FEWEST or activity == "write":  # mostly nobody has to wait, which tells nothing of how long a save is written
+        # mostly nobody has to wait, which tells nothing of how long a save is written
+        if len(known_s) < FEWEST or activity == "write":
             return self._settings.ceiling_s
-        return min(self._settings.ceiling_s, max(self._settings.floor_s, FACTOR * _usual_s(known_s)))
+        return min(
+            self._settings.ceiling_s, max(self._settings.floor_s, FACTOR * _usual_s(known_s))
+        )
 
     def after_signal(self, activity: Activity) -> float:
         """In seconds, from the signal to stop, or what was begun after it, to the end of it."""
         if activity in _SAVING:  # it is what the time was given for
             return self.of(activity)
         known_s = self._progress.durations_s(activity)
-        return self._settings.stop_s + _usual_s(known_s) if known_s else max(self._settings.stop_s, self._settings.grace_s)
+        return (
+            self._settings.stop_s + _usual_s(known_s)
+            if known_s
+            else max(self._settings.stop_s, self._settings.grace_s)
+        )
 
 
 def _usual_s(known_s: Sequence[float]) -> float:
@@ -104,10 +117,26 @@ class Watchdog:
       exit: ends the process.
     """
 
-    def __init__(self, run_directory: Path | None, progress: Progress, settings: FaultConfig, *, process: int = 0, heartbeats: Heartbeats | None = None, has_others: bool = False,
-                 clock: Callable[[], float] = time.monotonic, exit: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self,
+        run_directory: Path | None,
+        progress: Progress,
+        settings: FaultConfig,
+        *,
+        process: int = 0,
+        heartbeats: Heartbeats | None = None,
+        has_others: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        exit: Callable[[int], object] = os._exit,
+    ) -> None:
         self._run_directory, self._progress, self._settings = run_directory, progress, settings
-        self._process, self._heartbeats, self._has_others, self._clock, self._exit = process, heartbeats, has_others or heartbeats is not None, clock, exit
+        self._process, self._heartbeats, self._has_others, self._clock, self._exit = (
+            process,
+            heartbeats,
+            has_others or heartbeats is not None,
+            clock,
+            exit,
+        )
         self._is_closed = False
         self._limits = Limits(settings, progress)
         self._looked_s: float | None = None
@@ -121,12 +150,31 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     @classmethod
-    def of(cls, run_directory: Path | None, progress: Progress, settings: FaultConfig, *, process: int, num_processes: int) -> "Watchdog | None":
+    def of(
+        cls,
+        run_directory: Path | None,
+        progress: Progress,
+        settings: FaultConfig,
+        *,
+        process: int,
+        num_processes: int,
+    ) -> "Watchdog | None":
         """As the settings say, and started; None: they say that nobody is to watch."""
         if settings.watch == "off" or (settings.watch == "auto" and num_processes == 1):
             return None
-        heartbeats = Heartbeats(run_directory, process, num_processes, progress) if num_processes > 1 and run_directory is not None else None
-        watchdog = cls(run_directory, progress, settings, process=process, heartbeats=heartbeats, has_others=num_processes > 1)
+        heartbeats = (
+            Heartbeats(run_directory, process, num_processes, progress)
+            if num_processes > 1 and run_directory is not None
+            else None
+        )
+        watchdog = cls(
+            run_directory,
+            progress,
+            settings,
+            process=process,
+            heartbeats=heartbeats,
+            has_others=num_processes > 1,
+        )
         watchdog.start()
         return watchdog
 
@@ -136,7 +184,10 @@ class Watchdog:
         return self._heartbeats
 
     def start(self) -> None:
-        """From now on, this process may be ended. Raises RunDirectoryError if no heartbeat can be given."""
+        """From now on, this process may be ended.
+
+        Raises RunDirectoryError if no heartbeat can be given.
+        """
         if self._heartbeats is not None:
             self._heartbeats.start()
         if threading.current_thread() is threading.main_thread():
@@ -145,21 +196,32 @@ class Watchdog:
             if self._before != -1:  # a notebook's event loop listens
                 signal.set_wakeup_fd(self._before)
         if self._heartbeats is not None and not faulthandler.is_enabled():
-            faulthandler.enable(stderr_that_never_waits())  # JAX aborts when its own heartbeats fail: then the stacks are on standard error
+            # JAX aborts when its own heartbeats fail: then the stacks are on standard error
+            faulthandler.enable(stderr_that_never_waits())
         self._thread.start()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """It may not any more. With a failure the others are told of it; without, that this process has come to its end. A second close is none."""
+        """It may not any more.
+
+        With a failure the others are told of it; without, that this process has come to its end. A
+        second close is none.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         if self._heartbeats is not None:
-            self._heartbeats.end("done" if failure is None else "failed", "" if failure is None else _first_line(failure), exit_code_of(failure))
+            self._heartbeats.end(
+                "done" if failure is None else "failed",
+                "" if failure is None else _first_line(failure),
+                exit_code_of(failure),
+            )
         if threading.current_thread() is threading.main_thread() and self._before == -1:
             signal.set_wakeup_fd(-1)
         self._told.setblocking(True)
         self._told.send(b"\0")
-        self._thread.join()  # before anything else is waited for: what another process has had is not to end this one, which has an error of its own to tell
+        # before anything else is waited for: what another process has had is not to end this one,
+        # which has an error of its own to tell
+        self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         self._heard.close()
         self._told.close()
@@ -173,15 +235,23 @@ class Watchdog:
         stood_s, self._looked_s = now_s - (self._looked_s or now_s), now_s
         if stood_s > self._settings.silence_s:
             if self._heartbeats is not None:
-                return f"this process was stopped for {stood_s:.0f} s, and the others have gone on without it"
+                return (
+                    f"this process was stopped for {stood_s:.0f} s, and the others have gone on"
+                    " without it"
+                )
             self._progress.begin(self._progress.at.doing)  # Ctrl-Z and fg: nobody has waited
         for peer in self._heartbeats.peers if self._heartbeats is not None else ():
             if (why := self._trouble_with(peer, now_s)) is not None:
                 return why
         at = self._progress.at
         took_s = now_s - at.since_s
-        if self._told_s is not None and now_s - max(self._told_s, at.since_s) > (limit_s := self._limits.after_signal(at.doing)):
-            return f"told to stop {now_s - self._told_s:.0f} s ago, and {self._named()} does not end (limit {limit_s:.0f} s)"
+        if self._told_s is not None and now_s - max(self._told_s, at.since_s) > (
+            limit_s := self._limits.after_signal(at.doing)
+        ):
+            return (
+                f"told to stop {now_s - self._told_s:.0f} s ago, and {self._named()} does not end"
+                f" (limit {limit_s:.0f} s)"
+            )
         if took_s > (limit_s := self._limits.of(at.doing)):
             return f"{self._named()} takes {took_s:.0f} s (limit {limit_s:.0f} s)"
         return None
@@ -191,20 +261,30 @@ class Watchdog:
             return None
         if peer.state == "failed":
             if now_s - self._failed_s.setdefault(peer.process, now_s) > FAILED_S:
-                self._exit_code = peer.exit_code  # a mistake is not to be repeated because this process waited for who made it
+                # a mistake is not to be repeated because this process waited for who made it
+                self._exit_code = peer.exit_code
                 return f"process {peer.process} has failed: {peer.why}"
         elif peer.silent_s > self._settings.silence_s:
-            return f"process {peer.process} on {peer.host} has given no heartbeat for {peer.silent_s:.0f} s"
+            return (
+                f"process {peer.process} on {peer.host} has given no heartbeat for"
+                f" {peer.silent_s:.0f} s"
+            )
         return None
 
     def _named(self) -> str:
         at = self._progress.at
-        return f"step {max(at.entered, at.done + 1)}" if at.doing == "step" else f"'{at.doing}' after step {at.done}"
+        return (
+            f"step {max(at.entered, at.done + 1)}"
+            if at.doing == "step"
+            else f"'{at.doing}' after step {at.done}"
+        )
 
     def _watch(self) -> None:
         while True:
             if self._heartbeats is not None:
-                faulthandler.dump_traceback_later(DEAF * self._settings.silence_s, exit=True, file=stderr_that_never_waits())
+                faulthandler.dump_traceback_later(
+                    DEAF * self._settings.silence_s, exit=True, file=stderr_that_never_waits()
+                )
             if select.select([self._heard], [], [], BEAT_S)[0]:
                 heard = self._heard.recv(64)
                 if 0 in heard:
@@ -216,18 +296,28 @@ class Watchdog:
                 return
 
     def end(self, why: str) -> None:
-        """Write down what is wrong, and end the process: with EXIT_RESTART, or as the process ended that failed. Any thread may call it."""
+        """Write down what is wrong, and end the process: with EXIT_RESTART, or as the process ended
+        that failed. Any thread may call it.
+        """
         teller = threading.Thread(target=self.tell, args=(why,), name="teller", daemon=True)
         teller.start()
         teller.join(TELL_S)
-        next_step = "start it again with --resume" if self._exit_code == EXIT_RESTART else "see what that process has printed"
-        flush_with_timeout(f"\nfault: {why}; this process ends with exit code {self._exit_code}: {next_step}\n")
+        next_step = (
+            "start it again with --resume"
+            if self._exit_code == EXIT_RESTART
+            else "see what that process has printed"
+        )
+        flush_with_timeout(
+            f"\nfault: {why}; this process ends with exit code {self._exit_code}: {next_step}\n"
+        )
         if self._process == 0 and self._has_others:
             self._linger()
         self._exit(self._exit_code)
 
     def tell(self, why: str) -> None:
-        """Write down what is wrong, who is late, and what every thread is at; and tell the other processes. What follows from it is not told again."""
+        """Write down what is wrong, who is late, and what every thread is at; and tell the other
+        processes. What follows from it is not told again.
+        """
         with self._telling:
             if self._is_told:
                 return
@@ -240,20 +330,36 @@ class Watchdog:
             return
         with contextlib.suppress(OSError):
             write_fault(
-                self._run_directory, self._process, at.done, what=why, doing=at.doing, doing_s=self._clock() - at.since_s, entered=at.entered,
-                late=late(self._process, at.entered, at.doing, peers), peers=[asdict(peer) for peer in peers], stacks=stacks())
+                self._run_directory,
+                self._process,
+                at.done,
+                what=why,
+                doing=at.doing,
+                doing_s=self._clock() - at.since_s,
+                entered=at.entered,
+                late=late(self._process, at.entered, at.doing, peers),
+                peers=[asdict(peer) for peer in peers],
+                stacks=stacks(),
+            )
 
     def _linger(self) -> None:
         """Until the others have ended too, or have had the time to."""
         until_s = self._clock() + LINGER_S
-        while self._heartbeats is not None and self._clock() < until_s and any(
-                peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S for peer in self._heartbeats.peers):
+        while (
+            self._heartbeats is not None
+            and self._clock() < until_s
+            and any(
+                peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S
+                for peer in self._heartbeats.peers
+            )
+        ):
             threading.Event().wait(BEAT_S / 4)
         threading.Event().wait(BEAT_S)  # for who has said that it ends to do so
 
 
 def late(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[str]:
-    """Which processes have not come as far as the others, in words; empty: all are in the same step, or none is known.
+    """Which processes have not come as far as the others, in words; empty: all are in the same
+    step, or none is known.
 
     Args:
       process: number of this one.
@@ -263,16 +369,32 @@ def late(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[
     """
     known = [peer for peer in peers if peer.is_known]
     newest = max([entered, *(peer.entered for peer in known)])
-    words = [f"process {process} has not begun step {newest}: it is at step {entered}, '{doing}'"] if entered < newest else []
+    words = (
+        [f"process {process} has not begun step {newest}: it is at step {entered}, '{doing}'"]
+        if entered < newest
+        else []
+    )
     for peer in known:
         if peer.entered < newest or peer.state == "failed":
-            words.append(f"process {peer.process} has not begun step {newest}: it was at step {peer.entered}, '{peer.doing}', {peer.silent_s:.0f} s ago"
-                         if peer.entered < newest else f"process {peer.process} has failed: {peer.why}")
+            words.append(
+                f"process {peer.process} has not begun step {newest}: it was at step"
+                f" {peer.entered}, '{peer.doing}', {peer.silent_s:.0f} s ago"
+                if peer.entered < newest
+                else f"process {peer.process} has failed: {peer.why}"
+            )
         elif peer.doing != doing:
-            words.append(f"process {peer.process} is at '{peer.doing}' for {peer.doing_s:.0f} s, and this one at '{doing}'")
+            words.append(
+                f"process {peer.process} is at '{peer.doing}' for {peer.doing_s:.0f} s, and this"
+                f" one at '{doing}'"
+            )
         elif peer.state == "running" and peer.silent_s > FAILED_S:
-            words.append(f"process {peer.process} has been silent for {peer.silent_s:.0f} s in step {peer.entered}")
-    return words + [f"process {peer.process} was never heard of" for peer in peers if not peer.is_known]
+            words.append(
+                f"process {peer.process} has been silent for {peer.silent_s:.0f} s in step"
+                f" {peer.entered}"
+            )
+    return words + [
+        f"process {peer.process} was never heard of" for peer in peers if not peer.is_known
+    ]
 
 
 def _first_line(error: BaseException) -> str:
@@ -282,7 +404,9 @@ def _first_line(error: BaseException) -> str:
 def stacks() -> str:
     """Python's stack of every thread, newest call first, without reading source files."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    known = "".join(f"{ident:#x}: {name}\n" for ident, name in names.items() if ident in sys._current_frames())
+    known = "".join(
+        f"{ident:#x}: {name}\n" for ident, name in names.items() if ident in sys._current_frames()
+    )
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -59,10 +59,16 @@ class Sampling:
     top_k: int | None = None
     """Draw from this many likeliest tokens; None: from all."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens that have this probability together (arXiv:1904.09751)."""
+    """Draw from the fewest likeliest tokens that have this probability together
+    (arXiv:1904.09751)."""
 
     def __post_init__(self) -> None:
-        _check(0 <= self.temperature < float("inf"), "temperature", self.temperature, "choose 0 (greedy) or more")
+        _check(
+            0 <= self.temperature < float("inf"),
+            "temperature",
+            self.temperature,
+            "choose 0 (greedy) or more",
+        )
         _check(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "choose 1 or more")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "choose 0 < top_p <= 1")
 
@@ -73,24 +79,35 @@ class TextModel:
 
     config: ModelConfig
     params: Params
-    """On one device, in the format of the matmuls and of the cache; the vocabulary is not padded."""
+    """On one device, in the format of the matmuls and of the cache; the vocabulary is not
+    padded."""
     tokenizer: Tokenizer
     step: int
     """Of the checkpoint that the parameters come from."""
     trained_length: int | None = None
     """Tokens of the longest examples that it was trained on; None: all positions."""
 
-    def generate(self, prompt: str, *, max_new_tokens: int = 200, temperature: float = 1.0, top_k: int | None = None,
-                 top_p: float = 1.0, seed: int = 0, num_samples: int = 1,
-                 past_trained_length: bool = False, warn: Callable[[str], object] = warnings.warn) -> Iterator[list[str]]:
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 200,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        num_samples: int = 1,
+        past_trained_length: bool = False,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> Iterator[list[str]]:
         """Go on with `prompt`: the new text of every sample, piece by piece.
 
         Each item has one piece per sample, "" where nothing can be shown (the sample is over, or
         bytes of its last character are still to come).
 
         Args:
-          max_new_tokens: most tokens of a sample; it is over sooner at the end of a document, of the
-            model's positions, or of learned ones that were trained (which is told to `warn`).
+          max_new_tokens: most tokens of a sample; it is over sooner at the end of a document, of
+            the model's positions, or of learned ones that were trained (which is told to `warn`).
           past_trained_length: go on over learned positions that were not trained, which are noise.
           temperature, top_k, top_p: as in `Sampling`.
           seed: of all draws, with the number of the sample and the position: a sample is the same
@@ -106,26 +123,54 @@ class TextModel:
         before = self.tokenizer.respelled.documents
         ids = self.encode(prompt, past_trained_length=past_trained_length)
         if self.tokenizer.respelled.documents > before:
-            warn("the prompt contains the text of a special token, such as the end of a document: it is taken as ordinary text")
+            warn(
+                "the prompt contains the text of a special token, such as the end of a document: it"
+                " is taken as ordinary text"
+            )
         limit = self._limit(past_trained_length)
         room = limit - len(ids) + 1  # the last token needs no position: it is not read
         if max_new_tokens > room and limit < self.config.max_length:
-            warn(f"at most {room} new tokens: {self.config.name} was trained on {limit} tokens at a time, the prompt takes {len(ids)}, "
-                 "and positions past that are learned ones that nothing was learnt for; --past-trained-length goes on all the same")
+            warn(
+                f"at most {room} new tokens: {self.config.name} was trained on {limit} tokens at a"
+                f" time, the prompt takes {len(ids)}, and positions past that are learned ones that"
+                " nothing was learnt for; --past-trained-length goes on all the same"
+            )
         elif max_new_tokens > room:
-            warn(f"at most {room} new tokens: {self.config.name} has {self.config.max_length} positions, "
-                 f"and the prompt takes {len(ids)}")
-        trained, last = self.trained_length or self.config.max_length, len(ids) + min(max_new_tokens, room) - 1
+            warn(
+                f"at most {room} new tokens: {self.config.name} has {self.config.max_length}"
+                f" positions, and the prompt takes {len(ids)}"
+            )
+        trained, last = (
+            self.trained_length or self.config.max_length,
+            len(ids) + min(max_new_tokens, room) - 1,
+        )
         if last > trained:
-            what = "is noise, as positions there are learned" if family_of(self.config.family).positions == "learned" else "may be worse"
-            warn(f"{self.config.name} was trained on {trained} tokens at a time; up to {last} are asked for here, and text past token {trained} {what}")
+            what = (
+                "is noise, as positions there are learned"
+                if family_of(self.config.family).positions == "learned"
+                else "may be worse"
+            )
+            warn(
+                f"{self.config.name} was trained on {trained} tokens at a time; up to {last} are"
+                f" asked for here, and text past token {trained} {what}"
+            )
         tokens = self.generate_ids(
-            ids, num_new_tokens=min(max_new_tokens, room), sampling=sampling, seed=seed, num_samples=num_samples)
+            ids,
+            num_new_tokens=min(max_new_tokens, room),
+            sampling=sampling,
+            seed=seed,
+            num_samples=num_samples,
+        )
         return self._pieces(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
 
     def _limit(self, past_trained_length: bool) -> int:
-        """Positions that may be used: learned ones mean something only as far as they were trained."""
-        if past_trained_length or self.trained_length is None or family_of(self.config.family).positions != "learned":
+        """Positions that may be used: learned ones mean something only as far as they were
+        trained."""
+        if (
+            past_trained_length
+            or self.trained_length is None
+            or family_of(self.config.family).positions != "learned"
+        ):
             return self.config.max_length
         return min(self.trained_length, self.config.max_length)
 
@@ -135,27 +180,59 @@ class TextModel:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise DataError(explain("the prompt is not text", given=error, do="give valid UTF-8")) from error
+            raise DataError(
+                explain("the prompt is not text", given=error, do="give valid UTF-8")
+            ) from error
         ids = self.tokenizer.encode(prompt)
         if not len(ids):
-            raise DataError(explain("the prompt is empty", given=repr(prompt), do="give at least one token to go on from"))
+            raise DataError(
+                explain(
+                    "the prompt is empty",
+                    given=repr(prompt),
+                    do="give at least one token to go on from",
+                )
+            )
         if ids.max() >= config.vocab_size:
-            raise DataError(explain(
-                f"{config.name} does not know a token of the prompt", given=f"token {ids.max()}, of a vocabulary of {config.vocab_size}",
-                do="use the tokenizer that the model was trained with"))
+            raise DataError(
+                explain(
+                    f"{config.name} does not know a token of the prompt",
+                    given=f"token {ids.max()}, of a vocabulary of {config.vocab_size}",
+                    do="use the tokenizer that the model was trained with",
+                )
+            )
         if len(ids) > config.max_length:
-            raise DataError(explain(
-                f"the prompt is longer than the positions of {config.name}", given=f"{len(ids)} tokens, {config.max_length} positions",
-                do=f"give at most {config.max_length} tokens"))
+            raise DataError(
+                explain(
+                    f"the prompt is longer than the positions of {config.name}",
+                    given=f"{len(ids)} tokens, {config.max_length} positions",
+                    do=f"give at most {config.max_length} tokens",
+                )
+            )
         if len(ids) > (limit := self._limit(past_trained_length)):
-            raise DataError(explain(
-                f"the prompt is longer than what {config.name} was trained on, and its positions are learned", given=f"{len(ids)} tokens, trained on {limit}",
-                do=f"give at most {limit} tokens, or go past them all the same: --past-trained-length"))
+            raise DataError(
+                explain(
+                    f"the prompt is longer than what {config.name} was trained on, and its"
+                    " positions are learned",
+                    given=f"{len(ids)} tokens, trained on {limit}",
+                    do=(
+                        f"give at most {limit} tokens, or go past them all the same:"
+                        " --past-trained-length"
+                    ),
+                )
+            )
         return ids
 
-    def generate_ids(self, prompt: np.ndarray, *, num_new_tokens: int, sampling: Sampling, seed: int,
-                     num_samples: int) -> Iterator[np.ndarray]:
-        """The token of every sample, int32 [B], position by position; eos for good once a sample is over.
+    def generate_ids(
+        self,
+        prompt: np.ndarray,
+        *,
+        num_new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        num_samples: int,
+    ) -> Iterator[np.ndarray]:
+        """The token of every sample, int32 [B], position by position; eos for good once a sample is
+        over.
 
         Args:
           prompt: ids [N], at least one; N + num_new_tokens - 1 is at most the model's max_length.
@@ -164,30 +241,52 @@ class TextModel:
         length, limit, eos = len(prompt), self.config.max_length, self.tokenizer.eos
         padded = np.zeros((1, rounded_up(length, limit)), np.int32)
         padded[0, :length] = prompt
-        keys = jax.vmap(functools.partial(jax.random.fold_in, make_key(seed)))(jnp.arange(num_samples))
-        tokens, cache = _start(self.config, self.params, padded, np.int32(length), keys, sampling=sampling,
-                               num_keys=rounded_up(length + num_new_tokens - 1, limit))
+        keys = jax.vmap(functools.partial(jax.random.fold_in, make_key(seed)))(
+            jnp.arange(num_samples)
+        )
+        tokens, cache = _start(
+            self.config,
+            self.params,
+            padded,
+            np.int32(length),
+            keys,
+            sampling=sampling,
+            num_keys=rounded_up(length + num_new_tokens - 1, limit),
+        )
         over = np.zeros(num_samples, bool)
         for position in range(length, length + num_new_tokens):
             drawn = tokens
             if position + 1 < length + num_new_tokens:  # dispatched before `drawn` is waited for
-                tokens, cache = _go_on(self.config, self.params, cache, tokens, np.int32(position), keys, sampling=sampling)
+                tokens, cache = _go_on(
+                    self.config,
+                    self.params,
+                    cache,
+                    tokens,
+                    np.int32(position),
+                    keys,
+                    sampling=sampling,
+                )
             ids = np.where(over, eos, drawn)
             over = ids == eos
             yield ids
             if over.all():
                 return
 
-    def _pieces(self, tokens: Iterator[np.ndarray], texts: list["_Detokenizer"]) -> Iterator[list[str]]:
+    def _pieces(
+        self, tokens: Iterator[np.ndarray], texts: list["_Detokenizer"]
+    ) -> Iterator[list[str]]:
         for ids in tokens:
             yield [text.push(int(token)) for text, token in zip(texts, ids, strict=True)]
         yield [text.rest() for text in texts]
 
 
-def load_text_model(run_dir: UserPath, step: int | None = None, *, warn: Callable[[str], object] = warnings.warn) -> TextModel:
+def load_text_model(
+    run_dir: UserPath, step: int | None = None, *, warn: Callable[[str], object] = warnings.warn
+) -> TextModel:
     """The model of a run, from its newest good checkpoint or that of `step`, on the first device.
 
-    Whatever mesh it was trained on, only the parameters are read. `run_dir` may be the URL of a run in a store, of which a copy is fetched.
+    Whatever mesh it was trained on, only the parameters are read. `run_dir` may be the URL of a run
+    in a store, of which a copy is fetched.
 
     Raises:
       OptimusError: there is no such run, checkpoint or tokenizer.
@@ -197,54 +296,102 @@ def load_text_model(run_dir: UserPath, step: int | None = None, *, warn: Callabl
     try:
         config = Config.from_json(run.config_text())
     except OSError as error:
-        raise ConfigError(explain("there is no run to sample from", given=f"{run_dir}, which has no config.json",
-                                  do="give --run the directory of a run")) from error
+        raise ConfigError(
+            explain(
+                "there is no run to sample from",
+                given=f"{run_dir}, which has no config.json",
+                do="give --run the directory of a run",
+            )
+        ) from error
     tokenizer = tokenizer_of_run(run, config.data)
     start_backend()
     if (warning := warning_of_cpu()) is not None:
         warn(warning)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), unpadded(config.model).params)
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
+        unpadded(config.model).params,
+    )
     checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)
-    restored = checkpoints.restore({"params": params}, step, paddable=may_be_padded, partial=True,
-                                   check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)))
+    restored = checkpoints.restore(
+        {"params": params},
+        step,
+        paddable=may_be_padded,
+        partial=True,
+        check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)),
+    )
     check_tokenizer(tokenizer, run, restored.metadata)
     dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"])
-    trained_length = max(phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, restored.step))
-    return TextModel(config=config.model, params=params, tokenizer=tokenizer, step=restored.step, trained_length=trained_length)
+    trained_length = max(
+        phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, restored.step)
+    )
+    return TextModel(
+        config=config.model,
+        params=params,
+        tokenizer=tokenizer,
+        step=restored.step,
+        trained_length=trained_length,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "num_keys"))
-def _start(config: ModelConfig, params: Params, prompt_1L: Array, length: Array, keys_B: Array, *, sampling: Sampling,
-           num_keys: int) -> tuple[Array, Cache]:
+def _start(
+    config: ModelConfig,
+    params: Params,
+    prompt_1L: Array,
+    length: Array,
+    keys_B: Array,
+    *,
+    sampling: Sampling,
+    num_keys: int,
+) -> tuple[Array, Cache]:
     """Prompt, padded, and its length -> the first new token [B], and the cache of all samples."""
-    logits_1V, cache = extend(config, params, empty_cache(config, params, num_keys), prompt_1L, jnp.int32(0), length - 1)
+    logits_1V, cache = extend(
+        config, params, empty_cache(config, params, num_keys), prompt_1L, jnp.int32(0), length - 1
+    )
     logits_BV = jnp.repeat(logits_1V, len(keys_B), axis=0)
-    return draw(logits_BV, keys_B, length, sampling), jax.tree.map(lambda x: jnp.repeat(x, len(keys_B), axis=1), cache)
+    return draw(logits_BV, keys_B, length, sampling), jax.tree.map(
+        lambda x: jnp.repeat(x, len(keys_B), axis=1), cache
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="cache")
-def _go_on(config: ModelConfig, params: Params, cache: Cache, tokens_B: Array, position: Array, keys_B: Array, *,
-           sampling: Sampling) -> tuple[Array, Cache]:
+def _go_on(
+    config: ModelConfig,
+    params: Params,
+    cache: Cache,
+    tokens_B: Array,
+    position: Array,
+    keys_B: Array,
+    *,
+    sampling: Sampling,
+) -> tuple[Array, Cache]:
     """Tokens [B] of a position -> the tokens after them, and the cache with theirs."""
     logits_BV, cache = extend(config, params, cache, tokens_B[:, None], position, jnp.int32(0))
     return draw(logits_BV, keys_B, position + 1, sampling), cache
 
 
-def extend(config: ModelConfig, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array) -> tuple[Array, Cache]:
+def extend(
+    config: ModelConfig, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array
+) -> tuple[Array, Cache]:
     """Run tokens at positions `start`, `start` + 1, ... through the model.
 
     Args:
       cache: keys and values of all positions before `start`; start + L is at most T.
     Returns:
-      The logits after token number `last` of these, float32 [B, V], and the cache with theirs added.
+      The logits after token number `last` of these, float32 [B, V], and the cache with theirs
+      added.
     """
     positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
     # The kernel is XLA's: cuDNN's causal mask takes the first query to be at position 0.
-    run = Pass(comm=Collectives(cache[0].dtype), kernel="xla", visibility=Visibility(query_offset=start))
+    run = Pass(
+        comm=Collectives(cache[0].dtype), kernel="xla", visibility=Visibility(query_offset=start)
+    )
     model = unpadded(config).module(params, run.comm)
-    x_BLD, longer = model.run_layers(model.embed(tokens_BL, positions_BL, run), positions_BL, run, cache)
+    x_BLD, longer = model.run_layers(
+        model.embed(tokens_BL, positions_BL, run), positions_BL, run, cache
+    )
     assert longer is not None, "a cache went in and none came out"
     x_B1D = lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
     return model.logits(model.final_norm(x_B1D), run)[:, 0], longer
@@ -269,13 +416,16 @@ def draw(logits_BV: Array, keys_B: Array, position: Array, sampling: Sampling) -
         return jnp.argmax(logits_BV, axis=-1)
     logits_BC, ids_BC = candidates(logits_BV / sampling.temperature, sampling)
     keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, position)
-    # The mode is JAX's default, named because jax_high_dynamic_range_gumbel would draw other tokens.
+    # The mode is JAX's default, named because jax_high_dynamic_range_gumbel would draw other
+    # tokens.
     chosen_B = jax.vmap(functools.partial(jax.random.categorical, mode="low"))(keys_B, logits_BC)
     return jnp.take_along_axis(ids_BC, chosen_B[:, None], axis=1)[:, 0]
 
 
 def candidates(logits_BV: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """Logits and ids, [B, C], of the tokens to draw from: the top k, and of their probability the top p."""
+    """Logits and ids, [B, C], of the tokens to draw from: the top k, and of their probability the
+    top p.
+    """
     batch, vocab = logits_BV.shape
     if sampling.top_k is None and sampling.top_p == 1:
         return logits_BV, jnp.broadcast_to(jnp.arange(vocab), (batch, vocab))
@@ -310,14 +460,14 @@ class _Detokenizer:
         piece = self.rest()
         if not piece or piece.endswith(INCOMPLETE):
             return ""
-        del self._window[:self._num_shown]
+        del self._window[: self._num_shown]
         self._num_shown = len(self._window)
         return piece
 
     def rest(self) -> str:
         """The text that still waits, whole or not."""
-        shown = self._tokenizer.decode(self._window[:self._num_shown])
-        return self._tokenizer.decode(self._window)[len(shown):]
+        shown = self._tokenizer.decode(self._window[: self._num_shown])
+        return self._tokenizer.decode(self._window)[len(shown) :]
 
 
 def _check(good: bool, name: str, value: object, do: str) -> None:

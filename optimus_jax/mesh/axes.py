@@ -19,7 +19,8 @@ LAYERS = "layers"
 VOCAB = "vocab"
 """Token ids, padded to whole shards."""
 EMBED = "embed"
-"""Width of the residual stream in a matrix, its first dimension except in tables: what fsdp splits for storage."""
+"""Width of the residual stream in a matrix, its first dimension except in tables: what fsdp splits
+for storage."""
 NORM = "norm"
 """Width of the residual stream in a vector (norms, output biases); never split."""
 POSITIONS = "positions"
@@ -36,7 +37,8 @@ PAIR = "pair"
 """Two matrices kept as one: key and value, or gate and up."""
 
 MOST_DIGITS = 9
-"""Of the size of an axis: more devices are a slip of the pen, and Python refuses to read thousands of digits."""
+"""Of the size of an axis: more devices are a slip of the pen, and Python refuses to read thousands
+of digits."""
 
 LOGICAL_AXES = (BATCH, LAYERS, VOCAB, EMBED, NORM, POSITIONS, HEADS, KV_HEADS, HEAD_DIM, MLP, PAIR)
 
@@ -53,7 +55,13 @@ class AxisSizes:
     def __post_init__(self) -> None:
         for name in MESH_AXES:
             if (size := self[name]) < 1:
-                raise PlanError(explain(f"mesh axis {name!r} needs at least one device", given=f"{name}={size}", do=f"set {name}=1 or more"))
+                raise PlanError(
+                    explain(
+                        f"mesh axis {name!r} needs at least one device",
+                        given=f"{name}={size}",
+                        do=f"set {name}=1 or more",
+                    )
+                )
 
     @property
     def num_devices(self) -> int:
@@ -73,11 +81,23 @@ class AxisSizes:
         for part in text.split(","):
             name, _, size = (piece.strip() for piece in part.partition("="))
             if name not in MESH_AXES:
-                raise PlanError(explain(f"unknown mesh axis {name!r}", given=f"--mesh {text}",
-                                        do=f"write {AXIS_OF[name.lower()]}={size or 'N'}" if name.lower() in AXIS_OF else nearest(name, MESH_AXES)))
+                raise PlanError(
+                    explain(
+                        f"unknown mesh axis {name!r}",
+                        given=f"--mesh {text}",
+                        do=f"write {AXIS_OF[name.lower()]}={size or 'N'}"
+                        if name.lower() in AXIS_OF
+                        else nearest(name, MESH_AXES),
+                    )
+                )
             if name in sizes or not size.isdecimal() or len(size) > MOST_DIGITS:
-                raise PlanError(explain(f"mesh axis {name!r} needs one whole number", given=f"--mesh {text}",
-                                        do=f"write each axis once, such as {name}=2"))
+                raise PlanError(
+                    explain(
+                        f"mesh axis {name!r} needs one whole number",
+                        given=f"--mesh {text}",
+                        do=f"write each axis once, such as {name}=2",
+                    )
+                )
             sizes[name] = int(size)
         return cls(**sizes)
 
@@ -85,5 +105,10 @@ class AxisSizes:
 def check_devices(axes: AxisSizes, num_devices: int) -> None:
     """Raise PlanError unless the axes use exactly the devices there are."""
     if axes.num_devices != num_devices:
-        raise PlanError(explain(f"the mesh needs {axes.num_devices} devices; this run has {num_devices}", given=f"--mesh {axes}",
-                                do=f"choose axis sizes whose product is {num_devices}"))
+        raise PlanError(
+            explain(
+                f"the mesh needs {axes.num_devices} devices; this run has {num_devices}",
+                given=f"--mesh {axes}",
+                do=f"choose axis sizes whose product is {num_devices}",
+            )
+        )

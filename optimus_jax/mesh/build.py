@@ -5,14 +5,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from optimus_jax.devices.backend import HOST_MEMORY_SHARE, host_bytes, host_limit_bytes, start_backend
+from optimus_jax.devices.backend import (
+    HOST_MEMORY_SHARE,
+    host_bytes,
+    host_limit_bytes,
+    start_backend,
+)
 from optimus_jax.devices.hosts import count_hosts, devices_by_host, hosts_of_processes
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes, check_devices
 from optimus_jax.mesh.topology import Topology
 
 
 def discover() -> Topology:
-    """The devices that JAX sees in all processes. Every process has to call it, and before anything else asks for a device.
+    """The devices that JAX sees in all processes.
+
+    Every process has to call it, and before anything else asks for a device.
 
     Raises:
       ConfigError, FaultError: as `start_backend`, which says what JAX may use of them.
@@ -20,16 +27,23 @@ def discover() -> Topology:
     start_backend()
     devices, hosts = devices_by_host(), hosts_of_processes()
     return Topology(
-        num_devices=len(devices), num_processes=jax.process_count(), num_hosts=count_hosts(), platform=devices[0].platform,
-        device_kind=devices[0].device_kind, compute_capability=_compute_capability(getattr(devices[0], "compute_capability", "")),
+        num_devices=len(devices),
+        num_processes=jax.process_count(),
+        num_hosts=count_hosts(),
+        platform=devices[0].platform,
+        device_kind=devices[0].device_kind,
+        compute_capability=_compute_capability(getattr(devices[0], "compute_capability", "")),
         bytes_per_device=_least(_bytes_per_device()),
         host_bytes_per_device=_least(_host_bytes_per_device(hosts)),
-        process_of=tuple(device.process_index for device in devices), host_of=tuple(hosts[device.process_index] for device in devices))
+        process_of=tuple(device.process_index for device in devices),
+        host_of=tuple(hosts[device.process_index] for device in devices),
+    )
 
 
 def build_mesh(axes: AxisSizes, devices: list | None = None) -> Mesh:
-    """A mesh of these sizes over all devices, those of a host together, or over those given, in their order: neighbours along the last axis,
-    tensor, are neighbours in that order, and the first, pipe, is what crosses hosts before any other does.
+    """A mesh of these sizes over all devices, those of a host together, or over those given, in
+    their order: neighbours along the last axis, tensor, are neighbours in that order, and the
+    first, pipe, is what crosses hosts before any other does.
 
     Raises:
       PlanError: the sizes are for another number of devices.
@@ -39,9 +53,11 @@ def build_mesh(axes: AxisSizes, devices: list | None = None) -> Mesh:
     sizes = tuple(axes[axis] for axis in MESH_AXES)
     # Every axis is manual in the step and automatic outside; JAX alone would make them explicit.
     types = (AxisType.Auto,) * len(MESH_AXES)
-    if devices[0].platform == "tpu":  # whose links form a torus, of which JAX knows more than the order of hosts
+    # whose links form a torus, of which JAX knows more than the order of hosts
+    if devices[0].platform == "tpu":
         return jax.make_mesh(sizes, MESH_AXES, devices=devices, axis_types=types)
-    return Mesh(np.asarray(devices, dtype=object).reshape(sizes), MESH_AXES, axis_types=types)  # make_mesh sorts GPUs by their ids
+    # make_mesh sorts GPUs by their ids
+    return Mesh(np.asarray(devices, dtype=object).reshape(sizes), MESH_AXES, axis_types=types)
 
 
 def _compute_capability(said: str) -> tuple[int, int] | None:
@@ -59,14 +75,17 @@ def _bytes_per_device() -> int | None:
 
 
 def _host_bytes_per_device(hosts: tuple[int, ...]) -> int:
-    """Of what may be pinned in all, and of what this process may pin, which is the less if processes share the host."""
+    """Of what may be pinned in all, and of what this process may pin, which is the less if
+    processes share the host.
+    """
     own, here = hosts[jax.process_index()], jax.local_device_count()
     on_host = sum(hosts[device.process_index] == own for device in jax.devices())
     return int(min(HOST_MEMORY_SHARE * host_bytes() / on_host, host_limit_bytes() / here))
 
 
 def _least(num_bytes: int | None) -> int | None:
-    """Of all processes: they choose one plan, and so by the same numbers. None: one does not know."""
+    """Of all processes: they choose one plan, and so by the same numbers. None: one does not
+    know."""
     if jax.process_count() == 1:
         return num_bytes
     everyones = np.asarray(multihost_utils.process_allgather(np.array(num_bytes or 0, np.float64)))

@@ -41,14 +41,17 @@ class Collectives:
         return sum_format(self.dtype)
 
     def fan_out(self, x: Array, over: str) -> Array:
-        """`x`, about to be used by every shard of logical axis `over`; backward sums the shards' gradients.
+        """`x`, about to be used by every shard of logical axis `over`; backward sums the shards'
+        gradients.
 
         Call it once per value, before the first use: each implicit fan-out is one more all-reduce.
         """
         return vary(x, self.rules.get(over, ()))
 
     def sum(self, x: Array, over: str) -> Array:
-        """The sum of the shards' partial results: a matmul contracted `over`, or a reduction ran along it."""
+        """The sum of the shards' partial results: a matmul contracted `over`, or a reduction ran
+        along it.
+        """
         axes = self.rules.get(over, ())
         return lax.psum(x, axes) if axes else x
 
@@ -58,7 +61,9 @@ class Collectives:
         return lax.pmax(x, axes) if axes else x
 
     def offset(self, local_size: int, over: str) -> Array | int:
-        """Global index along logical axis `over` of a device's first element, given its number of elements."""
+        """Global index along logical axis `over` of a device's first element, given its number of
+        elements.
+        """
         axes = self.rules.get(over, ())
         return lax.axis_index(axes) * local_size if axes else 0
 
@@ -66,7 +71,9 @@ class Collectives:
         """Global size of logical axis `over`, given a device's part of it."""
         return local_size * math.prod(map(lax.axis_size, self.rules.get(over, ())))
 
-    def kv_heads_needed(self, weight: Array, *, dim: int, num_local_heads: int, group: int) -> Array:
+    def kv_heads_needed(
+        self, weight: Array, *, dim: int, num_local_heads: int, group: int
+    ) -> Array:
         """The key/value heads that a device's query heads attend to.
 
         Where key/value heads are split like query heads, that is all of them. Where they are fewer
@@ -85,10 +92,11 @@ class Collectives:
         return lax.dynamic_slice_in_dim(weight, first, count, dim)
 
     def weight(self, param: nnx.Variable) -> Array:
-        """A matrix as matmuls want it: whole along fsdp and in `dtype` (f16: in float32, which `project` rounds).
+        """A matrix as matmuls want it: whole along fsdp and in `dtype` (f16: in float32, which
+        `project` rounds).
 
-        Call it where the matrix is used, inside what backward computes again: a gathered matrix is then
-        gathered again and never kept.
+        Call it where the matrix is used, inside what backward computes again: a gathered matrix is
+        then gathered again and never kept.
 
         Args:
           param: of a module, or of one layer of a stack (whose value has lost the leading `layers`
@@ -97,10 +105,15 @@ class Collectives:
         value = param.get_raw_value()
         names = param.out_sharding
         ndim = (value.shard if isinstance(value, Tracked) else value).ndim
-        return LeafLayout(names[len(names) - ndim:], self.rules, self.zero).weight(value, self.dtype)
+        return LeafLayout(names[len(names) - ndim :], self.rules, self.zero).weight(
+            value, self.dtype
+        )
 
     def weights(self, params: nnx.State) -> nnx.State:
-        """The same for every matrix of a part of the model that is used more than once; vectors stay as they are."""
+        """The same for every matrix of a part of the model that is used more than once; vectors
+        stay as they are.
+        """
+
         def ready(param: nnx.Variable) -> nnx.Variable:
             return param.replace(self.weight(param)) if EMBED in param.out_sharding else param
 

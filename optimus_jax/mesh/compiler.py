@@ -1,7 +1,9 @@
-"""XLA's options: what one is, and those of a platform. training/compiler_options.py has those of a plan.
+"""XLA's options: what one is, and those of a platform.
 
-What is not here is left as XLA has it. What the user says in XLA_FLAGS is never overruled: a program's own options would
-win over the environment's, so those that it names are left out.
+training/compiler_options.py has those of a plan.
+
+What is not here is left as XLA has it. What the user says in XLA_FLAGS is never overruled: a
+program's own options would win over the environment's, so those that it names are left out.
 """
 
 import os
@@ -33,16 +35,27 @@ class CompilerOption:
     def text(self) -> str:
         """As it stands in XLA_FLAGS, where modes have shorter words."""
         in_words = not isinstance(self.value, bool) and not self.value.startswith(MODE)
-        return f"{self.name}={self.value if in_words else str(self.value).removeprefix(MODE).lower()}"
+        return (
+            f"{self.name}={self.value if in_words else str(self.value).removeprefix(MODE).lower()}"
+        )
 
 
 ON_CPU = (
     CompilerOption(
-        name="xla_cpu_enable_concurrency_optimized_scheduler", value=False, source="docs/decisions/0003-a-fast-step-on-a-cpu.md",
-        why="virtual devices keep the cores busy anyway, and an order in which a device's operations overlap holds more buffers (83 instead of 71 MB)"),
+        name="xla_cpu_enable_concurrency_optimized_scheduler",
+        value=False,
+        source="docs/decisions/0003-a-fast-step-on-a-cpu.md",
+        why=(
+            "virtual devices keep the cores busy anyway, and an order in which a device's"
+            " operations overlap holds more buffers (83 instead of 71 MB)"
+        ),
+    ),
     CompilerOption(
-        name="xla_cpu_copy_insertion_use_region_analysis", value=True, source="docs/decisions/0003-a-fast-step-on-a-cpu.md",
-        why="new parameters are written over the old ones"),
+        name="xla_cpu_copy_insertion_use_region_analysis",
+        value=True,
+        source="docs/decisions/0003-a-fast-step-on-a-cpu.md",
+        why="new parameters are written over the old ones",
+    ),
 )
 
 

@@ -45,7 +45,8 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
 """Also the most that each logical axis may be split over: a user's rule can only take away."""
 
 VOCAB_MULTIPLE = 128
-"""Vocabularies are padded to this: GPU matmuls want it, and most tensor sizes then need no more padding."""
+"""Vocabularies are padded to this: GPU matmuls want it, and most tensor sizes then need no more
+padding."""
 SMALL_VOCAB = 4096
 """Below it (bytes, tests) padding to 128 would be a sizeable share; 8 is used."""
 
@@ -56,41 +57,69 @@ def make_rules(model: ModelConfig, overrides: Sequence[str] = ()) -> Rules:
     Args:
       overrides: `logical=mesh_axis` or `logical=none`, such as `mlp=none`.
     Raises:
-      PlanError: an unknown axis, an axis used twice, or a split that the step has no collective for.
+      PlanError: an unknown axis, an axis used twice, or a split that the step has no collective
+        for.
     """
     rules = dict(DEFAULT_RULES)
     seen: set[str] = set()
     for override in overrides:
         logical, _, mesh_axis = (piece.strip() for piece in override.partition("="))
         if logical not in LOGICAL_AXES:
-            raise PlanError(explain(f"unknown logical axis {logical!r} in a rule", given=override, do=nearest(logical, DEFAULT_RULES)))
+            raise PlanError(
+                explain(
+                    f"unknown logical axis {logical!r} in a rule",
+                    given=override,
+                    do=nearest(logical, DEFAULT_RULES),
+                )
+            )
         if mesh_axis != "none" and mesh_axis not in MESH_AXES:
-            raise PlanError(explain(f"unknown mesh axis {mesh_axis!r} in a rule", given=override, do=nearest(mesh_axis, (*MESH_AXES, "none"))))
+            raise PlanError(
+                explain(
+                    f"unknown mesh axis {mesh_axis!r} in a rule",
+                    given=override,
+                    do=nearest(mesh_axis, (*MESH_AXES, "none")),
+                )
+            )
         if logical in seen:
-            raise PlanError(explain(f"two rules for logical axis {logical!r}", given=",".join(overrides), do="give one"))
+            raise PlanError(
+                explain(
+                    f"two rules for logical axis {logical!r}",
+                    given=",".join(overrides),
+                    do="give one",
+                )
+            )
         seen.add(logical)
         allowed = DEFAULT_RULES.get(logical, ())
         if mesh_axis != "none" and mesh_axis not in allowed:
-            raise PlanError(explain(
-                f"logical axis {logical!r} cannot be split over {mesh_axis!r}", given=override,
-                do=f"choose {logical}=" + " or ".join([*allowed, "none"])))
+            raise PlanError(
+                explain(
+                    f"logical axis {logical!r} cannot be split over {mesh_axis!r}",
+                    given=override,
+                    do=f"choose {logical}=" + " or ".join([*allowed, "none"]),
+                )
+            )
         rules[logical] = () if mesh_axis == "none" else (mesh_axis,)
     if not rules[HEADS]:
         rules[KV_HEADS] = ()
     return tuple((logical, axes) for logical, axes in rules.items() if axes)
 
 
-def active_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> Mapping[str, tuple[str, ...]]:
+def active_rules(
+    rules: Rules, sizes: AxisSizes, model: ModelConfig
+) -> Mapping[str, tuple[str, ...]]:
     """The rules that split something on a mesh of these sizes.
 
     Axes of size 1 are dropped. Key and value heads that are fewer than the devices which share
-    the query heads stay whole, and each device takes the one it needs (`Collectives.kv_heads_needed`).
+    the query heads stay whole, and each device takes the one it needs
+    (`Collectives.kv_heads_needed`).
     """
     return _active_rules(rules, sizes, model.num_kv_heads)
 
 
 @lru_cache(maxsize=1 << 12)
-def _active_rules(rules: Rules, sizes: AxisSizes, num_kv_heads: int) -> Mapping[str, tuple[str, ...]]:
+def _active_rules(
+    rules: Rules, sizes: AxisSizes, num_kv_heads: int
+) -> Mapping[str, tuple[str, ...]]:
     """The planner asks for the same ones thousands of times."""
     active = {logical: tuple(axis for axis in axes if sizes[axis] > 1) for logical, axes in rules}
     if num_kv_heads % _ways(active.get(KV_HEADS, ()), sizes):
@@ -99,14 +128,29 @@ def _active_rules(rules: Rules, sizes: AxisSizes, num_kv_heads: int) -> Mapping[
 
 
 def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
-    """Raise PlanError for a mesh axis that splits no work, and for the first dimension that its mesh axes do not divide."""
+    """Raise PlanError for a mesh axis that splits no work, and for the first dimension that its
+    mesh axes do not divide.
+    """
     active = active_rules(rules, sizes, model)
-    for axis, work in ((PIPE, (VOCAB,)), (PIPE, (LAYERS,)), (DATA, (BATCH,)), (FSDP, (BATCH,)), (TENSOR, (HEADS, MLP, VOCAB))):
+    for axis, work in (
+        (PIPE, (VOCAB,)),
+        (PIPE, (LAYERS,)),
+        (DATA, (BATCH,)),
+        (FSDP, (BATCH,)),
+        (TENSOR, (HEADS, MLP, VOCAB)),
+    ):
         if sizes[axis] > 1 and not any(axis in active.get(logical, ()) for logical in work):
-            raise PlanError(explain(
-                f"the {sizes[axis]} devices along mesh axis {axis!r} would all do the same work",
-                given=f"{axis}={sizes[axis]}, and rules that keep {', '.join(map(repr, work))} whole over it",
-                do=f"use {axis}=1, or no rule for " + " or ".join(map(repr, work))))
+            raise PlanError(
+                explain(
+                    f"the {sizes[axis]} devices along mesh axis {axis!r} would all do the same"
+                    " work",
+                    given=(
+                        f"{axis}={sizes[axis]}, and rules that keep {', '.join(map(repr, work))}"
+                        " whole over it"
+                    ),
+                    do=f"use {axis}=1, or no rule for " + " or ".join(map(repr, work)),
+                )
+            )
     for logical, size, setting in (
         (HEADS, model.num_heads, "num_heads"),
         (MLP, model.mlp_dim, "mlp_dim"),
@@ -115,22 +159,35 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
         axes = active.get(logical, ())
         ways = _ways(axes, sizes)
         if size % ways:
-            raise PlanError(explain(
-                f"dimension {logical!r} of {model.name} cannot be split evenly",
-                given=f"model.{setting}={size} over {'*'.join(axes)}={ways}",
-                do=f"choose {'*'.join(axes)} so that it divides {size}, or a rule that keeps {logical!r} whole"))
+            raise PlanError(
+                explain(
+                    f"dimension {logical!r} of {model.name} cannot be split evenly",
+                    given=f"model.{setting}={size} over {'*'.join(axes)}={ways}",
+                    do=(
+                        f"choose {'*'.join(axes)} so that it divides {size}, or a rule that keeps"
+                        f" {logical!r} whole"
+                    ),
+                )
+            )
     heads_ways = _ways(active.get(HEADS, ()), sizes)
     if model.num_kv_heads % heads_ways and heads_ways % model.num_kv_heads:
-        raise PlanError(explain(
-            f"dimension {KV_HEADS!r} of {model.name} can be neither split nor shared evenly",
-            given=f"model.num_kv_heads={model.num_kv_heads} over {TENSOR}={heads_ways}",
-            do=f"choose {TENSOR} so that it divides {model.num_kv_heads} or is a multiple of it"))
+        raise PlanError(
+            explain(
+                f"dimension {KV_HEADS!r} of {model.name} can be neither split nor shared evenly",
+                given=f"model.num_kv_heads={model.num_kv_heads} over {TENSOR}={heads_ways}",
+                do=(
+                    f"choose {TENSOR} so that it divides {model.num_kv_heads} or is a multiple"
+                    " of it"
+                ),
+            )
+        )
 
 
 def padded_vocab(vocab_size: int, rules: Rules, sizes: AxisSizes) -> int:
     """Rows of the embedding: vocab_size up to a multiple that every shard gets a whole part of."""
     splits = dict(rules)
-    # fsdp splits the storage of whatever has an `embed` dimension, and that of tables by rows (mesh/zero.py).
+    # fsdp splits the storage of whatever has an `embed` dimension, and that of tables by rows
+    # (mesh/zero.py).
     ways = _ways((*splits.get(VOCAB, ()), *splits.get(EMBED, ())), sizes)
     multiple = VOCAB_MULTIPLE if vocab_size >= SMALL_VOCAB else 8
     while multiple % ways:
@@ -145,6 +202,8 @@ def _ways(axes: Iterable[str], sizes: AxisSizes) -> int:
     return ways
 
 
-def spec_of(names: Sequence[str], rules: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...] | None, ...]:
+def spec_of(
+    names: Sequence[str], rules: Mapping[str, tuple[str, ...]]
+) -> tuple[tuple[str, ...] | None, ...]:
     """Mesh axes of every dimension of an array whose dimensions are called `names`."""
     return tuple(rules.get(name) or None for name in names)

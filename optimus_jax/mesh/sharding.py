@@ -37,7 +37,11 @@ def batch_spec(rules: Rules) -> PartitionSpec:
 
 def named(mesh: Mesh, specs: Any) -> Any:
     """NamedShardings of a tree of specs."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
 
 
 def local_rows(sharding: NamedSharding, global_batch: int) -> np.ndarray:
@@ -47,7 +51,13 @@ def local_rows(sharding: NamedSharding, global_batch: int) -> np.ndarray:
     return np.unique(np.concatenate([rows[index] for index in slices]))
 
 
-def put_batch(batch: dict[str, np.ndarray], sharding: NamedSharding, global_batch: int) -> dict[str, jax.Array]:
+def put_batch(
+    batch: dict[str, np.ndarray], sharding: NamedSharding, global_batch: int
+) -> dict[str, jax.Array]:
     """This process's rows, in the order of `local_rows`, as global arrays."""
-    return {name: jax.make_array_from_process_local_data(sharding, rows, (global_batch, *rows.shape[1:]))
-            for name, rows in batch.items()}
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding, rows, (global_batch, *rows.shape[1:])
+        )
+        for name, rows in batch.items()
+    }

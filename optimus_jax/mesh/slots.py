@@ -18,7 +18,8 @@ def layer_slots(layers_per_stage: Sequence[int], num_stages: int) -> tuple[int, 
     """The layer in each slot of the whole stack, EMPTY where there is none.
 
     Args:
-      layers_per_stage: layers of each virtual stage, in the order in which a microbatch visits them.
+      layers_per_stage: layers of each virtual stage, in the order in which a microbatch visits
+        them.
       num_stages: devices along `pipe`; divides the number of virtual stages.
     """
     room = max(layers_per_stage)
@@ -26,7 +27,9 @@ def layer_slots(layers_per_stage: Sequence[int], num_stages: int) -> tuple[int, 
     for count in layers_per_stage:
         pieces.append((*range(first, first + count), *[EMPTY] * (room - count)))
         first += count
-    return tuple(slot for stage in range(num_stages) for piece in pieces[stage::num_stages] for slot in piece)
+    return tuple(
+        slot for stage in range(num_stages) for piece in pieces[stage::num_stages] for slot in piece
+    )
 
 
 def canonical_slots(num_layers: int, num_stages: int) -> tuple[int, ...]:

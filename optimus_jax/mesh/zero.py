@@ -81,7 +81,11 @@ class LeafLayout:
     @property
     def summed_axes(self) -> tuple[str, ...]:
         """Mesh axes whose devices hold different parts of this leaf's gradient sum."""
-        shared_kv = self.rules.get(HEADS, ()) if KV_HEADS in self.names and KV_HEADS not in self.rules else ()
+        shared_kv = (
+            self.rules.get(HEADS, ())
+            if KV_HEADS in self.names and KV_HEADS not in self.rules
+            else ()
+        )
         return (*self.rules.get(BATCH, ()), *shared_kv)
 
     def differentiated(self, param: Array) -> Array:
@@ -100,18 +104,26 @@ class LeafLayout:
         return differentiated
 
     def used(self, param: Array) -> Array:
-        """The parameter for a use whose gradient the caller sums itself: as `differentiated`, but never a shard of it."""
+        """The parameter for a use whose gradient the caller sums itself: as `differentiated`, but
+        never a shard of it.
+        """
         return vary(param, self.summed_axes)
 
     def gradient_of_use(self, gradient: Array) -> Array:
-        """What `weight`'s backward does to the gradient of a matrix, for one that the caller has summed in float32."""
-        return gradient if self.fsdp_dim is None or self.zero < 2 else _scatter(gradient, self.fsdp_dim)
+        """What `weight`'s backward does to the gradient of a matrix, for one that the caller has
+        summed in float32.
+        """
+        return (
+            gradient
+            if self.fsdp_dim is None or self.zero < 2
+            else _scatter(gradient, self.fsdp_dim)
+        )
 
     def weight(self, leaf: Array | Tracked, dtype: jnp.dtype) -> Array:
         """The whole matrix in the format of the matmuls; its gradient is summed in float32.
 
-        For f16 it comes as float32, for the product that uses it to round it: what a device adds to the gradient is
-        then float32 too, and cannot overflow before it is summed over devices.
+        For f16 it comes as float32, for the product that uses it to round it: what a device adds to
+        the gradient is then float32 too, and cannot overflow before it is summed over devices.
         """
         fsdp_dim = self.fsdp_dim
         if isinstance(leaf, Tracked):
@@ -125,13 +137,19 @@ class LeafLayout:
         axes = self.summed_axes
         if self.fsdp_dim is not None and self.zero >= 1:
             if self.zero == 1:
-                gradient = lax.psum_scatter(gradient, FSDP, scatter_dimension=self.fsdp_dim, tiled=True)
+                gradient = lax.psum_scatter(
+                    gradient, FSDP, scatter_dimension=self.fsdp_dim, tiled=True
+                )
             axes = tuple(axis for axis in axes if axis != FSDP)
         return lax.psum(gradient, axes) if axes else gradient
 
     def updated_part(self, param: Array) -> Array:
         """The part of a parameter that this device updates, laid out like the moments."""
-        return _shard(param, self.fsdp_dim) if self.fsdp_dim is not None and self.zero in (1, 2) else param
+        return (
+            _shard(param, self.fsdp_dim)
+            if self.fsdp_dim is not None and self.zero in (1, 2)
+            else param
+        )
 
     def whole_again(self, part: Array) -> Array:
         """The inverse of `updated_part`."""
@@ -141,7 +159,8 @@ class LeafLayout:
 
 
 def vary(x: Array, axes: Sequence[str]) -> Array:
-    """`x`, marked as varying over mesh axes that it does not vary over yet (the identity on data)."""
+    """`x`, marked as varying over mesh axes that it does not vary over yet (the identity on
+    data)."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -168,7 +187,8 @@ def _gathered_use(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
 
 _gathered_use.defvjp(
     lambda dim, dtype, shard: (_gathered_use(dim, dtype, shard), None),
-    lambda dim, dtype, _, cotangent: (_scatter(cotangent, dim),))
+    lambda dim, dtype, _, cotangent: (_scatter(cotangent, dim),),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -180,4 +200,5 @@ def _scattered_use(dim: int, dtype: jnp.dtype, whole: Array, shard: Array) -> Ar
 
 _scattered_use.defvjp(
     lambda dim, dtype, whole, shard: (whole.astype(sum_format(dtype)), None),
-    lambda dim, dtype, _, cotangent: (None, _scatter(cotangent, dim)))
+    lambda dim, dtype, _, cotangent: (None, _scatter(cotangent, dim)),
+)

@@ -1,7 +1,8 @@
 """Bytes that backward keeps of forward, per token and layer, in closed form for each remat policy.
 
-It is what `jax.vjp` of a layer (models/transformer.py, Block) closes over, exactly; a test holds one to
-the other. What XLA allocates beside it while it works on a layer is not here (planning/cost/memory.py).
+It is what `jax.vjp` of a layer (models/transformer.py, Block) closes over, exactly; a test holds
+one to the other. What XLA allocates beside it while it works on a layer is not here
+(planning/cost/memory.py).
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from optimus_jax.models.families import family_of
 from optimus_jax.models.flops import computed_pairs, mlp_matrices
 
 SOFTMAX_STATISTICS_BYTES = 4
-"""A query's and head's float32 in cuDNN's attention: backward makes the weights again from it (arXiv:2205.14135)."""
+"""A query's and head's float32 in cuDNN's attention: backward makes the weights again from it
+(arXiv:2205.14135)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,16 @@ class KeptBytes:
         return self.stream + self.attention + self.weights + self.feed_forward
 
 
-def kept_bytes(model: ModelConfig, remat: RematPolicy, *, kernel: AttentionKernel, seq_len: int, itemsize: int,
-               heads_ways: int = 1, mlp_ways: int = 1) -> KeptBytes:
+def kept_bytes(
+    model: ModelConfig,
+    remat: RematPolicy,
+    *,
+    kernel: AttentionKernel,
+    seq_len: int,
+    itemsize: int,
+    heads_ways: int = 1,
+    mlp_ways: int = 1,
+) -> KeptBytes:
     """What backward keeps.
 
     Args:
@@ -51,20 +61,36 @@ def kept_bytes(model: ModelConfig, remat: RematPolicy, *, kernel: AttentionKerne
     query, key_value = heads * model.head_dim * itemsize, 2 * kv_heads * model.head_dim * itemsize
     hidden = mlp_matrices(model) * model.mlp_dim // mlp_ways * itemsize
     if remat == "dots":
-        # Of the stream a layer's beginning, and the projection back, from which the middle is made again.
-        return KeptBytes(stream=stream, attention=query + key_value + stream, weights=0, feed_forward=hidden)
-    # Attention's result is the core's and the projection's; without remat the core keeps it in its own order too.
+        # Of the stream a layer's beginning, and the projection back, from which the middle is made
+        # again.
+        return KeptBytes(
+            stream=stream, attention=query + key_value + stream, weights=0, feed_forward=hidden
+        )
+    # Attention's result is the core's and the projection's; without remat the core keeps it in its
+    # own order too.
     results = query * (2 if remat == "none" and kernel == "xla" else 1)
-    return KeptBytes(stream=2 * stream, attention=query + key_value + results, feed_forward=hidden,
-                     weights=_kept_weights(heads, kernel, seq_len, itemsize) if remat == "none" else 0)
+    return KeptBytes(
+        stream=2 * stream,
+        attention=query + key_value + results,
+        feed_forward=hidden,
+        weights=_kept_weights(heads, kernel, seq_len, itemsize) if remat == "none" else 0,
+    )
 
 
-def kept_once_bytes(model: ModelConfig, remat: RematPolicy, *, kernel: AttentionKernel, seq_len: int, itemsize: int,
-                    respect_documents: bool) -> int:
+def kept_once_bytes(
+    model: ModelConfig,
+    remat: RematPolicy,
+    *,
+    kernel: AttentionKernel,
+    seq_len: int,
+    itemsize: int,
+    respect_documents: bool,
+) -> int:
     """What backward keeps of a token once for all layers; arguments as `kept_bytes` has them.
 
-    Cosines and sines of rotary positions. With documents, cuDNN's kernel is given its mask as a bias, a value for every
-    pair of a query and a key, which is kept unless it is made again; otherwise the document of the token.
+    Cosines and sines of rotary positions. With documents, cuDNN's kernel is given its mask as a
+    bias, a value for every pair of a query and a key, which is kept unless it is made again;
+    otherwise the document of the token.
     """
     angles = 2 * 4 * model.head_dim // 2 if family_of(model.family).positions == "rotary" else 0
     if not respect_documents:

@@ -30,14 +30,28 @@ FAMILIES: dict[str, Family] = {
 def family_of(name: str) -> Family:
     """The family called `name`. Raises ConfigError naming the nearest one."""
     if name not in FAMILIES:
-        raise ConfigError(explain(f"unknown model family {name!r}", given=f"model.family={name}", do=nearest(name, FAMILIES)))
+        raise ConfigError(
+            explain(
+                f"unknown model family {name!r}",
+                given=f"model.family={name}",
+                do=nearest(name, FAMILIES),
+            )
+        )
     return FAMILIES[name]
 
 
 def check_family(config: ModelConfig) -> None:
     """Raise ConfigError if a model's sizes are none that its family can have."""
     if family_of(config.family).positions == "rotary" and config.head_dim % 2:
-        raise ConfigError(explain(
-            f"rotary positions turn the dimensions of a head in pairs, and {config.name} has an odd number",
-            given=f"model.head_dim={config.head_dim}", do=f"set model.head_dim to {config.head_dim - 1} or {config.head_dim + 1}"
-            if config.head_dim > 1 else "set model.head_dim to 2 or more"))
+        raise ConfigError(
+            explain(
+                f"rotary positions turn the dimensions of a head in pairs, and {config.name} has an"
+                " odd number",
+                given=f"model.head_dim={config.head_dim}",
+                do=(
+                    f"set model.head_dim to {config.head_dim - 1} or {config.head_dim + 1}"
+                    if config.head_dim > 1
+                    else "set model.head_dim to 2 or more"
+                ),
+            )
+        )

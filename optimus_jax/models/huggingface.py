@@ -35,13 +35,16 @@ class Scheme:
     tied: bool
     """Whether weights are tied where a config.json does not say."""
     only: Mapping[str, tuple[Any, ...]]
-    """Key of config.json -> the values that our arithmetic has, the one meant by a missing key first."""
+    """Key of config.json -> the values that our arithmetic has, the one meant by a missing key
+    first."""
     prefix: str
     """Before the name of every tensor but the head; some released files leave it out."""
     tensors: Mapping[str, str]
-    """Our leaves -> their tensors. Where there are several, they lie side by side along `out` in the same matrix."""
+    """Our leaves -> their tensors. Where there are several, they lie side by side along `out` in
+    the same matrix."""
     out_dim: int
-    """Dimension of a layer's matrices that is `out`: 0 for torch's Linear, -1 for GPT-2's Conv1D."""
+    """Dimension of a layer's matrices that is `out`: 0 for torch's Linear, -1 for GPT-2's
+    Conv1D."""
     buffers: tuple[str, ...]
     """Ends of the names of constants that older files carry among the weights."""
 
@@ -112,7 +115,9 @@ SCHEMES: dict[str, Scheme] = {
             "embedding/table": "embed_tokens.weight",
             "layers/attention_norm/scale": "layers.{}.input_layernorm.weight",
             "layers/attention/query": "layers.{}.self_attn.q_proj.weight",
-            "layers/attention/key_value": "layers.{}.self_attn.k_proj.weight layers.{}.self_attn.v_proj.weight",
+            "layers/attention/key_value": (
+                "layers.{}.self_attn.k_proj.weight layers.{}.self_attn.v_proj.weight"
+            ),
             "layers/attention/out": "layers.{}.self_attn.o_proj.weight",
             "layers/mlp_norm/scale": "layers.{}.post_attention_layernorm.weight",
             "layers/mlp/up": "layers.{}.mlp.gate_proj.weight layers.{}.mlp.up_proj.weight",
@@ -126,7 +131,8 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 LEADING_BACK = ("layers/attention/out", "layers/mlp/down")
-"""Our matrices whose result has the width `embed`: kept [out, in], where all others are [in, out]."""
+"""Our matrices whose result has the width `embed`: kept [out, in], where all others are [in,
+out]."""
 
 ROPE_SCALING = {
     "factor": "factor",
@@ -138,7 +144,9 @@ ROPE_SCALING = {
 
 
 def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """The sizes in a config.json. Dropout is left at 0: it belongs to a training, not to the weights.
+    """The sizes in a config.json.
+
+    Dropout is left at 0: it belongs to a training, not to the weights.
 
     Raises:
       ConfigError: a size is missing, or the model has a part that ours have not.
@@ -148,31 +156,55 @@ def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
     for key, values in scheme.only.items():
         if (given := hf_config.get(key, values[0])) not in values:
             raise _not_ours(key, given, values)
-    sizes = {field: hf_config[key] for field, key in scheme.sizes.items() if hf_config.get(key) is not None}
-    missing = [key for field, key in scheme.sizes.items() if field not in sizes and field not in scheme.optional]
+    sizes = {
+        field: hf_config[key]
+        for field, key in scheme.sizes.items()
+        if hf_config.get(key) is not None
+    }
+    missing = [
+        key
+        for field, key in scheme.sizes.items()
+        if field not in sizes and field not in scheme.optional
+    ]
     if missing:
-        raise ConfigError(explain(f"a config.json of {family} lacks sizes", given=f"no {', '.join(missing)}",
-                                  do="use the config.json that came with the weights"))
+        raise ConfigError(
+            explain(
+                f"a config.json of {family} lacks sizes",
+                given=f"no {', '.join(missing)}",
+                do="use the config.json that came with the weights",
+            )
+        )
     embed, heads = sizes["embed_dim"], sizes["num_heads"]
-    derived = {"num_kv_heads": heads, "head_dim": embed // heads, "mlp_dim": 4 * embed, "tied": scheme.tied}
+    derived = {
+        "num_kv_heads": heads,
+        "head_dim": embed // heads,
+        "mlp_dim": 4 * embed,
+        "tied": scheme.tied,
+    }
     rotary = _rotary(hf_config) if family_of(family).positions == "rotary" else {}
     return ModelConfig(family=family, **(derived | sizes | rotary))
 
 
-def from_huggingface(state_dict: Mapping[str, np.ndarray], config: ModelConfig, vocab_rows: int) -> Params:
+def from_huggingface(
+    state_dict: Mapping[str, np.ndarray], config: ModelConfig, vocab_rows: int
+) -> Params:
     """Our parameters, float32, from their tensors.
 
     Args:
       state_dict: every tensor of the model, with or without the prefix of its names.
       vocab_rows: rows of the embedding; those past `config.vocab_size` become zero.
     Raises:
-      CheckpointError: a tensor is missing, unknown or of another shape, or a tied head is not the embedding.
+      CheckpointError: a tensor is missing, unknown or of another shape, or a tied head is not the
+        embedding.
     """
     scheme, shapes = _scheme(config.family), model_shapes(config, vocab_rows)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.params)
     blocks = list(_blocks(params, shapes))
-    tensors = {name.removeprefix(scheme.prefix): tensor for name, tensor in state_dict.items()
-               if not name.endswith(scheme.buffers)}
+    tensors = {
+        name.removeprefix(scheme.prefix): tensor
+        for name, tensor in state_dict.items()
+        if not name.endswith(scheme.buffers)
+    }
     tied_head = tensors.pop(HEAD, None) if config.tied else None
     _check_names(tensors, {name for theirs, _ in blocks for name in theirs}, config)
     for theirs, ours in blocks:
@@ -181,9 +213,16 @@ def from_huggingface(state_dict: Mapping[str, np.ndarray], config: ModelConfig, 
         ends = np.cumsum([view.shape[scheme.out_dim] for view in ours])
         for view, part in zip(ours, np.split(matrix, ends[:-1], scheme.out_dim), strict=True):
             view[...] = part
-    if tied_head is not None and not np.array_equal(tied_head, params["embedding"]["table"][: config.vocab_size]):
-        raise CheckpointError(explain(f"weights are tied, but {HEAD} is not the embedding", given="model.tied=True",
-                                      do="set tie_word_embeddings=false in config.json, or model.tied=false"))
+    if tied_head is not None and not np.array_equal(
+        tied_head, params["embedding"]["table"][: config.vocab_size]
+    ):
+        raise CheckpointError(
+            explain(
+                f"weights are tied, but {HEAD} is not the embedding",
+                given="model.tied=True",
+                do="set tie_word_embeddings=false in config.json, or model.tied=false",
+            )
+        )
     return params
 
 
@@ -201,21 +240,33 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
 
 def _scheme(family: str) -> Scheme:
     if family not in SCHEMES:
-        raise ConfigError(explain("Hugging Face models of this type are not among ours", given=f"model_type={family!r}",
-                                  do=nearest(family, SCHEMES)))
+        raise ConfigError(
+            explain(
+                "Hugging Face models of this type are not among ours",
+                given=f"model_type={family!r}",
+                do=nearest(family, SCHEMES),
+            )
+        )
     return SCHEMES[family]
 
 
 def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], list[np.ndarray]]]:
-    """Tensors, by name, and views of our leaves, in their orientation, that joined along `out_dim` are one matrix."""
+    """Tensors, by name, and views of our leaves, in their orientation, that joined along `out_dim`
+    are one matrix.
+    """
     config, scheme = shapes.config, _scheme(shapes.config.family)
     for ours, theirs in scheme.tensors.items():
         if theirs == HEAD and config.tied:
             continue
-        leaves = [(_leaf(params, path), _leaf(shapes.names, path), path in LEADING_BACK) for path in ours.split()]
+        leaves = [
+            (_leaf(params, path), _leaf(shapes.names, path), path in LEADING_BACK)
+            for path in ours.split()
+        ]
         in_layers = "{}" in theirs
         for layer in range(config.num_layers) if in_layers else (0,):
-            views = [_matrix(leaf, names, layer, config.vocab_size, back) for leaf, names, back in leaves]
+            views = [
+                _matrix(leaf, names, layer, config.vocab_size, back) for leaf, names, back in leaves
+            ]
             if in_layers and scheme.out_dim == 0:
                 views = [view.T for view in views]
             yield theirs.replace("{}", str(layer)).split(), views
@@ -225,8 +276,12 @@ def _leaf(tree: Params, path: str) -> Any:
     return reduce(getitem, path.split("/"), tree)
 
 
-def _matrix(leaf: np.ndarray, names: tuple[str, ...], layer: int, vocab_size: int, back: bool) -> np.ndarray:
-    """A view of one layer's part, without padding: [in, out], of which one is `embed`, or a vector if neither is."""
+def _matrix(
+    leaf: np.ndarray, names: tuple[str, ...], layer: int, vocab_size: int, back: bool
+) -> np.ndarray:
+    """A view of one layer's part, without padding: [in, out], of which one is `embed`, or a vector
+    if neither is.
+    """
     if names[0] == LAYERS:
         leaf, names = leaf[layer], names[1:]
     if names[0] == VOCAB:
@@ -238,7 +293,9 @@ def _matrix(leaf: np.ndarray, names: tuple[str, ...], layer: int, vocab_size: in
 
 
 def _rotary(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of rotary positions: one mapping since transformers 5, a number and a mapping before."""
+    """The fields of rotary positions: one mapping since transformers 5, a number and a mapping
+    before.
+    """
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     theta = rope.get("rope_theta", hf_config.get("rope_theta", ModelConfig.rope_theta))
     match kind := rope.get("rope_type", rope.get("type", "default")):
@@ -248,35 +305,55 @@ def _rotary(hf_config: Mapping[str, Any]) -> dict[str, Any]:
             scaling = RopeScaling(**{field: rope[key] for field, key in ROPE_SCALING.items()})
             return {"rope_theta": theta, "rope_scaling": scaling}
         case "llama3":
-            raise ConfigError(explain("rope_type=llama3 lacks numbers", given=rope,
-                                      do="give " + ", ".join(ROPE_SCALING.values())))
+            raise ConfigError(
+                explain(
+                    "rope_type=llama3 lacks numbers",
+                    given=rope,
+                    do="give " + ", ".join(ROPE_SCALING.values()),
+                )
+            )
     raise _not_ours("rope_type", kind, ("default", "llama3"))
 
 
 def _not_ours(key: str, given: object, values: tuple[Any, ...]) -> ConfigError:
-    return ConfigError(explain("a config.json asks for what our models have not", given=f"{key}={given!r}",
-                               do=f"choose a model with {key}=" + " or ".join(map(repr, values))))
+    return ConfigError(
+        explain(
+            "a config.json asks for what our models have not",
+            given=f"{key}={given!r}",
+            do=f"choose a model with {key}=" + " or ".join(map(repr, values)),
+        )
+    )
 
 
 def _check_names(given: Mapping[str, np.ndarray], wanted: set[str], config: ModelConfig) -> None:
     missing, unknown = sorted(wanted - given.keys()), sorted(given.keys() - wanted)
     if missing or unknown:
-        raise CheckpointError(explain(
-            f"these are not the weights of {config.family} with {config.num_layers} layers",
-            given=f"missing: {_listed(missing)}; unknown: {_listed(unknown)}",
-            do="use the config.json that came with the weights"))
+        raise CheckpointError(
+            explain(
+                f"these are not the weights of {config.family} with {config.num_layers} layers",
+                given=f"missing: {_listed(missing)}; unknown: {_listed(unknown)}",
+                do="use the config.json that came with the weights",
+            )
+        )
 
 
 def _listed(names: list[str]) -> str:
-    return (", ".join(names[:5]) or "none") + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (", ".join(names[:5]) or "none") + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )
 
 
-def _check_shapes(tensors: Mapping[str, np.ndarray], theirs: list[str], ours: list[np.ndarray], out_dim: int) -> None:
+def _check_shapes(
+    tensors: Mapping[str, np.ndarray], theirs: list[str], ours: list[np.ndarray], out_dim: int
+) -> None:
     wanted = list(ours[0].shape)
     wanted[out_dim] = sum(view.shape[out_dim] for view in ours) // len(theirs)
     for name in theirs:
         if tensors[name].shape != tuple(wanted):
-            raise CheckpointError(explain(
-                f"tensor {name!r} does not fit the model's sizes",
-                given=f"shape {tensors[name].shape}, wanted {tuple(wanted)}",
-                do="use the config.json that came with the weights"))
+            raise CheckpointError(
+                explain(
+                    f"tensor {name!r} does not fit the model's sizes",
+                    given=f"shape {tensors[name].shape}, wanted {tuple(wanted)}",
+                    do="use the config.json that came with the weights",
+                )
+            )

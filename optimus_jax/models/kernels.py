@@ -4,8 +4,9 @@
 that about half of a causal mask's work is not done at all. Backward keeps the weights of attention
 and needs no mask. `cudnn` is NVIDIA's fused kernel, by way of JAX.
 
-Shapes: B batch, L length of queries, T length of keys, H query heads, G key/value heads, K head_dim,
-R rows of a key/value head's queries (its heads one after the other). Heads are the device's part.
+Shapes: B batch, L length of queries, T length of keys, H query heads, G key/value heads, K
+head_dim, R rows of a key/value head's queries (its heads one after the other). Heads are the
+device's part.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,13 @@ def choose_kernel(config: Config, topology: Topology, precision: Precision) -> A
     """The kernel that will run. Raises PlanError if the one asked for cannot."""
     wanted, obstacle = config.parallel.attention, _cudnn_obstacle(config, topology, precision)
     if wanted == "cudnn" and obstacle:
-        raise PlanError(explain("the cuDNN attention kernel cannot run here", given=obstacle, do="use --set parallel.attention=xla"))
+        raise PlanError(
+            explain(
+                "the cuDNN attention kernel cannot run here",
+                given=obstacle,
+                do="use --set parallel.attention=xla",
+            )
+        )
     if wanted == "auto":
         return "xla" if obstacle else "cudnn"
     return wanted
@@ -45,7 +52,10 @@ def _cudnn_obstacle(config: Config, topology: Topology, precision: Precision) ->
     if topology.platform not in ("gpu", "cuda"):
         return f"it runs on GPUs, and this platform is {topology.platform}"
     if capability is None or capability < AMPERE:
-        return f"it needs compute capability {_dotted(AMPERE)} or higher, and that of {topology.device_kind} is {_dotted(capability) if capability else 'not known'}"
+        return (
+            f"it needs compute capability {_dotted(AMPERE)} or higher, and that of"
+            f" {topology.device_kind} is {_dotted(capability) if capability else 'not known'}"
+        )
     if precision == "f32":
         return "it computes in bf16 or f16, and the precision is f32"
     if model.dropout:
@@ -53,7 +63,10 @@ def _cudnn_obstacle(config: Config, topology: Topology, precision: Precision) ->
     if model.head_dim % 8 or model.head_dim > 128:
         return f"its heads are multiples of 8 up to 128 wide, and head_dim is {model.head_dim}"
     if config.data.respect_documents and config.seq_len % 2:
-        return f"with documents it computes even numbers of tokens, and data.seq_len is {config.seq_len}"
+        return (
+            "with documents it computes even numbers of tokens, and data.seq_len is"
+            f" {config.seq_len}"
+        )
     return None
 
 
@@ -63,7 +76,8 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees: those not after it and, with documents, those of its own document."""
+    """Which keys a query sees: those not after it and, with documents, those of its own
+    document."""
 
     segments_BL: Array | None = None
     """Document of every position, int32; None: one document an example."""
@@ -73,43 +87,78 @@ class Visibility:
     def mask(self, queries: slice, num_keys: int) -> Array:
         """bool [B or 1, L, T] for some of the queries and the first keys."""
         length = queries.stop - queries.start
-        query = self.query_offset + queries.start + lax.broadcasted_iota(jnp.int32, (1, length, num_keys), 1)
+        query = (
+            self.query_offset
+            + queries.start
+            + lax.broadcasted_iota(jnp.int32, (1, length, num_keys), 1)
+        )
         visible = query >= lax.broadcasted_iota(jnp.int32, (1, length, num_keys), 2)
         if self.segments_BL is not None:
-            visible = visible & (self.segments_BL[:, queries, None] == self.segments_BL[:, None, :num_keys])
+            visible = visible & (
+                self.segments_BL[:, queries, None] == self.segments_BL[:, None, :num_keys]
+            )
         return visible
 
 
-def attend(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, visibility: Visibility, *, kernel: AttentionKernel,
-           dropout: float = 0.0, keys_BH: Array | None = None) -> Array:
+def attend(
+    q_BLHK: Array,
+    k_BTGK: Array,
+    v_BTGK: Array,
+    visibility: Visibility,
+    *,
+    kernel: AttentionKernel,
+    dropout: float = 0.0,
+    keys_BH: Array | None = None,
+) -> Array:
     """Attention of every query to the keys it sees, [B, L, H, K]; softmax in float32.
 
     Args:
-      k_BTGK: rounded to the format of the queries, as values are; a gradient has its argument's format.
+      k_BTGK: rounded to the format of the queries, as values are; a gradient has its argument's
+        format.
       dropout: probability that a weight is zeroed (kernel xla only).
       keys_BH: dropout key of every example and head; None: no dropout.
     """
     length, num_keys = q_BLHK.shape[1], k_BTGK.shape[1]
     if kernel == "cudnn":
-        assert length == num_keys, "this kernel knows no cache: its causal mask begins at the first key"
-        mask = None if visibility.segments_BL is None else visibility.mask(slice(0, length), num_keys)[:, None]
+        assert length == num_keys, (
+            "this kernel knows no cache: its causal mask begins at the first key"
+        )
+        mask = (
+            None
+            if visibility.segments_BL is None
+            else visibility.mask(slice(0, length), num_keys)[:, None]
+        )
         k_BTGK, v_BTGK = k_BTGK.astype(q_BLHK.dtype), v_BTGK.astype(q_BLHK.dtype)
-        return jax.nn.dot_product_attention(q_BLHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            q_BLHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation="cudnn"
+        )
     heads, groups = q_BLHK.shape[2], k_BTGK.shape[2]
     q_BHLK, k_BGTK, v_BGTK = (x.transpose(0, 2, 1, 3) for x in (q_BLHK, k_BTGK, v_BTGK))
     size = block_size(length) if length == num_keys else length
     masks, keys = [], []
     for start in range(0, length, size):
         seen = start + size if length == num_keys else num_keys
-        masks.append(_repeat_rows(visibility.mask(slice(start, start + size), seen), heads // groups))
-        keys.append(None if keys_BH is None or not dropout
-                    else jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BH, start))
+        masks.append(
+            _repeat_rows(visibility.mask(slice(start, start + size), seen), heads // groups)
+        )
+        keys.append(
+            None
+            if keys_BH is None or not dropout
+            else jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BH, start)
+        )
     out_BHLK: Any = _attend_in_blocks((dropout, k_BTGK.dtype), q_BHLK, k_BGTK, v_BGTK, masks, keys)
     return out_BHLK.transpose(0, 2, 1, 3)
 
 
 def block_size(length: int) -> int:
-    return next((length // n for n in range(MAX_BLOCKS, 1, -1) if length % n == 0 and length // n >= MIN_BLOCK), length)
+    return next(
+        (
+            length // n
+            for n in range(MAX_BLOCKS, 1, -1)
+            if length % n == 0 and length // n >= MIN_BLOCK
+        ),
+        length,
+    )
 
 
 def _repeat_rows(mask_BLT: Array, times: int) -> Array:
@@ -119,28 +168,49 @@ def _repeat_rows(mask_BLT: Array, times: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_in_blocks(how: tuple, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks: list[Array], keys: list[Array | None]) -> Array:
+def _attend_in_blocks(
+    how: tuple,
+    q_BHLK: Array,
+    k_BGTK: Array,
+    v_BGTK: Array,
+    masks: list[Array],
+    keys: list[Array | None],
+) -> Array:
     """`how`: the probability of dropout, and the format of keys and values and their gradients."""
     return _forward(how, q_BHLK, k_BGTK, v_BGTK, masks, keys)[0]
 
 
-def _forward(how: tuple, q_BHLK: Array, k_BGTK: Array, v_BGTK: Array, masks: list[Array], keys: list[Array | None]) -> tuple:
+def _forward(
+    how: tuple,
+    q_BHLK: Array,
+    k_BGTK: Array,
+    v_BGTK: Array,
+    masks: list[Array],
+    keys: list[Array | None],
+) -> tuple:
     """A mask of [B, 1, R, T] makes a block of R rows that look at the first T keys."""
     dropout, _ = how
     k_BGTK, v_BGTK = k_BGTK.astype(q_BHLK.dtype), v_BGTK.astype(q_BHLK.dtype)
     outs, weights = [], []
     for q_BGRK, mask, keys_BH in zip(_rows(q_BHLK, k_BGTK, len(masks)), masks, keys, strict=True):
         seen = mask.shape[-1]
-        scores = jnp.einsum("bgrk,bgtk->bgrt", q_BGRK, k_BGTK[:, :, :seen], preferred_element_type=jnp.float32)
+        scores = jnp.einsum(
+            "bgrk,bgtk->bgrt", q_BGRK, k_BGTK[:, :, :seen], preferred_element_type=jnp.float32
+        )
         scores = jnp.where(mask, scores * q_BGRK.shape[-1] ** -0.5, MASKED)
         weights.append(jax.nn.softmax(scores, axis=-1).astype(q_BGRK.dtype))
-        outs.append(jnp.einsum("bgrt,bgtk->bgrk", _dropped(weights[-1], dropout, keys_BH), v_BGTK[:, :, :seen]))
+        outs.append(
+            jnp.einsum(
+                "bgrt,bgtk->bgrk", _dropped(weights[-1], dropout, keys_BH), v_BGTK[:, :, :seen]
+            )
+        )
     out_BHLK = _heads(outs, q_BHLK)
     return out_BHLK, (q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys)
 
 
 def _backward(how: tuple, kept: tuple, d_out_BHLK: Array) -> tuple:
-    """Masked weights are zero, so what flows through them is; the softmax's own sum is d_out . out."""
+    """Masked weights are zero, so what flows through them is; the softmax's own sum is d_out .
+    out."""
     dropout, kv_dtype = how
     q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys = kept
     d_k, d_v, d_qs = jnp.zeros_like(k_BGTK, kv_dtype), jnp.zeros_like(v_BGTK, kv_dtype), []
@@ -148,12 +218,25 @@ def _backward(how: tuple, kept: tuple, d_out_BHLK: Array) -> tuple:
     for q, out, d_out, w, keys_BH in zip(*blocks, weights, keys, strict=True):
         seen = w.shape[-1]
         k, v = k_BGTK[:, :, :seen], v_BGTK[:, :, :seen]
-        d_v = d_v.at[:, :, :seen].add(jnp.einsum("bgrt,bgrk->bgtk", _dropped(w, dropout, keys_BH), d_out, preferred_element_type=kv_dtype))
-        d_w = _dropped(jnp.einsum("bgrk,bgtk->bgrt", d_out, v, preferred_element_type=jnp.float32), dropout, keys_BH)
+        d_v = d_v.at[:, :, :seen].add(
+            jnp.einsum(
+                "bgrt,bgrk->bgtk",
+                _dropped(w, dropout, keys_BH),
+                d_out,
+                preferred_element_type=kv_dtype,
+            )
+        )
+        d_w = _dropped(
+            jnp.einsum("bgrk,bgtk->bgrt", d_out, v, preferred_element_type=jnp.float32),
+            dropout,
+            keys_BH,
+        )
         own = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
         d_scores = (w.astype(jnp.float32) * (d_w - own) * q.shape[-1] ** -0.5).astype(q.dtype)
         d_qs.append(jnp.einsum("bgrt,bgtk->bgrk", d_scores, k))
-        d_k = d_k.at[:, :, :seen].add(jnp.einsum("bgrt,bgrk->bgtk", d_scores, q, preferred_element_type=kv_dtype))
+        d_k = d_k.at[:, :, :seen].add(
+            jnp.einsum("bgrt,bgrk->bgtk", d_scores, q, preferred_element_type=kv_dtype)
+        )
     return _heads(d_qs, q_BHLK), d_k, d_v, None, None
 
 
@@ -163,7 +246,10 @@ _attend_in_blocks.defvjp(_forward, _backward)
 def _rows(x_BHLK: Array, k_BGTK: Array, num_blocks: int) -> list[Array]:
     """[B, H, L, K] -> blocks [B, G, R, K]: a key/value head's query heads one after the other."""
     batch, groups, head_dim = k_BGTK.shape[0], k_BGTK.shape[1], x_BHLK.shape[3]
-    return [block.reshape(batch, groups, -1, head_dim) for block in jnp.split(x_BHLK, num_blocks, axis=2)]
+    return [
+        block.reshape(batch, groups, -1, head_dim)
+        for block in jnp.split(x_BHLK, num_blocks, axis=2)
+    ]
 
 
 def _heads(blocks: list[Array], like_BHLK: Array) -> Array:
@@ -173,10 +259,14 @@ def _heads(blocks: list[Array], like_BHLK: Array) -> Array:
 
 
 def _dropped(weights_BGRT: Array, probability: float, keys_BH: Array | None) -> Array:
-    """Weights with some zeroed and the rest scaled; drawn head by head, so it does not matter where a head lives."""
+    """Weights with some zeroed and the rest scaled; drawn head by head, so it does not matter where
+    a head lives.
+    """
     if keys_BH is None:
         return weights_BGRT
     batch, heads = keys_BH.shape
     by_head = weights_BGRT.reshape(batch * heads, -1, weights_BGRT.shape[-1])
     keep = keep_mask(keys_BH.reshape(-1), by_head.shape[1:], probability)
-    return jnp.where(keep, by_head / (1 - probability), jnp.zeros_like(by_head)).reshape(weights_BGRT.shape)
+    return jnp.where(keep, by_head / (1 - probability), jnp.zeros_like(by_head)).reshape(
+        weights_BGRT.shape
+    )

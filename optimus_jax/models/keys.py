@@ -1,8 +1,9 @@
 """Where every random key begins.
 
-All draws of a run, its weights, dropout and samples, come from keys that name their generator: threefry2x32, whose numbers
-do not depend on how an array is split. JAX's default may be another one (JAX_DEFAULT_PRNG_IMPL=rbg) that draws differently
-on every mesh, and `jax.random.key` adds jax_random_seed_offset to the seed; neither counts here.
+All draws of a run, its weights, dropout and samples, come from keys that name their generator:
+threefry2x32, whose numbers do not depend on how an array is split. JAX's default may be another one
+(JAX_DEFAULT_PRNG_IMPL=rbg) that draws differently on every mesh, and `jax.random.key` adds
+jax_random_seed_offset to the seed; neither counts here.
 """
 
 import jax
@@ -13,6 +14,12 @@ GENERATOR = "threefry2x32"
 
 
 def make_key(seed: int | Array) -> Array:
-    """The key of an integer seed, of which the lowest 32 bits count; what `jax.random.key` gives where nothing is set."""
-    low = jnp.uint32(seed & 0xFFFFFFFF) if isinstance(seed, int) else jnp.asarray(seed).astype(jnp.uint32)
+    """The key of an integer seed, of which the lowest 32 bits count; what `jax.random.key` gives
+    where nothing is set.
+    """
+    low = (
+        jnp.uint32(seed & 0xFFFFFFFF)
+        if isinstance(seed, int)
+        else jnp.asarray(seed).astype(jnp.uint32)
+    )
     return jax.random.wrap_key_data(jnp.stack((jnp.zeros_like(low), low)), impl=GENERATOR)

@@ -1,4 +1,5 @@
-"""The small parts that every block is made of: parameters with names, norms, dropout, the embedding.
+"""The small parts that every block is made of: parameters with names, norms, dropout, the
+embedding.
 
 Shapes: B batch, L length, D embed, V vocab (the device's part).
 """
@@ -16,7 +17,9 @@ from optimus_jax.mesh.collectives import Collectives
 
 def normal(rngs: nnx.Rngs, shape: Sequence[int], names: Sequence[str], std: float) -> nnx.Param:
     """A float32 parameter drawn from N(0, std^2), its dimensions called `names`."""
-    return nnx.Param(jax.random.normal(rngs.params(), tuple(shape), jnp.float32) * std, out_sharding=tuple(names))
+    return nnx.Param(
+        jax.random.normal(rngs.params(), tuple(shape), jnp.float32) * std, out_sharding=tuple(names)
+    )
 
 
 def constant(value: float, shape: Sequence[int], names: Sequence[str]) -> nnx.Param:
@@ -48,9 +51,14 @@ class Norm(nnx.Module):
 def add_bias(x: Array, bias: nnx.Param | None) -> Array:
     """`x` plus a bias over its last dimensions, or `x` where the family has none.
 
-    Added in float32, so that the bias's gradient is a float32 sum over tokens; in bf16 some hundreds lose 3% of it.
+    Added in float32, so that the bias's gradient is a float32 sum over tokens; in bf16 some
+    hundreds lose 3% of it.
     """
-    return x if bias is None else (x.astype(jnp.float32) + _broadcastable(bias, x.ndim)).astype(x.dtype)
+    return (
+        x
+        if bias is None
+        else (x.astype(jnp.float32) + _broadcastable(bias, x.ndim)).astype(x.dtype)
+    )
 
 
 def _broadcastable(param: nnx.Param, ndim: int) -> Array:
@@ -81,7 +89,10 @@ class Embedding(nnx.Module):
 
 
 def rows_of(table_VD: Array, index_BL: Array, dtype: jnp.dtype) -> Array:
-    """[V, D], int32 [B, L] -> [B, L, D] in `dtype`. The gradient of a row that is used often is a float32 sum, whatever the format."""
+    """[V, D], int32 [B, L] -> [B, L, D] in `dtype`.
+
+    The gradient of a row that is used often is a float32 sum, whatever the format.
+    """
     return jnp.take(table_VD.astype(jnp.float32), index_BL, axis=0).astype(dtype)
 
 
@@ -95,7 +106,9 @@ def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | in
     """
     if keys_B is None or probability == 0:
         return x
-    keep = keep_mask(jax.vmap(jax.random.fold_in, (0, None))(keys_B, site), x.shape[1:], probability)
+    keep = keep_mask(
+        jax.vmap(jax.random.fold_in, (0, None))(keys_B, site), x.shape[1:], probability
+    )
     return jnp.where(keep, x / (1 - probability), jnp.zeros_like(x))
 
 

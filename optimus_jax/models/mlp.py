@@ -16,7 +16,9 @@ from optimus_jax.models.products import project, project_back
 
 
 class FeedForward(nnx.Module):
-    """[B, L, D] -> [B, L, D], position by position, in three parts between which a caller may keep values."""
+    """[B, L, D] -> [B, L, D], position by position, in three parts between which a caller may keep
+    values.
+    """
 
     def __init__(self, config: ModelConfig, family: Family, *, rngs: nnx.Rngs):
         embed, mlp = config.embed_dim, config.mlp_dim
@@ -25,16 +27,23 @@ class FeedForward(nnx.Module):
             self.up = normal(rngs, (embed, 2, mlp), (EMBED, PAIR, MLP), config.init_std)
         else:
             self.up = normal(rngs, (embed, mlp), (EMBED, MLP), config.init_std)
-        self.down = normal(rngs, (embed, mlp), (EMBED, MLP), config.init_std / (2 * config.num_layers) ** 0.5)
-        self.up_bias = nnx.data(constant(0.0, self.up.shape[1:], self.up.out_sharding[1:]) if family.biases else None)
+        self.down = normal(
+            rngs, (embed, mlp), (EMBED, MLP), config.init_std / (2 * config.num_layers) ** 0.5
+        )
+        self.up_bias = nnx.data(
+            constant(0.0, self.up.shape[1:], self.up.out_sharding[1:]) if family.biases else None
+        )
         self.down_bias = nnx.data(constant(0.0, (embed,), (NORM,)) if family.biases else None)
 
     def hidden(self, x_BLD: Array, comm: Collectives) -> Array:
         """[B, L, D] -> [B, L, F] or, gated, [B, L, 2, F]: before the nonlinearity."""
-        return add_bias(project(comm.fan_out(x_BLD, MLP), comm.weight(self.up), comm.dtype), self.up_bias)
+        return add_bias(
+            project(comm.fan_out(x_BLD, MLP), comm.weight(self.up), comm.dtype), self.up_bias
+        )
 
     def partial_out(self, hidden: Array, comm: Collectives) -> Array:
-        """The nonlinearity and the second projection; each device has a part of the sum over `mlp`."""
+        """The nonlinearity and the second projection; each device has a part of the sum over
+        `mlp`."""
         if self.gated:
             h_BLF = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
         else:

@@ -1,8 +1,9 @@
 """The two products that every matrix of a layer is used in, and their gradients in f16.
 
-A gradient is a product too: by the matrix over tokens, by the rows over columns. Each is a part of a sum where a mesh axis or
-microbatches split what it runs over. In f16 both come out as float32 (mesh/formats.py), which autodiff of an f16 product
-cannot give, since gradients have the format of their arguments. So there the arguments are float32 and are rounded here.
+A gradient is a product too: by the matrix over tokens, by the rows over columns. Each is a part of
+a sum where a mesh axis or microbatches split what it runs over. In f16 both come out as float32
+(mesh/formats.py), which autodiff of an f16 product cannot give, since gradients have the format of
+their arguments. So there the arguments are float32 and are rounded here.
 
 Shapes: B batch, L length, D embed, N rows (tokens), C contracted, F columns.
 """
@@ -19,7 +20,9 @@ F16_SAFE = 2.0**15
 """Half the range of f16: what is at most as large stays finite when it is rounded."""
 
 
-def project(x_BLD: Array, weight: Array, dtype: jnp.dtype, *, result: jnp.dtype | None = None) -> Array:
+def project(
+    x_BLD: Array, weight: Array, dtype: jnp.dtype, *, result: jnp.dtype | None = None
+) -> Array:
     """[B, L, D], [D, ...] -> [B, L, ...], as one product of two matrices.
 
     Equal to an einsum. Its gradient is then also a product of two matrices, where an einsum's with
@@ -27,19 +30,22 @@ def project(x_BLD: Array, weight: Array, dtype: jnp.dtype, *, result: jnp.dtype 
 
     Args:
       dtype: format of the operands.
-      result: format of the result; None: `dtype`. Another one than f16 says that in f16 the result's gradient may be a
-        part of a sum.
+      result: format of the result; None: `dtype`. Another one than f16 says that in f16 the
+        result's gradient may be a part of a sum.
     """
     rows = x_BLD.reshape(-1, x_BLD.shape[-1])
     product = _product(rows, weight.reshape(len(weight), -1), 0, dtype, result)
     return product.reshape(*x_BLD.shape[:-1], *weight.shape[1:])
 
 
-def project_back(x: Array, weight: Array, dtype: jnp.dtype, *, result: jnp.dtype | None = None) -> Array:
-    """[B, L, ...], [D, ...] -> [B, L, D], as one product of two matrices; arguments as `project` has them.
+def project_back(
+    x: Array, weight: Array, dtype: jnp.dtype, *, result: jnp.dtype | None = None
+) -> Array:
+    """[B, L, ...], [D, ...] -> [B, L, D], as one product of two matrices; arguments as `project`
+    has them.
 
-    Weights that lead back to the residual's width are kept with that dimension first, like all others:
-    fsdp's shards then lie one after the other in memory (mesh/zero.py).
+    Weights that lead back to the residual's width are kept with that dimension first, like all
+    others: fsdp's shards then lie one after the other in memory (mesh/zero.py).
     """
     columns = weight.reshape(len(weight), -1)
     rows = x.reshape(-1, columns.shape[1])
@@ -47,7 +53,9 @@ def project_back(x: Array, weight: Array, dtype: jnp.dtype, *, result: jnp.dtype
     return product.reshape(*x.shape[: x.ndim - weight.ndim + 1], len(weight))
 
 
-def _product(rows: Array, matrix: Array, contracted: int, dtype: jnp.dtype, result: jnp.dtype | None) -> Array:
+def _product(
+    rows: Array, matrix: Array, contracted: int, dtype: jnp.dtype, result: jnp.dtype | None
+) -> Array:
     """[N, C] by a matrix of which dimension `contracted` is C -> [N, F]."""
     if dtype != jnp.float16:
         return rows @ matrix if contracted == 0 else _dot(rows, matrix, 1, 1)
@@ -76,7 +84,10 @@ def _backward(how: tuple, operands: tuple[Array, Array], d_out: Array) -> tuple[
     left, right = (rows, d_f16) if contracted == 0 else (d_f16, rows)
     d_matrix = _dot(left, right, 0, 0, matrix_dtype)
     if factor is not None:
-        d_rows, d_matrix = d_rows * factor.astype(rows_dtype), d_matrix * factor.astype(matrix_dtype)
+        d_rows, d_matrix = (
+            d_rows * factor.astype(rows_dtype),
+            d_matrix * factor.astype(matrix_dtype),
+        )
     return d_rows, d_matrix
 
 
@@ -84,9 +95,11 @@ _f16_product.defvjp(_forward, _backward)
 
 
 def _in_range(d_out: Array) -> tuple[Array, Array | None]:
-    """`d_out` in f16, divided by a factor of at least 1 with which a float32 part of a sum does not overflow; None: it is f16.
+    """`d_out` in f16, divided by a factor of at least 1 with which a float32 part of a sum does not
+    overflow; None: it is f16.
 
-    No other layout's parts of the same sum overflow then either. A NaN or an infinity that came from elsewhere stays one.
+    No other layout's parts of the same sum overflow then either. A NaN or an infinity that came
+    from elsewhere stays one.
     """
     if d_out.dtype == jnp.float16:
         return d_out, None
@@ -95,5 +108,9 @@ def _in_range(d_out: Array) -> tuple[Array, Array | None]:
     return (d_out / factor).astype(jnp.float16), factor
 
 
-def _dot(left: Array, right: Array, left_dim: int, right_dim: int, dtype: jnp.dtype | None = None) -> Array:
-    return lax.dot_general(left, right, (((left_dim,), (right_dim,)), ((), ())), preferred_element_type=dtype)
+def _dot(
+    left: Array, right: Array, left_dim: int, right_dim: int, dtype: jnp.dtype | None = None
+) -> Array:
+    return lax.dot_general(
+        left, right, (((left_dim,), (right_dim,)), ((), ())), preferred_element_type=dtype
+    )

@@ -23,17 +23,26 @@ def frequencies(config: ModelConfig) -> np.ndarray:
     wavelength = 2 * math.pi / plain
     longest = scaling.original_length / scaling.low_frequency_factor
     shortest = scaling.original_length / scaling.high_frequency_factor
-    # 0 where a wave is too long for the original training length, 1 where it is short: the blend between.
+    # 0 where a wave is too long for the original training length, 1 where it is short: the blend
+    # between.
     blend = (scaling.original_length / wavelength - scaling.low_frequency_factor) / (
-        scaling.high_frequency_factor - scaling.low_frequency_factor)
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
     blended = (1 - blend) * plain / scaling.factor + blend * plain
-    stretched = np.where(wavelength > longest, plain / scaling.factor, np.where(wavelength < shortest, plain, blended))
+    stretched = np.where(
+        wavelength > longest,
+        plain / scaling.factor,
+        np.where(wavelength < shortest, plain, blended),
+    )
     return stretched.astype(np.float32)
 
 
 def angles(config: ModelConfig, positions_BL: Array) -> tuple[Array, Array]:
     """Cosine and sine, float32 [B, L, 1, K/2], of every position's angles."""
-    angle = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies(config)[None, None, None, :]
+    angle = (
+        positions_BL[:, :, None, None].astype(jnp.float32)
+        * frequencies(config)[None, None, None, :]
+    )
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -41,4 +50,6 @@ def rotate(x_BLHK: Array, cos_sin: tuple[Array, Array]) -> Array:
     """[B, L, heads, K] turned by `angles`, in float32, same dtype."""
     cos, sin = cos_sin
     first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1).astype(x_BLHK.dtype)
+    return jnp.concatenate(
+        (first * cos - second * sin, second * cos + first * sin), axis=-1
+    ).astype(x_BLHK.dtype)

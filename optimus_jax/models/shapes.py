@@ -16,7 +16,8 @@ Params = dict[str, Any]
 """Nested dict of arrays (or of anything, leaf by leaf), named like the modules."""
 
 VOCABULARY_LEAVES = ("embedding/table", "head/table")
-"""Endings of the paths of leaves that are padded to whole shards, so whose shape depends on the plan."""
+"""Endings of the paths of leaves that are padded to whole shards, so whose shape depends on the
+plan."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class ModelShapes:
     config: ModelConfig
     vocab_rows: int
     slots: tuple[int, ...]
-    """Layer that each slot of the stack holds, -1 for none: 0, 1, 2, ... but for some pipelines (mesh/slots.py)."""
+    """Layer that each slot of the stack holds, -1 for none: 0, 1, 2, ... but for some pipelines
+    (mesh/slots.py)."""
     graphdef: nnx.GraphDef
     state: nnx.State
     """Abstract variables, with their logical names."""
@@ -39,24 +41,38 @@ class ModelShapes:
     @property
     def names(self) -> Params:
         """Logical axes of every parameter: a tuple with a name per dimension."""
-        return nnx.to_pure_dict(jax.tree.map(
-            lambda variable: variable.replace(variable.out_sharding), self.state, is_leaf=_is_variable))
+        return nnx.to_pure_dict(
+            jax.tree.map(
+                lambda variable: variable.replace(variable.out_sharding),
+                self.state,
+                is_leaf=_is_variable,
+            )
+        )
 
     @property
     def num_params(self) -> int:
         """Parameters, rows of padding not counted."""
         rows = self.config.vocab_size * (1 if self.config.tied else 2)
-        outer = sum(leaf.size for name, part in self.params.items() if name != LAYERS for leaf in jax.tree.leaves(part))
+        outer = sum(
+            leaf.size
+            for name, part in self.params.items()
+            if name != LAYERS
+            for leaf in jax.tree.leaves(part)
+        )
         padding = self.vocab_rows * (1 if self.config.tied else 2) - rows
         stack = sum(leaf.size // len(self.slots) for leaf in jax.tree.leaves(self.params[LAYERS]))
         return outer - padding * self.config.embed_dim + stack * self.config.num_layers
 
     def whole_outside_layers(self, params: Params, comm: Collectives) -> Params:
-        """The parameters with all matrices outside the stack made whole along fsdp and cast, once for all uses.
+        """The parameters with all matrices outside the stack made whole along fsdp and cast, once
+        for all uses.
 
-        The embedding is used twice where weights are tied. A layer's matrices are made whole when it is reached.
+        The embedding is used twice where weights are tied. A layer's matrices are made whole when
+        it is reached.
         """
-        outer = nnx.State({name: part for name, part in self._variables(params).items() if name != LAYERS})
+        outer = nnx.State(
+            {name: part for name, part in self._variables(params).items() if name != LAYERS}
+        )
         return {**nnx.to_pure_dict(comm.weights(outer)), LAYERS: params[LAYERS]}
 
     def module(self, params: Params, comm: Collectives) -> Decoder:
@@ -73,7 +89,9 @@ class ModelShapes:
         return state
 
     def initial(self, seed: jax.Array) -> Params:
-        """Fresh float32 parameters from an integer seed; the same values for any sharding of the result."""
+        """Fresh float32 parameters from an integer seed; the same values for any sharding of the
+        result.
+        """
         with nnx.use_eager_sharding(False):
             return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=make_key(seed)))))
 
@@ -81,11 +99,19 @@ class ModelShapes:
         return Decoder(self.config, vocab_rows=self.vocab_rows, slots=self.slots, rngs=rngs)
 
 
-def model_shapes(config: ModelConfig, vocab_rows: int, slots: tuple[int, ...] | None = None) -> ModelShapes:
-    """Shapes of the model with its vocabulary padded to `vocab_rows`, and its layers in `slots` (None: one after the other)."""
+def model_shapes(
+    config: ModelConfig, vocab_rows: int, slots: tuple[int, ...] | None = None
+) -> ModelShapes:
+    """Shapes of the model with its vocabulary padded to `vocab_rows`, and its layers in `slots`
+    (None: one after the other).
+    """
     slots = tuple(range(config.num_layers)) if slots is None else slots
     with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(lambda: Decoder(config, vocab_rows=vocab_rows, slots=slots, rngs=nnx.Rngs(params=make_key(0))))
+        abstract = nnx.eval_shape(
+            lambda: Decoder(
+                config, vocab_rows=vocab_rows, slots=slots, rngs=nnx.Rngs(params=make_key(0))
+            )
+        )
         graphdef, state = nnx.split(abstract)
     return ModelShapes(config, vocab_rows, slots, graphdef, state)
 

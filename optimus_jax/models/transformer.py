@@ -30,7 +30,8 @@ from optimus_jax.models.mlp import FeedForward
 LAYER_INPUT = "layer input"
 """Name of the residual stream before a layer, for what may be kept on the host."""
 SITES_PER_LAYER = 4
-"""Places in a layer that draw a dropout mask: attention weights, two residual branches, one spare."""
+"""Places in a layer that draw a dropout mask: attention weights, two residual branches, one
+spare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,8 @@ class Pass:
     kernel: AttentionKernel = "xla"
     remat: RematPolicy = "none"
     offload: bool = False
-    """Whether layers' inputs wait for backward in the host's memory; with remat=full, which keeps nothing else."""
+    """Whether layers' inputs wait for backward in the host's memory; with remat=full, which keeps
+    nothing else."""
     visibility: Visibility = field(default_factory=Visibility)
     keys_B: Array | None = None
     """Dropout key of every example; None: no dropout."""
@@ -49,11 +51,13 @@ class Pass:
     def recomputed(self, part: Callable) -> Callable:
         """A part of a layer of which backward keeps the arguments only.
 
-        For parts that are a matmul and cheap arithmetic beside it: computing the latter again, or gathering
-        the matrix again, is better than keeping it, and the matmul itself is not computed again. The
-        policies that recompute more say so for the layer as a whole.
+        For parts that are a matmul and cheap arithmetic beside it: computing the latter again, or
+        gathering the matrix again, is better than keeping it, and the matmul itself is not computed
+        again. The policies that recompute more say so for the layer as a whole.
         """
-        return jax.checkpoint(part, prevent_cse=False) if self.remat in ("none", "selective") else part
+        return (
+            jax.checkpoint(part, prevent_cse=False) if self.remat in ("none", "selective") else part
+        )
 
 
 class Block(nnx.Module):
@@ -67,22 +71,40 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
         self.mlp = FeedForward(config, family, rngs=rngs)
 
-    def __call__(self, x_BLD: Array, layer: Array, run: Pass, cos_sin: tuple[Array, Array] | None,
-                 cache: tuple[Array, Array] | None = None) -> tuple[Array, tuple[Array, Array] | None]:
-        """[B, L, D] -> [B, L, D]. `cache`: keys and values [B, T, G, K] so far, returned with this pass's added."""
+    def __call__(
+        self,
+        x_BLD: Array,
+        layer: Array,
+        run: Pass,
+        cos_sin: tuple[Array, Array] | None,
+        cache: tuple[Array, Array] | None = None,
+    ) -> tuple[Array, tuple[Array, Array] | None]:
+        """[B, L, D] -> [B, L, D].
+
+        `cache`: keys and values [B, T, G, K] so far, returned with this pass's added.
+        """
         comm, site, again = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
-        q, k, v = again(lambda x: self.attention.project(self.attention_norm(x, comm.sums), comm, cos_sin))(x_BLD)
+        q, k, v = again(
+            lambda x: self.attention.project(self.attention_norm(x, comm.sums), comm, cos_sin)
+        )(x_BLD)
         if cache is not None:
             start = (0, run.visibility.query_offset, 0, 0)
-            longer = [lax.dynamic_update_slice(old, new.astype(old.dtype), start) for old, new in zip(cache, (k, v), strict=True)]
+            longer = [
+                lax.dynamic_update_slice(old, new.astype(old.dtype), start)
+                for old, new in zip(cache, (k, v), strict=True)
+            ]
             k, v = cache = longer[0], longer[1]
         head_keys = self._head_keys(run, site, q.shape[2])
 
         def core(q: Array, k: Array, v: Array) -> Array:
-            return attend(q, k, v, run.visibility, kernel=run.kernel, dropout=self.dropout, keys_BH=head_keys)
+            return attend(
+                q, k, v, run.visibility, kernel=run.kernel, dropout=self.dropout, keys_BH=head_keys
+            )
 
         heads = (jax.checkpoint(core) if run.remat == "selective" else core)(q, k, v)
-        out_BLD = self.attention.combine(again(lambda h: self.attention.partial_out(h, comm))(heads), comm)
+        out_BLD = self.attention.combine(
+            again(lambda h: self.attention.partial_out(h, comm))(heads), comm
+        )
         x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 1)
         hidden = again(lambda x: self.mlp.hidden(self.mlp_norm(x, comm.sums), comm))(x_BLD)
         out_BLD = self.mlp.combine(again(lambda h: self.mlp.partial_out(h, comm))(hidden), comm)
@@ -100,14 +122,26 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Tokens to final hidden states; the loss (or generation) applies the head's matrix itself."""
 
-    def __init__(self, config: ModelConfig, *, vocab_rows: int, slots: tuple[int, ...] | None = None, rngs: nnx.Rngs):
-        """`slots`: which layer each slot of the stack holds; None: all in order (`mesh/slots.py`)."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_rows: int,
+        slots: tuple[int, ...] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """`slots`: which layer each slot of the stack holds; None: all in order
+        (`mesh/slots.py`)."""
         family = family_of(config.family)
         self.config = config
-        self.embedding = Embedding(vocab_rows, config.embed_dim, config.init_std, vocab_size=config.vocab_size, rngs=rngs)
+        self.embedding = Embedding(
+            vocab_rows, config.embed_dim, config.init_std, vocab_size=config.vocab_size, rngs=rngs
+        )
         self.positions = nnx.data(
             normal(rngs, (config.max_length, config.embed_dim), (POSITIONS, EMBED), config.init_std)
-            if family.positions == "learned" else None)
+            if family.positions == "learned"
+            else None
+        )
 
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: LAYERS})
         def stack(key: Array) -> Block:
@@ -116,8 +150,17 @@ class Decoder(nnx.Module):
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers = stack(keys if slots is None else keys[np.maximum(slots, 0)])
         self.final_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
-        self.head = nnx.data(None if config.tied else Embedding(
-            vocab_rows, config.embed_dim, config.init_std, vocab_size=config.vocab_size, rngs=rngs))
+        self.head = nnx.data(
+            None
+            if config.tied
+            else Embedding(
+                vocab_rows,
+                config.embed_dim,
+                config.init_std,
+                vocab_size=config.vocab_size,
+                rngs=rngs,
+            )
+        )
 
     def embed(self, tokens_BL: Array, positions_BL: Array, run: Pass) -> Array:
         """int32 [B, L] -> [B, L, D]."""
@@ -126,17 +169,24 @@ class Decoder(nnx.Module):
             x_BLD = x_BLD + rows_of(self.positions[...], positions_BL, run.comm.dtype)
         return dropout(x_BLD, self.config.dropout, run.keys_B, 0)
 
-    def run_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, cache: tuple[Array, Array] | None = None,
-                   ) -> tuple[Array, tuple[Array, Array] | None]:
+    def run_layers(
+        self,
+        x_BLD: Array,
+        positions_BL: Array,
+        run: Pass,
+        cache: tuple[Array, Array] | None = None,
+    ) -> tuple[Array, tuple[Array, Array] | None]:
         """The stack. `cache`: keys and values [layers, B, T, G, K], or None while training."""
         layer, stacked = self._layer(positions_BL, run)
         return lax.scan(layer, x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
 
-    def run_some_layers(self, x_BLD: Array, positions_BL: Array, run: Pass, slots: Array, *, all_full: bool) -> Array:
+    def run_some_layers(
+        self, x_BLD: Array, positions_BL: Array, run: Pass, slots: Array, *, all_full: bool
+    ) -> Array:
         """Layers of a stack in the order of its slots, of which some may be empty.
 
-        An empty slot computes like the others and its result is dropped: in a pipeline its stage would only wait
-        for a longer one, and no device takes another branch than the rest.
+        An empty slot computes like the others and its result is dropped: in a pipeline its stage
+        would only wait for a longer one, and no device takes another branch than the rest.
 
         Args:
           slots: int32, the layer that each slot holds, -1 where it is empty.
@@ -150,7 +200,8 @@ class Decoder(nnx.Module):
         return lax.scan(layer if all_full else if_full, x_BLD, (stacked, slots, None))[0]
 
     def _layer(self, positions_BL: Array, run: Pass) -> tuple[Callable, nnx.State]:
-        """The body of a scan over layers, and the parameters that it is given one layer at a time."""
+        """The body of a scan over layers, and the parameters that it is given one layer at a
+        time."""
         cos_sin = rotary.angles(self.config, positions_BL) if self.positions is None else None
         graphdef, stacked = nnx.split(self.layers)
 
@@ -180,16 +231,30 @@ class Decoder(nnx.Module):
 
 
 def _rematerialised(layer: Callable, run: Pass) -> Callable:
-    """The layer under the policies that speak of it as a whole; `Pass.recomputed` has the others."""
+    """The layer under the policies that speak of it as a whole; `Pass.recomputed` has the
+    others."""
     match run.remat:
         case "full" if run.offload:
-            # The name goes onto the input: a scan keeps its own copy of an output whatever the policy says (jax-ml/jax#23869).
+            # The name goes onto the input: a scan keeps its own copy of an output whatever the
+            # policy says (jax-ml/jax#23869).
             return jax.checkpoint(
-                lambda x_BLD, slot: layer(checkpoint_name(x_BLD, LAYER_INPUT), slot), prevent_cse=False,
+                lambda x_BLD, slot: layer(checkpoint_name(x_BLD, LAYER_INPUT), slot),
+                prevent_cse=False,
                 policy=jax.checkpoint_policies.save_and_offload_only_these_names(
-                    names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT], offload_src="device", offload_dst="pinned_host"))
+                    names_which_can_be_saved=[],
+                    names_which_can_be_offloaded=[LAYER_INPUT],
+                    offload_src="device",
+                    offload_dst="pinned_host",
+                ),
+            )
         case "full":
-            return jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+            return jax.checkpoint(
+                layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False
+            )
         case "dots":
-            return jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False)
+            return jax.checkpoint(
+                layer,
+                policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                prevent_cse=False,
+            )
     return layer

@@ -24,7 +24,8 @@ Ticks = NDArray[np.int64]
 """[microbatches, virtual stages]"""
 
 STEPS = 5
-"""Steps of a tick that write or read slots; arrival is the first with latency 1, the last with latency 2."""
+"""Steps of a tick that write or read slots; arrival is the first with latency 1, the last with
+latency 2."""
 ARRIVAL_FIRST, FORWARD, HEAD, BACKWARD, ARRIVAL_LAST = range(STEPS)
 
 
@@ -63,8 +64,8 @@ class Buffers:
         """The smallest rings for `schedule`.
 
         Args:
-          keep_residuals: backward reads what forward has kept in a slot, and an input is needed for its forward only;
-            otherwise backward reads the input again.
+          keep_residuals: backward reads what forward has kept in a slot, and an input is needed for
+            its forward only; otherwise backward reads the input again.
         """
         forward, backward = schedule.forward_ticks, schedule.backward_ticks
         has_backward = not schedule.is_forward_only
@@ -72,24 +73,40 @@ class Buffers:
         recompute = has_backward and not keep_residuals
 
         arrived = _arrival(forward, schedule, shift=1)
-        written = np.where(arrived == IDLE, _moment(forward, FORWARD), _moment(arrived, _arrival_step(schedule)))
-        inputs = _Ring(schedule, written, _moment(backward, BACKWARD) if recompute else _moment(forward, FORWARD))
+        written = np.where(
+            arrived == IDLE, _moment(forward, FORWARD), _moment(arrived, _arrival_step(schedule))
+        )
+        inputs = _Ring(
+            schedule,
+            written,
+            _moment(backward, BACKWARD) if recompute else _moment(forward, FORWARD),
+        )
 
-        residuals = _Ring(schedule, _moment(forward, FORWARD), _moment(backward, BACKWARD), is_used=keep_residuals)
+        residuals = _Ring(
+            schedule, _moment(forward, FORWARD), _moment(backward, BACKWARD), is_used=keep_residuals
+        )
 
         returned = _arrival(backward, schedule, shift=-1)
         headed = np.full_like(forward, IDLE)
         headed[:, -1] = forward[:, -1]
-        written = np.where(returned == IDLE, _moment(headed, HEAD), _moment(returned, _arrival_step(schedule)))
+        written = np.where(
+            returned == IDLE, _moment(headed, HEAD), _moment(returned, _arrival_step(schedule))
+        )
         cotangents = _Ring(schedule, written, _moment(backward, BACKWARD), is_used=has_backward)
 
         return cls(
-            num_inputs=inputs.num_slots, num_residuals=residuals.num_slots, num_cotangents=cotangents.num_slots,
-            arrival_input=inputs.table(arrived), forward_input=inputs.table(forward),
+            num_inputs=inputs.num_slots,
+            num_residuals=residuals.num_slots,
+            num_cotangents=cotangents.num_slots,
+            arrival_input=inputs.table(arrived),
+            forward_input=inputs.table(forward),
             backward_input=inputs.table(backward if recompute else np.full_like(backward, IDLE)),
-            forward_residual=residuals.table(forward), backward_residual=residuals.table(backward),
-            arrival_cotangent=cotangents.table(returned), head_cotangent=cotangents.table(headed),
-            backward_cotangent=cotangents.table(backward))
+            forward_residual=residuals.table(forward),
+            backward_residual=residuals.table(backward),
+            arrival_cotangent=cotangents.table(returned),
+            head_cotangent=cotangents.table(headed),
+            backward_cotangent=cotangents.table(backward),
+        )
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -98,7 +115,9 @@ class Buffers:
 
 
 def _arrival(ticks: Ticks, schedule: Schedule, *, shift: int) -> Ticks:
-    """Tick in which each virtual stage receives what the one `shift` before it computed in `ticks`; IDLE at the end of the line."""
+    """Tick in which each virtual stage receives what the one `shift` before it computed in `ticks`;
+    IDLE at the end of the line.
+    """
     arrived = np.full_like(ticks, IDLE)
     if schedule.is_forward_only and shift < 0:
         return arrived
@@ -130,22 +149,28 @@ class _Ring:
         self._schedule, self._is_used, self.num_slots = schedule, is_used, 0
         self._slots = np.zeros_like(written)
         for stage in range(schedule.num_stages if is_used else 0):
-            mine = np.s_[:, stage::schedule.num_stages]
+            mine = np.s_[:, stage :: schedule.num_stages]
             slots, num_slots = _colour(written[mine].ravel(), read[mine].ravel())
             self._slots[mine] = slots.reshape(written[mine].shape)
             self.num_slots = max(self.num_slots, num_slots)
 
     def table(self, ticks: Ticks) -> Table:
-        """Slot of each value in the tick given for it, [ticks, stages]; no entry where that is IDLE."""
+        """Slot of each value in the tick given for it, [ticks, stages]; no entry where that is
+        IDLE.
+        """
         table = np.full(self._schedule.forward.shape, self.num_slots, np.int32)
         microbatch, virtual = np.nonzero((ticks != IDLE) & self._is_used)
-        table[ticks[microbatch, virtual], virtual % self._schedule.num_stages] = self._slots[microbatch, virtual]
+        table[ticks[microbatch, virtual], virtual % self._schedule.num_stages] = self._slots[
+            microbatch, virtual
+        ]
         table.setflags(write=False)
         return table
 
 
 def _colour(written: Ticks, read: Ticks) -> tuple[Ticks, int]:
-    """A slot for each interval [written, read] such that intervals in one slot are disjoint, and the number of slots."""
+    """A slot for each interval [written, read] such that intervals in one slot are disjoint, and
+    the number of slots.
+    """
     slots = np.zeros(len(written), np.int64)
     free: list[int] = []
     held: list[tuple[int, int]] = []
@@ -162,7 +187,8 @@ def _colour(written: Ticks, read: Ticks) -> tuple[Ticks, int]:
 
 
 def check_buffers(schedule: Schedule, buffers: Buffers, *, keep_residuals: bool = False) -> None:
-    """Run the ticks with names in place of values; AssertionError for the first that reads anything but its own.
+    """Run the ticks with names in place of values; AssertionError for the first that reads anything
+    but its own.
 
     It follows the order of a tick word for word and knows nothing of how slots were dealt out, so
     a slot overwritten too early shows as a wrong name.
@@ -177,8 +203,14 @@ Name = tuple[int, int] | None
 class _Rehearsal:
     def __init__(self, schedule: Schedule, buffers: Buffers, *, keeps: bool):
         self.schedule, self.tables, self.keeps = schedule, buffers.tables, keeps
-        self.num_slots = {"input": buffers.num_inputs, "residual": buffers.num_residuals, "cotangent": buffers.num_cotangents}
-        self.rings: dict[str, list[dict[int, Name]]] = {kind: [{} for _ in range(schedule.num_stages)] for kind in self.num_slots}
+        self.num_slots = {
+            "input": buffers.num_inputs,
+            "residual": buffers.num_residuals,
+            "cotangent": buffers.num_cotangents,
+        }
+        self.rings: dict[str, list[dict[int, Name]]] = {
+            kind: [{} for _ in range(schedule.num_stages)] for kind in self.num_slots
+        }
 
     def run(self) -> None:
         """All ticks."""
@@ -218,7 +250,13 @@ class _Rehearsal:
         microbatch, last = int(self.schedule.head[tick]), self.schedule.num_stages - 1
         for stage in range(self.schedule.num_stages):
             is_due = stage == last and microbatch != IDLE
-            self._write("head", "cotangent", tick, stage, (microbatch, self.schedule.num_virtual_stages - 1) if is_due else None)
+            self._write(
+                "head",
+                "cotangent",
+                tick,
+                stage,
+                (microbatch, self.schedule.num_virtual_stages - 1) if is_due else None,
+            )
 
     def _backward(self, tick: int, stage: int) -> Name:
         task = self._task(self.schedule.backward, tick, stage)
@@ -237,7 +275,9 @@ class _Rehearsal:
 
     def _slot(self, step: str, kind: str, tick: int, stage: int) -> int:
         slot = int(self.tables[f"{step}_{kind}"][tick, stage])
-        assert 0 <= slot <= self.num_slots[kind], f"tick {tick}, stage {stage}: {step} uses {kind} slot {slot} of {self.num_slots[kind]}"
+        assert 0 <= slot <= self.num_slots[kind], (
+            f"tick {tick}, stage {stage}: {step} uses {kind} slot {slot} of {self.num_slots[kind]}"
+        )
         return slot
 
     def _write(self, step: str, kind: str, tick: int, stage: int, name: Name) -> None:
@@ -248,4 +288,7 @@ class _Rehearsal:
     def _read(self, step: str, kind: str, tick: int, stage: int, name: Name) -> None:
         slot = self._slot(step, kind, tick, stage)
         found = self.rings[kind][stage].get(slot)
-        assert found == name, f"tick {tick}, stage {stage}: {step} of (microbatch, virtual stage) {name} reads {kind} slot {slot}, which holds {found}"
+        assert found == name, (
+            f"tick {tick}, stage {stage}: {step} of (microbatch, virtual stage) {name} reads {kind}"
+            f" slot {slot}, which holds {found}"
+        )

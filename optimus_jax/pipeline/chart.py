@@ -15,8 +15,18 @@ MAX_STAGES = 16
 """Rows of a text chart."""
 NOTHING = "."
 REPEAT_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-PALETTE = ((.40, .65, .90), (1.0, .70, .40), (.50, .80, .50), (.95, .55, .55), (.75, .65, .90),
-           (.80, .65, .55), (.95, .70, .85), (.70, .70, .70), (.80, .80, .40), (.45, .85, .90))
+PALETTE = (
+    (0.40, 0.65, 0.90),
+    (1.0, 0.70, 0.40),
+    (0.50, 0.80, 0.50),
+    (0.95, 0.55, 0.55),
+    (0.75, 0.65, 0.90),
+    (0.80, 0.65, 0.55),
+    (0.95, 0.70, 0.85),
+    (0.70, 0.70, 0.70),
+    (0.80, 0.80, 0.40),
+    (0.45, 0.85, 0.90),
+)
 """Red, green and blue; microbatches as far apart as this is long share a colour."""
 DARKEST = 0.5
 """How much darker repeats get at most."""
@@ -26,8 +36,8 @@ def text(schedule: Schedule, *, max_ticks: int = MAX_TICKS, max_stages: int = MA
     """A column for each tick; for each stage a row of forward (F) and one of backward (B) tasks.
 
     A task is its microbatch's number, followed by a letter for the repeat if there are several:
-    `3b` is the second visit of microbatch 3. The last row has the microbatches whose loss is computed.
-    Ticks and stages beyond the limits are left out, and a last line says so.
+    `3b` is the second visit of microbatch 3. The last row has the microbatches whose loss is
+    computed. Ticks and stages beyond the limits are left out, and a last line says so.
     """
     ticks, stages = min(schedule.num_ticks, max_ticks), min(schedule.num_stages, max_stages)
     rows = [("tick", [str(tick) for tick in range(ticks)])]
@@ -35,14 +45,35 @@ def text(schedule: Schedule, *, max_ticks: int = MAX_TICKS, max_stages: int = MA
         rows.append((f"stage {stage} F", _labels(schedule, schedule.forward[:ticks, stage])))
         if not schedule.is_forward_only:
             rows.append(("B", _labels(schedule, schedule.backward[:ticks, stage])))
-    rows.append(("head", [NOTHING if microbatch == IDLE else str(microbatch) for microbatch in schedule.head[:ticks].tolist()]))
+    rows.append(
+        (
+            "head",
+            [
+                NOTHING if microbatch == IDLE else str(microbatch)
+                for microbatch in schedule.head[:ticks].tolist()
+            ],
+        )
+    )
     title_width = len(f"stage {stages - 1} F")
     width = max(len(label) for _, labels in rows for label in labels)
     lines = [title(schedule)]
-    lines += [" ".join([name.rjust(title_width) if name == "B" else name.ljust(title_width), *(label.rjust(width) for label in labels)])
-              for name, labels in rows]
-    left_out = [f"{total - shown} of {total} {what}" for shown, total, what in (
-        (ticks, schedule.num_ticks, "ticks"), (stages, schedule.num_stages, "stages")) if shown < total]
+    lines += [
+        " ".join(
+            [
+                name.rjust(title_width) if name == "B" else name.ljust(title_width),
+                *(label.rjust(width) for label in labels),
+            ]
+        )
+        for name, labels in rows
+    ]
+    left_out = [
+        f"{total - shown} of {total} {what}"
+        for shown, total, what in (
+            (ticks, schedule.num_ticks, "ticks"),
+            (stages, schedule.num_stages, "stages"),
+        )
+        if shown < total
+    ]
     if left_out:
         lines.append(f"(not shown: {' and '.join(left_out)})")
     return "\n".join(lines) + "\n"
@@ -66,15 +97,20 @@ def _labels(schedule: Schedule, tasks: Table) -> list[str]:
 
 
 def label(schedule: Schedule, task: int) -> str:
-    """The microbatch's number, and the repeat's letter if there are several (its number, in brackets, beyond z)."""
+    """The microbatch's number, and the repeat's letter if there are several (its number, in
+    brackets, beyond z).
+    """
     microbatch, repeat = divmod(task, schedule.num_repeats)
     if schedule.num_repeats == 1:
         return str(microbatch)
-    return f"{microbatch}{REPEAT_LETTERS[repeat] if repeat < len(REPEAT_LETTERS) else f'[{repeat}]'}"
+    return (
+        f"{microbatch}{REPEAT_LETTERS[repeat] if repeat < len(REPEAT_LETTERS) else f'[{repeat}]'}"
+    )
 
 
 def picture(schedule: Schedule, path: str | Path) -> None:
-    """Draw the schedule to a file, whose name ends in .png, .svg or whatever else matplotlib writes.
+    """Draw the schedule to a file, whose name ends in .png, .svg or whatever else matplotlib
+    writes.
 
     A colour for each microbatch, pale for backward, darker with each repeat. Tasks are labelled
     as in `text` if there are few enough ticks to read them.
@@ -87,24 +123,55 @@ def picture(schedule: Schedule, path: str | Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ConfigError(explain("pictures of schedules need matplotlib, which is not installed", given=str(path),
-                                  do="pip install 'optimus-jax[plots]', or print the chart as text")) from error
+        raise ConfigError(
+            explain(
+                "pictures of schedules need matplotlib, which is not installed",
+                given=str(path),
+                do="pip install 'optimus-jax[plots]', or print the chart as text",
+            )
+        ) from error
     stages, ticks = schedule.num_stages, schedule.num_ticks
-    figure = Figure(figsize=(2 + 0.3 * min(ticks, MAX_TICKS), 1.2 + 0.6 * min(stages, MAX_STAGES)), layout="constrained")
+    figure = Figure(
+        figsize=(2 + 0.3 * min(ticks, MAX_TICKS), 1.2 + 0.6 * min(stages, MAX_STAGES)),
+        layout="constrained",
+    )
     canvas = FigureCanvasAgg(figure)
     if path.suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
-        raise ConfigError(explain("a picture's name ends in the kind of its file", given=str(path), do="choose .png or .svg"))
+        raise ConfigError(
+            explain(
+                "a picture's name ends in the kind of its file",
+                given=str(path),
+                do="choose .png or .svg",
+            )
+        )
     # Rows: forward and backward of stage 0, of stage 1, and so on.
     rows = np.stack([schedule.forward.T, schedule.backward.T], axis=1).reshape(2 * stages, ticks)
     axes = figure.add_subplot()
-    axes.imshow(_colours(schedule, rows), aspect="auto", interpolation="nearest", extent=(0, ticks, stages, 0))
+    axes.imshow(
+        _colours(schedule, rows),
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0, ticks, stages, 0),
+    )
     for stage in range(1, stages):
         axes.axhline(stage, color="white", linewidth=4)
     if ticks <= MAX_TICKS:
         for row, tick in np.argwhere(rows != IDLE).tolist():
-            axes.text(tick + 0.5, row / 2 + 0.25, label(schedule, int(rows[row, tick])), ha="center", va="center", fontsize=7)
-    axes.set(title=title(schedule), xlabel="tick", ylabel="stage: forward above, backward below",
-             yticks=np.arange(stages) + 0.5, yticklabels=range(stages))
+            axes.text(
+                tick + 0.5,
+                row / 2 + 0.25,
+                label(schedule, int(rows[row, tick])),
+                ha="center",
+                va="center",
+                fontsize=7,
+            )
+    axes.set(
+        title=title(schedule),
+        xlabel="tick",
+        ylabel="stage: forward above, backward below",
+        yticks=np.arange(stages) + 0.5,
+        yticklabels=range(stages),
+    )
     axes.spines[["top", "right"]].set_visible(False)
     canvas.print_figure(str(path), dpi=150)
 
@@ -112,6 +179,8 @@ def picture(schedule: Schedule, path: str | Path) -> None:
 def _colours(schedule: Schedule, rows: Table) -> NDArray[np.float64]:
     """[rows, ticks, RGB]: white where idle; backward, the odd rows, is half white."""
     microbatch, repeat = np.divmod(rows, schedule.num_repeats)
-    colours = np.array(PALETTE)[microbatch % len(PALETTE)] * (1 - DARKEST * repeat[..., None] / schedule.num_repeats)
+    colours = np.array(PALETTE)[microbatch % len(PALETTE)] * (
+        1 - DARKEST * repeat[..., None] / schedule.num_repeats
+    )
     colours[1::2] = (1 + colours[1::2]) / 2
     return np.where(rows[..., None] == IDLE, 1.0, colours)

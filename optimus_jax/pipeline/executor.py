@@ -1,4 +1,5 @@
-"""Runs any schedule's table inside the step's `shard_map`: every stage does the same thing in every tick.
+"""Runs any schedule's table inside the step's `shard_map`: every stage does the same thing in every
+tick.
 
 Ticks with the same kind of work are one `lax.scan`, whose rows are the table's. In a tick a stage
 takes what its neighbours sent, runs its forward task, the head with all others, its backward task,
@@ -36,11 +37,14 @@ class StageFunctions:
     """What a pipeline runs. All are called by every stage at the same time, inside `shard_map`."""
 
     embed: Callable[[Tree, Microbatch], Array]
-    """(outer, microbatch) -> [B, L, D], the same on all stages: each adds its part of the vocabulary."""
+    """(outer, microbatch) -> [B, L, D], the same on all stages: each adds its part of the
+    vocabulary."""
     layers: Callable[[Tree, Tree, Array, Microbatch], Array]
-    """(one repeat's parameters, one repeat's constants, [B, L, D], microbatch) -> [B, L, D], on this stage's layers."""
+    """(one repeat's parameters, one repeat's constants, [B, L, D], microbatch) -> [B, L, D], on
+    this stage's layers."""
     loss: Callable[[Tree, Array, Microbatch], Array]
-    """(outer, final [B, L, D], microbatch) -> this device's weighted sum of losses, the same on all stages."""
+    """(outer, final [B, L, D], microbatch) -> this device's weighted sum of losses, the same on all
+    stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,8 @@ class Pipeline:
     """One device's side of a pipeline; every array is the device's part.
 
     Args:
-      outer: parameters of `embed` and `loss`, as they are used: whole along fsdp, in the compute format.
+      outer: parameters of `embed` and `loss`, as they are used: whole along fsdp, in the compute
+        format.
       params: parameters of the layers, leaves [R, ...]; differentiated.
       constants: what else the layers need, leaves [R, ...]; not differentiated.
       microbatches: leaves [M, B, ...].
@@ -68,31 +73,46 @@ class Pipeline:
         return self._run(_Run(self, differentiate=False))["loss"]
 
     def loss_and_gradients(self) -> tuple[Array, Tree, Tree]:
-        """The loss and its float32 gradients by `outer` and `params`, summed over microbatches but not over devices."""
+        """The loss and its float32 gradients by `outer` and `params`, summed over microbatches but
+        not over devices.
+        """
         carry = self._run(_Run(self, differentiate=True))
         return carry["loss"], carry["d_outer"], carry["d_params"]
 
     def _run(self, run: "_Run") -> dict[str, Any]:
         carry = run.start()
         for phase in self.schedule.phases():
-            rows = {name: jnp.asarray(table[phase.start: phase.stop]) for name, table in run.tables.items()}
+            rows = {
+                name: jnp.asarray(table[phase.start : phase.stop])
+                for name, table in run.tables.items()
+            }
             carry, _ = lax.scan(partial(run.tick, phase), carry, rows)
         return carry
 
 
 class _Run:
-    """The ticks of one pipeline. The carry is a dict, of which a run has only the entries that it needs."""
+    """The ticks of one pipeline.
+
+    The carry is a dict, of which a run has only the entries that it needs.
+    """
 
     def __init__(self, pipeline: Pipeline, *, differentiate: bool):
         self.p, self.differentiate = pipeline, differentiate
         self.keeps = pipeline.keep_residuals and differentiate
         schedule = pipeline.schedule
         self.buffers = Buffers.of(schedule, keep_residuals=self.keeps)
-        self.tables = {"forward": schedule.forward, "backward": schedule.backward, "head": schedule.head,
-                       **self.buffers.tables}
+        self.tables = {
+            "forward": schedule.forward,
+            "backward": schedule.backward,
+            "head": schedule.head,
+            **self.buffers.tables,
+        }
         if self.keeps:
             self.tables["backward_residual"] = last_written_if_idle(
-                self.buffers.forward_residual, self.buffers.backward_residual, self.buffers.num_residuals)
+                self.buffers.forward_residual,
+                self.buffers.backward_residual,
+                self.buffers.num_residuals,
+            )
         self.stage = lax.axis_index(PIPE)
         self.num_stages = schedule.num_stages
         self.residuals: Residuals | None = None
@@ -100,26 +120,45 @@ class _Run:
     # What is carried from tick to tick
 
     def start(self) -> dict[str, Any]:
-        embedded = jax.make_jaxpr(self.p.functions.embed)(self.p.outer, self._microbatch(jnp.int32(0))).out_avals[0]
+        embedded = jax.make_jaxpr(self.p.functions.embed)(
+            self.p.outer, self._microbatch(jnp.int32(0))
+        ).out_avals[0]
         axes = sorted({PIPE, *embedded.mat.varying})
         hidden = vary(jnp.zeros(embedded.shape, embedded.dtype), axes)
         loss_axes = sorted(set(axes) - {PIPE})
-        carry: dict[str, Any] = {"loss": vary(jnp.zeros((), jnp.float32), loss_axes), "sent_forward": hidden,
-                 "inputs": _ring(self.buffers.num_inputs, hidden)}
+        carry: dict[str, Any] = {
+            "loss": vary(jnp.zeros((), jnp.float32), loss_axes),
+            "sent_forward": hidden,
+            "inputs": _ring(self.buffers.num_inputs, hidden),
+        }
         if not self.differentiate:
             return carry
-        carry |= {"sent_backward": hidden, "cotangents": _ring(self.buffers.num_cotangents, hidden),
-                  "d_outer": _float32_zeros(self.p.outer), "d_params": _float32_zeros(self.p.params)}
+        carry |= {
+            "sent_backward": hidden,
+            "cotangents": _ring(self.buffers.num_cotangents, hidden),
+            "d_outer": _float32_zeros(self.p.outer),
+            "d_params": _float32_zeros(self.p.params),
+        }
         if self.keeps:
-            self.residuals = Residuals(self.p.functions.layers, self._repeat(jnp.int32(0)), hidden,
-                                        self._microbatch(vary(jnp.int32(0), [PIPE])))
-            # What is alike on all stages when a visit keeps it (cuDNN's mask of documents) is of another microbatch on each.
-            carry["residuals"] = [_ring(self.buffers.num_residuals, vary(like, [PIPE])) for like in self.residuals.like]
+            self.residuals = Residuals(
+                self.p.functions.layers,
+                self._repeat(jnp.int32(0)),
+                hidden,
+                self._microbatch(vary(jnp.int32(0), [PIPE])),
+            )
+            # What is alike on all stages when a visit keeps it (cuDNN's mask of documents) is of
+            # another microbatch on each.
+            carry["residuals"] = [
+                _ring(self.buffers.num_residuals, vary(like, [PIPE]))
+                for like in self.residuals.like
+            ]
         return carry
 
     # One tick
 
-    def tick(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> tuple[dict[str, Any], None]:
+    def tick(
+        self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]
+    ) -> tuple[dict[str, Any], None]:
         carry = dict(carry)
         arrived = self._receive(phase, carry)
         if self.p.schedule.latency == 1:
@@ -135,16 +174,24 @@ class _Run:
         return carry, None
 
     def _receive(self, phase: Phase, carry: dict[str, Any]) -> dict[str, Array]:
-        """What the neighbours sent in the tick before; it depends on nothing that this tick computes."""
+        """What the neighbours sent in the tick before; it depends on nothing that this tick
+        computes.
+        """
         ticks, stages = slice(phase.start, phase.stop), range(self.num_stages)
         arrived = {}
         for name, sent, step in (("input", "sent_forward", 1), ("cotangent", "sent_backward", -1)):
-            spare = {"input": self.buffers.num_inputs, "cotangent": self.buffers.num_cotangents}[name]
+            spare = {"input": self.buffers.num_inputs, "cotangent": self.buffers.num_cotangents}[
+                name
+            ]
             if (self.tables[f"arrival_{name}"][ticks] != spare).any():
-                arrived[name] = lax.ppermute(carry[sent], PIPE, [(s, (s + step) % self.num_stages) for s in stages])
+                arrived[name] = lax.ppermute(
+                    carry[sent], PIPE, [(s, (s + step) % self.num_stages) for s in stages]
+                )
         return arrived
 
-    def _store(self, carry: dict[str, Any], arrived: dict[str, Array], row: dict[str, Array]) -> None:
+    def _store(
+        self, carry: dict[str, Any], arrived: dict[str, Array], row: dict[str, Array]
+    ) -> None:
         for name, value in arrived.items():
             carry[f"{name}s"] = _put(carry[f"{name}s"], self._mine(row[f"arrival_{name}"]), value)
 
@@ -155,59 +202,94 @@ class _Run:
         if phase.embed is not Share.NONE:
             # In ticks that need none too: a lookup is less than a branch, for which a GPU waits.
             first = row["forward"][0]
-            embedded = self.p.functions.embed(self.p.outer, self._microbatch(self._microbatch_of(first)))
+            embedded = self.p.functions.embed(
+                self.p.outer, self._microbatch(self._microbatch_of(first))
+            )
             x = jnp.where((self.stage == 0) & self._begins(first), embedded, x)
             if self.differentiate and not self.keeps:
                 carry["inputs"] = _put(carry["inputs"], slot, x)
-        repeat, microbatch = self._repeat(task % self.p.schedule.num_repeats), self._microbatch(self._microbatch_of(task))
+        repeat, microbatch = (
+            self._repeat(task % self.p.schedule.num_repeats),
+            self._microbatch(self._microbatch_of(task)),
+        )
         if self.residuals is None:
             carry["sent_forward"] = self._forward(*repeat, x, microbatch)
             return
         carry["sent_forward"], kept = self.residuals.forward(repeat, x, microbatch)
         slot = self._mine(row["forward_residual"])
-        carry["residuals"] = [_put(ring, slot, value) for ring, value in zip(carry["residuals"], kept, strict=True)]
+        carry["residuals"] = [
+            _put(ring, slot, value) for ring, value in zip(carry["residuals"], kept, strict=True)
+        ]
 
     def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
-        """The loss of the microbatch that the last stage has just finished, each stage for its part of the vocabulary."""
-        hidden = lax.psum(jnp.where(self.stage == self.num_stages - 1, carry["sent_forward"], 0), PIPE)
+        """The loss of the microbatch that the last stage has just finished, each stage for its part
+        of the vocabulary.
+        """
+        hidden = lax.psum(
+            jnp.where(self.stage == self.num_stages - 1, carry["sent_forward"], 0), PIPE
+        )
         wanted = row["head"] >= 0
 
         def loss(outer: Tree, hidden: Array) -> Array:
-            return self.p.functions.loss(outer, hidden, self._microbatch(jnp.maximum(row["head"], 0)))
+            return self.p.functions.loss(
+                outer, hidden, self._microbatch(jnp.maximum(row["head"], 0))
+            )
 
         if not self.differentiate:
-            carry["loss"] += _where_shared(phase.head, wanted, lambda: loss(self.p.outer, hidden), jnp.zeros_like(carry["loss"]))
+            carry["loss"] += _where_shared(
+                phase.head,
+                wanted,
+                lambda: loss(self.p.outer, hidden),
+                jnp.zeros_like(carry["loss"]),
+            )
             return
 
         def add_gradients(total: Array, d_outer: Tree) -> tuple[Array, Tree, Array]:
-            value, (d_here, d_hidden) = jax.value_and_grad(loss, argnums=(0, 1))(self.p.outer, hidden)
+            value, (d_here, d_hidden) = jax.value_and_grad(loss, argnums=(0, 1))(
+                self.p.outer, hidden
+            )
             return total + value, _added(d_outer, d_here), d_hidden
 
         carry["loss"], carry["d_outer"], d_hidden = _where_shared(
-            phase.head, wanted, lambda: add_gradients(carry["loss"], carry["d_outer"]),
-            (carry["loss"], carry["d_outer"], jnp.zeros_like(hidden)))
-        carry["cotangents"] = _put(carry["cotangents"], self._mine(row["head_cotangent"]), vary(d_hidden, [PIPE]))
+            phase.head,
+            wanted,
+            lambda: add_gradients(carry["loss"], carry["d_outer"]),
+            (carry["loss"], carry["d_outer"], jnp.zeros_like(hidden)),
+        )
+        carry["cotangents"] = _put(
+            carry["cotangents"], self._mine(row["head_cotangent"]), vary(d_hidden, [PIPE])
+        )
 
     def _run_backward(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
         task = self._mine(row["backward"])
-        cotangent = lax.dynamic_index_in_dim(carry["cotangents"], self._mine(row["backward_cotangent"]), keepdims=False)
+        cotangent = lax.dynamic_index_in_dim(
+            carry["cotangents"], self._mine(row["backward_cotangent"]), keepdims=False
+        )
         cotangent = jnp.where(task >= 0, cotangent, 0)
         index = jnp.maximum(task, 0) % self.p.schedule.num_repeats
         params, constants = self._repeat(index)
         if self.residuals is not None:
             slot = self._mine(row["backward_residual"])
-            kept = [lax.dynamic_index_in_dim(ring, slot, keepdims=False) for ring in carry["residuals"]]
+            kept = [
+                lax.dynamic_index_in_dim(ring, slot, keepdims=False) for ring in carry["residuals"]
+            ]
             d_params, d_x = self.residuals.backward((params, constants), kept, cotangent)
         else:
-            x = lax.dynamic_index_in_dim(carry["inputs"], self._mine(row["backward_input"]), keepdims=False)
+            x = lax.dynamic_index_in_dim(
+                carry["inputs"], self._mine(row["backward_input"]), keepdims=False
+            )
             microbatch = self._microbatch(self._microbatch_of(jnp.maximum(task, 0)))
-            d_params, d_x = jax.vjp(lambda params, x: self._forward(params, constants, x, microbatch), params, x)[1](cotangent)
+            d_params, d_x = jax.vjp(
+                lambda params, x: self._forward(params, constants, x, microbatch), params, x
+            )[1](cotangent)
         carry["d_params"] = self._added_to_repeat(carry["d_params"], d_params, index)
         carry["sent_backward"] = d_x
         if phase.embed_backward is not Share.NONE:
             self._run_embed_backward(phase, carry, row["backward"][0], d_x)
 
-    def _run_embed_backward(self, phase: Phase, carry: dict[str, Any], first: Array, d_x: Array) -> None:
+    def _run_embed_backward(
+        self, phase: Phase, carry: dict[str, Any], first: Array, d_x: Array
+    ) -> None:
         """The first stage's result, to all stages: each has a part of the vocabulary."""
         d_embedded = lax.psum(jnp.where((self.stage == 0) & self._begins(first), d_x, 0), PIPE)
 
@@ -216,7 +298,9 @@ class _Run:
             pull = jax.vjp(lambda outer: self.p.functions.embed(outer, microbatch), self.p.outer)[1]
             return _added(carry["d_outer"], pull(d_embedded)[0])
 
-        carry["d_outer"] = _where_shared(phase.embed_backward, self._begins(first), add_gradient, carry["d_outer"])
+        carry["d_outer"] = _where_shared(
+            phase.embed_backward, self._begins(first), add_gradient, carry["d_outer"]
+        )
 
     # Small things
 
@@ -235,12 +319,17 @@ class _Run:
         return (task >= 0) & (task % self.p.schedule.num_repeats == 0)
 
     def _microbatch(self, index: Array) -> Microbatch:
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.p.microbatches)
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.p.microbatches
+        )
 
     def _repeat(self, index: Array) -> tuple[Tree, Tree]:
         if self.p.schedule.num_repeats == 1:
             return jax.tree.map(lambda leaf: leaf[0], (self.p.params, self.p.constants))
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), (self.p.params, self.p.constants))
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False),
+            (self.p.params, self.p.constants),
+        )
 
     def _added_to_repeat(self, total: Tree, part: Tree, index: Array) -> Tree:
         if self.p.schedule.num_repeats == 1:
@@ -265,6 +354,11 @@ def _added(total: Tree, part: Tree) -> Tree:
     return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, part)
 
 
-def _where_shared(share: Share, wanted: Array, compute: Callable[[], Tree], otherwise: Tree) -> Tree:
-    """`compute()` in the ticks that want it. `wanted` comes from the table alone, so all devices take the same branch."""
+def _where_shared(
+    share: Share, wanted: Array, compute: Callable[[], Tree], otherwise: Tree
+) -> Tree:
+    """`compute()` in the ticks that want it.
+
+    `wanted` comes from the table alone, so all devices take the same branch.
+    """
     return compute() if share is Share.ALL else lax.cond(wanted, compute, lambda: otherwise)

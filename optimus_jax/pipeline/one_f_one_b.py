@@ -6,19 +6,24 @@ from optimus_jax.pipeline.schedule import Schedule, check_counts, lay_out
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, latency: int = 1) -> Schedule:
-    """The backward pass of a microbatch begins in the tick in which the last stage finishes its forward pass.
+    """The backward pass of a microbatch begins in the tick in which the last stage finishes its
+    forward pass.
 
-    With S stages, M microbatches, latency L: stage s runs forward of microbatch i in tick i + L s and
-    its backward in tick i + L (2 (S - 1) - s). M + 2 L (S - 1) ticks, of which M + L (S - 1) have
-    forward and as many backward work: the bubble is L (S - 1) / M. (One microbatch alone, with L = 2,
-    leaves every other tick with nothing but sending, which the bubble does not count.)
+    With S stages, M microbatches, latency L: stage s runs forward of microbatch i in tick i + L s
+    and its backward in tick i + L (2 (S - 1) - s). M + 2 L (S - 1) ticks, of which M + L (S - 1)
+    have forward and as many backward work: the bubble is L (S - 1) / M. (One microbatch alone, with
+    L = 2, leaves every other tick with nothing but sending, which the bubble does not count.)
 
-    Memory: min(M, 2 L (S - 1 - s) + 1) microbatches in flight on stage s. A stage that need not keep
-    in step with the others gets by with S - s; one program for all stages pays for what is still
-    on its way to the last stage and back.
+    Memory: min(M, 2 L (S - 1 - s) + 1) microbatches in flight on stage s. A stage that need not
+    keep in step with the others gets by with S - s; one program for all stages pays for what is
+    still on its way to the last stage and back.
 
     Source: Narayanan et al. 2021, arXiv:2006.09503 (PipeDream-flush).
     """
-    check_counts(num_stages=num_stages, num_microbatches=num_microbatches, num_repeats=1, latency=latency)
+    check_counts(
+        num_stages=num_stages, num_microbatches=num_microbatches, num_repeats=1, latency=latency
+    )
     start = np.arange(num_microbatches)[:, None]
-    return lay_out("1f1b", start, start + latency * (num_stages - 1), num_stages=num_stages, latency=latency)
+    return lay_out(
+        "1f1b", start, start + latency * (num_stages - 1), num_stages=num_stages, latency=latency
+    )

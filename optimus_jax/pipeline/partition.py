@@ -5,9 +5,16 @@ import heapq
 from optimus_jax.errors import PlanError, explain
 
 
-def layers_per_stage(num_layers: int, num_virtual_stages: int, *, layer_cost: float = 1.0, first_cost: float = 0.0,
-                     last_cost: float = 0.0) -> tuple[int, ...]:
-    """Layers of each virtual stage, at least one, such that the most expensive stage is as cheap as can be.
+def layers_per_stage(
+    num_layers: int,
+    num_virtual_stages: int,
+    *,
+    layer_cost: float = 1.0,
+    first_cost: float = 0.0,
+    last_cost: float = 0.0,
+) -> tuple[int, ...]:
+    """Layers of each virtual stage, at least one, such that the most expensive stage is as cheap as
+    can be.
 
     All layers cost the same, so only their numbers matter. Beginning with one layer each, the next
     layer goes to the stage that it leaves cheapest. Since a stage's cost rises by the same amount
@@ -26,11 +33,23 @@ def layers_per_stage(num_layers: int, num_virtual_stages: int, *, layer_cost: fl
     assert layer_cost > 0, layer_cost
     assert min(first_cost, last_cost) >= 0, (first_cost, last_cost)
     if num_virtual_stages < 1:
-        raise PlanError(explain("a pipeline needs stages", given=f"pipe*repeats={num_virtual_stages}", do="set pipe=1 or more"))
+        raise PlanError(
+            explain(
+                "a pipeline needs stages",
+                given=f"pipe*repeats={num_virtual_stages}",
+                do="set pipe=1 or more",
+            )
+        )
     if num_layers < num_virtual_stages:
-        raise PlanError(explain(
-            "there are fewer layers than virtual stages", given=f"num_layers={num_layers}, pipe*repeats={num_virtual_stages}",
-            do=f"choose pipe and repeats such that pipe*repeats is {num_layers} or less" if num_layers > 0 else "set num_layers=1 or more"))
+        raise PlanError(
+            explain(
+                "there are fewer layers than virtual stages",
+                given=f"num_layers={num_layers}, pipe*repeats={num_virtual_stages}",
+                do=f"choose pipe and repeats such that pipe*repeats is {num_layers} or less"
+                if num_layers > 0
+                else "set num_layers=1 or more",
+            )
+        )
     fixed = [0.0] * num_virtual_stages
     fixed[0] += first_cost
     fixed[-1] += last_cost

@@ -1,7 +1,7 @@
 """What a stage's forward keeps for its backward, as arrays that can wait in rings.
 
-`jax.vjp` gives a closure, and a closure is a pytree: its leaves go into rings after forward, and the
-closure is put together again, around what comes out of them, for backward.
+`jax.vjp` gives a closure, and a closure is a pytree: its leaves go into rings after forward, and
+the closure is put together again, around what comes out of them, for backward.
 """
 
 from collections.abc import Callable
@@ -26,19 +26,31 @@ class Residuals:
     backward has them anyway. Keys of random numbers are kept as their integers.
     """
 
-    def __init__(self, layers: Callable[..., Array], repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch):
+    def __init__(
+        self,
+        layers: Callable[..., Array],
+        repeat: tuple[Tree, Tree],
+        x: Array,
+        microbatch: Microbatch,
+    ):
         self._layers = layers
         self._places: list[_Given | _Kept] = []
         self._treedef: Any = None
         # Traced, not run: the rings must be there before the first forward.
         kept = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(repeat, x, microbatch).out_avals
-        self.like = [vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in kept]
+        self.like = [
+            vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in kept
+        ]
         """An array of zeros for every array that is kept."""
 
-    def forward(self, repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch) -> tuple[Array, list[Array]]:
+    def forward(
+        self, repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch
+    ) -> tuple[Array, list[Array]]:
         """The stage's result, and what its backward needs."""
         params, constants = repeat
-        result, pull = jax.vjp(lambda params, x: self._layers(params, constants, x, microbatch), params, x)
+        result, pull = jax.vjp(
+            lambda params, x: self._layers(params, constants, x, microbatch), params, x
+        )
         leaves, self._treedef = jax.tree.flatten(pull)
         given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(repeat))}
         kept: dict[int, Array] = {}
@@ -49,15 +61,27 @@ class Residuals:
                 continue
             kept.setdefault(id(leaf), leaf)
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            self._places.append(_Kept(list(kept).index(id(leaf)), jax.random.key_impl(leaf) if is_key else None))
-        return result, [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in kept.values()]
+            self._places.append(
+                _Kept(list(kept).index(id(leaf)), jax.random.key_impl(leaf) if is_key else None)
+            )
+        return result, [
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+            for leaf in kept.values()
+        ]
 
-    def backward(self, repeat: tuple[Tree, Tree], kept: list[Array], cotangent: Array) -> tuple[Tree, Array]:
+    def backward(
+        self, repeat: tuple[Tree, Tree], kept: list[Array], cotangent: Array
+    ) -> tuple[Tree, Array]:
         """Gradients by the stage's parameters and by its input."""
         given = jax.tree.leaves(repeat)
-        leaves = [given[place.index] if isinstance(place, _Given) else
-                  kept[place.index] if place.key_impl is None else jax.random.wrap_key_data(kept[place.index], impl=place.key_impl)
-                  for place in self._places]
+        leaves = [
+            given[place.index]
+            if isinstance(place, _Given)
+            else kept[place.index]
+            if place.key_impl is None
+            else jax.random.wrap_key_data(kept[place.index], impl=place.key_impl)
+            for place in self._places
+        ]
         return jax.tree.unflatten(self._treedef, leaves)(cotangent)
 
 
@@ -79,8 +103,9 @@ class _Kept:
 def last_written_if_idle(written: np.ndarray, read: np.ndarray, spare: int) -> np.ndarray:
     """`read` [ticks, stages], idle entries turned into the slot that the stage wrote last.
 
-    An idle backward has a cotangent of zero, which gives zeros from any residuals that a forward has
-    left. The zeros that a ring begins with are none: backward may divide by them, and 0/0 is NaN.
+    An idle backward has a cotangent of zero, which gives zeros from any residuals that a forward
+    has left. The zeros that a ring begins with are none: backward may divide by them, and 0/0 is
+    NaN.
     """
     read, last = read.copy(), np.full(read.shape[1], spare)
     for tick in range(len(read)):

@@ -67,7 +67,8 @@ class Phase:
     embed: Share
     """Ticks in which stage 0 runs forward of repeat 0, whose input is the embedding of tokens."""
     embed_backward: Share
-    """Ticks in which stage 0 runs backward of repeat 0, whose result is the embedding's gradient."""
+    """Ticks in which stage 0 runs backward of repeat 0, whose result is the embedding's
+    gradient."""
 
     @property
     def num_ticks(self) -> int:
@@ -106,8 +107,19 @@ class Schedule:
 
     @cached_property
     def _content(self) -> tuple[Any, ...]:
-        return (self.name, self.num_stages, self.num_microbatches, self.num_repeats, self.latency, self.is_forward_only,
-                *(part for table in (self.forward, self.backward, self.head) for part in (table.shape, table.tobytes())))
+        return (
+            self.name,
+            self.num_stages,
+            self.num_microbatches,
+            self.num_repeats,
+            self.latency,
+            self.is_forward_only,
+            *(
+                part
+                for table in (self.forward, self.backward, self.head)
+                for part in (table.shape, table.tobytes())
+            ),
+        )
 
     def __eq__(self, other: object) -> bool:
         return self._content == other._content if isinstance(other, Schedule) else NotImplemented
@@ -137,7 +149,8 @@ class Schedule:
 
     @cached_property
     def backward_ticks(self) -> NDArray[np.int64]:
-        """[microbatches, virtual stages]: tick of each backward; IDLE in a forward-only schedule."""
+        """[microbatches, virtual stages]: tick of each backward; IDLE in a forward-only
+        schedule."""
         return self._ticks(self.backward)
 
     def _ticks(self, table: Table) -> NDArray[np.int64]:
@@ -149,11 +162,18 @@ class Schedule:
         return ticks
 
     def validate(self) -> None:
-        """Raise PlanError, naming tick, stage and microbatch, if these tables cannot be run as they stand.
+        """Raise PlanError, naming tick, stage and microbatch, if these tables cannot be run as they
+        stand.
 
-        One task per tick and direction is all that a stage can send, so no message overwrites another.
+        One task per tick and direction is all that a stage can send, so no message overwrites
+        another.
         """
-        check_counts(num_stages=self.num_stages, num_microbatches=self.num_microbatches, num_repeats=self.num_repeats, latency=self.latency)
+        check_counts(
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            num_repeats=self.num_repeats,
+            latency=self.latency,
+        )
         self._check_tables()
         self._check_every_task_once(FORWARD, times=1)
         self._check_every_task_once(BACKWARD, times=0 if self.is_forward_only else 1)
@@ -163,19 +183,38 @@ class Schedule:
 
     def _check_tables(self) -> None:
         ticks = len(self.forward) if self.forward.ndim else 0
-        for name, shape, limit in ((FORWARD, (ticks, self.num_stages), self.num_tasks), (BACKWARD, (ticks, self.num_stages), self.num_tasks),
-                                   ("head", (ticks,), self.num_microbatches)):
+        for name, shape, limit in (
+            (FORWARD, (ticks, self.num_stages), self.num_tasks),
+            (BACKWARD, (ticks, self.num_stages), self.num_tasks),
+            ("head", (ticks,), self.num_microbatches),
+        ):
             table: Table = getattr(self, name)
             if table.shape != shape or not ticks:
-                raise self._error(f"table {name!r} has the wrong shape", given=f"{list(table.shape)}",
-                                  do=f"give {name!r} the shape {list(shape)}" if ticks else "give it at least one tick")
+                raise self._error(
+                    f"table {name!r} has the wrong shape",
+                    given=f"{list(table.shape)}",
+                    do=(
+                        f"give {name!r} the shape {list(shape)}"
+                        if ticks
+                        else "give it at least one tick"
+                    ),
+                )
             for place in np.argwhere((table < IDLE) | (table >= limit)):
                 raise self._error(
-                    f"{name}{place.tolist()} is no {'task' if name != 'head' else 'microbatch'}", given=int(table[tuple(place)]),
-                    do=f"use 0 to {limit - 1}{' (microbatch * repeats + repeat)' if name != 'head' else ''}, or {IDLE} for nothing")
+                    f"{name}{place.tolist()} is no {'task' if name != 'head' else 'microbatch'}",
+                    given=int(table[tuple(place)]),
+                    do=(
+                        "use 0 to"
+                        f" {limit - 1}{' (microbatch * repeats + repeat)' if name != 'head' else ''},"
+                        f" or {IDLE} for nothing"
+                    ),
+                )
         if self.num_tasks > ticks:
-            raise self._error(f"{ticks} ticks are too few", do=f"use {self.num_tasks} ticks or more: a stage runs one forward task in each",
-                              given=f"microbatches={self.num_microbatches}, repeats={self.num_repeats}")
+            raise self._error(
+                f"{ticks} ticks are too few",
+                do=f"use {self.num_tasks} ticks or more: a stage runs one forward task in each",
+                given=f"microbatches={self.num_microbatches}, repeats={self.num_repeats}",
+            )
 
     def _check_every_task_once(self, name: str, *, times: int) -> None:
         table: Table = getattr(self, name)
@@ -185,9 +224,19 @@ class Schedule:
             for task in np.flatnonzero(counts != times):
                 ticks = np.flatnonzero(column == task).tolist()
                 raise self._error(
-                    f"{name} of {self._task(*divmod(int(task), self.num_repeats), stage)} runs {len(ticks)} times",
-                    given=f"ticks {', '.join(map(str, ticks))}" if ticks else f"no tick of {self.num_ticks}",
-                    do=f"run it in exactly one tick of {name!r}" if times else "leave 'backward' idle in a forward-only schedule")
+                    f"{name} of {self._task(*divmod(int(task), self.num_repeats), stage)} runs"
+                    f" {len(ticks)} times",
+                    given=(
+                        f"ticks {', '.join(map(str, ticks))}"
+                        if ticks
+                        else f"no tick of {self.num_ticks}"
+                    ),
+                    do=(
+                        f"run it in exactly one tick of {name!r}"
+                        if times
+                        else "leave 'backward' idle in a forward-only schedule"
+                    ),
+                )
 
     def _check_head(self) -> None:
         due = head_of(self.forward, self.num_repeats)
@@ -195,12 +244,20 @@ class Schedule:
             microbatch, other = int(due[tick]), int(self.head[tick])
             raise self._error(
                 f"the head in tick {tick} is not that of the last forward",
-                given=f"head[{tick}]={other}, and " + (f"microbatch {microbatch} leaves" if microbatch != IDLE else "no microbatch leaves")
+                given=f"head[{tick}]={other}, and "
+                + (
+                    f"microbatch {microbatch} leaves"
+                    if microbatch != IDLE
+                    else "no microbatch leaves"
+                )
                 + " the last virtual stage in that tick",
-                do=f"set head[{tick}]={microbatch}, or leave 'head' out of the JSON")
+                do=f"set head[{tick}]={microbatch}, or leave 'head' out of the JSON",
+            )
 
     def _check_order(self) -> None:
-        """A task follows the one it gets its input from, `latency` ticks later, and the last backward follows its head."""
+        """A task follows the one it gets its input from, `latency` ticks later, and the last
+        backward follows its head.
+        """
         forward, backward = self.forward_ticks, self.backward_ticks
         earliest = np.zeros_like(forward)
         earliest[:, 1:] = forward[:, :-1] + self.latency
@@ -210,29 +267,48 @@ class Schedule:
             earliest[:, -1] = forward[:, -1]
             self._check_not_before(BACKWARD, backward, earliest)
 
-    def _check_not_before(self, name: str, ticks: NDArray[np.int64], earliest: NDArray[np.int64]) -> None:
+    def _check_not_before(
+        self, name: str, ticks: NDArray[np.int64], earliest: NDArray[np.int64]
+    ) -> None:
         early = ticks < earliest
         if early.any():
             tick = ticks[early].min()
             microbatch, virtual = (int(index) for index in np.argwhere(early & (ticks == tick))[0])
             repeat, stage = divmod(virtual, self.num_stages)
             raise self._error(
-                f"{name} of {self._task(microbatch, repeat, stage)} runs in tick {tick}, before its input is there",
-                given=f"latency={self.latency}, and an input that comes in time for tick {earliest[microbatch, virtual]}",
-                do=f"run it in tick {earliest[microbatch, virtual]} or later")
+                f"{name} of {self._task(microbatch, repeat, stage)} runs in tick {tick}, before its"
+                " input is there",
+                given=(
+                    f"latency={self.latency}, and an input that comes in time for tick"
+                    f" {earliest[microbatch, virtual]}"
+                ),
+                do=f"run it in tick {earliest[microbatch, virtual]} or later",
+            )
 
     def _check_idle_ticks(self) -> None:
         work = self._has(FORWARD) | self._has(BACKWARD)
         # With latency 2 a tick may have nothing to do but send what the tick before computed.
-        sends = np.concatenate([[False], work[:-1]]) & (self.latency > 1) & (np.arange(self.num_ticks) < self.num_ticks - 1)
+        sends = (
+            np.concatenate([[False], work[:-1]])
+            & (self.latency > 1)
+            & (np.arange(self.num_ticks) < self.num_ticks - 1)
+        )
         for tick in np.flatnonzero(~work & ~sends):
-            raise self._error(f"no stage does anything in tick {tick}", given=f"tick {tick} of {self.num_ticks}", do="leave that tick out")
+            raise self._error(
+                f"no stage does anything in tick {tick}",
+                given=f"tick {tick} of {self.num_ticks}",
+                do="leave that tick out",
+            )
 
     def _error(self, what: str, *, given: object, do: str) -> PlanError:
         return PlanError(explain(f"schedule {self.name!r}: {what}", given=given, do=do))
 
     def _task(self, microbatch: int, repeat: int, stage: int) -> str:
-        return f"microbatch {microbatch}" + (f", repeat {repeat}" if self.num_repeats > 1 else "") + f" on stage {stage}"
+        return (
+            f"microbatch {microbatch}"
+            + (f", repeat {repeat}" if self.num_repeats > 1 else "")
+            + f" on stage {stage}"
+        )
 
     def _has(self, name: str) -> NDArray[np.bool_]:
         """[ticks]: some stage runs such a task."""
@@ -244,13 +320,28 @@ class Schedule:
     def phases(self) -> tuple[Phase, ...]:
         """Maximal runs of ticks in which the same kinds of task occur."""
         has_forward, has_backward = self._has(FORWARD), self._has(BACKWARD)
-        head, embed, embed_backward = self.head != IDLE, self._has_embed(self.forward), self._has_embed(self.backward)
-        changes = np.flatnonzero((has_forward[1:] != has_forward[:-1]) | (has_backward[1:] != has_backward[:-1])) + 1
+        head, embed, embed_backward = (
+            self.head != IDLE,
+            self._has_embed(self.forward),
+            self._has_embed(self.backward),
+        )
+        changes = (
+            np.flatnonzero(
+                (has_forward[1:] != has_forward[:-1]) | (has_backward[1:] != has_backward[:-1])
+            )
+            + 1
+        )
         bounds = [0, *changes.tolist(), self.num_ticks]
         return tuple(
-            Phase(start, stop, bool(has_forward[start]), bool(has_backward[start]),
-                  *(Share.of(ticks[start:stop]) for ticks in (head, embed, embed_backward)))
-            for start, stop in itertools.pairwise(bounds))
+            Phase(
+                start,
+                stop,
+                bool(has_forward[start]),
+                bool(has_backward[start]),
+                *(Share.of(ticks[start:stop]) for ticks in (head, embed, embed_backward)),
+            )
+            for start, stop in itertools.pairwise(bounds)
+        )
 
     def critical_path(self, forward_s: float, backward_s: float, head_s: float = 0.0) -> float:
         """Seconds of a step in lockstep, without what sending takes.
@@ -263,7 +354,11 @@ class Schedule:
           backward_s: backward of one task, what it recomputes included.
           head_s: head of one microbatch, all stages working on it.
         """
-        return float(self._has(FORWARD).sum() * forward_s + self._has(BACKWARD).sum() * backward_s + (self.head != IDLE).sum() * head_s)
+        return float(
+            self._has(FORWARD).sum() * forward_s
+            + self._has(BACKWARD).sum() * backward_s
+            + (self.head != IDLE).sum() * head_s
+        )
 
     def ideal_time(self, forward_s: float, backward_s: float, head_s: float = 0.0) -> float:
         """Seconds of a step in which no stage ever waits; arguments of `critical_path`."""
@@ -271,17 +366,27 @@ class Schedule:
         return self.num_tasks * task_s + self.num_microbatches * head_s
 
     def bubble(self, forward_s: float = 1.0, backward_s: float = 2.0, head_s: float = 0.0) -> float:
-        """Time lost to waiting as a share of the ideal time (arXiv:2104.04473, section 2.2); arguments of `critical_path`."""
-        return self.critical_path(forward_s, backward_s, head_s) / self.ideal_time(forward_s, backward_s, head_s) - 1.0
+        """Time lost to waiting as a share of the ideal time (arXiv:2104.04473, section 2.2);
+        arguments of `critical_path`.
+        """
+        return (
+            self.critical_path(forward_s, backward_s, head_s)
+            / self.ideal_time(forward_s, backward_s, head_s)
+            - 1.0
+        )
 
     @property
     def idle_fraction(self) -> float:
-        """Share of idle entries in the ticks that have work of that kind, forward and backward together."""
+        """Share of idle entries in the ticks that have work of that kind, forward and backward
+        together.
+        """
         slots = self.num_stages * int(self._has(FORWARD).sum() + self._has(BACKWARD).sum())
         return 1.0 - int((self.forward != IDLE).sum() + (self.backward != IDLE).sum()) / slots
 
     def in_flight(self) -> NDArray[np.int64]:
-        """[stages]: most tasks at once whose forward has run and whose backward has not ended; 0 if there is no backward."""
+        """[stages]: most tasks at once whose forward has run and whose backward has not ended; 0 if
+        there is no backward.
+        """
         if self.is_forward_only:
             return np.zeros(self.num_stages, np.int64)
         change = np.zeros((self.num_ticks + 1, self.num_stages), np.int64)
@@ -291,42 +396,80 @@ class Schedule:
 
     def to_json(self) -> str:
         """The schedule as a JSON object (pipeline/schedule_json.py)."""
-        return write_schedule({
-            "name": self.name, "stages": self.num_stages, "microbatches": self.num_microbatches, "repeats": self.num_repeats,
-            "latency": self.latency, "forward": self.forward.tolist(),
-            "backward": None if self.is_forward_only else self.backward.tolist(), "head": self.head.tolist()})
+        return write_schedule(
+            {
+                "name": self.name,
+                "stages": self.num_stages,
+                "microbatches": self.num_microbatches,
+                "repeats": self.num_repeats,
+                "latency": self.latency,
+                "forward": self.forward.tolist(),
+                "backward": None if self.is_forward_only else self.backward.tolist(),
+                "head": self.head.tolist(),
+            }
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Schedule":
-        """The inverse of `to_json`, validated. Raises PlanError for what is not a schedule, or not one that can be run."""
+        """The inverse of `to_json`, validated.
+
+        Raises PlanError for what is not a schedule, or not one that can be run.
+        """
         value = read_schedule(text)
         forward, backward = np.array(value["forward"], np.int32), value["backward"]
         head = value["head"] if "head" in value else head_of(forward, value["repeats"])
         schedule = cls(
-            name=value["name"], num_stages=value["stages"], num_microbatches=value["microbatches"], num_repeats=value["repeats"],
-            latency=value["latency"], forward=forward, head=np.array(head, np.int32), is_forward_only=backward is None,
-            backward=np.full_like(forward, IDLE) if backward is None else np.array(backward, np.int32))
+            name=value["name"],
+            num_stages=value["stages"],
+            num_microbatches=value["microbatches"],
+            num_repeats=value["repeats"],
+            latency=value["latency"],
+            forward=forward,
+            head=np.array(head, np.int32),
+            is_forward_only=backward is None,
+            backward=(
+                np.full_like(forward, IDLE) if backward is None else np.array(backward, np.int32)
+            ),
+        )
         schedule.validate()
         return schedule
 
 
 def head_of(forward: Table, num_repeats: int) -> Table:
-    """[ticks]: microbatch that the last virtual stage finishes in each tick of `forward`, else IDLE."""
+    """[ticks]: microbatch that the last virtual stage finishes in each tick of `forward`, else
+    IDLE.
+    """
     last = forward[:, -1]
-    return np.where((last != IDLE) & (last % num_repeats == num_repeats - 1), last // num_repeats, IDLE).astype(np.int32)
+    return np.where(
+        (last != IDLE) & (last % num_repeats == num_repeats - 1), last // num_repeats, IDLE
+    ).astype(np.int32)
 
 
-def lay_out(name: str, forward_start: ArrayLike, backward_start: ArrayLike | None, *, num_stages: int, latency: int) -> Schedule:
-    """The validated schedule whose tasks go from stage to stage without waiting, `latency` ticks apart.
+def lay_out(
+    name: str,
+    forward_start: ArrayLike,
+    backward_start: ArrayLike | None,
+    *,
+    num_stages: int,
+    latency: int,
+) -> Schedule:
+    """The validated schedule whose tasks go from stage to stage without waiting, `latency` ticks
+    apart.
 
     Args:
-      forward_start: [microbatches, repeats], tick in which stage 0 runs forward of each; stage s does so latency * s later.
-      backward_start: the same for backward, which begins on the last stage; None for a forward-only schedule.
+      forward_start: [microbatches, repeats], tick in which stage 0 runs forward of each; stage s
+        does so latency * s later.
+      backward_start: the same for backward, which begins on the last stage; None for a forward-only
+        schedule.
     """
     stages = np.arange(num_stages)
     forward_start = np.asarray(forward_start)
     forward_ticks = forward_start[:, :, None] + latency * stages
-    backward_ticks = None if backward_start is None else np.asarray(backward_start)[:, :, None] + latency * stages[::-1]
+    backward_ticks = (
+        None
+        if backward_start is None
+        else np.asarray(backward_start)[:, :, None] + latency * stages[::-1]
+    )
     last = forward_ticks if backward_ticks is None else backward_ticks
     tasks = np.arange(forward_start.size).reshape(*forward_start.shape, 1)
     forward = np.full((int(last.max()) + 1, num_stages), IDLE, np.int32)
@@ -336,17 +479,38 @@ def lay_out(name: str, forward_start: ArrayLike, backward_start: ArrayLike | Non
         backward[backward_ticks, stages] = tasks
     num_microbatches, num_repeats = forward_start.shape
     schedule = Schedule(
-        name=name, num_stages=num_stages, num_microbatches=num_microbatches, num_repeats=num_repeats, latency=latency, forward=forward,
-        backward=backward, head=head_of(forward, num_repeats), is_forward_only=backward_start is None)
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_repeats=num_repeats,
+        latency=latency,
+        forward=forward,
+        backward=backward,
+        head=head_of(forward, num_repeats),
+        is_forward_only=backward_start is None,
+    )
     schedule.validate()
     return schedule
 
 
 def check_counts(*, num_stages: int, num_microbatches: int, num_repeats: int, latency: int) -> None:
     """Raise PlanError for counts that no schedule has."""
-    for name, count in (("stages", num_stages), ("microbatches", num_microbatches), ("repeats", num_repeats)):
+    for name, count in (
+        ("stages", num_stages),
+        ("microbatches", num_microbatches),
+        ("repeats", num_repeats),
+    ):
         if count < 1:
-            raise PlanError(explain(f"a schedule needs {name}", given=f"{name}={count}", do=f"use 1 or more {name}"))
+            raise PlanError(
+                explain(
+                    f"a schedule needs {name}", given=f"{name}={count}", do=f"use 1 or more {name}"
+                )
+            )
     if latency not in LATENCIES:
-        raise PlanError(explain("a schedule has no such latency", given=f"latency={latency}",
-                                do="choose latency=" + " or ".join(map(str, LATENCIES))))
+        raise PlanError(
+            explain(
+                "a schedule has no such latency",
+                given=f"latency={latency}",
+                do="choose latency=" + " or ".join(map(str, LATENCIES)),
+            )
+        )

@@ -9,8 +9,12 @@ from optimus_jax.pipeline.one_f_one_b import one_f_one_b
 from optimus_jax.pipeline.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[[int, int, int, int], Schedule]] = {
-    "gpipe": lambda num_stages, num_microbatches, _, latency: gpipe(num_stages, num_microbatches, latency),
-    "1f1b": lambda num_stages, num_microbatches, _, latency: one_f_one_b(num_stages, num_microbatches, latency),
+    "gpipe": lambda num_stages, num_microbatches, _, latency: gpipe(
+        num_stages, num_microbatches, latency
+    ),
+    "1f1b": lambda num_stages, num_microbatches, _, latency: one_f_one_b(
+        num_stages, num_microbatches, latency
+    ),
     "interleaved": interleaved,
 }
 """Builders (stages, microbatches, repeats, latency) of schedules for training."""
@@ -20,14 +24,33 @@ REPEATING = ("interleaved",)
 """Those that take more than one repeat."""
 
 
-def make_schedule(name: str, num_stages: int, num_microbatches: int, num_repeats: int = 1, latency: int = 1) -> Schedule:
-    """The schedule called `name`. Raises PlanError for an unknown name or a combination that it does not have."""
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, num_repeats: int = 1, latency: int = 1
+) -> Schedule:
+    """The schedule called `name`.
+
+    Raises PlanError for an unknown name or a combination that it does not have.
+    """
     if name not in SCHEDULES:
-        raise PlanError(explain(f"unknown schedule {name!r}", given=name, do=nearest(name, SCHEDULES)))
+        raise PlanError(
+            explain(f"unknown schedule {name!r}", given=name, do=nearest(name, SCHEDULES))
+        )
     if num_repeats != 1 and name not in REPEATING:
-        raise PlanError(explain(f"schedule {name!r} visits each device once", given=f"repeats={num_repeats}",
-                                do=f"set repeats=1, or choose schedule {' or '.join(REPEATING)}"))
+        raise PlanError(
+            explain(
+                f"schedule {name!r} visits each device once",
+                given=f"repeats={num_repeats}",
+                do=f"set repeats=1, or choose schedule {' or '.join(REPEATING)}",
+            )
+        )
     if num_stages * num_microbatches * num_repeats > MOST_TASKS:
-        raise PlanError(explain(f"a schedule has {MOST_TASKS:,} tasks at most", given=f"stages={num_stages}, microbatches={num_microbatches}, repeats={num_repeats}",
-                                do="use fewer"))
+        raise PlanError(
+            explain(
+                f"a schedule has {MOST_TASKS:,} tasks at most",
+                given=(
+                    f"stages={num_stages}, microbatches={num_microbatches}, repeats={num_repeats}"
+                ),
+                do="use fewer",
+            )
+        )
     return SCHEDULES[name](num_stages, num_microbatches, num_repeats, latency)

@@ -1,4 +1,6 @@
-"""`find_plans`: the best layouts of a model on a cluster, there or not, with predictions and reasons."""
+"""`find_plans`: the best layouts of a model on a cluster, there or not, with predictions and
+reasons.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -47,7 +49,8 @@ class RankedPlan:
     why: str
     """Why it wins, or what makes it lose against the winner."""
     batch_advice: tuple[Alternative, ...] = ()
-    """Batches near the one asked for that the devices divide better, with what the best plan for each would give; the same in every plan of a ranking."""
+    """Batches near the one asked for that the devices divide better, with what the best plan for
+    each would give; the same in every plan of a ranking."""
     cluster_advice: tuple[Alternative, ...] = ()
     """Fewer hosts of the cluster on which the same batch would be faster, likewise."""
     lost: "Lost | None" = None
@@ -79,17 +82,36 @@ class RankedPlan:
         """What `scripts/plan.py --json` prints."""
         pipeline, prediction = self.plan.pipeline, self.prediction
         return {
-            "rank": self.rank, "axes": dataclasses.asdict(self.axes), "schedule": self.schedule,
-            "repeats": 1 if pipeline is None else pipeline.repeats, "microbatches": self.plan.microbatches, "remat": self.plan.remat,
+            "rank": self.rank,
+            "axes": dataclasses.asdict(self.axes),
+            "schedule": self.schedule,
+            "repeats": 1 if pipeline is None else pipeline.repeats,
+            "microbatches": self.plan.microbatches,
+            "remat": self.plan.remat,
             "offload": self.plan.offload,
-            "stage_residuals": None if pipeline is None else "keep" if pipeline.keep_residuals else "recompute",
-            "zero": self.plan.zero, "rules": {name: list(axes) for name, axes in self.plan.rules}, "precision": self.plan.precision, "moments": self.plan.moments,
-            "step_time_s": prediction.step_time_s, "step_time_interval_s": [prediction.low_s, prediction.high_s],
-            "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "memory_bytes": self.memory_bytes,
-            "memory": dataclasses.asdict(self.memory), "bubble": prediction.bubble, "communication": prediction.communication,
-            "terms_s": {term.name: term.time_s for term in prediction.terms}, "why": self.why, "flags": flags(self.plan),
-            "batch_advice": [other.as_json() for other in self.batch_advice], "cluster_advice": [other.as_json() for other in self.cluster_advice],
-            "later_phases": [phase.as_json() for phase in self.later], "lost": self.lost and self.lost.as_json()}
+            "stage_residuals": (
+                None if pipeline is None else "keep" if pipeline.keep_residuals else "recompute"
+            ),
+            "zero": self.plan.zero,
+            "rules": {name: list(axes) for name, axes in self.plan.rules},
+            "precision": self.plan.precision,
+            "moments": self.plan.moments,
+            "step_time_s": prediction.step_time_s,
+            "step_time_interval_s": [prediction.low_s, prediction.high_s],
+            "tokens_per_s": prediction.tokens_per_s,
+            "mfu": prediction.mfu,
+            "memory_bytes": self.memory_bytes,
+            "memory": dataclasses.asdict(self.memory),
+            "bubble": prediction.bubble,
+            "communication": prediction.communication,
+            "terms_s": {term.name: term.time_s for term in prediction.terms},
+            "why": self.why,
+            "flags": flags(self.plan),
+            "batch_advice": [other.as_json() for other in self.batch_advice],
+            "cluster_advice": [other.as_json() for other in self.cluster_advice],
+            "later_phases": [phase.as_json() for phase in self.later],
+            "lost": self.lost and self.lost.as_json(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +130,35 @@ class Lost:
     @property
     def share(self) -> float | None:
         """Of tokens per second, what is lost."""
-        return None if self.tokens_per_s_before is None else 1 - self.tokens_per_s / self.tokens_per_s_before
+        return (
+            None
+            if self.tokens_per_s_before is None
+            else 1 - self.tokens_per_s / self.tokens_per_s_before
+        )
 
     def as_json(self) -> dict[str, Any]:
         """What `scripts/plan.py --json` prints."""
-        return {"num_devices": self.num_devices, "tokens_per_s_before": self.tokens_per_s_before, "tokens_per_s": self.tokens_per_s, "share": self.share}
+        return {
+            "num_devices": self.num_devices,
+            "tokens_per_s_before": self.tokens_per_s_before,
+            "tokens_per_s": self.tokens_per_s,
+            "share": self.share,
+        }
 
     def describe(self) -> str:
         """One line for people."""
-        devices = f"without {self.num_devices:,} of {self.before.num_devices:,} devices ({self.num_devices / self.before.num_devices:.1%})"
+        devices = (
+            f"without {self.num_devices:,} of {self.before.num_devices:,} devices"
+            f" ({self.num_devices / self.before.num_devices:.1%})"
+        )
         if self.tokens_per_s_before is None:
-            return f"{devices}: {self.tokens_per_s:,.0f} tokens/s; with all of them no plan was found"
-        return f"{devices}: {self.tokens_per_s_before:,.0f} -> {self.tokens_per_s:,.0f} tokens/s, {-(self.share or 0.0):+.1%}"
+            return (
+                f"{devices}: {self.tokens_per_s:,.0f} tokens/s; with all of them no plan was found"
+            )
+        return (
+            f"{devices}: {self.tokens_per_s_before:,.0f} -> {self.tokens_per_s:,.0f} tokens/s,"
+            f" {-(self.share or 0.0):+.1%}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +174,25 @@ class LaterPhase:
 
     def as_json(self) -> dict[str, Any]:
         """What `scripts/plan.py --json` prints."""
-        return {"after_step": self.phase.steps_before, "global_batch": self.phase.global_batch, "seq_len": self.phase.seq_len, "mesh": str(self.plan.axes),
-                "microbatches": self.plan.microbatches, "remat": self.plan.remat, "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s}
+        return {
+            "after_step": self.phase.steps_before,
+            "global_batch": self.phase.global_batch,
+            "seq_len": self.phase.seq_len,
+            "mesh": str(self.plan.axes),
+            "microbatches": self.plan.microbatches,
+            "remat": self.plan.remat,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens_per_s,
+        }
 
     def describe(self) -> str:
         """One line for people."""
         plan = self.plan
-        return (f"{self.phase}: mesh {plan.axes}, {plan.microbatches} microbatch(es), remat {plan.remat}, step {seconds(self.step_time_s)}, "
-                f"{self.tokens_per_s:,.0f} tokens/s" + (f" ({self.reason})" if self.reason else ""))
+        return (
+            f"{self.phase}: mesh {plan.axes}, {plan.microbatches} microbatch(es), remat"
+            f" {plan.remat}, step {seconds(self.step_time_s)}, {self.tokens_per_s:,.0f} tokens/s"
+            + (f" ({self.reason})" if self.reason else "")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +214,16 @@ class Found:
     """What the best plan becomes in the phases after the first, for which plans were ranked."""
 
 
-def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iterable[str] = (), rates: Rates | None = None,
-               without: int | None = None, **overrides: Any) -> list[RankedPlan]:
+def find_plans(
+    model: str,
+    cluster: str | Cluster,
+    *,
+    top: int = 10,
+    links: Iterable[str] = (),
+    rates: Rates | None = None,
+    without: int | None = None,
+    **overrides: Any,
+) -> list[RankedPlan]:
     """The best plans for a model on a cluster, best first. Needs no accelerator.
 
     Args:
@@ -174,44 +232,86 @@ def find_plans(model: str, cluster: str | Cluster, *, top: int = 10, links: Iter
       top: how many.
       links: speeds that replace the cluster's usual ones, such as `between=50GB/s`.
       rates: how fast its devices are; None: what is known of their kind.
-      without: plan for the cluster without so many hosts, or devices where it has one host; the global batch stays what it is on all of them.
-      overrides: settings as for `train`; those of the layout are then kept. Precision is bf16 on GPUs unless given, the global
-        batch SEQUENCES_PER_DEVICE for each device.
+      without: plan for the cluster without so many hosts, or devices where it has one host; the
+        global batch stays what it is on all of them.
+      overrides: settings as for `train`; those of the layout are then kept. Precision is bf16 on
+        GPUs unless given, the global batch SEQUENCES_PER_DEVICE for each device.
     Raises:
       OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
     """
-    return look_for_plans(model, cluster, top=top, links=links, rates=rates, without=without, overrides=overrides).plans
+    return look_for_plans(
+        model, cluster, top=top, links=links, rates=rates, without=without, overrides=overrides
+    ).plans
 
 
-def look_for_plans(model: str, cluster: str | Cluster, *, top: int, links: Iterable[str] = (), rates: Rates | None = None, without: int | None = None,
-                   calibration: Calibration | None = None, progress: Progress | None = None, overrides: dict[str, Any]) -> Found:
+def look_for_plans(
+    model: str,
+    cluster: str | Cluster,
+    *,
+    top: int,
+    links: Iterable[str] = (),
+    rates: Rates | None = None,
+    without: int | None = None,
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+    overrides: dict[str, Any],
+) -> Found:
     """`find_plans` with everything that it looked at."""
     check_jax_settings()
     if top < 1:
-        raise ConfigError(explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan"))
+        raise ConfigError(
+            explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan")
+        )
     if not isinstance(cluster, str | Cluster):
-        raise ConfigError(explain("a cluster is a name and a size, or a Cluster", given=f"cluster={cluster!r}", do="give one such as h100:8x8"))
-    whole = (Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links))
+        raise ConfigError(
+            explain(
+                "a cluster is a name and a size, or a Cluster",
+                given=f"cluster={cluster!r}",
+                do="give one such as h100:8x8",
+            )
+        )
+    whole = Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links)
     where = whole if without is None else whole.without(without)
     config = config_for(model, whole, dotted(overrides))  # a run that loses devices keeps its batch
     rates = rates or Rates.of(where.accelerator)
     pricing = Pricing(config, where, rates, calibration or Calibration())
     ranking = search(pricing, top=top)
-    divided = divisibility(pricing, ranking.best[0] if ranking.best else None, may_leave_hosts=isinstance(cluster, str), progress=progress)
+    divided = divisibility(
+        pricing,
+        ranking.best[0] if ranking.best else None,
+        may_leave_hosts=isinstance(cluster, str),
+        progress=progress,
+    )
     if not ranking.best:
         raise PlanError(_nothing_found(pricing, ranking, divided))
     lost = None
     if without is not None:
         before = search(dataclasses.replace(pricing, cluster=whole), top=1).best
-        lost = Lost(before=whole, tokens_per_s_before=before[0].prediction.tokens_per_s if before else None, tokens_per_s=ranking.best[0].prediction.tokens_per_s,
-                    num_devices=whole.num_devices - where.num_devices)
+        lost = Lost(
+            before=whole,
+            tokens_per_s_before=before[0].prediction.tokens_per_s if before else None,
+            tokens_per_s=ranking.best[0].prediction.tokens_per_s,
+            num_devices=whole.num_devices - where.num_devices,
+        )
     later = tuple(_later(pricing, ranking.best[0].plan))
-    return Found(config=config, cluster=where, rates=rates, plans=ranked(ranking, divided, lost, later), later=later, rejections=ranking.rejections,
-                 num_priced=ranking.num_priced, divisibility=divided, lost=lost)
+    return Found(
+        config=config,
+        cluster=where,
+        rates=rates,
+        plans=ranked(ranking, divided, lost, later),
+        later=later,
+        rejections=ranking.rejections,
+        num_priced=ranking.num_priced,
+        divisibility=divided,
+        lost=lost,
+    )
 
 
 def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
-    """Of the runs that plans are looked for: what is left open is as usual on such devices. Raises OptimusError for what cannot be there, whatever the plan."""
+    """Of the runs that plans are looked for: what is left open is as usual on such devices.
+
+    Raises OptimusError for what cannot be there, whatever the plan.
+    """
     defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     config = make_config(model, ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides)
     check_family(config.model)
@@ -223,22 +323,59 @@ _GLOBAL_BATCH = {"global_batch", "data.global_batch"}
 
 
 def _later(pricing: Pricing, plan: Plan) -> Iterator[LaterPhase]:
-    """The phases after the first of a run that begins under `plan`. Raises PlanError where one has no plan."""
+    """The phases after the first of a run that begins under `plan`.
+
+    Raises PlanError where one has no plan.
+    """
     config, num_devices = pricing.config, pricing.cluster.num_devices
-    for phase, own in plans_ahead(config, plan, 0, pricing.cluster.topology(), lambda config: dataclasses.replace(pricing, config=config)):
+    for phase, own in plans_ahead(
+        config,
+        plan,
+        0,
+        pricing.cluster.topology(),
+        lambda config: dataclasses.replace(pricing, config=config),
+    ):
         priced = dataclasses.replace(pricing, config=in_phase(config, phase))
         prediction = priced.predicted(own)
-        reason = next(reasons_of(priced.config, num_devices, own), None) if phase.global_batch % num_devices else None
-        yield LaterPhase(phase=phase, plan=own, step_time_s=prediction.step_time_s, tokens_per_s=prediction.tokens_per_s, reason=reason)
+        reason = (
+            next(reasons_of(priced.config, num_devices, own), None)
+            if phase.global_batch % num_devices
+            else None
+        )
+        yield LaterPhase(
+            phase=phase,
+            plan=own,
+            step_time_s=prediction.step_time_s,
+            tokens_per_s=prediction.tokens_per_s,
+            reason=reason,
+        )
 
 
-def ranked(ranking: Ranking, divided: Divisibility, lost: Lost | None = None, later: tuple[LaterPhase, ...] = ()) -> list[RankedPlan]:
+def ranked(
+    ranking: Ranking,
+    divided: Divisibility,
+    lost: Lost | None = None,
+    later: tuple[LaterPhase, ...] = (),
+) -> list[RankedPlan]:
     """The ranking's best with a sentence for each."""
-    return [RankedPlan(
-        rank=rank, plan=candidate.plan, prediction=candidate.prediction, memory=candidate.memory,
-        batch_advice=divided.batches, cluster_advice=divided.clusters, lost=lost, later=later if rank == 1 else (),
-        why=why_best(candidate.prediction, ranking.num_priced) if rank == 1 else why_not(candidate.prediction, ranking.best[0].prediction))
-        for rank, candidate in enumerate(ranking.best, start=1)]
+    return [
+        RankedPlan(
+            rank=rank,
+            plan=candidate.plan,
+            prediction=candidate.prediction,
+            memory=candidate.memory,
+            batch_advice=divided.batches,
+            cluster_advice=divided.clusters,
+            lost=lost,
+            later=later if rank == 1 else (),
+            why=(
+                why_best(candidate.prediction, ranking.num_priced)
+                if rank == 1
+                else why_not(candidate.prediction, ranking.best[0].prediction)
+            ),
+        )
+        for rank, candidate in enumerate(ranking.best, start=1)
+    ]
 
 
 def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) -> str:
@@ -248,27 +385,61 @@ def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) ->
     too_large = [rejection for rejection in ranking.rejections if rejection.needs_bytes is not None]
     if divided.batches or divided.clusters:
         sizes = [f"--global-batch {other.global_batch}" for other in divided.batches]
-        sizes += [f"--cluster {other.cluster.shape}, which leaves {cluster.num_devices - other.num_devices} devices idle" for other in divided.clusters]
-        return explain(f"no layout of {config.model.name} is legal and fits on {cluster.num_devices} devices", given="; ".join(divided.reasons),
-                       do="give what does have a plan: " + ", or ".join(sizes))
+        sizes += [
+            f"--cluster {other.cluster.shape}, which leaves"
+            f" {cluster.num_devices - other.num_devices} devices idle"
+            for other in divided.clusters
+        ]
+        return explain(
+            f"no layout of {config.model.name} is legal and fits on {cluster.num_devices} devices",
+            given="; ".join(divided.reasons),
+            do="give what does have a plan: " + ", or ".join(sizes),
+        )
     if too_large:
         least = min(too_large, key=lambda rejection: rejection.needs_bytes or 0)
         return explain(
             f"no layout of {config.model.name} fits {cluster.accelerator.name} devices",
-            given=f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device; the least, {least.layouts}, {least.reason}",
-            do=_in_smaller_moments(pricing) + "give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer fixed settings")
-    reasons = dict.fromkeys([*divided.reasons, *(rejection.reason for rejection in ranking.rejections)])
-    unknown = [name for name, link in (("inside", cluster.inside), ("between", cluster.between)) if link is not None and link.bytes_per_s is None]
-    return explain(f"no layout of {config.model.name} is legal on {cluster.num_devices} devices", given="; ".join(list(reasons)[:3]),
-                   do=f"change the --global-batch{f' ({divided.no_batch})' if divided.no_batch else ''}, the number of devices, or the settings that were fixed"
-                   + "".join(f"; say how fast a link is: --link {name}=25GB/s" for name in unknown))
+            given=(
+                f"{ranking.num_priced} legal layouts on {cluster}, {gib(capacity or 0)} per device;"
+                f" the least, {least.layouts}, {least.reason}"
+            ),
+            do=_in_smaller_moments(pricing)
+            + "give more devices or larger ones, a smaller --global-batch or --seq-len, or fewer"
+            " fixed settings",
+        )
+    reasons = dict.fromkeys(
+        [*divided.reasons, *(rejection.reason for rejection in ranking.rejections)]
+    )
+    unknown = [
+        name
+        for name, link in (("inside", cluster.inside), ("between", cluster.between))
+        if link is not None and link.bytes_per_s is None
+    ]
+    return explain(
+        f"no layout of {config.model.name} is legal on {cluster.num_devices} devices",
+        given="; ".join(list(reasons)[:3]),
+        do=(
+            f"change the --global-batch{f' ({divided.no_batch})' if divided.no_batch else ''}, the"
+            " number of devices, or the settings that were fixed"
+        )
+        + "".join(f"; say how fast a link is: --link {name}=25GB/s" for name in unknown),
+    )
 
 
 def _in_smaller_moments(pricing: Pricing) -> str:
-    """That something fits with moments in bf16, to be followed by what else helps; empty: nothing does."""
+    """That something fits with moments in bf16, to be followed by what else helps; empty: nothing
+    does.
+    """
     try:
         config = pricing.config.with_values({"precision.moments": "bf16"})
     except ConfigError:  # betas that bf16 cannot follow
         return ""
-    fits = config != pricing.config and search(dataclasses.replace(pricing, config=config), top=1).best
-    return f"keep moments in bf16 (--set precision.moments=bf16), with which mesh {fits[0].plan.axes} fits; or " if fits else ""
+    fits = (
+        config != pricing.config and search(dataclasses.replace(pricing, config=config), top=1).best
+    )
+    return (
+        f"keep moments in bf16 (--set precision.moments=bf16), with which mesh {fits[0].plan.axes}"
+        " fits; or "
+        if fits
+        else ""
+    )

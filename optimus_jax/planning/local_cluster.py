@@ -1,7 +1,9 @@
-"""What is known of the devices that are here: their cluster, how fast it is, and what steps measured on it teach.
+"""What is known of the devices that are here: their cluster, how fast it is, and what steps
+measured on it teach.
 
-A kept hardware profile counts first, then data sheets; where neither says how fast the devices are, nothing is
-known. What steps took is kept beside the profiles, a file for each kind of device and number of them.
+A kept hardware profile counts first, then data sheets; where neither says how fast the devices are,
+nothing is known. What steps took is kept beside the profiles, a file for each kind of device and
+number of them.
 """
 
 import datetime
@@ -18,12 +20,28 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.calibrate import Calibration
-from optimus_jax.planning.learning.records import Record, append_record, calibration_of, read_records
+from optimus_jax.planning.learning.records import (
+    Record,
+    append_record,
+    calibration_of,
+    read_records,
+)
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.profiles.hardware import HardwareProfile, kept_profile, profile_hardware, profile_path
+from optimus_jax.planning.profiles.hardware import (
+    HardwareProfile,
+    kept_profile,
+    profile_hardware,
+    profile_path,
+)
 from optimus_jax.planning.profiles.probes import Progress
 from optimus_jax.planning.search.search import Pricing
-from optimus_jax.planning.trials.reference_steps import fitted, path_of, read_steps, time_reference_steps, write_steps
+from optimus_jax.planning.trials.reference_steps import (
+    fitted,
+    path_of,
+    read_steps,
+    time_reference_steps,
+    write_steps,
+)
 from optimus_jax.system.cache import measurements_directory
 
 
@@ -38,8 +56,12 @@ class LocalCluster:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """What those taught when this was first asked for; nothing in a run of several processes, each of which has files of its own."""
-        return Calibration() if jax.process_count() > 1 else calibration_of(read_records(self.records))
+        """What those taught when this was first asked for; nothing in a run of several processes,
+        each of which has files of its own.
+        """
+        return (
+            Calibration() if jax.process_count() > 1 else calibration_of(read_records(self.records))
+        )
 
     def pricing(self, config: Config) -> Pricing:
         """What plans cost for a run of `config`."""
@@ -49,12 +71,21 @@ class LocalCluster:
         """Keep what steps under `plan` took beside what is predicted of them."""
         if jax.process_index() == 0:
             prediction = self.pricing(config).uncalibrated(plan)
-            append_record(self.records, Record(
-                model=config.model.name, plan=plan.digest, measured_s=step_time_s, terms_s={term.name: term.time_s for term in prediction.terms},
-                measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")))
+            append_record(
+                self.records,
+                Record(
+                    model=config.model.name,
+                    plan=plan.digest,
+                    measured_s=step_time_s,
+                    terms_s={term.name: term.time_s for term in prediction.terms},
+                    measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                ),
+            )
 
 
-def measure_devices(topology: Topology, *, refresh: bool = False, progress: Progress | None = None) -> LocalCluster:
+def measure_devices(
+    topology: Topology, *, refresh: bool = False, progress: Progress | None = None
+) -> LocalCluster:
     """The devices, measured now (at most two minutes) or earlier; every process has to call it."""
     profile = profile_hardware(refresh=refresh, progress=progress)
     path = path_of(profile_path(), topology)
@@ -64,19 +95,31 @@ def measure_devices(topology: Topology, *, refresh: bool = False, progress: Prog
 
 
 def known_devices(topology: Topology) -> LocalCluster | None:
-    """The same without measuring anything; None: it is not known how fast they are. Every process has to call it."""
+    """The same without measuring anything; None: it is not known how fast they are.
+
+    Every process has to call it.
+    """
     if (profile := kept_profile()) is not None:
         return _profiled(topology, profile)
     cluster = Cluster.of(topology)
     try:
-        return LocalCluster(cluster=cluster, rates=Rates.of(cluster.accelerator), records=_records(topology))
+        return LocalCluster(
+            cluster=cluster, rates=Rates.of(cluster.accelerator), records=_records(topology)
+        )
     except PlanError:
         return None
 
 
 def _profiled(topology: Topology, profile: HardwareProfile) -> LocalCluster:
-    cluster, steps = profile.cluster(Cluster.of(topology)), read_steps(path_of(profile_path(), topology))
-    return LocalCluster(cluster=cluster, rates=fitted(Rates.from_profile(profile), steps, topology, cluster), records=_records(topology))
+    cluster, steps = (
+        profile.cluster(Cluster.of(topology)),
+        read_steps(path_of(profile_path(), topology)),
+    )
+    return LocalCluster(
+        cluster=cluster,
+        rates=fitted(Rates.from_profile(profile), steps, topology, cluster),
+        records=_records(topology),
+    )
 
 
 def _records(topology: Topology) -> Path:

@@ -1,6 +1,8 @@
-"""A page of HTML that needs nothing else: no script, no network, light or dark as its reader's screen, and fit to be printed.
+"""A page of HTML that needs nothing else: no script, no network, light or dark as its reader's
+screen, and fit to be printed.
 
-Text becomes part of a page only through `element`, which escapes it; `Html` marks what is markup already.
+Text becomes part of a page only through `element`, which escapes it; `Html` marks what is markup
+already.
 """
 
 import html
@@ -10,9 +12,19 @@ from string import Template
 from optimus_jax.viz.canvas import BLUE, GREEN, IDLE, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 
 COLOURS = {
-    "ink": (INK, "#e8e8e8"), "paper": ("#ffffff", "#15181b"), "idle": (IDLE, "#34393e"), "blue": (BLUE, "#5fb4e8"), "orange": (ORANGE, "#f0b445"),
-    "green": (GREEN, "#35c79f"), "purple": (PURPLE, "#dd9cc2"), "sky": (SKY, "#7cc7f0"), "vermillion": (VERMILLION, "#ff8a4a"), "yellow": (YELLOW, "#f5e96b")}
-"""Name of a colour on the page -> on a light and on a dark screen. Pictures are drawn in the light ones."""
+    "ink": (INK, "#e8e8e8"),
+    "paper": ("#ffffff", "#15181b"),
+    "idle": (IDLE, "#34393e"),
+    "blue": (BLUE, "#5fb4e8"),
+    "orange": (ORANGE, "#f0b445"),
+    "green": (GREEN, "#35c79f"),
+    "purple": (PURPLE, "#dd9cc2"),
+    "sky": (SKY, "#7cc7f0"),
+    "vermillion": (VERMILLION, "#ff8a4a"),
+    "yellow": (YELLOW, "#f5e96b"),
+}
+"""Name of a colour on the page -> on a light and on a dark screen. Pictures are drawn in the light
+ones."""
 VARIABLES = {light.lower(): f"var(--{name})" for name, (light, _) in COLOURS.items()}
 """Of the page's style, by the colour that they have on a light screen."""
 NUMBER_STYLE = "number"
@@ -30,9 +42,13 @@ def element(tag: str, *children: str, **attributes: str) -> Html:
     """An element with its children in order; text among them, and every attribute, is escaped.
 
     Args:
-      attributes: a name that Python reserves ends in `_`, and other `_` stand for `-`: `class_`, `aria_label`.
+      attributes: a name that Python reserves ends in `_`, and other `_` stand for `-`: `class_`,
+        `aria_label`.
     """
-    given = "".join(f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"' for name, value in attributes.items())
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"'
+        for name, value in attributes.items()
+    )
     return Html(f"<{tag}{given}>{together(*children)}</{tag}>")
 
 
@@ -41,25 +57,48 @@ def together(*parts: str) -> Html:
     return Html("".join(part if isinstance(part, Html) else html.escape(part) for part in parts))
 
 
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> Html:
+def table(
+    caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
+) -> Html:
     """A table whose first column names the rows.
 
     Args:
       numbers: heads of the columns that are set as numbers.
     """
     kinds = [{"class_": NUMBER_STYLE} if name in numbers else {} for name in head]
-    header = element("tr", *(element("th", name, scope="col", **kind) for name, kind in zip(head, kinds, strict=True)))
-    body = [element("tr", element("th", row[0], scope="row", **kinds[0]),
-                    *(element("td", cell, **kind) for cell, kind in zip(row[1:], kinds[1:], strict=True))) for row in rows]
-    inner = element("table", element("caption", caption), element("thead", header), element("tbody", *body))
+    header = element(
+        "tr",
+        *(element("th", name, scope="col", **kind) for name, kind in zip(head, kinds, strict=True)),
+    )
+    body = [
+        element(
+            "tr",
+            element("th", row[0], scope="row", **kinds[0]),
+            *(element("td", cell, **kind) for cell, kind in zip(row[1:], kinds[1:], strict=True)),
+        )
+        for row in rows
+    ]
+    inner = element(
+        "table", element("caption", caption), element("thead", header), element("tbody", *body)
+    )
     # A wide table is moved sideways in its own frame, which a keyboard can reach too.
     return element("div", inner, class_="frame", role="region", aria_label=caption, tabindex="0")
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> Html:
     """Names with what they stand for."""
-    return element("dl", *(element("div", element("dt", name), element("dd", value), class_="long" if not isinstance(value, Html) and len(value) > LONG else "short")
-                           for name, value in pairs))
+    return element(
+        "dl",
+        *(
+            element(
+                "div",
+                element("dt", name),
+                element("dd", value),
+                class_="long" if not isinstance(value, Html) and len(value) > LONG else "short",
+            )
+            for name, value in pairs
+        ),
+    )
 
 
 def folded(summary: str, *children: str, **attributes: str) -> Html:
@@ -78,8 +117,13 @@ def page(title: str, body: Html) -> str:
 
 
 def _style() -> str:
-    light, dark = ("".join(f"--{name}:{pair[which]};" for name, pair in COLOURS.items()) for which in (0, 1))
-    return f":root{{color-scheme:light dark;{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{_RULES}"
+    light, dark = (
+        "".join(f"--{name}:{pair[which]};" for name, pair in COLOURS.items()) for which in (0, 1)
+    )
+    return (
+        f":root{{color-scheme:light dark;{light}}}\n@media screen and"
+        f" (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{_RULES}"
+    )
 
 
 _DOCUMENT = Template("""\

@@ -1,4 +1,6 @@
-"""What a run's report says of decisions: the last one in full, all of them as a table, with what each rested on."""
+"""What a run's report says of decisions: the last one in full, all of them as a table, with what
+each rested on.
+"""
 
 from optimus_jax.report.page import Html, element, folded, note, table, together
 from optimus_jax.report.run_events import Alternative, DecisionLine, number, text
@@ -13,9 +15,17 @@ ACTIONS = {"stay": "stay", "switch": "switch", "tried": "tried at the start", No
 def last_decision(story: RunStory) -> Html:
     """The newest decision, with what it weighed and what it rested on."""
     if not story.decisions:
-        return note(f"No decision is recorded. The controller is {text(story.config, 'control') or UNKNOWN}.")
+        return note(
+            "No decision is recorded. The controller is"
+            f" {text(story.config, 'control') or UNKNOWN}."
+        )
     decision = story.decisions[-1]
-    said = [element("p", element("strong", f"{ACTIONS[decision.action]}, after step {decision.step:,}")), element("p", _why(decision), class_="why")]
+    said = [
+        element(
+            "p", element("strong", f"{ACTIONS[decision.action]}, after step {decision.step:,}")
+        ),
+        element("p", _why(decision), class_="why"),
+    ]
     if decision.plan or decision.layout:
         said.append(element("p", "Plan: ", plan_name(story, decision.plan, decision.layout)))
     return together(element("div", *said, class_="said", id="last"), *_grounds(story, decision))
@@ -23,19 +33,40 @@ def last_decision(story: RunStory) -> Html:
 
 def all_decisions(story: RunStory) -> Html:
     """Every switch that was decided on, and the newest of the others."""
-    shown, cut = newest(story.decisions, MOST_ROWS, "decisions", lambda decision: decision.action == "switch")
+    shown, cut = newest(
+        story.decisions, MOST_ROWS, "decisions", lambda decision: decision.action == "switch"
+    )
     if not shown:
         return note("None is recorded.")
-    rows = [[f"{one.step:,}", moment(one.time_s), ACTIONS[one.action], plan_name(story, one.plan, one.layout) if one.plan or one.layout else NONE,
-             one.rung or NONE, _why(one)] for one in shown]
-    rested = [folded(f"after step {one.step:,}: {_why(one)}", *grounds) for one in shown if (grounds := _grounds(story, one))]
-    return together(table("Decisions, oldest first", ("after step", AT, "action", "plan", "rung", "why"), rows), cut,
-                    folded("What each of them rested on", *rested) if rested else "")
+    rows = [
+        [
+            f"{one.step:,}",
+            moment(one.time_s),
+            ACTIONS[one.action],
+            plan_name(story, one.plan, one.layout) if one.plan or one.layout else NONE,
+            one.rung or NONE,
+            _why(one),
+        ]
+        for one in shown
+    ]
+    rested = [
+        folded(f"after step {one.step:,}: {_why(one)}", *grounds)
+        for one in shown
+        if (grounds := _grounds(story, one))
+    ]
+    return together(
+        table("Decisions, oldest first", ("after step", AT, "action", "plan", "rung", "why"), rows),
+        cut,
+        folded("What each of them rested on", *rested) if rested else "",
+    )
 
 
 def _why(decision: DecisionLine) -> str:
     if decision.why is None and decision.action == "tried":
-        return f"Predicted {duration(decision.predicted_step_time_s)} a step, measured {duration(decision.measured_step_time_s)}."
+        return (
+            f"Predicted {duration(decision.predicted_step_time_s)} a step, measured"
+            f" {duration(decision.measured_step_time_s)}."
+        )
     return decision.why or f"Why: {UNKNOWN}."
 
 
@@ -45,14 +76,45 @@ def _grounds(story: RunStory, decision: DecisionLine) -> list[Html]:
     if decision.trigger:
         parts.append(note(f"Put up for decision by: {decision.trigger}."))
     if decision.present_step_time_s is not None:
-        parts.append(note(f"Predicted under the plan that the run had: {duration(decision.present_step_time_s)} a step."))
+        parts.append(
+            note(
+                "Predicted under the plan that the run had:"
+                f" {duration(decision.present_step_time_s)} a step."
+            )
+        )
     if decision.alternatives:
-        head = ("layout", "predicted step", "expected gain", "expected cost", "probability of a gain", "rung", "verdict")
-        rows = [[_layout(story, other), duration(other.predicted_step_time_s), duration(other.gain_s), duration(other.cost_s), share(other.probability),
-                 other.rung or UNKNOWN, other.why or UNKNOWN] for other in decision.alternatives]
-        parts.append(table("Alternatives that were weighed (predictions)", head, rows, numbers=head[1:5]))
+        head = (
+            "layout",
+            "predicted step",
+            "expected gain",
+            "expected cost",
+            "probability of a gain",
+            "rung",
+            "verdict",
+        )
+        rows = [
+            [
+                _layout(story, other),
+                duration(other.predicted_step_time_s),
+                duration(other.gain_s),
+                duration(other.cost_s),
+                share(other.probability),
+                other.rung or UNKNOWN,
+                other.why or UNKNOWN,
+            ]
+            for other in decision.alternatives
+        ]
+        parts.append(
+            table("Alternatives that were weighed (predictions)", head, rows, numbers=head[1:5])
+        )
     if decision.inputs:
-        parts.append(table("What was known", ("signal", "value"), [[str(name), _input(value)] for name, value in decision.inputs.items()]))
+        parts.append(
+            table(
+                "What was known",
+                ("signal", "value"),
+                [[str(name), _input(value)] for name, value in decision.inputs.items()],
+            )
+        )
     return parts
 
 
@@ -68,5 +130,8 @@ def _input(value: object) -> str:
     if (middle := number(value, "value")) is None:
         return UNKNOWN
     spread = number(value, "spread")
-    return (f"{figure(middle)}{'' if spread is None else f' ± {figure(spread, 2)}'} "
-            f"({count(number(value, 'count'))} samples, {text(value, 'quality') or 'quality ' + UNKNOWN})")
+    return (
+        f"{figure(middle)}{'' if spread is None else f' ± {figure(spread, 2)}'}"
+        f" ({count(number(value, 'count'))} samples,"
+        f" {text(value, 'quality') or 'quality ' + UNKNOWN})"
+    )

@@ -1,4 +1,5 @@
-"""Lines of events.jsonl as values: fields that may be missing or hold anything, and decisions with what they weighed.
+"""Lines of events.jsonl as values: fields that may be missing or hold anything, and decisions with
+what they weighed.
 
 A field that is not there, or is not what it should be, is None: it was not recorded.
 """
@@ -59,7 +60,11 @@ class DecisionLine:
 
 def known(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number; a log may hold anything, and null for what was not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def number(values: Event, name: str) -> float | None:
@@ -86,7 +91,9 @@ def step_of(event: Event) -> int:
 
 
 def showable(value: Any) -> Any:
-    """A value with all its texts fit for a page: characters that no HTML, SVG or UTF-8 may hold are replaced."""
+    """A value with all its texts fit for a page: characters that no HTML, SVG or UTF-8 may hold are
+    replaced.
+    """
     match value:
         case str():
             return _NOT_SHOWN.sub("\ufffd", value)
@@ -98,23 +105,57 @@ def showable(value: Any) -> Any:
 
 
 def decision_of(event: Event) -> DecisionLine:
-    """A `decision` event: of the controller (control/policy.py), or of a trial before the first step (run/first_plan.py)."""
+    """A `decision` event: of the controller (control/policy.py), or of a trial before the first
+    step (run/first_plan.py).
+    """
     action, measured = event.get("action"), number(event, "measured_step_time_s")
     plan, found = text(event, "plan"), event.get("alternatives")
-    alternatives = tuple(_alternative(other) for other in (found if isinstance(found, list) else ()) if isinstance(other, Mapping))
+    alternatives = tuple(
+        _alternative(other)
+        for other in (found if isinstance(found, list) else ())
+        if isinstance(other, Mapping)
+    )
     predicted, layout = number(event, "predicted_step_time_s"), text(event, "layout")
-    chosen = next((other for other in alternatives if (plan and other.plan == plan) or (layout and other.layout == layout)), None)
+    chosen = next(
+        (
+            other
+            for other in alternatives
+            if (plan and other.plan == plan) or (layout and other.layout == layout)
+        ),
+        None,
+    )
     return DecisionLine(
-        step=step_of(event), time_s=number(event, "time_s"), action="tried" if action is None and measured is not None
-        else action if action in ("stay", "switch") else None, why=text(event, "why"), rung=text(event, "rung"), plan=plan,
-        layout=layout or (chosen.layout if chosen else None), trigger=text(event, "trigger"), present_step_time_s=number(event, "step_time_s"),
-        inputs=mapping(event, "inputs"), alternatives=alternatives, measured_step_time_s=measured,
-        predicted_step_time_s=predicted if predicted is not None or chosen is None else chosen.predicted_step_time_s)
+        step=step_of(event),
+        time_s=number(event, "time_s"),
+        action="tried"
+        if action is None and measured is not None
+        else action
+        if action in ("stay", "switch")
+        else None,
+        why=text(event, "why"),
+        rung=text(event, "rung"),
+        plan=plan,
+        layout=layout or (chosen.layout if chosen else None),
+        trigger=text(event, "trigger"),
+        present_step_time_s=number(event, "step_time_s"),
+        inputs=mapping(event, "inputs"),
+        alternatives=alternatives,
+        measured_step_time_s=measured,
+        predicted_step_time_s=predicted
+        if predicted is not None or chosen is None
+        else chosen.predicted_step_time_s,
+    )
 
 
 def _alternative(other: Event) -> Alternative:
     predicted = number(other, "predicted_step_time_s")
     return Alternative(
-        layout=text(other, "layout") or text(other, "flags"), plan=text(other, "plan"), rung=text(other, "rung"),
-        predicted_step_time_s=number(other, "step_time_s") if predicted is None else predicted, gain_s=number(other, "gain_s"),
-        cost_s=number(other, "cost_s"), probability=number(other, "probability"), why=text(other, "why") or text(other, "verdict"))
+        layout=text(other, "layout") or text(other, "flags"),
+        plan=text(other, "plan"),
+        rung=text(other, "rung"),
+        predicted_step_time_s=number(other, "step_time_s") if predicted is None else predicted,
+        gain_s=number(other, "gain_s"),
+        cost_s=number(other, "cost_s"),
+        probability=number(other, "probability"),
+        why=text(other, "why") or text(other, "verdict"),
+    )

@@ -1,4 +1,6 @@
-"""What all sections of a run's report share: a plan by its letter, a moment, a picture, the newest rows of a long table."""
+"""What all sections of a run's report share: a plan by its letter, a moment, a picture, the newest
+rows of a long table.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -26,25 +28,46 @@ def moment(time_s: float | None) -> Html:
 def plan_name(story: RunStory, digest: str | None, layout: str | None = None) -> Html:
     """A plan by its letter, where it has one, and its mesh; a pointer is shown the whole layout."""
     words = layout or story.layouts.get(digest or "") or (f"plan {digest}" if digest else UNKNOWN)
-    mesh, letters = _MESH.search(words), [badge(story.plans.index(digest))] if digest in story.plans else []
-    return element("span", *letters, mesh[1] if mesh else words, title=words, class_="short" if mesh else "long")
+    mesh, letters = (
+        _MESH.search(words),
+        [badge(story.plans.index(digest))] if digest in story.plans else [],
+    )
+    return element(
+        "span",
+        *letters,
+        mesh[1] if mesh else words,
+        title=words,
+        class_="short" if mesh else "long",
+    )
 
 
 def badge(place: int) -> Html:
     """A plan's letter in its colour."""
-    return element("span", letter(place), class_="plan", style=f"--plan:{VARIABLES[band(place).lower()]}")
+    return element(
+        "span", letter(place), class_="plan", style=f"--plan:{VARIABLES[band(place).lower()]}"
+    )
 
 
 def picture_of(picture: Picture | None, name: str, otherwise: str) -> Html:
     """A picture with its caption, or what to say if there is none."""
     if picture is None:
         return note(otherwise)
-    return element("figure", to_svg(picture.figure, name=name, label=picture.label, titles=picture.titles), element("figcaption", picture.caption))
+    return element(
+        "figure",
+        to_svg(picture.figure, name=name, label=picture.label, titles=picture.titles),
+        element("figcaption", picture.caption),
+    )
 
 
-def newest(items: Sequence[T], most: int, called: str, keep: Callable[[T], bool] = lambda _: False) -> tuple[list[T], Html]:
-    """The newest `most` of them and whatever is to be kept, in order, with a word on what was left out."""
+def newest(
+    items: Sequence[T], most: int, called: str, keep: Callable[[T], bool] = lambda _: False
+) -> tuple[list[T], Html]:
+    """The newest `most` of them and whatever is to be kept, in order, with a word on what was left
+    out.
+    """
     first = len(items) - most
     shown = [item for place, item in enumerate(items) if place >= first or keep(item)]
     left_out = len(items) - len(shown)
-    return shown, note(f"{left_out:,} older {called} are left out; events.jsonl has them all.") if left_out else Html("")
+    return shown, note(
+        f"{left_out:,} older {called} are left out; events.jsonl has them all."
+    ) if left_out else Html("")

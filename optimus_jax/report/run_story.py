@@ -1,8 +1,9 @@
-"""What the lines of a run directory tell: which plan ran when, what was decided, and how predictions came out.
+"""What the lines of a run directory tell: which plan ran when, what was decided, and how
+predictions came out.
 
-Everything is what the run wrote itself, and can be read while it goes on. What its lines do not say is None. A *span*
-is a row of steps under one plan; a *switch* is a re-mesh or a rollback. Predictions and measurements are never mixed:
-a comparison holds one of each.
+Everything is what the run wrote itself, and can be read while it goes on. What its lines do not say
+is None. A *span* is a row of steps under one plan; a *switch* is a re-mesh or a rollback.
+Predictions and measurements are never mixed: a comparison holds one of each.
 """
 
 import bisect
@@ -119,8 +120,13 @@ class RunStory:
         run = RunDirectory(path, writer=False, warn=lambda told: troubles.append(str(told)))
         logs = [run.path / name for name in ("metrics.jsonl", "events.jsonl")]
         if not run.is_begun and not any(log.exists() for log in logs):
-            raise ConfigError(explain("there is no run to report on", given=f"{path}, which holds neither config.json nor logs",
-                                      do="name the directory of a run, such as one under runs/"))
+            raise ConfigError(
+                explain(
+                    "there is no run to report on",
+                    given=f"{path}, which holds neither config.json nor logs",
+                    do="name the directory of a run, such as one under runs/",
+                )
+            )
         config: object = None
         try:
             config = parse_json(run.config_text(), finite=False)
@@ -131,10 +137,23 @@ class RunStory:
             current = Plan.from_json(plan) if (plan := run.plan_text()) is not None else None
         except (OSError, OptimusError, ValueError) as error:
             troubles.append(f"plan.json: {error}")
-        metrics, events = _readable(run.metrics, troubles), [showable(event) for event in _readable(run.events, troubles)]
-        steps = [replace(step, plan=str(showable(step.plan))) for step in sorted(metrics, key=lambda step: step.step)]
-        return cls(path=run.path, config=showable(config) if isinstance(config, Mapping) else {}, steps=steps, events=events, current=current,
-                   written_s=_newest(logs), troubles=tuple(map(showable, troubles)))
+        metrics, events = (
+            _readable(run.metrics, troubles),
+            [showable(event) for event in _readable(run.events, troubles)],
+        )
+        steps = [
+            replace(step, plan=str(showable(step.plan)))
+            for step in sorted(metrics, key=lambda step: step.step)
+        ]
+        return cls(
+            path=run.path,
+            config=showable(config) if isinstance(config, Mapping) else {},
+            steps=steps,
+            events=events,
+            current=current,
+            written_s=_newest(logs),
+            troubles=tuple(map(showable, troubles)),
+        )
 
     @property
     def name(self) -> str:
@@ -153,20 +172,48 @@ class RunStory:
             if not groups or groups[-1][-1].plan != step.plan:
                 groups.append([])
             groups[-1].append(step)
-        return [Span(plan=group[0].plan, first=group[0].step, last=group[-1].step, num_steps=len(group), step_time_s=median_time(group))
-                for group in groups]
+        return [
+            Span(
+                plan=group[0].plan,
+                first=group[0].step,
+                last=group[-1].step,
+                num_steps=len(group),
+                step_time_s=median_time(group),
+            )
+            for group in groups
+        ]
 
     @cached_property
     def plans(self) -> list[str]:
-        """Digests of all plans that ran or were named, in order; the place in it is what tells them apart on a page."""
-        named = [digest for event in self.events for name in ("from_plan", "plan", "digest") if (digest := text(event, name))]
+        """Digests of all plans that ran or were named, in order; the place in it is what tells them
+        apart on a page.
+        """
+        named = [
+            digest
+            for event in self.events
+            for name in ("from_plan", "plan", "digest")
+            if (digest := text(event, name))
+        ]
         # A plan that was only tried comes after those that ran.
-        return list(dict.fromkeys([*(span.plan for span in self.spans), *([self.current.digest] if self.current else []), *named]))
+        return list(
+            dict.fromkeys(
+                [
+                    *(span.plan for span in self.spans),
+                    *([self.current.digest] if self.current else []),
+                    *named,
+                ]
+            )
+        )
 
     @cached_property
     def layouts(self) -> dict[str, str]:
         """What is known of plans in words, by digest."""
-        known = {digest: layout for event in self.events if (digest := text(event, "plan") or text(event, "digest")) and (layout := text(event, "layout"))}
+        known = {
+            digest: layout
+            for event in self.events
+            if (digest := text(event, "plan") or text(event, "digest"))
+            and (layout := text(event, "layout"))
+        }
         for decision in self.decisions:
             for digest, layout in ((other.plan, other.layout) for other in decision.alternatives):
                 if digest and layout:
@@ -186,18 +233,47 @@ class RunStory:
     @cached_property
     def comparisons(self) -> list[Comparison]:
         """Predictions of plans that were tried or that the run then went on with."""
-        return [comparison for decision in self.decisions if (comparison := self._comparison(decision)) is not None]
+        return [
+            comparison
+            for decision in self.decisions
+            if (comparison := self._comparison(decision)) is not None
+        ]
 
     @property
     def status(self) -> str:
         """Whether it goes on, as far as its lines say."""
-        last = next((event for event in reversed(self.events) if event.get("event") in ("start", "resume", "end")), None)
+        last = next(
+            (
+                event
+                for event in reversed(self.events)
+                if event.get("event") in ("start", "resume", "end")
+            ),
+            None,
+        )
         if last is not None and last.get("event") == "end":
-            return {"done": "done", "interrupt": "stopped by a person", "terminate": "stopped on request", "fault": "stopped for a fault",
-                    "not learning": f"ended, as it no longer learnt: {text(last, 'why') or 'the reason is unknown'}; " + (
-                        "no good checkpoint is from before" if number(last, "back_to") is None else f"the last good checkpoint is that of step {number(last, 'back_to'):.0f}")}.get(
-                reason := text(last, "reason") or "", f"ended: {reason or 'reason unknown'}")
-        return "no end is recorded: under way, or killed" if self.steps or last is not None else "before its first step"
+            return {
+                "done": "done",
+                "interrupt": "stopped by a person",
+                "terminate": "stopped on request",
+                "fault": "stopped for a fault",
+                "not learning": (
+                    "ended, as it no longer learnt:"
+                    f" {text(last, 'why') or 'the reason is unknown'}; "
+                    + (
+                        "no good checkpoint is from before"
+                        if number(last, "back_to") is None
+                        else (
+                            "the last good checkpoint is that of step"
+                            f" {number(last, 'back_to'):.0f}"
+                        )
+                    )
+                ),
+            }.get(reason := text(last, "reason") or "", f"ended: {reason or 'reason unknown'}")
+        return (
+            "no end is recorded: under way, or killed"
+            if self.steps or last is not None
+            else "before its first step"
+        )
 
     @property
     def why_current(self) -> str | None:
@@ -212,25 +288,46 @@ class RunStory:
 
     def within(self, span: Span) -> Sequence[StepRecord]:
         """The steps of a span."""
-        first, last = (bisect.bisect_left(self.steps, step, key=lambda one: one.step) for step in (span.first, span.last + 1))
+        first, last = (
+            bisect.bisect_left(self.steps, step, key=lambda one: one.step)
+            for step in (span.first, span.last + 1)
+        )
         return self.steps[first:last]
 
     def near(self, step: int) -> tuple[list[StepRecord], list[StepRecord]]:
-        """The steps up to `step` and those after it, as far as they ran under one plan, at most NEAR_STEPS each."""
+        """The steps up to `step` and those after it, as far as they ran under one plan, at most
+        NEAR_STEPS each.
+        """
         middle = bisect.bisect_right(self.steps, step, key=lambda one: one.step)
-        before, after = self.steps[max(0, middle - NEAR_STEPS):middle], self.steps[middle:middle + NEAR_STEPS]
+        before, after = (
+            self.steps[max(0, middle - NEAR_STEPS) : middle],
+            self.steps[middle : middle + NEAR_STEPS],
+        )
         return _alike(before[::-1])[::-1], _alike(after)
 
     def _switch(self, event: Event) -> Switch:
         step = step_of(event)
         before, after = self.near(step)
         phases = mapping(event, "phases_s")
-        names = [*(name for name in PHASES if name in phases), *(name for name in phases if name not in PHASES)]
+        names = [
+            *(name for name in PHASES if name in phases),
+            *(name for name in phases if name not in PHASES),
+        ]
         return Switch(
-            kind="remesh" if event.get("event") == "remesh" else "rollback", step=step, time_s=number(event, "time_s"), plan=text(event, "plan"),
-            from_plan=text(event, "from_plan"), layout=text(event, "layout"), rung=text(event, "rung"), why=text(event, "why"),
-            phases_s=tuple((str(name), number(phases, name)) for name in names), bytes_moved=number(event, "bytes_moved"),
-            step_delay_s=number(event, "step_delay_s"), before_s=median_time(before), after_s=median_time(after))
+            kind="remesh" if event.get("event") == "remesh" else "rollback",
+            step=step,
+            time_s=number(event, "time_s"),
+            plan=text(event, "plan"),
+            from_plan=text(event, "from_plan"),
+            layout=text(event, "layout"),
+            rung=text(event, "rung"),
+            why=text(event, "why"),
+            phases_s=tuple((str(name), number(phases, name)) for name in names),
+            bytes_moved=number(event, "bytes_moved"),
+            step_delay_s=number(event, "step_delay_s"),
+            before_s=median_time(before),
+            after_s=median_time(after),
+        )
 
     def _comparison(self, decision: DecisionLine) -> Comparison | None:
         predicted = decision.predicted_step_time_s
@@ -240,15 +337,43 @@ class RunStory:
         if not (is_trial := decision.action == "tried"):
             steps = self._first_under(decision)
             measured = median_time(steps)
-            how = f"median of steps {steps[0].step:,} to {steps[-1].step:,}" if steps else "not run under this plan"
-        return Comparison(step=decision.step, plan=decision.plan, layout=decision.layout, predicted_s=predicted, measured_s=measured, is_trial=is_trial,
-                          how=how)
+            how = (
+                f"median of steps {steps[0].step:,} to {steps[-1].step:,}"
+                if steps
+                else "not run under this plan"
+            )
+        return Comparison(
+            step=decision.step,
+            plan=decision.plan,
+            layout=decision.layout,
+            predicted_s=predicted,
+            measured_s=measured,
+            is_trial=is_trial,
+            how=how,
+        )
 
     def _first_under(self, decision: DecisionLine) -> list[StepRecord]:
-        """The first steps of the plan that was decided for, unless another decision came before it could run."""
-        after = [other.step for other in self.decisions if other.action == "switch" and other.step > decision.step]
-        span = next((span for span in self.spans if span.plan == decision.plan and span.first > decision.step), None)
-        return [] if span is None or (after and span.first > after[0]) else self.near(span.first - 1)[1]
+        """The first steps of the plan that was decided for, unless another decision came before it
+        could run.
+        """
+        after = [
+            other.step
+            for other in self.decisions
+            if other.action == "switch" and other.step > decision.step
+        ]
+        span = next(
+            (
+                span
+                for span in self.spans
+                if span.plan == decision.plan and span.first > decision.step
+            ),
+            None,
+        )
+        return (
+            []
+            if span is None or (after and span.first > after[0])
+            else self.near(span.first - 1)[1]
+        )
 
 
 def median_time(steps: Iterable[StepRecord]) -> float | None:
@@ -259,7 +384,9 @@ def median_time(steps: Iterable[StepRecord]) -> float | None:
 
 def _alike(steps: Sequence[StepRecord]) -> list[StepRecord]:
     """The first steps that ran under one plan."""
-    end = next((place for place, step in enumerate(steps) if step.plan != steps[0].plan), len(steps))
+    end = next(
+        (place for place, step in enumerate(steps) if step.plan != steps[0].plan), len(steps)
+    )
     return list(steps[:end])
 
 
@@ -272,7 +399,9 @@ def _newest(logs: Iterable[Path]) -> float | None:
 
 
 def _readable(read: Callable[[], list[T]], troubles: list[str]) -> list[T]:
-    """The lines of a log; none, and what is wrong, if it cannot be read: the page is made of the rest."""
+    """The lines of a log; none, and what is wrong, if it cannot be read: the page is made of the
+    rest.
+    """
     try:
         return read()
     except RunDirectoryError as error:

@@ -1,4 +1,6 @@
-"""A matplotlib figure as a piece of a page: text that stays text, colours that follow the page's, and words under the pointer."""
+"""A matplotlib figure as a piece of a page: text that stays text, colours that follow the page's,
+and words under the pointer.
+"""
 
 import io
 import re
@@ -34,12 +36,37 @@ def page_settings() -> Iterator[None]:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ConfigError(explain("a report's pictures need matplotlib, which is not installed", given=str(error),
-                                  do="pip install 'optimus-jax[plots]'")) from error
-    ink = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color", "hatch.color"), INK)
+        raise ConfigError(
+            explain(
+                "a report's pictures need matplotlib, which is not installed",
+                given=str(error),
+                do="pip install 'optimus-jax[plots]'",
+            )
+        ) from error
+    ink = dict.fromkeys(
+        (
+            "text.color",
+            "axes.labelcolor",
+            "axes.edgecolor",
+            "axes.titlecolor",
+            "xtick.color",
+            "ytick.color",
+            "hatch.color",
+        ),
+        INK,
+    )
     # A `$` in the name of a run is no formula; the salt makes one figure one text.
-    with matplotlib.rc_context({**ink, "svg.fonttype": "none", "svg.hashsalt": "optimus_jax", "text.parse_math": False, "font.size": 9,
-                                "axes.titlesize": 9, "axes.axisbelow": True}):
+    with matplotlib.rc_context(
+        {
+            **ink,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "optimus_jax",
+            "text.parse_math": False,
+            "font.size": 9,
+            "axes.titlesize": 9,
+            "axes.axisbelow": True,
+        }
+    ):
         yield
 
 
@@ -52,7 +79,12 @@ def to_svg(figure: "Figure", *, name: str, label: str, titles: Mapping[str, str]
       titles: gid of an artist -> text shown while a pointer is over it.
     """
     file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    figure.savefig(
+        file,
+        format="svg",
+        transparent=True,
+        metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+    )
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", XLINK)
     root = ElementTree.fromstring(file.getvalue())
@@ -75,4 +107,7 @@ def to_svg(figure: "Figure", *, name: str, label: str, titles: Mapping[str, str]
 
 def _on_page(value: str, name: str) -> str:
     """An attribute with the page's colours, and with the new names of what it points to."""
-    return _COLOUR.sub(lambda found: VARIABLES[found[0].lower()], _LOCAL.sub(lambda found: f"{found[0]}{name}-", value))
+    return _COLOUR.sub(
+        lambda found: VARIABLES[found[0].lower()],
+        _LOCAL.sub(lambda found: f"{found[0]}{name}-", value),
+    )

@@ -21,7 +21,11 @@ def duration(seconds: float | None) -> str:
         return f"{minutes} min {rest} s"
     if size >= 1 or size == 0:
         return f"{_three_digits(seconds)} s"
-    return f"{_three_digits(seconds * 1e3)} ms" if size >= 1e-3 else f"{_three_digits(seconds * 1e6)} µs"
+    return (
+        f"{_three_digits(seconds * 1e3)} ms"
+        if size >= 1e-3
+        else f"{_three_digits(seconds * 1e6)} µs"
+    )
 
 
 def memory(num_bytes: float | None) -> str:
@@ -63,7 +67,11 @@ def share(part: float | None) -> str:
 def when(time_s: float | None) -> str:
     """A moment, given in seconds since 1970, on UTC's clock."""
     try:
-        return UNKNOWN if time_s is None else datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return (
+            UNKNOWN
+            if time_s is None
+            else datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        )
     except (OverflowError, OSError, ValueError):
         return UNKNOWN
 
@@ -80,7 +88,9 @@ def anything(value: object) -> str:
         case float():
             return figure(value)
         case Mapping():
-            return ", ".join(f"{name} {anything(item)}" for name, item in value.items()) or "nothing"
+            return (
+                ", ".join(f"{name} {anything(item)}" for name, item in value.items()) or "nothing"
+            )
         case list() | tuple():
             return "; ".join(map(anything, value)) or "nothing"
     return str(value)

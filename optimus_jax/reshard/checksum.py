@@ -51,8 +51,13 @@ def examined(tree: Any) -> dict[str, Examined]:
     """`checksums`, and whether every leaf is finite, by one pass over each."""
     # One leaf after the other. A single program for all of them compiles longer (parameters and
     # moments share theirs) and on a CPU holds scratch space as large as the whole tree; many
-    # programs in flight at once run out of threads there, and their sums wait for one another for ever.
-    return {name: Examined(int(found[0]), bool(found[1])) for name, leaf in named_leaves(tree).items() for found in [_examined(on_devices(leaf))]}
+    # programs in flight at once run out of threads there, and their sums wait for one another for
+    # ever.
+    return {
+        name: Examined(int(found[0]), bool(found[1]))
+        for name, leaf in named_leaves(tree).items()
+        for found in [_examined(on_devices(leaf))]
+    }
 
 
 @jax.jit
@@ -62,7 +67,9 @@ def _examined(x: Array) -> tuple[Array, Array]:
     weights = jnp.zeros_like(bits)
     for dim in range(x.ndim):
         weights = _scramble(weights + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim))
-    return jnp.sum(_scramble(bits * (weights | np.uint32(1))), dtype=jnp.uint32), jnp.isfinite(x).all()
+    return jnp.sum(_scramble(bits * (weights | np.uint32(1))), dtype=jnp.uint32), jnp.isfinite(
+        x
+    ).all()
 
 
 def _scramble(x: Array) -> Array:

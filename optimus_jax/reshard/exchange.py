@@ -1,4 +1,5 @@
-"""Which block of every device's new shard lies where in the old ones, and in which rounds the blocks travel.
+"""Which block of every device's new shard lies where in the old ones, and in which rounds the
+blocks travel.
 
 An array lies on a row of devices: each holds one *block* of a grid, and devices that hold the same
 one are *replicas*. Rows along the first dimension have numbers, so that layers can lie in any slots
@@ -6,8 +7,9 @@ one are *replicas*. Rows along the first dimension have numbers, so that layers 
 number, or zeros where there was none. All that goes from an old block to a new one is one *piece*.
 
 In a *round* every device sends at most one piece and gets at most one, all of one shape. A piece
-comes from the device itself if it has it, else from a replica on its own process, and replicas share
-the sending. Each device then gets every byte of its new shard once: nothing is gathered that is not kept.
+comes from the device itself if it has it, else from a replica on its own process, and replicas
+share the sending. Each device then gets every byte of its new shard once: nothing is gathered that
+is not kept.
 
 All of this is known before anything moves, so it is numbers here and no arrays.
 """
@@ -41,7 +43,10 @@ Run = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Lying:
-    """How an array lies on a row of devices. An array without dimensions counts as one of shape [1]."""
+    """How an array lies on a row of devices.
+
+    An array without dimensions counts as one of shape [1].
+    """
 
     local: Index
     """Shape of a block."""
@@ -61,16 +66,24 @@ class Lying:
 
 
 @lru_cache(maxsize=1 << 12)
-def lying(shape: Index, sharding: Sharding, devices: tuple[Device, ...], rows: Index | None = None) -> Lying:
+def lying(
+    shape: Index, sharding: Sharding, devices: tuple[Device, ...], rows: Index | None = None
+) -> Lying:
     """How an array of `shape` lies under `sharding`; without `rows`, they are numbered in order."""
     local, where = sharding.shard_shape(shape), sharding.devices_indices_map(shape)
 
     def block(device: Device) -> Index | None:
         if device not in where:
             return None
-        return tuple((part.start or 0) // size for part, size in zip(where[device], local, strict=True)) or (0,)
+        return tuple(
+            (part.start or 0) // size for part, size in zip(where[device], local, strict=True)
+        ) or (0,)
 
-    return Lying(local=local or (1,), blocks=tuple(map(block, devices)), rows=rows or range((shape or (1,))[0]))
+    return Lying(
+        local=local or (1,),
+        blocks=tuple(map(block, devices)),
+        rows=rows or range((shape or (1,))[0]),
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,12 @@ class Exchange:
     def is_nothing(self) -> bool:
         """Whether every new shard is the old one of its device."""
         one = self.rounds[0] if len(self.rounds) == 1 else None
-        return one is not None and not one.routes and not one.is_scattered and self.old == one.shape == self.new
+        return (
+            one is not None
+            and not one.routes
+            and not one.is_scattered
+            and self.old == one.shape == self.new
+        )
 
 
 @dataclass(frozen=True)
@@ -130,7 +148,14 @@ class _Piece:
 
 
 @lru_cache(maxsize=1 << 12)
-def make_exchange(source: Lying, target: Lying, *, processes: tuple[int, ...], most: int, avoid: frozenset[int] = frozenset()) -> Exchange:
+def make_exchange(
+    source: Lying,
+    target: Lying,
+    *,
+    processes: tuple[int, ...],
+    most: int,
+    avoid: frozenset[int] = frozenset(),
+) -> Exchange:
     """The rounds that turn one way to lie into another.
 
     Args:
@@ -138,27 +163,39 @@ def make_exchange(source: Lying, target: Lying, *, processes: tuple[int, ...], m
       most: elements of the largest piece.
       avoid: devices that send only what no other has.
     """
-    pieces = [part for piece in _pieces(source, target, processes, avoid) for part in _cut(piece, most)]
+    pieces = [
+        part for piece in _pieces(source, target, processes, avoid) for part in _cut(piece, most)
+    ]
     by_shape: dict[Index, list[_Piece]] = {}
     for piece in _of_equal_rows(pieces):
         by_shape.setdefault(piece.shape, []).append(piece)
-    rounds = [_round(part, len(processes)) for shape in sorted(by_shape, key=lambda shape: (-math.prod(shape), shape))
-              for among in _staying_apart(by_shape[shape]) for part in _without_conflict(among)]
+    rounds = [
+        _round(part, len(processes))
+        for shape in sorted(by_shape, key=lambda shape: (-math.prod(shape), shape))
+        for among in _staying_apart(by_shape[shape])
+        for part in _without_conflict(among)
+    ]
     return Exchange(old=source.local, new=target.local, rounds=tuple(rounds))
 
 
 def _of_equal_rows(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Pieces cut by rows where others, alike in the rest, end: in a round all devices work, also those to which nothing comes."""
+    """Pieces cut by rows where others, alike in the rest, end: in a round all devices work, also
+    those to which nothing comes.
+    """
     lengths: dict[Index, set[int]] = {}
     for piece in pieces:
         lengths.setdefault(piece.shape[1:], {0}).add(piece.shape[0])
     for piece in pieces:
-        for first, last in itertools.pairwise(sorted(length for length in lengths[piece.shape[1:]] if length <= piece.shape[0])):
+        for first, last in itertools.pairwise(
+            sorted(length for length in lengths[piece.shape[1:]] if length <= piece.shape[0])
+        ):
             yield _along(piece, 0, first, last - first)
 
 
 def _staying_apart(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Pieces that stay on their devices and those that move, if every device has some that stay; else all together, which gives fuller rounds."""
+    """Pieces that stay on their devices and those that move, if every device has some that stay;
+    else all together, which gives fuller rounds.
+    """
     staying = [piece for piece in pieces if piece.start == piece.end]
     if {piece.end for piece in staying} != {piece.end for piece in pieces}:
         return [list(pieces)]
@@ -166,14 +203,18 @@ def _staying_apart(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
 
 
 def _without_conflict(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    return [[pieces[number] for number in part] for part in matchings([(piece.start, piece.end) for piece in pieces])]
+    return [
+        [pieces[number] for number in part]
+        for part in matchings([(piece.start, piece.end) for piece in pieces])
+    ]
 
 
 def matchings(routes: Sequence[Route]) -> list[list[int]]:
-    """Routes, by their numbers, dealt out so that no device sends, or gets, twice in a part; in as few parts as possible.
+    """Routes, by their numbers, dealt out so that no device sends, or gets, twice in a part; in as
+    few parts as possible.
 
-    That is as many as the busiest device has routes. Source: Kőnig 1916, edge colouring of bipartite graphs, by paths
-    along which two colours change places.
+    That is as many as the busiest device has routes. Source: Kőnig 1916, edge colouring of
+    bipartite graphs, by paths along which two colours change places.
     """
     at: dict[tuple[int, int], dict[int, int]] = {}  # (0, sender) or (1, receiver) -> part -> route
 
@@ -214,20 +255,49 @@ def _round(pieces: Sequence[_Piece], num_devices: int) -> Round:
         take[piece.start], put[piece.end] = piece.take, piece.put
     routes = tuple(sorted((piece.start, piece.end) for piece in pieces))
     moves = any(start != end for start, end in routes)
-    return Round(shape=pieces[0].shape, routes=routes if moves else (), take=tuple(take), put=tuple(put))
+    return Round(
+        shape=pieces[0].shape, routes=routes if moves else (), take=tuple(take), put=tuple(put)
+    )
 
 
-def _pieces(source: Lying, target: Lying, processes: Sequence[int], avoid: frozenset[int]) -> Iterator[_Piece]:
+def _pieces(
+    source: Lying, target: Lying, processes: Sequence[int], avoid: frozenset[int]
+) -> Iterator[_Piece]:
     """Every piece of every new shard, each from one device that has it."""
     rows = _Borders(source.rows, target.rows, source.local[0], target.local[0])
-    dims = [_Borders(None, None, old, new) for old, new in zip(source.local[1:], target.local[1:], strict=True)]
-    needs = [(end, (stretches[0], *(old for old, _ in parts)), stretches[1], [runs[0] for _, runs in parts])
-             for end, block in enumerate(target.blocks) if block is not None
-             for stretches, *parts in itertools.product(rows.by_old(block[0]), *(dim.by_old(at) for dim, at in zip(dims, block[1:], strict=True)))]
+    dims = [
+        _Borders(None, None, old, new)
+        for old, new in zip(source.local[1:], target.local[1:], strict=True)
+    ]
+    needs = [
+        (
+            end,
+            (stretches[0], *(old for old, _ in parts)),
+            stretches[1],
+            [runs[0] for _, runs in parts],
+        )
+        for end, block in enumerate(target.blocks)
+        if block is not None
+        for stretches, *parts in itertools.product(
+            rows.by_old(block[0]),
+            *(dim.by_old(at) for dim, at in zip(dims, block[1:], strict=True)),
+        )
+    ]
     replicas, busy = source.replicas, [0] * len(processes)
-    for end, block, stretches, others in sorted(needs, key=lambda need: need[0] not in replicas[need[1]]):  # first those that stay
-        start = min(replicas[block], key=lambda device, end=end: (
-            device in avoid and device != end, device != end, processes[device] != processes[end], busy[device], (device - end) % len(processes)))
+    # first those that stay
+    for end, block, stretches, others in sorted(
+        needs, key=lambda need: need[0] not in replicas[need[1]]
+    ):
+        start = min(
+            replicas[block],
+            key=lambda device, end=end: (
+                device in avoid and device != end,
+                device != end,
+                processes[device] != processes[end],
+                busy[device],
+                (device - end) % len(processes),
+            ),
+        )
         piece = _piece(start, end, stretches, others)
         busy[start] += math.prod(piece.shape)
         yield piece
@@ -235,14 +305,25 @@ def _pieces(source: Lying, target: Lying, processes: Sequence[int], avoid: froze
 
 def _piece(start: int, end: int, stretches: Sequence[Run], others: Sequence[Run]) -> _Piece:
     """From its runs along the first dimension, and its one run along each of the others."""
-    take, put = (Place(tuple((run[side], run[2]) for run in stretches), tuple(run[side] for run in others)) for side in (0, 1))
-    return _Piece(start, end, take, put, (sum(run[2] for run in stretches), *(run[2] for run in others)))
+    take, put = (
+        Place(tuple((run[side], run[2]) for run in stretches), tuple(run[side] for run in others))
+        for side in (0, 1)
+    )
+    return _Piece(
+        start, end, take, put, (sum(run[2] for run in stretches), *(run[2] for run in others))
+    )
 
 
 class _Borders:
     """Along one dimension: what lies one after the other in an old block and in a new one, too."""
 
-    def __init__(self, old_rows: Index | range | None, new_rows: Index | range | None, old_size: int, new_size: int) -> None:
+    def __init__(
+        self,
+        old_rows: Index | range | None,
+        new_rows: Index | range | None,
+        old_size: int,
+        new_size: int,
+    ) -> None:
         self._old_size, self._new_size, self._new_rows = old_size, new_size, new_rows
         self._place: np.ndarray | None = None  # of a row's number in the old array
         if old_rows is not None and new_rows is not None:
@@ -252,7 +333,10 @@ class _Borders:
         self._found: dict[int, list[tuple[int, list[Run]]]] = {}
 
     def by_old(self, block: int) -> list[tuple[int, list[Run]]]:
-        """(old block, runs that a new block has from it). Without numbers there is one run from each."""
+        """(old block, runs that a new block has from it).
+
+        Without numbers there is one run from each.
+        """
         if block not in self._found:
             by_old: dict[int, list[Run]] = {}
             for old, run in self._runs(block):
@@ -269,11 +353,16 @@ class _Borders:
         breaks = np.flatnonzero((np.diff(new) != 1) | (np.diff(olds) != 0)) + 1
         for first, last in itertools.pairwise([0, *breaks, len(new)]):
             if new[first] != EMPTY:
-                yield int(olds[first]), (int(new[first] % self._old_size), int(first), int(last - first))
+                yield (
+                    int(olds[first]),
+                    (int(new[first] % self._old_size), int(first), int(last - first)),
+                )
 
 
 def _cut(piece: _Piece, most: int) -> Iterator[_Piece]:
-    """The piece in parts of `most` elements or fewer, cut along the outermost dimension that is long enough."""
+    """The piece in parts of `most` elements or fewer, cut along the outermost dimension that is
+    long enough.
+    """
     if (size := math.prod(piece.shape)) <= most:
         yield piece
         return
@@ -286,14 +375,21 @@ def _cut(piece: _Piece, most: int) -> Iterator[_Piece]:
 
 def _along(piece: _Piece, dim: int, first: int, length: int) -> _Piece:
     """A part of a piece, along one dimension."""
-    return replace(piece, take=_part(piece.take, dim, first, length), put=_part(piece.put, dim, first, length),
-                   shape=(*piece.shape[:dim], length, *piece.shape[dim + 1:]))
+    return replace(
+        piece,
+        take=_part(piece.take, dim, first, length),
+        put=_part(piece.put, dim, first, length),
+        shape=(*piece.shape[:dim], length, *piece.shape[dim + 1 :]),
+    )
 
 
 def _part(place: Place, dim: int, first: int, length: int) -> Place:
     """Where that part is."""
     if dim > 0:
-        return replace(place, starts=(*place.starts[:dim - 1], place.starts[dim - 1] + first, *place.starts[dim:]))
+        return replace(
+            place,
+            starts=(*place.starts[: dim - 1], place.starts[dim - 1] + first, *place.starts[dim:]),
+        )
     rows, before = [], 0
     for begin, count in place.rows:
         low, high = max(first - before, 0), min(first + length - before, count)

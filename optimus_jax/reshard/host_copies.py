@@ -1,10 +1,12 @@
 """Pieces copied straight from old shards into new ones, where all devices are one process's CPU.
 
-Virtual devices have one memory. A program that sends a piece from one of them to another (reshard/piece_programs.py) copies it
-three times: out of the old shard, to the other device, into the new shard. Here it is copied once, and nothing
-but zeros is compiled, a program for each shape of shards.
+Virtual devices have one memory. A program that sends a piece from one of them to another
+(reshard/piece_programs.py) copies it three times: out of the old shard, to the other device, into
+the new shard. Here it is copied once, and nothing but zeros is compiled, a program for each shape
+of shards.
 
-The new shards are written where they lie. They are arrays that nobody has seen yet, so that nobody sees them change.
+The new shards are written where they lie. They are arrays that nobody has seen yet, so that nobody
+sees them change.
 """
 
 import ctypes
@@ -25,17 +27,32 @@ from optimus_jax.reshard.piece_programs import ROW
 
 def have_one_memory(devices: Sequence[Device]) -> bool:
     """Whether all of them are virtual devices of this process."""
-    return all(device.platform == "cpu" and device.process_index == jax.process_index() for device in devices)
+    return all(
+        device.platform == "cpu" and device.process_index == jax.process_index()
+        for device in devices
+    )
 
 
 @lru_cache(maxsize=1 << 10)
 def blank_program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compiled:
     """() -> zeros [devices * local[0], ...], a shard of shape `local` on every device."""
     shape = (row.size * local[0], *local[1:])
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=NamedSharding(row, PartitionSpec(ROW))).lower().compile()
+    return (
+        jax.jit(
+            lambda: jnp.zeros(shape, dtype), out_shardings=NamedSharding(row, PartitionSpec(ROW))
+        )
+        .lower()
+        .compile()
+    )
 
 
-def copied(old: Mapping[Device, Array], exchange: Exchange, dtype: np.dtype, devices: Sequence[Device], row: Mesh) -> dict[Device, Array]:
+def copied(
+    old: Mapping[Device, Array],
+    exchange: Exchange,
+    dtype: np.dtype,
+    devices: Sequence[Device],
+    row: Mesh,
+) -> dict[Device, Array]:
     """The new shards, each of shape `exchange.new`, by device.
 
     Args:
@@ -45,7 +62,11 @@ def copied(old: Mapping[Device, Array], exchange: Exchange, dtype: np.dtype, dev
     """
     blank = jax.block_until_ready(blank_program(exchange.new, dtype, row)())
     new = {shard.device: shard.data for shard in blank.addressable_shards}
-    sent = {place: np.asarray(old[device]).reshape(exchange.old) for place, device in enumerate(devices) if device in old}
+    sent = {
+        place: np.asarray(old[device]).reshape(exchange.old)
+        for place, device in enumerate(devices)
+        if device in old
+    }
 
     def fill(place: int) -> None:
         put = _writable(new[devices[place]])
@@ -71,12 +92,17 @@ def _copy(part: Round, old: np.ndarray, start: int, new: np.ndarray, end: int) -
     assert take is not None
     assert put is not None
     for old_row, new_row, count in _runs(take.rows, put.rows):
-        new[(slice(new_row, new_row + count), *_columns(part, put))] = old[(slice(old_row, old_row + count), *_columns(part, take))]
+        new[(slice(new_row, new_row + count), *_columns(part, put))] = old[
+            (slice(old_row, old_row + count), *_columns(part, take))
+        ]
 
 
 def _columns(part: Round, place: Place) -> tuple[slice, ...]:
     """Where a piece lies along all dimensions but the first."""
-    return tuple(slice(start, start + length) for start, length in zip(place.starts, part.shape[1:], strict=True))
+    return tuple(
+        slice(start, start + length)
+        for start, length in zip(place.starts, part.shape[1:], strict=True)
+    )
 
 
 def _runs(take: Sequence[Stretch], put: Sequence[Stretch]) -> Iterator[Run]:

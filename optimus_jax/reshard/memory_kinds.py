@@ -1,4 +1,6 @@
-"""Whose memory an array lies in: the devices' own, or their host's, from and to which they can copy by themselves."""
+"""Whose memory an array lies in: the devices' own, or their host's, from and to which they can copy
+by themselves.
+"""
 
 import jax
 from jax import Array
@@ -14,12 +16,21 @@ def lies_on_host(sharding: Sharding) -> bool:
 
 
 def in_memory_of(array: Array, sharding: Sharding) -> Array:
-    """The array itself, or a copy split in the same way, in the memory in which arrays of another sharding lie."""
+    """The array itself, or a copy split in the same way, in the memory in which arrays of another
+    sharding lie.
+    """
     if lies_on_host(array.sharding) == lies_on_host(sharding):
         return array
-    return jax.device_put(array, array.sharding.with_memory_kind(HOST_MEMORY if lies_on_host(sharding) else DEVICE_MEMORY))
+    return jax.device_put(
+        array,
+        array.sharding.with_memory_kind(HOST_MEMORY if lies_on_host(sharding) else DEVICE_MEMORY),
+    )
 
 
 def on_devices(array: Array) -> Array:
     """The array itself, or a copy of it in the devices' own memory."""
-    return jax.device_put(array, array.sharding.with_memory_kind(DEVICE_MEMORY)) if lies_on_host(array.sharding) else array
+    return (
+        jax.device_put(array, array.sharding.with_memory_kind(DEVICE_MEMORY))
+        if lies_on_host(array.sharding)
+        else array
+    )

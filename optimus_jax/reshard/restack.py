@@ -6,9 +6,9 @@ from one at most. Which rows those are is known when the program is traced.
 
 What a leaf costs a device: between stages of uneven length, about as many rows on the wire as lie
 on a wrong stage; from or to interleaving, a shard. Beside the old shard and the new one it holds
-what stays, what it sends and what arrives: about two shards. A leaf in the host's memory goes by the devices. (One all-to-all would be shorter, but
-it has room for the longest message to every stage: nearly the whole leaf where a stage hands most
-of its layers to its neighbour.)
+what stays, what it sends and what arrives: about two shards. A leaf in the host's memory goes by
+the devices. (One all-to-all would be shorter, but it has room for the longest message to every
+stage: nearly the whole leaf where a stage hands most of its layers to its neighbour.)
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -39,7 +39,8 @@ class Round:
     routes: tuple[Route, ...]
     """All that send; none: every stage keeps the rows."""
     take: NDArray[np.int32]
-    """[stages, K]: rows of a stage's old shard. One with less than K to send sends anything besides."""
+    """[stages, K]: rows of a stage's old shard. One with less than K to send sends anything
+    besides."""
     put: NDArray[np.int32]
     """[stages, K]: rows of a stage's new shard for what arrives; out of bounds: none."""
 
@@ -51,19 +52,32 @@ def make_rounds(source: Sequence[int], target: Sequence[int], num_stages: int) -
 
     def as_round(routes: Collection[Route], sends: bool = True) -> Round:
         most = max(len(rows[route]) for route in routes)
-        take, put = np.zeros((num_stages, most), np.int32), np.full((num_stages, most), room, np.int32)
+        take, put = (
+            np.zeros((num_stages, most), np.int32),
+            np.full((num_stages, most), room, np.int32),
+        )
         for start, end in routes:
             pairs = rows[start, end]
-            take[start, :len(pairs)], put[end, :len(pairs)] = zip(*pairs, strict=True)
+            take[start, : len(pairs)], put[end, : len(pairs)] = zip(*pairs, strict=True)
         return Round(tuple(routes) if sends else (), take, put)
 
     staying = [(start, end) for start, end in rows if start == end]
     return ([as_round(staying, sends=False)] if staying else []) + [
-        as_round(routes) for routes in _without_conflict(rows.keys() - staying, lambda route: len(rows[route]))]
+        as_round(routes)
+        for routes in _without_conflict(rows.keys() - staying, lambda route: len(rows[route]))
+    ]
 
 
-def restack(tree: Any, shardings: Any, *, source: tuple[int, ...], target: tuple[int, ...], keep: bool = True) -> Any:
-    """`tree` with the rows of its stacked leaves in another order; empty slots are zero, other leaves untouched.
+def restack(
+    tree: Any,
+    shardings: Any,
+    *,
+    source: tuple[int, ...],
+    target: tuple[int, ...],
+    keep: bool = True,
+) -> Any:
+    """`tree` with the rows of its stacked leaves in another order; empty slots are zero, other
+    leaves untouched.
 
     Leaves move one after the other, so that what is on the way belongs to one. Those which are
     alike (a parameter and its moments) share a program, which is compiled when it is first needed.
@@ -81,7 +95,8 @@ def restack(tree: Any, shardings: Any, *, source: tuple[int, ...], target: tuple
     def moved(path: Any, leaf: Array, sharding: NamedSharding) -> Array:
         if not is_stacked(jax.tree_util.keystr(path, simple=True, separator="/")):
             return leaf
-        # Waited for: on a CPU, many programs in flight run out of threads and wait for one another for ever.
+        # Waited for: on a CPU, many programs in flight run out of threads and wait for one another
+        # for ever.
         new = _moved(on_devices(leaf), sharding=sharding, source=source, target=target)
         new = jax.block_until_ready(in_memory_of(new, sharding))
         if not keep:
@@ -92,7 +107,8 @@ def restack(tree: Any, shardings: Any, *, source: tuple[int, ...], target: tuple
 
 
 def is_stacked(path: str) -> bool:
-    """Whether the leaf of a path, such as `opt_state/0/mu/layers/mlp/up`, has a row for every slot."""
+    """Whether the leaf of a path, such as `opt_state/0/mu/layers/mlp/up`, has a row for every
+    slot."""
     return LAYERS in path.split("/")
 
 
@@ -101,11 +117,18 @@ def with_empty_slots_zero(stack: Any, slots: Sequence[int]) -> Any:
     full = np.array(slots) != EMPTY
     if full.all():
         return stack
-    return jax.tree.map(lambda leaf: jnp.where(full.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros((), leaf.dtype)), stack)
+    return jax.tree.map(
+        lambda leaf: jnp.where(
+            full.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros((), leaf.dtype)
+        ),
+        stack,
+    )
 
 
 @partial(jax.jit, static_argnames=("sharding", "source", "target"))
-def _moved(leaf: Array, *, sharding: NamedSharding, source: tuple[int, ...], target: tuple[int, ...]) -> Array:
+def _moved(
+    leaf: Array, *, sharding: NamedSharding, source: tuple[int, ...], target: tuple[int, ...]
+) -> Array:
     """One leaf [len(source), ...] -> [len(target), ...]."""
     is_split = PIPE in (sharding.spec[0] or ())
     num_stages = sharding.mesh.shape[PIPE] if is_split else 1
@@ -121,12 +144,22 @@ def _moved(leaf: Array, *, sharding: NamedSharding, source: tuple[int, ...], tar
             new = new.at[jnp.asarray(part.put)[stage]].set(rows, mode="drop")
         return new
 
-    return jax.shard_map(on_device, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)(leaf)
+    return jax.shard_map(
+        on_device, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec
+    )(leaf)
 
 
-def _rows_by_route(source: Sequence[int], target: Sequence[int], num_stages: int) -> dict[Route, list[tuple[int, int]]]:
-    """(row of the old shard, row of the new one) of every layer, by the stages that it goes between."""
-    places = {layer: divmod(slot, len(source) // num_stages) for slot, layer in enumerate(source) if layer != EMPTY}
+def _rows_by_route(
+    source: Sequence[int], target: Sequence[int], num_stages: int
+) -> dict[Route, list[tuple[int, int]]]:
+    """(row of the old shard, row of the new one) of every layer, by the stages that it goes
+    between.
+    """
+    places = {
+        layer: divmod(slot, len(source) // num_stages)
+        for slot, layer in enumerate(source)
+        if layer != EMPTY
+    }
     rows: dict[Route, list[tuple[int, int]]] = {}
     for slot, layer in enumerate(target):
         if layer != EMPTY:
@@ -135,7 +168,9 @@ def _rows_by_route(source: Sequence[int], target: Sequence[int], num_stages: int
     return rows
 
 
-def _without_conflict(routes: Iterable[Route], num_rows: Callable[[Route], int]) -> list[list[Route]]:
+def _without_conflict(
+    routes: Iterable[Route], num_rows: Callable[[Route], int]
+) -> list[list[Route]]:
     """Routes dealt out such that no stage sends, or gets, twice in a part.
 
     Those with most rows come first, each in the first part that has room: parts then have rows of
@@ -143,7 +178,11 @@ def _without_conflict(routes: Iterable[Route], num_rows: Callable[[Route], int])
     """
     parts: list[list[Route]] = []
     for route in sorted(routes, key=lambda route: (-num_rows(route), route)):
-        free = (part for part in parts if all(route[0] != start and route[1] != end for start, end in part))
+        free = (
+            part
+            for part in parts
+            if all(route[0] != start and route[1] != end for start, end in part)
+        )
         part = next(free, None)
         if part is None:
             parts.append([route])

@@ -42,7 +42,14 @@ from optimus_jax.control.deciding.candidates import check_allowed
 from optimus_jax.devices.backend import warning_of_cpu
 from optimus_jax.devices.cpu import leave_compilation_cache, use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import ConfigError, FaultError, PlanError, RunDirectoryError, StoreError, explain
+from optimus_jax.errors import (
+    ConfigError,
+    FaultError,
+    PlanError,
+    RunDirectoryError,
+    StoreError,
+    explain,
+)
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import EXIT_RESTART, StoppedAtOnce, Terminated, keep_reason
 from optimus_jax.faults.unfailing import unfailing
@@ -99,38 +106,56 @@ class RunResult:
         return EXIT_RESTART if self.reason == "terminate" else 0
 
 
-def train(model: str | None = None, *, config: Config | UserPath | None = None, run_dir: UserPath | None = None,
-          resume: bool | Literal["auto"] = False, **overrides: Any) -> RunResult:
+def train(
+    model: str | None = None,
+    *,
+    config: Config | UserPath | None = None,
+    run_dir: UserPath | None = None,
+    resume: bool | Literal["auto"] = False,
+    **overrides: Any,
+) -> RunResult:
     """Train a model, or go on training one.
 
-    Signals are the caller's until the first step; from then on SIGINT and SIGTERM stop the run (faults/stopping.py).
+    Signals are the caller's until the first step; from then on SIGINT and SIGTERM stop the run
+    (faults/stopping.py).
 
     Args:
       model: name of a preset; needed unless resuming or a config is given, whose model it replaces.
       config: settings to begin with, as a value or the path or URL of a config.json.
-      run_dir: where the run is kept, a directory or a URL of a store; None: a new directory under `runs/`.
-      resume: go on with the run in `run_dir` from its newest good checkpoint; `auto`: if there is one, and begin it otherwise, so that
-        a job that is started again can use the same words each time.
-      overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list of paths)
-        or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which takes text as `--set` does. Words of other frameworks
-        that mean the same (`learning_rate`, `max_steps`, `output_dir`) are taken for ours, with a note (config/aliases.py).
+      run_dir: where the run is kept, a directory or a URL of a store; None: a new directory under
+        `runs/`.
+      resume: go on with the run in `run_dir` from its newest good checkpoint; `auto`: if there is
+        one, and begin it otherwise, so that a job that is started again can use the same words each
+        time.
+      overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list
+        of paths) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which takes text as
+        `--set` does. Words of other frameworks that mean the same (`learning_rate`, `max_steps`,
+        `output_dir`) are taken for ours, with a note (config/aliases.py).
     Raises:
       OptimusError: something that the user can mend; its text says how.
-      FaultError: of several processes, another one or the network has failed; the run is worth resuming.
+      FaultError: of several processes, another one or the network has failed; the run is worth
+        resuming.
     """
     asked, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = asked["model"], asked["config"], asked["run_dir"]
     overrides = dotted(overrides)
     is_repeated = resume == "auto"
     stored, run_dir = _place_of(run_dir, config, overrides)
-    resume = bool(resume) and (not is_repeated or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun))
+    resume = bool(resume) and (
+        not is_repeated or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun)
+    )
     if stored is not None:
         stored.fetch(_say) if resume else stored.check_free()
     config = _config_of(model, config, run_dir, resume, overrides, is_repeated)
     if config.checkpoint.resume_step is not None and (is_repeated or not resume):
-        raise ConfigError(explain(
-            "a run can go back to an older checkpoint once, when it is resumed", given=f"checkpoint.resume_step={config.checkpoint.resume_step} with " + ("--resume auto" if is_repeated else "a new run"),
-            do="give it with --run-dir DIR --resume, once; --resume auto goes on from there"))
+        raise ConfigError(
+            explain(
+                "a run can go back to an older checkpoint once, when it is resumed",
+                given=f"checkpoint.resume_step={config.checkpoint.resume_step} with "
+                + ("--resume auto" if is_repeated else "a new run"),
+                do="give it with --run-dir DIR --resume, once; --resume auto goes on from there",
+            )
+        )
     resumed = _resumed(config, run_dir, overrides) if resume and run_dir is not None else None
     config = config if resumed is None else resumed.config
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
@@ -139,11 +164,19 @@ def train(model: str | None = None, *, config: Config | UserPath | None = None, 
 
 
 PATIENCE_S = 120.0
-"""For the lock of a writer that has died with its host, which a file server may keep for a lease of 90 s."""
+"""For the lock of a writer that has died with its host, which a file server may keep for a lease of
+90 s."""
 
 
-def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredRun | None, resumed: Resumed | None, overrides: dict[str, Any],
-           is_repeated: bool) -> RunResult:
+def _train(
+    config: Config,
+    launch: Launch,
+    run_dir: Path | None,
+    stored: StoredRun | None,
+    resumed: Resumed | None,
+    overrides: dict[str, Any],
+    is_repeated: bool,
+) -> RunResult:
     """`train`, from what was asked for and who else there is."""
     resume = resumed is not None
     if launch.is_alone and not resume and run_dir is not None:
@@ -153,62 +186,122 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
     of_jax = check_jax_settings()
     connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
     progress = Progress()
-    watchdog = Watchdog.of(None, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
+    watchdog = Watchdog.of(
+        None, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes
+    )
     run: RunDirectory | None = None
     mirror: Mirror | None = None
     try:
         has_left_cache = leave_compilation_cache()
         topology = discover()
-        # Whoever asks for either is told so by a file server, which may tell a host of the run a minute later than others.
-        assert_same_everywhere({"whether the run is begun or resumed": "resumed" if resume else "begun"}, may_become=is_repeated)
-        assert_same_everywhere({"versions": f"optimus_jax {VERSION}, jax {jax.__version__}", **_settings(config)})
+        # Whoever asks for either is told so by a file server, which may tell a host of the run a
+        # minute later than others.
+        assert_same_everywhere(
+            {"whether the run is begun or resumed": "resumed" if resume else "begun"},
+            may_become=is_repeated,
+        )
+        assert_same_everywhere(
+            {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}", **_settings(config)}
+        )
         asked_mesh = config.parallel.mesh
         with all_or_none():
             if resume and run_dir is not None:
                 if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
                     config = on_what_is_there(config, topology)
-                if is_repeated and resumed is not None and is_same_layout(resumed.as_asked(config), run_dir):
+                if (
+                    is_repeated
+                    and resumed is not None
+                    and is_same_layout(resumed.as_asked(config), run_dir)
+                ):
                     overrides = {}  # nothing is asked for that the run was not asked for before
         here = _here(config, topology)
         saved = _newest(config, run_dir) if resume and run_dir is not None else None
         devices = Devices(topology=topology, here=here, launch=launch)
         with all_or_none():
             now = in_phase(config, phase_after(config, saved.step if saved else 0))
-            choice = own_plan(config, topology, run_dir, overrides, saved, devices.pricing) if resume and run_dir is not None else None
-            choice = choice or choose_plan(now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ())
+            choice = (
+                own_plan(config, topology, run_dir, overrides, saved, devices.pricing)
+                if resume and run_dir is not None
+                else None
+            )
+            choice = choice or choose_plan(
+                now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ()
+            )
             if config.parallel.mesh != asked_mesh:
-                choice = replace(choice, why=f"{asked_mesh} is not for the {topology.num_devices} devices that are there; {choice.why}")
+                choice = replace(
+                    choice,
+                    why=(
+                        f"{asked_mesh} is not for the {topology.num_devices} devices that are"
+                        f" there; {choice.why}"
+                    ),
+                )
             check_allowed(config.controller.allow, topology.num_devices)
             plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
-            display = unfailing(make_display(config.log, config.steps, show=is_writer()), "the display")
-            if (warning := warning_of_cpu(lambda: model_shapes(config.model, config.model.vocab_size).num_params)) is not None:
+            display = unfailing(
+                make_display(config.log, config.steps, show=is_writer()), "the display"
+            )
+            if (
+                warning := warning_of_cpu(
+                    lambda: model_shapes(config.model, config.model.vocab_size).num_params
+                )
+            ) is not None:
                 display.message(warning)
             if has_left_cache:
-                display.message("JAX's compilation cache is not used: programs for several CPU devices that come out of it get stuck")
+                display.message(
+                    "JAX's compilation cache is not used: programs for several CPU devices that"
+                    " come out of it get stuck"
+                )
             for line in of_jax:
                 display.message(line)
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
-                run = _opened(partial(RunDirectory.resume, run_dir, writer=is_writer(), warn=display.message), launch, is_repeated)
+                run = _opened(
+                    partial(RunDirectory.resume, run_dir, writer=is_writer(), warn=display.message),
+                    launch,
+                    is_repeated,
+                )
             inputs = Inputs.of(config, run)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
                 run = _new_directory(run_dir, config, launch, display, is_repeated)
             if stored is not None and run is not None and is_writer():
-                mirror = _opened(partial(_mirror, stored, run, config, resume, display), launch, is_repeated)
+                mirror = _opened(
+                    partial(_mirror, stored, run, config, resume, display), launch, is_repeated
+                )
         run = _known_to_all(run, run_dir)
         check_shared(run)
-        assert_same_everywhere({"the data": json.dumps(inputs.data.identity), "the plan": f"{choice.plan.describe()} ({choice.plan.digest})"})
+        assert_same_everywhere(
+            {
+                "the data": json.dumps(inputs.data.identity),
+                "the plan": f"{choice.plan.describe()} ({choice.plan.digest})",
+            }
+        )
         progress.begin("start")
         if watchdog is not None:
             watchdog.close()
             watchdog = None  # a second close is none
         with all_or_none():
-            watchdog = Watchdog.of(run.path, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes)
+            watchdog = Watchdog.of(
+                run.path,
+                progress,
+                config.faults,
+                process=launch.process_id,
+                num_processes=launch.num_processes,
+            )
         if not resume and config.parallel.mesh == "auto":
             choice = fastest_tried(now, topology, choice, here, run, display)
-        outcome, plan = run_program(config, devices, choice, program_of(now, choice), inputs, run, display, resumed, progress,
-                                    watchdog.heartbeats if watchdog is not None else None)
+        outcome, plan = run_program(
+            config,
+            devices,
+            choice,
+            program_of(now, choice),
+            inputs,
+            run,
+            display,
+            resumed,
+            progress,
+            watchdog.heartbeats if watchdog is not None else None,
+        )
         if watchdog is not None:
             watchdog.close()
             watchdog = None
@@ -216,17 +309,28 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
             ending, mirror = mirror, None
             with all_or_none():  # the others wait: JAX would take the one that uploads for lost
                 _upload_the_rest(ending, outcome.reason, display)
-        return RunResult(final_loss=outcome.last_loss, reason=outcome.reason, state=outcome.state, plan=plan,
-                         history=run.metrics(), run_dir=run.path)
+        return RunResult(
+            final_loss=outcome.last_loss,
+            reason=outcome.reason,
+            state=outcome.state,
+            plan=plan,
+            history=run.metrics(),
+            run_dir=run.path,
+        )
     except BaseException as error:
         keep_reason(error)
         is_fault = not launch.is_alone and has_lost_another(error)
-        fault = FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}") if is_fault else None
+        fault = (
+            FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}")
+            if is_fault
+            else None
+        )
         if watchdog is not None:  # first, for others hear of it by way of the run directory
             if fault is not None:
                 watchdog.tell(str(fault))
             watchdog.close(fault or error)
-        # Who is told to end while it starts, or has to, may be started again with --resume; that takes a config.
+        # Who is told to end while it starts, or has to, may be started again with --resume; that
+        # takes a config.
         if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()
         if mirror is not None:
@@ -239,29 +343,57 @@ def _train(config: Config, launch: Launch, run_dir: Path | None, stored: StoredR
             run.close()
 
 
-def _place_of(run_dir: UserPath | None, base: Config | UserPath | None, overrides: dict[str, Any]) -> tuple[StoredRun | None, Path | None]:
+def _place_of(
+    run_dir: UserPath | None, base: Config | UserPath | None, overrides: dict[str, Any]
+) -> tuple[StoredRun | None, Path | None]:
     """Where a run is kept: in a store or not, and the directory that it works in."""
     path = None if run_dir is None else user_path(run_dir, what="--run-dir")
     if path is None or isinstance(path, Path):
         return None, path
     asked = {name: value for name, value in overrides.items() if name == "store.local_dir"}
-    stored = StoredRun.at(path, (base if isinstance(base, Config) else Config()).with_values(asked).store.local_dir)
+    stored = StoredRun.at(
+        path, (base if isinstance(base, Config) else Config()).with_values(asked).store.local_dir
+    )
     return stored, stored.directory
 
 
-def _mirror(stored: StoredRun, run: RunDirectory, config: Config, resume: bool, display: Display, *, patience_s: float) -> Mirror:
-    """Begin to upload a run. Another writer that takes its place ends it, with its state saved, as a log that cannot be written does."""
+def _mirror(
+    stored: StoredRun,
+    run: RunDirectory,
+    config: Config,
+    resume: bool,
+    display: Display,
+    *,
+    patience_s: float,
+) -> Mirror:
+    """Begin to upload a run.
+
+    Another writer that takes its place ends it, with its state saved, as a log that cannot be
+    written does.
+    """
+
     def on_lost(error: RunDirectoryError) -> None:
         run.failure = run.failure or error
 
-    mirror = stored.mirror(config.checkpoint, config.store, is_resumed=resume, warn=display.message, on_lost=on_lost, patience_s=patience_s)
+    mirror = stored.mirror(
+        config.checkpoint,
+        config.store,
+        is_resumed=resume,
+        warn=display.message,
+        on_lost=on_lost,
+        patience_s=patience_s,
+    )
     run.address = str(stored.url)
-    display.message(f"the run is kept in {stored.url}; it works in {run.path}, which is uploaded as it grows")
+    display.message(
+        f"the run is kept in {stored.url}; it works in {run.path}, which is uploaded as it grows"
+    )
     return mirror
 
 
 def _upload_the_rest(mirror: Mirror | None, reason: Reason, display: Display) -> None:
-    """Raises StoreError, or FaultError if the run is to be started again anyway, for what cannot be uploaded."""
+    """Raises StoreError, or FaultError if the run is to be started again anyway, for what cannot be
+    uploaded.
+    """
     if mirror is None:
         return
     try:
@@ -273,10 +405,15 @@ def _upload_the_rest(mirror: Mirror | None, reason: Reason, display: Display) ->
 
 
 def _upload_after(mirror: Mirror, error: BaseException, run: RunDirectory | None) -> None:
-    """Upload what there is when `error` ends the run, which keeps its reason; who insists on ending at once does not wait for that."""
+    """Upload what there is when `error` ends the run, which keeps its reason; who insists on ending
+    at once does not wait for that.
+    """
     if isinstance(error, StoppedAtOnce):
         mirror.abandon()
-        _say(f"what is not uploaded yet is in {run.path if run else 'the directory that it works in'}: --resume uploads it")
+        _say(
+            "what is not uploaded yet is in"
+            f" {run.path if run else 'the directory that it works in'}: --resume uploads it"
+        )
         return
     try:
         mirror.finish(_say)
@@ -290,83 +427,143 @@ def _say(text: str) -> None:
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """What the config has in common in all processes, each setting by its name: an error has to say which one differs.
+    """What the config has in common in all processes, each setting by its name: an error has to say
+    which one differs.
 
     Where the data lies is a host's own affair; what it holds is compared once it is read.
     """
     nowhere = replace(config.data, sources=DataConfig().sources, tokenizer=DataConfig().tokenizer)
     sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
-    return {f"{section}.{name}" if name else section: json.dumps(value)
-            for section, values in sections.items() for name, value in (values.items() if isinstance(values, dict) else [("", values)])}
+    return {
+        f"{section}.{name}" if name else section: json.dumps(value)
+        for section, values in sections.items()
+        for name, value in (values.items() if isinstance(values, dict) else [("", values)])
+    }
 
 
 def _newest(config: Config, run_dir: Path) -> Saved | None:
-    """The checkpoint that says which phase a run goes on in; None: it has none, or one phase only."""
+    """The checkpoint that says which phase a run goes on in; None: it has none, or one phase
+    only."""
     if not config.data.phases:
         return None
-    return Checkpoints(RunDirectory(run_dir, writer=False).checkpoints, config.checkpoint).latest(config.checkpoint.resume_step)
+    return Checkpoints(RunDirectory(run_dir, writer=False).checkpoints, config.checkpoint).latest(
+        config.checkpoint.resume_step
+    )
 
 
 def _here(config: Config, topology: Topology) -> LocalCluster | None:
-    """How fast the devices are, where the run needs to know; None: it does not, or the planner goes by a simple rule."""
+    """How fast the devices are, where the run needs to know; None: it does not, or the planner goes
+    by a simple rule.
+    """
     if config.control == "off" and config.parallel.mesh != "auto":
         return None
     here = known_devices(topology)
     if here is None and config.control != "off":
         if is_writer():
-            print("the controller needs to know how fast these devices are: measuring them, once, in about a minute", file=sys.stderr, flush=True)
+            print(
+                "the controller needs to know how fast these devices are: measuring them, once, in"
+                " about a minute",
+                file=sys.stderr,
+                flush=True,
+            )
         here = measure_devices(topology)
     return here
 
 
-def _config_of(model: str | None, base: Config | UserPath | None, run_dir: Path | None, resume: bool,
-               overrides: dict[str, Any], is_repeated: bool) -> Config:
+def _config_of(
+    model: str | None,
+    base: Config | UserPath | None,
+    run_dir: Path | None,
+    resume: bool,
+    overrides: dict[str, Any],
+    is_repeated: bool,
+) -> Config:
     """What is to be run; touches no device and writes nothing."""
     if is_repeated and run_dir is None:
-        raise ConfigError(explain("there is no telling which run to resume", given="--resume auto without a directory",
-                                  do="give --run-dir DIR --resume auto"))
+        raise ConfigError(
+            explain(
+                "there is no telling which run to resume",
+                given="--resume auto without a directory",
+                do="give --run-dir DIR --resume auto",
+            )
+        )
     if resume and is_repeated and not (model is None and base is None):
         assert run_dir is not None
-        wanted = make_config(model, overrides, base if base is None or isinstance(base, Config) else read_config(base))
+        wanted = make_config(
+            model,
+            overrides,
+            base if base is None or isinstance(base, Config) else read_config(base),
+        )
         config = repeated_config(RunDirectory.resume(run_dir, writer=False).config_text(), wanted)
         check_family(config.model)
         return config
     if resume:
         if run_dir is None:
-            raise ConfigError(explain("there is no telling which run to resume", given="--resume without a directory",
-                                      do="give --run-dir DIR --resume"))
+            raise ConfigError(
+                explain(
+                    "there is no telling which run to resume",
+                    given="--resume without a directory",
+                    do="give --run-dir DIR --resume",
+                )
+            )
         if base is not None:
-            raise ConfigError(explain("a resumed run has its own config", given="--resume with --config",
-                                      do="leave --config out; settings that may change have flags and --set"))
-        config = resumed_config(RunDirectory.resume(run_dir, writer=False).config_text(), model, overrides)
+            raise ConfigError(
+                explain(
+                    "a resumed run has its own config",
+                    given="--resume with --config",
+                    do="leave --config out; settings that may change have flags and --set",
+                )
+            )
+        config = resumed_config(
+            RunDirectory.resume(run_dir, writer=False).config_text(), model, overrides
+        )
         check_family(config.model)
         return config
     if model is None and base is None:
-        raise ConfigError(explain("no model was named", given="neither --model nor --config nor --resume",
-                                  do="give --model NAME, such as gpt2-nano"))
-    config = make_config(model, overrides, base if base is None or isinstance(base, Config) else read_config(base))
+        raise ConfigError(
+            explain(
+                "no model was named",
+                given="neither --model nor --config nor --resume",
+                do="give --model NAME, such as gpt2-nano",
+            )
+        )
+    config = make_config(
+        model, overrides, base if base is None or isinstance(base, Config) else read_config(base)
+    )
     check_family(config.model)
     return config
 
 
 def _resumed(asked: Config, run_dir: Path, overrides: dict[str, Any]) -> Resumed:
-    """The run in a directory, which goes on as `asked` for; touches no device and writes nothing."""
+    """The run in a directory, which goes on as `asked` for; touches no device and writes
+    nothing."""
     run = RunDirectory.resume(run_dir, writer=False)
     precision = None
-    with suppress(OSError, ValueError, PlanError):  # if the plan is needed for more, its error is raised then
+    # if the plan is needed for more, its error is raised then
+    with suppress(OSError, ValueError, PlanError):
         precision = Plan.from_json(run.plan_text() or "").precision
     return Resumed.of(run.config_text(), asked, named_settings(overrides), precision)
 
 
-def _new_directory(run_dir: Path | None, config: Config, launch: Launch, display: Display, is_repeated: bool) -> RunDirectory | None:
+def _new_directory(
+    run_dir: Path | None, config: Config, launch: Launch, display: Display, is_repeated: bool
+) -> RunDirectory | None:
     """A directory that process 0 makes; None in the others while only that knows where."""
     if is_writer():
-        return _opened(partial(RunDirectory.create, run_dir, config.model.name, warn=display.message), launch, is_repeated)
+        return _opened(
+            partial(RunDirectory.create, run_dir, config.model.name, warn=display.message),
+            launch,
+            is_repeated,
+        )
     return None if run_dir is None else RunDirectory(run_dir, writer=False)
 
 
 def _opened(open_it: Callable[..., T], launch: Launch, is_repeated: bool) -> T:
-    """What process 0 alone writes: the directory, or its place in a store. Raises FaultError if another process writes there that an engine may be about to end, or did until just now."""
+    """What process 0 alone writes: the directory, or its place in a store.
+
+    Raises FaultError if another process writes there that an engine may be about to end, or did
+    until just now.
+    """
     try:
         return open_it(patience_s=PATIENCE_S if is_repeated else 0.0)
     except (LockedError, LeaseHeldError, AlreadyBegunError) as error:
@@ -376,7 +573,9 @@ def _opened(open_it: Callable[..., T], launch: Launch, is_repeated: bool) -> T:
 
 
 def _known_to_all(run: RunDirectory | None, run_dir: Path | None) -> RunDirectory:
-    """In every process the directory, which process 0 has named where the user did not; every process has to call it."""
+    """In every process the directory, which process 0 has named where the user did not; every
+    process has to call it.
+    """
     if run is not None and run_dir is not None:
         return run
     path = broadcast_from_0("" if run is None else str(run.path))

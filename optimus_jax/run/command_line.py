@@ -1,7 +1,9 @@
-"""What the scripts have in common: how flags are read, what becomes of an error, and of streams that are closed or full.
+"""What the scripts have in common: how flags are read, what becomes of an error, and of streams
+that are closed or full.
 
-Flags: one that takes one value is given once; underscores are as good as dashes; words of other frameworks are taken for ours where
-they mean the same, and otherwise answered with what to write (config/aliases.py). Every mistake is a ConfigError of three lines.
+Flags: one that takes one value is given once; underscores are as good as dashes; words of other
+frameworks are taken for ours where they mean the same, and otherwise answered with what to write
+(config/aliases.py). Every mistake is a ConfigError of three lines.
 """
 
 import argparse
@@ -10,7 +12,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from optimus_jax.config.aliases import PARAMETERS, advice_for, alias_of, meant_by_last_part, spelled_like, word
+from optimus_jax.config.aliases import (
+    PARAMETERS,
+    advice_for,
+    alias_of,
+    meant_by_last_part,
+    spelled_like,
+    word,
+)
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
 from optimus_jax.config.settings import shown
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest
@@ -28,16 +37,22 @@ class Parser(argparse.ArgumentParser):
     """Flags of a script.
 
     Args:
-      words: what flags of this script are called elsewhere: a flag without its dashes, to words as in config/aliases.py.
+      words: what flags of this script are called elsewhere: a flag without its dashes, to words as
+        in config/aliases.py.
       options: of argparse.
     """
 
     def __init__(self, *, words: Mapping[str, str] | None = None, **options: Any) -> None:
-        options.setdefault("formatter_class", lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118))
+        options.setdefault(
+            "formatter_class",
+            lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118),
+        )
         super().__init__(allow_abbrev=False, **options)
         for name in (None, "store"):
             self.register("action", name, _Once)
-        self._words = {each: name for name, several in (words or {}).items() for each in several.split()}
+        self._words = {
+            each: name for name, several in (words or {}).items() for each in several.split()
+        }
         self._typed = ""
 
     def read(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -60,10 +75,18 @@ class Parser(argparse.ArgumentParser):
 
     def flags(self) -> list[str]:
         """Every flag."""
-        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        return [
+            flag
+            for action in self._actions
+            for flag in action.option_strings
+            if flag.startswith("--")
+        ]
 
     def _in_our_words(self, arguments: list[str]) -> list[str]:
-        """The arguments, each flag as it is called here. Raises ConfigError for those that are not known."""
+        """The arguments, each flag as it is called here.
+
+        Raises ConfigError for those that are not known.
+        """
         result: list[str] = []
         unknown: list[tuple[str, str | None]] = []
         others, place = self._values(arguments), 0
@@ -71,10 +94,15 @@ class Parser(argparse.ArgumentParser):
         while place < len(arguments):
             given = arguments[place]
             name, equals, value = given.partition("=")
-            following = arguments[place + 1] if place + 1 < len(arguments) and not arguments[place + 1].startswith("--") else None
+            following = (
+                arguments[place + 1]
+                if place + 1 < len(arguments) and not arguments[place + 1].startswith("--")
+                else None
+            )
             place += 1
-            if given == "--" or (is_rest and not given.startswith("-")):  # what follows belongs to others
-                result += arguments[place - 1:]
+            # what follows belongs to others
+            if given == "--" or (is_rest and not given.startswith("-")):
+                result += arguments[place - 1 :]
                 break
             if not _NAMED.fullmatch(name):
                 result.append(given)
@@ -84,7 +112,9 @@ class Parser(argparse.ArgumentParser):
                 unknown.append((name, value if equals else following))
             elif own.startswith(f"{SET} "):
                 if not equals and following is None:
-                    raise ConfigError(explain(f"{name} needs a value", given=name, do=f"write {own}=VALUE"))
+                    raise ConfigError(
+                        explain(f"{name} needs a value", given=name, do=f"write {own}=VALUE")
+                    )
                 result += [SET, f"{own.removeprefix(SET).strip()}={value if equals else following}"]
                 place += not equals
             elif not own.startswith("--"):  # a place in line
@@ -97,26 +127,40 @@ class Parser(argparse.ArgumentParser):
         return self._refuse(unknown, others) if unknown else result
 
     def _own(self, name: str) -> str | None:
-        """What a flag is called here: the flag, `--set section.key`, the name of an argument that stands without a flag, or None."""
+        """What a flag is called here: the flag, `--set section.key`, the name of an argument that
+        stands without a flag, or None.
+        """
         flags, plain = self.flags(), "--" + word(name).replace("_", "-")
         for each in (name, plain):
             if each in flags:
                 return each
         target = self._words.get(word(name))
         if target is None and (setting := alias_of(name)) is not None:
-            short = next((short for short, dotted in SHORT_NAMES.items() if dotted == setting), setting)
+            short = next(
+                (short for short, dotted in SHORT_NAMES.items() if dotted == setting), setting
+            )
             target = short if f"--{short.replace('_', '-')}" in flags else None
             if target is None and SET in flags and setting not in PARAMETERS:
                 target = f"{SET} {setting}"
         if target is None:
             return None
-        is_place = any(action.dest == target and not action.option_strings for action in self._actions)
-        own = target.upper() if is_place else target if target.startswith(SET) else f"--{target.replace('_', '-')}"
+        is_place = any(
+            action.dest == target and not action.option_strings for action in self._actions
+        )
+        own = (
+            target.upper()
+            if is_place
+            else target
+            if target.startswith(SET)
+            else f"--{target.replace('_', '-')}"
+        )
         say(f"{name} is taken as {own}")
         return own
 
     def _takes_one(self, flag: str) -> bool:
-        return any(flag in action.option_strings and action.nargs is None for action in self._actions)
+        return any(
+            flag in action.option_strings and action.nargs is None for action in self._actions
+        )
 
     def _values(self, arguments: list[str]) -> dict[str, Any]:
         """What was given, by words: other advice is computed with it."""
@@ -125,7 +169,9 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = given.partition("=")
             if _NAMED.fullmatch(name):
                 following = arguments[place + 1] if place + 1 < len(arguments) else ""
-                found[word(name)] = value if equals else "" if following.startswith("--") else following
+                found[word(name)] = (
+                    value if equals else "" if following.startswith("--") else following
+                )
                 if name == SET and not equals:
                     found[word(following.partition("=")[0])] = following.partition("=")[2]
         return found
@@ -135,7 +181,11 @@ class Parser(argparse.ArgumentParser):
         told: dict[str, str] = {}
         for name, value in unknown:
             told.setdefault(self._hint(name, value, others), name)
-        do = next(iter(told)) if len(told) == 1 else "; ".join(f"{name}: {text}" for text, name in told.items())
+        do = (
+            next(iter(told))
+            if len(told) == 1
+            else "; ".join(f"{name}: {text}" for text, name in told.items())
+        )
         given = " ".join(name if value is None else f"{name} {value}" for name, value in unknown)
         raise ConfigError(explain(f"unknown argument {unknown[0][0]!r}", given=shown(given), do=do))
 
@@ -146,28 +196,53 @@ class Parser(argparse.ArgumentParser):
             short = next((short for short, dotted in SHORT_NAMES.items() if dotted == meant), meant)
             own = f"--{short.replace('_', '-')}"
             advice = f"did you mean {own if own in flags else f'{SET} {meant}'}={value or 'VALUE'}?"
-        if advice is None and SET in flags and closest(name, flags) is None and (setting := closest(name.lstrip("-"), known_settings())) is not None:
+        if (
+            advice is None
+            and SET in flags
+            and closest(name, flags) is None
+            and (setting := closest(name.lstrip("-"), known_settings())) is not None
+        ):
             return f"did you mean {SET} {setting}={value or 'VALUE'}?"
         advice = advice or spelled_like(name, flags, value, others)
         # A hint is of no use if it speaks of flags that this script does not have.
-        return advice if advice is not None and set(_MENTIONED.findall(advice)) <= set(flags) else nearest(name, flags)
+        return (
+            advice
+            if advice is not None and set(_MENTIONED.findall(advice)) <= set(flags)
+            else nearest(name, flags)
+        )
 
 
 class _Once(argparse.Action):
-    """A flag with one value, which may be given twice if it is the same; one that takes several values takes those of both."""
+    """A flag with one value, which may be given twice if it is the same; one that takes several
+    values takes those of both.
+    """
 
     value: Any = None
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         if self.nargs in ("+", "*") and self.option_strings:
             values = [*(self.value or ()), *values]
         elif self.value is not None and self.value != values:
-            raise ConfigError(explain(f"{option_string} is given two values", given=f"{option_string} {self.value} and {option_string} {values}", do="give it once"))
+            raise ConfigError(
+                explain(
+                    f"{option_string} is given two values",
+                    given=f"{option_string} {self.value} and {option_string} {values}",
+                    do="give it once",
+                )
+            )
         self.value = values
         setattr(namespace, self.dest, values)
 
 
-def settings(given: Mapping[str, Any], *, leave: Iterable[str] = (), note: Callable[[str], None] = say) -> dict[str, Any]:
+def settings(
+    given: Mapping[str, Any], *, leave: Iterable[str] = (), note: Callable[[str], None] = say
+) -> dict[str, Any]:
     """The settings of a run in parsed flags and their `--set` entries, by dotted names.
 
     Args:
@@ -176,20 +251,38 @@ def settings(given: Mapping[str, Any], *, leave: Iterable[str] = (), note: Calla
     Raises:
       ConfigError: one is unknown, or given two values.
     """
-    entries: list[Entry] = [(name, value, f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}")
-                            for name, value in given.items() if name in SHORT_NAMES and name not in leave and value is not None]
+    entries: list[Entry] = [
+        (
+            name,
+            value,
+            (
+                f"--{name.replace('_', '-')}"
+                f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            ),
+        )
+        for name, value in given.items()
+        if name in SHORT_NAMES and name not in leave and value is not None
+    ]
     for entry in given.get("set") or []:
         name, equals, value = entry.partition("=")
         if not equals:
-            raise ConfigError(explain("--set needs a name and a value", given=entry, do="write --set section.key=value"))
+            raise ConfigError(
+                explain(
+                    "--set needs a name and a value",
+                    given=entry,
+                    do="write --set section.key=value",
+                )
+            )
         entries.append((name.strip(), value, f"--set {entry}"))
     return canonical(entries, note=note)
 
 
 def run(main: Callable[[], int | None]) -> int:
-    """The exit code of a script whose result is what it prints or writes: MISTAKE for the user's errors, NO_READER where nobody reads on.
+    """The exit code of a script whose result is what it prints or writes: MISTAKE for the user's
+    errors, NO_READER where nobody reads on.
 
-    A stream that is closed leads nowhere. One that takes nothing more, such as a full disk's, is the user's error.
+    A stream that is closed leads nowhere. One that takes nothing more, such as a full disk's, is
+    the user's error.
     """
     open_closed_streams()
     show_every_character()
@@ -206,4 +299,3 @@ def run(main: Callable[[], int | None]) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # as of `| head`: who reads has enough
         return NO_READER
-

@@ -44,7 +44,11 @@ class PlainDisplay(Display):
     def step(self, record: StepRecord) -> None:
         left = self._time_left.after(record)
         if self._is_first or record.step % self._every == 0 or record.step == self._total_steps:
-            self.message("  ".join([f"step {record.step}/{self._total_steps}", *_numbers(record), f"eta {left}"]))
+            self.message(
+                "  ".join(
+                    [f"step {record.step}/{self._total_steps}", *_numbers(record), f"eta {left}"]
+                )
+            )
         self._is_first = False
 
     def message(self, text: str) -> None:
@@ -53,7 +57,10 @@ class PlainDisplay(Display):
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
         self.message("\n".join([title, *(f"  {line}".rstrip() for line in lines)]))
 
 
@@ -64,8 +71,14 @@ class RichDisplay(Display):
         self._time_left = _TimeLeft(total_steps)
         # Whoever asks for the bar by name gets it, on a pipe too.
         self._console = Console(file=stream, force_terminal=True, highlight=False)
-        self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
-                             TextColumn("eta {task.fields[left]}"), console=self._console, expand=True)
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("eta {task.fields[left]}"),
+            console=self._console,
+            expand=True,
+        )
         self._task = self._bar.add_task("", total=total_steps, left=UNKNOWN)
         self._live = Live(self._bar, console=self._console, refresh_per_second=4)
         self._decision = ""
@@ -75,7 +88,13 @@ class RichDisplay(Display):
         memory = UNKNOWN if record.peak_bytes is None else f"{record.peak_bytes / 2**30:.2f} GiB"
         lines = [Text("  ".join([*_numbers(record), f"memory {memory}"]))]
         if self._decision:
-            lines.append(Text(f"plan {record.plan}  controller: {self._decision}", overflow="ellipsis", no_wrap=True))
+            lines.append(
+                Text(
+                    f"plan {record.plan}  controller: {self._decision}",
+                    overflow="ellipsis",
+                    no_wrap=True,
+                )
+            )
         self._live.update(Group(self._bar, *lines))
 
     def decision(self, text: str) -> None:
@@ -96,12 +115,18 @@ class RichDisplay(Display):
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._live.stop()
 
 
-def make_display(config: LogConfig, total_steps: int, *, show: bool = True, stream: TextIO | None = None) -> Display:
+def make_display(
+    config: LogConfig, total_steps: int, *, show: bool = True, stream: TextIO | None = None
+) -> Display:
     """The display that `config.progress` asks for.
 
     Args:
@@ -122,8 +147,9 @@ def make_display(config: LogConfig, total_steps: int, *, show: bool = True, stre
 
 
 class _TimeLeft:
-    """How long the rest of a run will take, by the median of its latest steps: a checkpoint or a compilation
-    in one of them does not count."""
+    """How long the rest of a run will take, by the median of its latest steps: a checkpoint or a
+    compilation in one of them does not count.
+    """
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -139,7 +165,8 @@ def _numbers(record: StepRecord) -> list[str]:
         f"loss {short(record.loss, 4)}" + (" (no update)" if record.skipped else ""),
         f"{short_count(record.tokens_per_s)} tokens/s",
         f"{record.step_time_s:.3f} s/step",
-        f"mfu {UNKNOWN if record.mfu is None else f'{record.mfu:.1%}'}"]
+        f"mfu {UNKNOWN if record.mfu is None else f'{record.mfu:.1%}'}",
+    ]
 
 
 def short_count(value: float) -> str:

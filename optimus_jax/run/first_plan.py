@@ -1,4 +1,6 @@
-"""The plan that a run begins with, beyond what can be said before it: the one it had, or the fastest of those tried."""
+"""The plan that a run begins with, beyond what can be said before it: the one it had, or the
+fastest of those tried.
+"""
 
 import json
 from collections.abc import Callable
@@ -33,19 +35,44 @@ LAYOUT_SETTINGS = ("parallel.", "precision.")
 
 
 def on_what_is_there(config: Config, topology: Topology) -> Config:
-    """The config of a run that goes on, its layout left to the planner if the mesh that it names is for another number of devices."""
-    if config.parallel.mesh == "auto" or AxisSizes.parse(config.parallel.mesh).num_devices == topology.num_devices:
+    """The config of a run that goes on, its layout left to the planner if the mesh that it names is
+    for another number of devices.
+    """
+    if (
+        config.parallel.mesh == "auto"
+        or AxisSizes.parse(config.parallel.mesh).num_devices == topology.num_devices
+    ):
         return config
-    return replace(config, parallel=replace(config.parallel, mesh="auto", microbatches=None, schedule="auto", repeats=None, layers_per_stage=(), zero=None))
+    return replace(
+        config,
+        parallel=replace(
+            config.parallel,
+            mesh="auto",
+            microbatches=None,
+            schedule="auto",
+            repeats=None,
+            layers_per_stage=(),
+            zero=None,
+        ),
+    )
 
 
 def is_same_layout(asked: Config, run_dir: str | Path) -> bool:
-    """Whether a config, with what was left open left open, asks for the layout that the run in a directory was asked to have."""
+    """Whether a config, with what was left open left open, asks for the layout that the run in a
+    directory was asked to have.
+    """
     old = Config.from_json(RunDirectory(run_dir, writer=False).config_text())
     return (asked.parallel, asked.precision) == (old.parallel, old.precision)
 
 
-def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides: dict[str, Any], saved: Saved | None, prices: Prices) -> Choice | None:
+def own_plan(
+    config: Config,
+    topology: Topology,
+    run_dir: str | Path,
+    overrides: dict[str, Any],
+    saved: Saved | None,
+    prices: Prices,
+) -> Choice | None:
     """The plan that the run had, unless its layout was asked to change or the devices have changed.
 
     Args:
@@ -56,29 +83,49 @@ def own_plan(config: Config, topology: Topology, run_dir: str | Path, overrides:
     run = RunDirectory.resume(run_dir, writer=False)
     text = plan_to_resume(run.path)
     layout = {name for name, dotted in SHORT_NAMES.items() if dotted.startswith(LAYOUT_SETTINGS)}
-    if text is None or any(name in layout or name.startswith(LAYOUT_SETTINGS) for name in overrides):
+    if text is None or any(
+        name in layout or name.startswith(LAYOUT_SETTINGS) for name in overrides
+    ):
         return None
     plan = Plan.from_json(text, run.path / "plan.json")
-    if config.precision.compute not in ("auto", plan.precision):  # as good as given: somebody has edited config.json
+    # as good as given: somebody has edited config.json
+    if config.precision.compute not in ("auto", plan.precision):
         return None
     if plan.num_devices != topology.num_devices:
         return None
     if config.data.phases:
-        now, last_step = phase_after(config, saved.step if saved else 0), max((record.step for record in run.metrics()), default=0)
-        if phase_after(config, last_step) != now:  # steps are done again in an earlier phase, whose plan the checkpoint knows
+        now, last_step = (
+            phase_after(config, saved.step if saved else 0),
+            max((record.step for record in run.metrics()), default=0),
+        )
+        # steps are done again in an earlier phase, whose plan the checkpoint knows
+        if phase_after(config, last_step) != now:
             if saved is None:
                 return None
             plan = Plan.from_json(saved.metadata["plan"])
         plan, config = plan_of(now, config, plan, topology, prices), in_phase(config, now)
     plan.validate(config.model, global_batch=config.data.global_batch)
-    return Choice(plan=plan, why="the run's own plan",
-                  memory=estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch))
+    return Choice(
+        plan=plan,
+        why="the run's own plan",
+        memory=estimate_memory(
+            config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
+        ),
+    )
 
 
-def fastest_tried(config: Config, topology: Topology, choice: Choice, here: LocalCluster | None, run: RunDirectory, display: Display) -> Choice:
+def fastest_tried(
+    config: Config,
+    topology: Topology,
+    choice: Choice,
+    here: LocalCluster | None,
+    run: RunDirectory,
+    display: Display,
+) -> Choice:
     """The fastest of the planner's best, measured where that pays.
 
-    Every process has to call it. The first decides, for clocks and predictions differ; the others try what it says.
+    Every process has to call it. The first decides, for clocks and predictions differ; the others
+    try what it says.
 
     Args:
       choice: the same plan in every process.
@@ -86,9 +133,12 @@ def fastest_tried(config: Config, topology: Topology, choice: Choice, here: Loca
     Raises:
       PlanError: plans were tried, and none of them could run.
     """
+
     def run_one(plan: Plan) -> Trial:
         display.message(f"trying {plan.describe()}")
-        return run_trial(config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device)
+        return run_trial(
+            config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device
+        )
 
     if jax.process_index() > 0:
         return _followed(choice, run_one)
@@ -130,14 +180,44 @@ def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
             run_one(Plan.from_json(content))
 
 
-def _measured(config: Config, choice: Choice, here: LocalCluster | None, run: RunDirectory, run_one: Callable[[Plan], Trial]) -> Choice:
+def _measured(
+    config: Config,
+    choice: Choice,
+    here: LocalCluster | None,
+    run: RunDirectory,
+    run_one: Callable[[Plan], Trial],
+) -> Choice:
     if here is None or not choice.ranked:
         return choice
-    measured = measure(choice.ranked, run_one, num_steps=config.steps, most=config.parallel.trials, spread=here.rates.spread)
+    measured = measure(
+        choice.ranked,
+        run_one,
+        num_steps=config.steps,
+        most=config.parallel.trials,
+        spread=here.rates.spread,
+    )
     for trial in measured.trials:
-        foretold = next(candidate.prediction for candidate in choice.ranked if candidate.plan == trial.plan)
-        run.log_event("decision", 0, plan=trial.plan.digest, layout=trial.plan.describe(), predicted_step_time_s=foretold.step_time_s,
-                      measured_step_time_s=trial.step_time_s, compile_time_s=trial.compile_s, step_bytes_per_device=trial.step_bytes)
+        foretold = next(
+            candidate.prediction for candidate in choice.ranked if candidate.plan == trial.plan
+        )
+        run.log_event(
+            "decision",
+            0,
+            plan=trial.plan.digest,
+            layout=trial.plan.describe(),
+            predicted_step_time_s=foretold.step_time_s,
+            measured_step_time_s=trial.step_time_s,
+            compile_time_s=trial.compile_s,
+            step_bytes_per_device=trial.step_bytes,
+        )
     if not measured.trials:
         return replace(choice, why=f"{choice.why}; {measured.why}")
-    return replace(choice, plan=measured.plan, tried_s={trial.plan: trial.step_time_s for trial in measured.trials}, why=f"auto: {measured.why}, {min(trial.step_time_s for trial in measured.trials):.3g} s per step")
+    return replace(
+        choice,
+        plan=measured.plan,
+        tried_s={trial.plan: trial.step_time_s for trial in measured.trials},
+        why=(
+            f"auto: {measured.why}, {min(trial.step_time_s for trial in measured.trials):.3g} s per"
+            " step"
+        ),
+    )

@@ -29,21 +29,37 @@ from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display
 
 
-def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run: RunDirectory, resume: bool,
-                display: Display) -> tuple[TrainState, Learning, Config | None]:
-    """Fresh, or restored onto this plan's mesh whatever mesh saved it; what is known of how the run has learnt until then; and the config
-    that the state was saved under, which a config.json that somebody has edited does not say. None: it is fresh.
+def first_state(
+    program: Program,
+    inputs: Inputs,
+    checkpoints: Checkpoints,
+    run: RunDirectory,
+    resume: bool,
+    display: Display,
+) -> tuple[TrainState, Learning, Config | None]:
+    """Fresh, or restored onto this plan's mesh whatever mesh saved it; what is known of how the run
+    has learnt until then; and the config that the state was saved under, which a config.json that
+    somebody has edited does not say. None: it is fresh.
 
     Raises:
       CheckpointError: there is no checkpoint of the step that was asked for, or none that is good.
     """
     config = inputs.config
-    if resume and (restored := _newest_state(program, config, checkpoints, run, display)) is not None:
+    if (
+        resume
+        and (restored := _newest_state(program, config, checkpoints, run, display)) is not None
+    ):
         learning = Learning.from_json(restored.metadata.get("learning"))
         _tell_of_trouble(learning, restored.step, checkpoints, display)
         check_same_data(restored.metadata.get("data"), inputs.data, config.data, display.message)
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
-        return _in_precision(config, json.loads(restored.metadata["plan"])["precision"], state, program, display), learning, saved_config(restored.metadata)
+        return (
+            _in_precision(
+                config, json.loads(restored.metadata["plan"])["precision"], state, program, display
+            ),
+            learning,
+            saved_config(restored.metadata),
+        )
     if resume:
         begun_with = json.loads(broadcast_from_0(json.dumps(identity_in_run(run))))
         check_same_data(begun_with, inputs.data, config.data, display.message)
@@ -51,21 +67,32 @@ def first_state(program: Program, inputs: Inputs, checkpoints: Checkpoints, run:
     return program.init(jnp.int32(config.seed)), Learning(), None
 
 
-def _newest_state(program: Program, config: Config, checkpoints: Checkpoints, run: RunDirectory, display: Display) -> Restored | None:
-    """The newest good state of either tier, as stored; None: there is none. Checkpoints that are damaged are set aside."""
-    target = abstract_stored_state(program.shapes, program.optimizer, config.precision, program.plan, program.mesh)
+def _newest_state(
+    program: Program, config: Config, checkpoints: Checkpoints, run: RunDirectory, display: Display
+) -> Restored | None:
+    """The newest good state of either tier, as stored; None: there is none.
+
+    Checkpoints that are damaged are set aside.
+    """
+    target = abstract_stored_state(
+        program.shapes, program.optimizer, config.precision, program.plan, program.mesh
+    )
     check = partial(check_stored_config, config=config)
     if config.checkpoint.resume_step is not None:
         return _state_of(config.checkpoint.resume_step, target, check, checkpoints, display)
     latest = checkpoints.latest()
 
     def from_memory(newer_than: int) -> Restored | None:
-        found = snapshots_of(config, run, display).restore(target, newer_than, paddable=may_be_padded, check=check)
+        found = snapshots_of(config, run, display).restore(
+            target, newer_than, paddable=may_be_padded, check=check
+        )
         if found is not None:
             display.message(f"resumed from the snapshot of step {found.step}, which was in memory")
         return found
 
-    if (found := from_memory(latest.step if latest is not None else 0)) is not None or not checkpoints.steps_for_all():
+    if (
+        found := from_memory(latest.step if latest is not None else 0)
+    ) is not None or not checkpoints.steps_for_all():
         return found
     restored = checkpoints.restore(target, paddable=may_be_padded, check=check)
     if restored.damaged:
@@ -78,34 +105,64 @@ def _newest_state(program: Program, config: Config, checkpoints: Checkpoints, ru
     return restored
 
 
-def _state_of(step: int, target: TrainState, check: Callable[[Mapping[str, Any]], None], checkpoints: Checkpoints, display: Display) -> Restored:
-    """The state of the checkpoint that was asked for. Later ones, of the course that the run leaves, are moved aside when it was read."""
+def _state_of(
+    step: int,
+    target: TrainState,
+    check: Callable[[Mapping[str, Any]], None],
+    checkpoints: Checkpoints,
+    display: Display,
+) -> Restored:
+    """The state of the checkpoint that was asked for.
+
+    Later ones, of the course that the run leaves, are moved aside when it was read.
+    """
     restored = checkpoints.restore(target, step, paddable=may_be_padded, check=check)
     if is_writer():
-        for path in checkpoints.set_aside([later for later in checkpoints.steps() if later > step], ABANDONED):
+        for path in checkpoints.set_aside(
+            [later for later in checkpoints.steps() if later > step], ABANDONED
+        ):
             display.message(f"a later checkpoint is kept as {path}")
     display.message(f"resumed from the checkpoint of step {step}, which was asked for")
     return restored
 
 
-def _tell_of_trouble(learning: Learning, step: int, checkpoints: Checkpoints, display: Display) -> None:
+def _tell_of_trouble(
+    learning: Learning, step: int, checkpoints: Checkpoints, display: Display
+) -> None:
     """Say so if the run has stopped learning before its checkpoint of `step` was written."""
     trouble = learning.trouble(1, is_at_end=True)
     if trouble is None:
         return
-    display.message(f"when the checkpoint of step {step} was written the run had stopped learning: {saying(learning, trouble)}; {way_back(learning, checkpoints.steps())}")
+    display.message(
+        f"when the checkpoint of step {step} was written the run had stopped learning:"
+        f" {saying(learning, trouble)}; {way_back(learning, checkpoints.steps())}"
+    )
 
 
 def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapshots:
     """The second tier of a run that has begun; every process has to call it."""
-    begun = [(event["time_s"], event["step"]) for event in run.events() if event["event"] in ("start", "resume")]
-    begun = json.loads(broadcast_from_0(json.dumps(begun)))  # what a file server tells others may be a minute old
+    begun = [
+        (event["time_s"], event["step"])
+        for event in run.events()
+        if event["event"] in ("start", "resume")
+    ]
+    # what a file server tells others may be a minute old
+    begun = json.loads(broadcast_from_0(json.dumps(begun)))
     started = str(begun[0][0] if begun else None)
-    return Snapshots(config.checkpoint.snapshot_dir, run.path, started, config.checkpoint.snapshot_every, [step for _, step in begun],
-                     warn=display.message, warn_here=display.here)
+    return Snapshots(
+        config.checkpoint.snapshot_dir,
+        run.path,
+        started,
+        config.checkpoint.snapshot_every,
+        [step for _, step in begun],
+        warn=display.message,
+        warn_here=display.here,
+    )
 
 
-def _in_precision(config: Config, before: Precision, state: TrainState, program: Program, display: Display) -> TrainState:
+def _in_precision(
+    config: Config, before: Precision, state: TrainState, program: Program, display: Display
+) -> TrainState:
     """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""
     now = program.plan.precision
     if now == before:
@@ -113,7 +170,12 @@ def _in_precision(config: Config, before: Precision, state: TrainState, program:
     if "f16" not in (now, before):
         display.message(f"precision was {before} and is {now}")
         return state
-    display.message(f"precision was {before} and is {now}: the loss scale begins anew"
-                    + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1"))
-    fresh = jax.jit(lambda: initial_loss_scale(config.precision, program.plan), out_shardings=program.state_shardings.loss_scale)
+    display.message(
+        f"precision was {before} and is {now}: the loss scale begins anew"
+        + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1")
+    )
+    fresh = jax.jit(
+        lambda: initial_loss_scale(config.precision, program.plan),
+        out_shardings=program.state_shardings.loss_scale,
+    )
     return replace(state, loss_scale=fresh())

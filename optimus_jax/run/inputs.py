@@ -31,7 +31,8 @@ class Inputs:
 
     @classmethod
     def of(cls, config: Config, run: RunDirectory | None = None) -> "Inputs":
-        """Read the data, and make sure that there is enough for every phase; nothing here waits for another process.
+        """Read the data, and make sure that there is enough for every phase; nothing here waits for
+        another process.
 
         Args:
           run: that goes on, with what it keeps of its data; None: a new one.
@@ -39,14 +40,33 @@ class Inputs:
           DataError: they cannot be used, or are too short.
         """
         model = config.model
-        tokenizer, by = (None, None) if run is None else (tokenizer_of_run(run, config.data), held_out_in_run(run))
+        tokenizer, by = (
+            (None, None)
+            if run is None
+            else (tokenizer_of_run(run, config.data), held_out_in_run(run))
+        )
         data = load_data(
-            config.data, seq_len=config.seq_len, vocab_size=model.vocab_size, model_name=model.name, tokenizer=tokenizer, by=by)
-        num_eval_examples = 0 if data.held_out is None or not config.eval_every else check_held_out(
-            data.held_out, seq_len=config.eval_seq_len, respect_documents=config.data.respect_documents, num_examples=config.eval_examples)
+            config.data,
+            seq_len=config.seq_len,
+            vocab_size=model.vocab_size,
+            model_name=model.name,
+            tokenizer=tokenizer,
+            by=by,
+        )
+        num_eval_examples = (
+            0
+            if data.held_out is None or not config.eval_every
+            else check_held_out(
+                data.held_out,
+                seq_len=config.eval_seq_len,
+                respect_documents=config.data.respect_documents,
+                num_examples=config.eval_examples,
+            )
+        )
         inputs = cls(config=config, data=data, num_eval_examples=num_eval_examples)
         for phase in phases_of(config):
-            inputs._loader(phase, np.array([], np.int32))  # too short a text is found now, not after hours
+            # too short a text is found now, not after hours
+            inputs._loader(phase, np.array([], np.int32))
         return inputs
 
     @property
@@ -54,16 +74,27 @@ class Inputs:
         """What evaluations read, in one line."""
         config, found = self.config, self.num_eval_examples
         if not found:
-            return "none: eval_every=0" if not config.eval_every else "none: nothing is held out (data.eval_fraction=0)"
+            return (
+                "none: eval_every=0"
+                if not config.eval_every
+                else "none: nothing is held out (data.eval_fraction=0)"
+            )
         text = f"every {config.eval_every} steps, and at the end: " + (
-            f"the first {found:,} held-out examples" if found == config.eval_examples else
-            f"all {found:,} held-out examples ({config.eval_examples:,} were asked for)")
+            f"the first {found:,} held-out examples"
+            if found == config.eval_examples
+            else f"all {found:,} held-out examples ({config.eval_examples:,} were asked for)"
+        )
         is_old = config.eval_examples == (config.eval_batches or 0) * config.data.global_batch
         return f"{text} x {config.eval_seq_len:,} tokens, whatever the batch" + (
-            f" (eval_batches={config.eval_batches} x {config.data.global_batch}; its name is now evaluation.examples)" if is_old else "")
+            f" (eval_batches={config.eval_batches} x {config.data.global_batch}; its name is now"
+            " evaluation.examples)"
+            if is_old
+            else ""
+        )
 
     def other_evaluation(self, before: Config) -> str | None:
-        """That evaluations read other tokens than those of the run until now; None: they read the same, or there are none.
+        """That evaluations read other tokens than those of the run until now; None: they read the
+        same, or there are none.
 
         Args:
           before: the run until now, on the same data, nothing left open.
@@ -72,37 +103,71 @@ class Inputs:
         if held_out is None or not self.num_eval_examples or not before.eval_every:
             return None
         there = min(before.eval_examples, count_examples(held_out, before.eval_seq_len))
-        sets = [f"{number:,} x {length:,} tokens" for number, length in
-                ((there, before.eval_seq_len), (self.num_eval_examples, now.eval_seq_len))]
+        sets = [
+            f"{number:,} x {length:,} tokens"
+            for number, length in (
+                (there, before.eval_seq_len),
+                (self.num_eval_examples, now.eval_seq_len),
+            )
+        ]
         if sets[0] == sets[1]:
             return None
-        back = {"evaluation.examples": before.eval_examples, "evaluation.seq_len": before.eval_seq_len}
-        return (f"evaluation: {sets[0]} before, {sets[1]} from here on: {NOT_COMPARABLE}; for those from before: "
-                + " ".join(f"--set {name}={value}" for name, value in back.items()))
+        back = {
+            "evaluation.examples": before.eval_examples,
+            "evaluation.seq_len": before.eval_seq_len,
+        }
+        return (
+            f"evaluation: {sets[0]} before, {sets[1]} from here on: {NOT_COMPARABLE}; for those"
+            " from before: " + " ".join(f"--set {name}={value}" for name, value in back.items())
+        )
 
     def dealt(self, program: Program, step: int) -> "Dealt":
-        """The batches of the phase that the step after `step` is in, the rows that this process's devices hold under a program of that phase."""
+        """The batches of the phase that the step after `step` is in, the rows that this process's
+        devices hold under a program of that phase.
+        """
         phase = phase_after(self.config, step)
         loader = self._loader(phase, local_rows(program.batch_sharding, phase.global_batch))
         held_out, config = self.data.held_out, self.config
         if held_out is None or not self.num_eval_examples:
             return Dealt(loader=loader, eval_batches=None)
         num_rows = eval_rows(program.config, program.plan)
-        return Dealt(loader=loader, eval_batches=partial(
-            eval_batches, held_out, seq_len=config.eval_seq_len, num_rows=num_rows, rows=local_rows(program.batch_sharding, num_rows),
-            respect_documents=config.data.respect_documents, num_examples=self.num_eval_examples))
+        return Dealt(
+            loader=loader,
+            eval_batches=partial(
+                eval_batches,
+                held_out,
+                seq_len=config.eval_seq_len,
+                num_rows=num_rows,
+                rows=local_rows(program.batch_sharding, num_rows),
+                respect_documents=config.data.respect_documents,
+                num_examples=self.num_eval_examples,
+            ),
+        )
 
     def probe(self, program: Program) -> Any:
         """A batch, always the same, of the kind that a program is for and on its devices."""
         config = program.config
         rows = local_rows(program.batch_sharding, config.data.global_batch)
-        first = replace(phase_after(self.config, 0), global_batch=config.data.global_batch, seq_len=config.seq_len)
-        return put_batch(self._loader(first, rows).batch(1), program.batch_sharding, config.data.global_batch)
+        first = replace(
+            phase_after(self.config, 0),
+            global_batch=config.data.global_batch,
+            seq_len=config.seq_len,
+        )
+        return put_batch(
+            self._loader(first, rows).batch(1), program.batch_sharding, config.data.global_batch
+        )
 
     def _loader(self, phase: Phase, rows: np.ndarray) -> BatchLoader:
         return BatchLoader(
-            self.data.train, seq_len=phase.seq_len, global_batch=phase.global_batch, seed=self.config.seed, rows=rows,
-            respect_documents=self.config.data.respect_documents, steps_before=phase.steps_before, examples_before=phase.examples_before)
+            self.data.train,
+            seq_len=phase.seq_len,
+            global_batch=phase.global_batch,
+            seed=self.config.seed,
+            rows=rows,
+            respect_documents=self.config.data.respect_documents,
+            steps_before=phase.steps_before,
+            examples_before=phase.examples_before,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,4 +176,5 @@ class Dealt:
 
     loader: BatchLoader
     eval_batches: Callable[[], Iterator[Batch]] | None
-    """A fresh pass over the held-out ones, the same examples in every phase; None: there are none."""
+    """A fresh pass over the held-out ones, the same examples in every phase; None: there are
+    none."""

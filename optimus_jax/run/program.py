@@ -1,4 +1,6 @@
-"""A run, from its program to its end: state (fresh or restored), what is written down, compile, loop."""
+"""A run, from its program to its end: state (fresh or restored), what is written down, compile,
+loop.
+"""
 
 import time
 from collections.abc import Mapping
@@ -72,18 +74,31 @@ class Devices:
 
 
 def program_of(config: Config, choice: Choice) -> Program:
-    return build_program(config, planned_shapes(config.model, choice.plan), choice.plan, build_mesh(choice.plan.axes))
+    return build_program(
+        config, planned_shapes(config.model, choice.plan), choice.plan, build_mesh(choice.plan.axes)
+    )
 
 
-def run_program(config: Config, devices: Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory, display: Display,
-                resumed: Resumed | None, progress: Progress, heartbeats: Heartbeats | None) -> tuple[Outcome, Plan]:
+def run_program(
+    config: Config,
+    devices: Devices,
+    choice: Choice,
+    program: Program,
+    inputs: Inputs,
+    run: RunDirectory,
+    display: Display,
+    resumed: Resumed | None,
+    progress: Progress,
+    heartbeats: Heartbeats | None,
+) -> tuple[Outcome, Plan]:
     """State, compile, loop; with the plan that the run ended under. Every process has to call it.
 
     Args:
       config: of the whole run; its first phase to run may be a later one.
       choice: the plan that `program` was built for, and why.
       run: locked for this process, if it writes.
-      resumed: what the run was and is asked for, if its state is read from the newest good checkpoint or snapshot; None: it begins.
+      resumed: what the run was and is asked for, if its state is read from the newest good
+        checkpoint or snapshot; None: it begins.
       progress: told what this process is at.
       signs: of life of the run's processes; None: nobody watches.
     Raises:
@@ -91,30 +106,47 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     """
     topology = devices.topology
     checkpoints = Checkpoints(
-        run.checkpoints, config.checkpoint, warn=display.message,
-        saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s), limits=lambda: learning.limits)
+        run.checkpoints,
+        config.checkpoint,
+        warn=display.message,
+        saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s),
+        limits=lambda: learning.limits,
+    )
     resume = resumed is not None
     state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
     now = in_phase(config, phase_after(config, int(state.step)))
-    if now != program.config:  # the newest checkpoint was damaged, and the one before it is of an earlier phase
-        plan = plan_of(phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing)
+    # the newest checkpoint was damaged, and the one before it is of an earlier phase
+    if now != program.config:
+        plan = plan_of(
+            phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing
+        )
         choice = replace(choice, plan=plan)
         program = program_of(now, choice)
         state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
     if resumed is not None:
-        # What the run was until now is what its checkpoint was saved under: config.json may have been edited since.
-        resumed = (resumed if saved is None else replace(resumed, before=saved)).from_step(first_step)
+        # What the run was until now is what its checkpoint was saved under: config.json may have
+        # been edited since.
+        resumed = (resumed if saved is None else replace(resumed, before=saved)).from_step(
+            first_step
+        )
         config = config.with_values({"optimizer.decay_steps": resumed.config.optimizer.decay_steps})
         if (now := in_phase(config, phase_after(config, first_step))) != program.config:
             program = program_of(now, choice)  # another learning rate, and the same state
-        exact = config.with_values({"optimizer.lr": peak_learning_rate(config.optimizer, program.shapes.num_params), "precision.compute": program.plan.precision})
+        exact = config.with_values(
+            {
+                "optimizer.lr": peak_learning_rate(config.optimizer, program.shapes.num_params),
+                "precision.compute": program.plan.precision,
+            }
+        )
         if saved is not None and (told := changes_since(saved, exact)) is not None:
             display.message(told)
     assert_same_everywhere({"the step to go on from": str(first_step)})
     steps_there = tuple(checkpoints.steps_for_all()) if resume else ()
     with all_or_none():
-        _write_down(config, devices, choice, program, inputs, run, display, first_step, resumed, steps_there)
+        _write_down(
+            config, devices, choice, program, inputs, run, display, first_step, resumed, steps_there
+        )
     num_bytes_of_host = bytes_of_host(state)
     snapshots = snapshots_of(config, run, display)
     with all_or_none():
@@ -128,13 +160,44 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
     train_step, step_bytes = _compiled(program, state, dealt.loader, topology)
     compile_s = time.perf_counter() - started
     run.log_event("compile", first_step, compile_time_s=compile_s, step_bytes_per_device=step_bytes)
-    start_report(display, config=config, topology=topology, why=choice.why, program=program, data=inputs.data,
-                 compile_s=compile_s, step_bytes=step_bytes, run_dir=run.path, launch=devices.launch, evaluation=inputs.evaluation,
-                 ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing))
-    tensorboard = unfailing(TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1), "TensorBoard") if config.log.tensorboard and run.writer else None
-    metadata = {"config": config.to_json(derived=_derived(config, choice.plan, program)), "data": inputs.data.identity}
+    start_report(
+        display,
+        config=config,
+        topology=topology,
+        why=choice.why,
+        program=program,
+        data=inputs.data,
+        compile_s=compile_s,
+        step_bytes=step_bytes,
+        run_dir=run.path,
+        launch=devices.launch,
+        evaluation=inputs.evaluation,
+        ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
+    )
+    tensorboard = (
+        unfailing(
+            TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1), "TensorBoard"
+        )
+        if config.log.tensorboard and run.writer
+        else None
+    )
+    metadata = {
+        "config": config.to_json(derived=_derived(config, choice.plan, program)),
+        "data": inputs.data.identity,
+    }
     detour = Detour(checkpoints, lambda program, step: described(program, step, metadata, learning))
-    controller, changes = _directors(config, devices, of_running(program, train_step, step_bytes), compile_s, choice.tried_s, inputs, heartbeats, run, display, detour)
+    controller, changes = _directors(
+        config,
+        devices,
+        of_running(program, train_step, step_bytes),
+        compile_s,
+        choice.tried_s,
+        inputs,
+        heartbeats,
+        run,
+        display,
+        detour,
+    )
 
     def tell_of_failed_save(text: str) -> None:
         display.here(text)
@@ -142,14 +205,30 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
 
     with StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop:
         trainer = Trainer(
-            program=program, train_step=train_step, topology=topology, loader=dealt.loader, eval_batches=dealt.eval_batches,
-            bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer), metadata=metadata,
-            checkpoints=checkpoints, run=run, display=display, tensorboard=tensorboard, stop=stop, overseer=controller,
-            progress=progress, snapshots=snapshots, learning=learning, retries=Retries(tell_of_failed_save, is_alone=topology.num_processes == 1))
+            program=program,
+            train_step=train_step,
+            topology=topology,
+            loader=dealt.loader,
+            eval_batches=dealt.eval_batches,
+            bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer),
+            metadata=metadata,
+            checkpoints=checkpoints,
+            run=run,
+            display=display,
+            tensorboard=tensorboard,
+            stop=stop,
+            overseer=controller,
+            progress=progress,
+            snapshots=snapshots,
+            learning=learning,
+            retries=Retries(tell_of_failed_save, is_alone=topology.num_processes == 1),
+        )
         try:
             with display, tensorboard or nullcontext():
                 try:
-                    trainer, outcome = _trained(trainer, state, first_step, inputs, controller, changes)
+                    trainer, outcome = _trained(
+                        trainer, state, first_step, inputs, controller, changes
+                    )
                 finally:
                     progress.begin("end")
                     if (director := controller or changes) is not None:
@@ -158,34 +237,78 @@ def run_program(config: Config, devices: Devices, choice: Choice, program: Progr
             with suppress(OptimusError):  # the error on its way says more
                 checkpoints.close()
             raise
-        checkpoints.close()  # not for a KeyboardInterrupt: who insists does not wait for the save under way
+        # not for a KeyboardInterrupt: who insists does not wait for the save under way
+        checkpoints.close()
         snapshots.discard()
         _say_goodbye(display, outcome, run)
         return outcome, trainer.program.plan
 
 
-def _directors(config: Config, devices: Devices, running: Executable, compile_s: float, tried_s: Mapping[Plan, float], inputs: Inputs,
-               heartbeats: Heartbeats | None, run: RunDirectory, display: Display, detour: Detour) -> tuple[Controller | None, PhaseChanges | None]:
-    """Who brings a run to other plans, and who to other batches; None where the run has only one."""
-    has_controller, topology = config.control != "off" and devices.here is not None, devices.topology
+def _directors(
+    config: Config,
+    devices: Devices,
+    running: Executable,
+    compile_s: float,
+    tried_s: Mapping[Plan, float],
+    inputs: Inputs,
+    heartbeats: Heartbeats | None,
+    run: RunDirectory,
+    display: Display,
+    detour: Detour,
+) -> tuple[Controller | None, PhaseChanges | None]:
+    """Who brings a run to other plans, and who to other batches; None where the run has only
+    one."""
+    has_controller, topology = (
+        config.control != "off" and devices.here is not None,
+        devices.topology,
+    )
     if not has_controller and not config.data.phases:
         return None, None
-    switcher = Switcher(running=running, settings=config.controller, journal=Journal(run),
-                        bytes_per_device=topology.bytes_per_device, probe=inputs.probe, detour=detour)
+    switcher = Switcher(
+        running=running,
+        settings=config.controller,
+        journal=Journal(run),
+        bytes_per_device=topology.bytes_per_device,
+        probe=inputs.probe,
+        detour=detour,
+    )
 
     def plan_in(phase: Phase, plan: Plan) -> Plan:
-        return plan_of(phase, config, plan, replace(topology, num_devices=plan.num_devices), devices.pricing)
+        return plan_of(
+            phase, config, plan, replace(topology, num_devices=plan.num_devices), devices.pricing
+        )
 
     changes = PhaseChanges(config, plan_in, switcher, run, display) if config.data.phases else None
     if not has_controller or devices.here is None:
         return None, changes
-    return make_controller(config, topology, devices.here, switcher, compile_s=compile_s, tried_s=tried_s, changes=changes, heartbeats=heartbeats, run=run,
-                           display=display), changes
+    return (
+        make_controller(
+            config,
+            topology,
+            devices.here,
+            switcher,
+            compile_s=compile_s,
+            tried_s=tried_s,
+            changes=changes,
+            heartbeats=heartbeats,
+            run=run,
+            display=display,
+        ),
+        changes,
+    )
 
 
-def _trained(trainer: Trainer, state: TrainState, step: int, inputs: Inputs, controller: Controller | None,
-             changes: PhaseChanges | None) -> tuple[Trainer, Outcome]:
-    """The run to its end, under one plan and in one phase after the other; with the trainer of the last."""
+def _trained(
+    trainer: Trainer,
+    state: TrainState,
+    step: int,
+    inputs: Inputs,
+    controller: Controller | None,
+    changes: PhaseChanges | None,
+) -> tuple[Trainer, Outcome]:
+    """The run to its end, under one plan and in one phase after the other; with the trainer of the
+    last.
+    """
     while True:
         if changes is not None and controller is None:
             changes.prepare(step)
@@ -210,8 +333,17 @@ def _trained(trainer: Trainer, state: TrainState, step: int, inputs: Inputs, con
     return trainer, outcome
 
 
-def _in_next_phase(trainer: Trainer, state: TrainState, step: int, controller: Controller | None, changes: PhaseChanges) -> tuple[TrainState, Trainer]:
-    """The state and what trains on with the batches of the next phase. Raises PlanError, with the state saved, if that cannot be."""
+def _in_next_phase(
+    trainer: Trainer,
+    state: TrainState,
+    step: int,
+    controller: Controller | None,
+    changes: PhaseChanges,
+) -> tuple[TrainState, Trainer]:
+    """The state and what trains on with the batches of the next phase.
+
+    Raises PlanError, with the state saved, if that cannot be.
+    """
     try:
         switched = changes.enter(state, step)
     except PlanError:
@@ -219,55 +351,121 @@ def _in_next_phase(trainer: Trainer, state: TrainState, step: int, controller: C
         raise
     if not switched.is_done:
         trainer.save(switched.state, step)
-        raise PlanError(explain(
-            f"the state could not be moved to the plan for the batches after step {step}", given=switched.why_not,
-            do="start again with --resume: the state is saved, and is read under the new plan"))
+        raise PlanError(
+            explain(
+                f"the state could not be moved to the plan for the batches after step {step}",
+                given=switched.why_not,
+                do="start again with --resume: the state is saved, and is read under the new plan",
+            )
+        )
     if controller is not None:
         controller.enter_phase(switched, trainer.program.plan)
     return switched.state, trainer.under(switched.executable.program)
 
 
-def _write_down(config: Config, devices: Devices, choice: Choice, program: Program, inputs: Inputs, run: RunDirectory,
-                display: Display, first_step: int, resumed: Resumed | None, checkpoints: tuple[int, ...]) -> None:
+def _write_down(
+    config: Config,
+    devices: Devices,
+    choice: Choice,
+    program: Program,
+    inputs: Inputs,
+    run: RunDirectory,
+    display: Display,
+    first_step: int,
+    resumed: Resumed | None,
+    checkpoints: tuple[int, ...],
+) -> None:
     """What is about to run; from here on it can be resumed."""
     if first_step > config.steps:
-        raise ConfigError(explain(
-            f"the run has come to step {first_step} already", given=f"--steps {config.steps}",
-            do=f"leave --steps out, or give more than {first_step}"))
+        raise ConfigError(
+            explain(
+                f"the run has come to step {first_step} already",
+                given=f"--steps {config.steps}",
+                do=f"leave --steps out, or give more than {first_step}",
+            )
+        )
     take_over(run)
     if abandoned := run.go_back_to(first_step):
-        display.message(f"metrics of {abandoned} step(s) after step {first_step} were moved to metrics.abandoned.jsonl: they are run again")
+        display.message(
+            f"metrics of {abandoned} step(s) after step {first_step} were moved to"
+            " metrics.abandoned.jsonl: they are run again"
+        )
     asked = config if resumed is None else resumed.as_asked(config)
     run.write_config(asked.to_json(derived=_derived(config, choice.plan, program)))
     run.write_tokenizer(inputs.data.tokenizer.files)
     if (died := Journal(run).recover(first_step)) is not None:
-        display.message(f"the run ended while it tried {died.target.describe()}: it goes on under the plan from before")
+        display.message(
+            f"the run ended while it tried {died.target.describe()}: it goes on under the plan from"
+            " before"
+        )
     run.write_plan(choice.plan.to_json())
-    changed = {} if resumed is None else _tell_what_changes(config, devices, choice.plan, program, inputs, resumed, display, first_step, checkpoints)
-    run.log_event("start" if resumed is None else "resume", first_step, **changed, devices=str(devices.topology), data=inputs.data.description,
-                  identity=inputs.data.identity, notes=inputs.data.notes, end_of_document=inputs.data.tokenizer.end,
-                  engine=devices.launch.engine, launch=devices.launch.why)
+    changed = (
+        {}
+        if resumed is None
+        else _tell_what_changes(
+            config, devices, choice.plan, program, inputs, resumed, display, first_step, checkpoints
+        )
+    )
+    run.log_event(
+        "start" if resumed is None else "resume",
+        first_step,
+        **changed,
+        devices=str(devices.topology),
+        data=inputs.data.description,
+        identity=inputs.data.identity,
+        notes=inputs.data.notes,
+        end_of_document=inputs.data.tokenizer.end,
+        engine=devices.launch.engine,
+        launch=devices.launch.why,
+    )
     for note in inputs.data.notes:
         display.message(f"data: {note}")
-    run.log_event("plan", first_step, digest=choice.plan.digest, layout=choice.plan.describe(), why=choice.why,
-                  crosses=devices.topology.crossed(choice.plan.axes))
+    run.log_event(
+        "plan",
+        first_step,
+        digest=choice.plan.digest,
+        layout=choice.plan.describe(),
+        why=choice.why,
+        crosses=devices.topology.crossed(choice.plan.axes),
+    )
     run.check()
 
 
-def _tell_what_changes(config: Config, devices: Devices, plan: Plan, program: Program, inputs: Inputs, resumed: Resumed, display: Display,
-                       first_step: int, checkpoints: tuple[int, ...]) -> dict[str, Any]:
-    """Show how the learning rate, evaluations and precision of a run that goes on differ from what they were, or would be; what the log is to say of it.
+def _tell_what_changes(
+    config: Config,
+    devices: Devices,
+    plan: Plan,
+    program: Program,
+    inputs: Inputs,
+    resumed: Resumed,
+    display: Display,
+    first_step: int,
+    checkpoints: tuple[int, ...],
+) -> dict[str, Any]:
+    """Show how the learning rate, evaluations and precision of a run that goes on differ from what
+    they were, or would be; what the log is to say of it.
 
     Args:
       checkpoints: steps of those that are there.
     """
     usual = compute_precision(config.with_values({"precision.compute": "auto"}), devices.topology)
-    if resumed.asked.precision.compute == "auto" and usual != plan.precision == resumed.before.precision.compute:
-        display.message(f"precision {plan.precision}, in which the run began; on these devices a new run would have {usual}: "
-                        f"to change it, --precision {usual}")
+    if (
+        resumed.asked.precision.compute == "auto"
+        and usual != plan.precision == resumed.before.precision.compute
+    ):
+        display.message(
+            f"precision {plan.precision}, in which the run began; on these devices a new run would"
+            f" have {usual}: to change it, --precision {usual}"
+        )
     if (told := inputs.other_evaluation(resumed.before)) is not None:
         display.message(told)
-    change = RateChange(before=resumed.before, now=config, num_params=program.shapes.num_params, step=first_step, checkpoints=checkpoints)
+    change = RateChange(
+        before=resumed.before,
+        now=config,
+        num_params=program.shapes.num_params,
+        step=first_step,
+        checkpoints=checkpoints,
+    )
     said = {} if told is None else {"evaluation": told}
     if not change.is_one:
         return said
@@ -276,36 +474,63 @@ def _tell_what_changes(config: Config, devices: Devices, plan: Plan, program: Pr
 
 
 def _room(config: Config, run: RunDirectory, state: TrainState, first_step: int) -> str | None:
-    """What is to be said of the room for checkpoints. Raises CheckpointError if there is not enough."""
+    """What is to be said of the room for checkpoints.
+
+    Raises CheckpointError if there is not enough.
+    """
     room = room_in(run.checkpoints)
-    wanted = num_wanted(config.checkpoint, first_step, config.steps, room.num_there if room is not None else 0)
-    return check_room(room, sum(leaf.nbytes for leaf in jax.tree.leaves(state)), wanted=wanted, num_processes=jax.process_count(), directory=run.checkpoints)
+    wanted = num_wanted(
+        config.checkpoint, first_step, config.steps, room.num_there if room is not None else 0
+    )
+    return check_room(
+        room,
+        sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+        wanted=wanted,
+        num_processes=jax.process_count(),
+        directory=run.checkpoints,
+    )
 
 
 def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
     """What was left open in the config, by the names of the settings."""
     return {
-        **derived_values(config, num_params=program.shapes.num_params, precision=plan.precision), "parallel.mesh": str(plan.axes), "parallel.zero": plan.zero,
-        "parallel.microbatches": plan.microbatches, "parallel.attention": plan.attention,
-        "parallel.loss_chunk_tokens": plan.loss_chunk_tokens}
+        **derived_values(config, num_params=program.shapes.num_params, precision=plan.precision),
+        "parallel.mesh": str(plan.axes),
+        "parallel.zero": plan.zero,
+        "parallel.microbatches": plan.microbatches,
+        "parallel.attention": plan.attention,
+        "parallel.loss_chunk_tokens": plan.loss_chunk_tokens,
+    }
 
 
-def _compiled(program: Program, state: TrainState, loader: BatchLoader, topology: Topology) -> tuple[Any, int]:
-    """The training step, compiled for the arrays it will get, and the bytes per device that it needs.
+def _compiled(
+    program: Program, state: TrainState, loader: BatchLoader, topology: Topology
+) -> tuple[Any, int]:
+    """The training step, compiled for the arrays it will get, and the bytes per device that it
+    needs.
 
     Raises:
       PlanError: the compiled program needs more memory than a device has.
     """
-    rows = {name: jax.ShapeDtypeStruct((loader.global_batch, *array.shape[1:]), array.dtype, sharding=program.batch_sharding)
-            for name, array in loader.batch(loader.steps_before + 1).items()}
+    rows = {
+        name: jax.ShapeDtypeStruct(
+            (loader.global_batch, *array.shape[1:]), array.dtype, sharding=program.batch_sharding
+        )
+        for name, array in loader.batch(loader.steps_before + 1).items()
+    }
     compiled = program.train_step.lower(state, rows).compile()
     if topology.platform == "cpu":
         return_freed_memory()
     allocated = check_executable(compiled.memory_analysis(), topology.bytes_per_device)
     if allocated.fits is False:
-        raise PlanError(explain(
-            f"the compiled step needs {gib(allocated.total_bytes)} per device, {gib(topology.bytes_per_device or 0)} are there",
-            given=program.plan.describe(), do="use more --microbatches, --remat full, or more devices along fsdp"))
+        raise PlanError(
+            explain(
+                f"the compiled step needs {gib(allocated.total_bytes)} per device,"
+                f" {gib(topology.bytes_per_device or 0)} are there",
+                given=program.plan.describe(),
+                do="use more --microbatches, --remat full, or more devices along fsdp",
+            )
+        )
     return compiled, allocated.total_bytes
 
 
@@ -313,5 +538,12 @@ def _say_goodbye(display: Display, outcome: Outcome, run: RunDirectory) -> None:
     if outcome.reason == "done":
         display.message(f"done: {outcome.last_step} steps, in {run.address}")
     else:
-        everyone = "python scripts/train.py" if jax.process_count() == 1 else "as many processes as you like, started as these were, of train.py"
-        display.message(f"stopped after step {outcome.last_step} and saved; go on with: {everyone} --run-dir {run.address} --resume")
+        everyone = (
+            "python scripts/train.py"
+            if jax.process_count() == 1
+            else "as many processes as you like, started as these were, of train.py"
+        )
+        display.message(
+            f"stopped after step {outcome.last_step} and saved; go on with: {everyone} --run-dir"
+            f" {run.address} --resume"
+        )

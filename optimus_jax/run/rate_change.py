@@ -48,9 +48,9 @@ class RateChange:
         """The rates, what has changed, and what to set for another curve."""
         rates, now = self.rates, self.now
         text = (
-            f"learning rate: before {rates['lr_before']:.4g} (step {max(1, self.step)}), now {rates['lr_now']:.4g} "
-            f"(step {self.step + 1}), at the end {rates['lr_end']:.4g} (step {now.steps}); "
-            f"{curve(now)}; changed: "
+            f"learning rate: before {rates['lr_before']:.4g} (step {max(1, self.step)}), now"
+            f" {rates['lr_now']:.4g} (step {self.step + 1}), at the end {rates['lr_end']:.4g} (step"
+            f" {now.steps}); {curve(now)}; changed: "
             + ", ".join(
                 f"{name} {_short(old)} -> {_short(new)}"
                 for name, (old, new) in self._changes.items()
@@ -67,7 +67,10 @@ class RateChange:
                 for name, (value, _) in self._changes.items()
                 if name != "steps"
             )
-            text += f"\n  the rate jumps: step {self.step + 1} would have had {unchanged:.4g}; for the curve from before: {back}"
+            text += (
+                f"\n  the rate jumps: step {self.step + 1} would have had {unchanged:.4g}; for the"
+                f" curve from before: {back}"
+            )
         if now.decay_steps != now.steps and now.optimizer.schedule != "constant":
             text += self._other_ends()
         return text
@@ -87,12 +90,15 @@ class RateChange:
             f"{', as before: ending it elsewhere would make the rate jump' * is_kept}. "
         )
         if now.steps >= effective_warmup(now):
-            text += f"To end it at step {now.steps}: --set optimizer.decay_steps={now.steps} ({with_values(decay_steps=now.steps)}). "
-        return text + (
-            "To train on at the peak: --set optimizer.schedule=constant "
-            f"({with_values(schedule='constant')}). Without a jump a run can be extended that has "
-            "optimizer.schedule=wsd (warm-up, stable, decay at the end), before its decay begins, or "
-            f"constant{self._way_back()}"
+            text += (
+                f"To end it at step {now.steps}: --set optimizer.decay_steps={now.steps}"
+                f" ({with_values(decay_steps=now.steps)}). "
+            )
+        return (
+            text + "To train on at the peak: --set optimizer.schedule=constant"
+            f" ({with_values(schedule='constant')}). Without a jump a run can be extended that"
+            " has optimizer.schedule=wsd (warm-up, stable, decay at the end), before its decay"
+            f" begins, or constant{self._way_back()}"
         )
 
     def _way_back(self) -> str:
@@ -106,14 +112,16 @@ class RateChange:
         if not (earlier := [step for step in self.checkpoints if 0 < step <= begins]):
             there = ", ".join(map(str, self.checkpoints)) or "none"
             return (
-                f"\n  to go back to before the decay is not possible any more: no checkpoint of step {begins} or "
-                f"before is left (there are: {there}). checkpoint.keep_every=N keeps some for ever"
+                "\n  to go back to before the decay is not possible any more: no checkpoint of"
+                f" step {begins} or before is left (there are: {there}). checkpoint.keep_every=N"
+                " keeps some for ever"
             )
         step = max(earlier)
         return (
-            f"\n  to undo the decay, go back to the checkpoint of step {step}, from before it: --resume --set "
-            f"checkpoint.resume_step={step} --set optimizer.decay_steps=none ({self._rate(now, step + 1):.4g} at "
-            f"step {step + 1}; {curve(now)}), at once: later checkpoints take its place"
+            f"\n  to undo the decay, go back to the checkpoint of step {step}, from before it:"
+            f" --resume --set checkpoint.resume_step={step} --set optimizer.decay_steps=none"
+            f" ({self._rate(now, step + 1):.4g} at step {step + 1}; {curve(now)}), at once: later"
+            " checkpoints take its place"
         )
 
     @property

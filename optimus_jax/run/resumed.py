@@ -97,7 +97,9 @@ class Resumed:
         return Resumed(asked=self.asked, config=moved, before=before)
 
     def as_asked(self, config: Config) -> Config:
-        """A config of this run, whose layout may have been changed, with what was left open left open."""
+        """A config of this run, whose layout may have been changed, with what was left open left
+        open.
+        """
         return config.with_values({name: value_of(self.asked, name) for name in OPEN})
 
 

@@ -25,8 +25,21 @@ LARGEST = 8
 """Tensors listed one by one."""
 
 
-def start_report(display: Display, *, config: Config, topology: Topology, why: str, program: Program, data: Data,
-                 compile_s: float, step_bytes: int, run_dir: Path, launch: Launch, evaluation: str, ahead: Sequence[tuple[Phase, Plan]] = ()) -> None:
+def start_report(
+    display: Display,
+    *,
+    config: Config,
+    topology: Topology,
+    why: str,
+    program: Program,
+    data: Data,
+    compile_s: float,
+    step_bytes: int,
+    run_dir: Path,
+    launch: Launch,
+    evaluation: str,
+    ahead: Sequence[tuple[Phase, Plan]] = (),
+) -> None:
     """Show the run's settings, given and derived, and how its tensors lie on the devices.
 
     Args:
@@ -40,33 +53,75 @@ def start_report(display: Display, *, config: Config, topology: Topology, why: s
     plan, shapes = program.plan, program.shapes
     padding = shapes.vocab_rows - config.model.vocab_size
     peak = peak_learning_rate(config.optimizer, shapes.num_params)
-    display.table("what you got", [
-        ["run", str(run_dir)],
-        ["model", f"{config.model.name}, {shapes.num_params:,} parameters" + (f" (+ {padding} rows of vocabulary padding)" if padding else "")],
-        ["data", data.description],
-        ["documents end with", data.tokenizer.end],
-        ["processes", f"{launch.num_processes} ({launch})"],
-        ["devices", str(topology)],
-        ["mesh", f"{plan.axes} ({why})"],
-        *([["mesh and links", topology.describe_crossed(plan.axes)]] if topology.num_processes > 1 else []),
-        ["sharded over fsdp", f"zero={plan.zero}: {ZERO_STAGES[plan.zero]}" if plan.axes.fsdp > 1 else "nothing (fsdp=1)"],
-        ["batch", f"{program.config.data.global_batch} sequences x {program.config.seq_len} tokens, {plan.microbatches} microbatch(es), "
-                  f"documents {'kept apart' if config.data.respect_documents else 'not regarded'}"],
-        *_phase_rows(plan, ahead, config.steps),
-        *_pipeline_rows(plan),
-        ["attention kernel", plan.attention],
-        ["precision", f"{plan.precision} compute, {plan.moments} moments, f32 master weights and gradient sums"],
-        ["remat", plan.remat],
-        *([["in the host's memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
-        ["learning rate", f"{peak:g} peak, {curve(config)}, of {config.steps} steps"],
-        ["evaluation", evaluation],
-        ["step, compiled", f"{step_bytes / 2**20:,.0f} MiB per device, {compile_s:.1f} s to compile"],
-        ["plan", plan.digest],
-    ])
+    display.table(
+        "what you got",
+        [
+            ["run", str(run_dir)],
+            [
+                "model",
+                f"{config.model.name}, {shapes.num_params:,} parameters"
+                + (f" (+ {padding} rows of vocabulary padding)" if padding else ""),
+            ],
+            ["data", data.description],
+            ["documents end with", data.tokenizer.end],
+            ["processes", f"{launch.num_processes} ({launch})"],
+            ["devices", str(topology)],
+            ["mesh", f"{plan.axes} ({why})"],
+            *(
+                [["mesh and links", topology.describe_crossed(plan.axes)]]
+                if topology.num_processes > 1
+                else []
+            ),
+            [
+                "sharded over fsdp",
+                (
+                    f"zero={plan.zero}: {ZERO_STAGES[plan.zero]}"
+                    if plan.axes.fsdp > 1
+                    else "nothing (fsdp=1)"
+                ),
+            ],
+            [
+                "batch",
+                (
+                    f"{program.config.data.global_batch} sequences x {program.config.seq_len}"
+                    f" tokens, {plan.microbatches} microbatch(es), documents"
+                    f" {'kept apart' if config.data.respect_documents else 'not regarded'}"
+                ),
+            ],
+            *_phase_rows(plan, ahead, config.steps),
+            *_pipeline_rows(plan),
+            ["attention kernel", plan.attention],
+            [
+                "precision",
+                (
+                    f"{plan.precision} compute, {plan.moments} moments, f32 master weights and"
+                    " gradient sums"
+                ),
+            ],
+            ["remat", plan.remat],
+            *(
+                [["in the host's memory", OFFLOADED[plan.offload]]]
+                if plan.offload != "none"
+                else []
+            ),
+            ["learning rate", f"{peak:g} peak, {curve(config)}, of {config.steps} steps"],
+            ["evaluation", evaluation],
+            [
+                "step, compiled",
+                f"{step_bytes / 2**20:,.0f} MiB per device, {compile_s:.1f} s to compile",
+            ],
+            ["plan", plan.digest],
+        ],
+    )
     if program.options:
-        display.table("XLA's options (others: as XLA has them; XLA_FLAGS goes before these)",
-                      [[option.text, f"{option.why} ({option.source})"] for option in program.options])
-    display.table("largest tensors: shape, parameter / gradient while summed / moments on one device", _tensor_rows(program))
+        display.table(
+            "XLA's options (others: as XLA has them; XLA_FLAGS goes before these)",
+            [[option.text, f"{option.why} ({option.source})"] for option in program.options],
+        )
+    display.table(
+        "largest tensors: shape, parameter / gradient while summed / moments on one device",
+        _tensor_rows(program),
+    )
 
 
 def _phase_rows(plan: Plan, ahead: Sequence[tuple[Phase, Plan]], num_steps: int) -> list[list[str]]:
@@ -75,7 +130,12 @@ def _phase_rows(plan: Plan, ahead: Sequence[tuple[Phase, Plan]], num_steps: int)
     for phase, later in ahead:
         under = "" if later == before else f", under {later.describe()}"
         missed = "" if phase.steps_before < num_steps else " (not reached in this run)"
-        rows.append([f"batch after step {phase.steps_before}", f"{phase.global_batch} sequences x {phase.seq_len} tokens{under}{missed}"])
+        rows.append(
+            [
+                f"batch after step {phase.steps_before}",
+                f"{phase.global_batch} sequences x {phase.seq_len} tokens{under}{missed}",
+            ]
+        )
         before = later
     return rows
 
@@ -86,18 +146,45 @@ def _pipeline_rows(plan: Plan) -> list[list[str]]:
         return []
     pipeline, schedule = plan.pipeline, plan.schedule()
     table = " from your own table" if pipeline.table is not None else ""
-    visits = f", each visited {pipeline.repeats} times (layers by visit, in order)" if pipeline.repeats > 1 else ""
+    visits = (
+        f", each visited {pipeline.repeats} times (layers by visit, in order)"
+        if pipeline.repeats > 1
+        else ""
+    )
     # A stage that is computed again in backward costs another forward there.
     bubble = schedule.bubble(backward_s=2.0 if pipeline.keep_residuals else 3.0)
     slack = ", a tick of slack for sends" if schedule.latency > 1 else ""
     longest = max(pipeline.layers_per_stage)
-    uneven = f"; each tick takes as long as {longest} layers" if longest > min(pipeline.layers_per_stage) else ""
+    uneven = (
+        f"; each tick takes as long as {longest} layers"
+        if longest > min(pipeline.layers_per_stage)
+        else ""
+    )
     return [
-        ["stages", f"{plan.axes.pipe} with {'+'.join(map(str, pipeline.layers_per_stage))} layers{visits}{uneven}"],
-        ["schedule", f"{pipeline.schedule}{table}, {plan.microbatches} microbatches in {schedule.num_ticks} ticks{slack}: "
-                     f"bubble {bubble:.1%} of the time without waiting"],
-        ["in flight", f"at most {schedule.in_flight().max()} tasks of a stage, each with "
-                      + ("its residuals (kept)" if pipeline.keep_residuals else "the stage's input (residuals recomputed)")],
+        [
+            "stages",
+            (
+                f"{plan.axes.pipe} with {'+'.join(map(str, pipeline.layers_per_stage))}"
+                f" layers{visits}{uneven}"
+            ),
+        ],
+        [
+            "schedule",
+            (
+                f"{pipeline.schedule}{table}, {plan.microbatches} microbatches in"
+                f" {schedule.num_ticks} ticks{slack}: bubble {bubble:.1%} of the time without"
+                " waiting"
+            ),
+        ],
+        [
+            "in flight",
+            f"at most {schedule.in_flight().max()} tasks of a stage, each with "
+            + (
+                "its residuals (kept)"
+                if pipeline.keep_residuals
+                else "the stage's input (residuals recomputed)"
+            ),
+        ],
     ]
 
 
@@ -105,17 +192,32 @@ def _tensor_rows(program: Program) -> list[list[str]]:
     plan = program.plan
     opt_state: Any = program.state_shardings.opt_state
     leaves = jax.tree_util.tree_leaves_with_path(program.shapes.params)
-    layouts = jax.tree.leaves(layouts_of(program.shapes.names, plan.active_rules(program.config.model), plan.zero))
+    layouts = jax.tree.leaves(
+        layouts_of(program.shapes.names, plan.active_rules(program.config.model), plan.zero)
+    )
     params = jax.tree.leaves(program.state_shardings.params)
     moments = jax.tree.leaves(opt_state[0].mu)
     rows = []
     for (path, leaf), layout, param, moment in zip(leaves, layouts, params, moments, strict=True):
-        # Stages sum the gradient of what they share whole, and scatter the sum (training/gradients.py).
+        # Stages sum the gradient of what they share whole, and scatter the sum
+        # (training/gradients.py).
         split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(_path(path)))
         gradient = NamedSharding(program.mesh, layout.spec(split=split))
-        rows.append([_path(path), "x".join(map(str, leaf.shape)), str(param.spec), _bytes(leaf, param), _bytes(leaf, gradient), _bytes(leaf, moment, plan.moment_bytes)])
+        rows.append(
+            [
+                _path(path),
+                "x".join(map(str, leaf.shape)),
+                str(param.spec),
+                _bytes(leaf, param),
+                _bytes(leaf, gradient),
+                _bytes(leaf, moment, plan.moment_bytes),
+            ]
+        )
     order = sorted(range(len(rows)), key=lambda i: -leaves[i][1].size)
-    return [["tensor", "shape", "spec", "parameter", "gradient", "each moment"], *(rows[i] for i in order[:LARGEST])]
+    return [
+        ["tensor", "shape", "spec", "parameter", "gradient", "each moment"],
+        *(rows[i] for i in order[:LARGEST]),
+    ]
 
 
 def _path(path: tuple) -> str:

@@ -12,9 +12,13 @@ from optimus_jax.run_directory.step_record import StepRecord
 def check_installed() -> None:
     """Raise ConfigError if the extra `tensorboard` is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
-        raise ConfigError(explain(
-            "TensorBoard scalars need a package that is not installed", given="log.tensorboard=true",
-            do="pip install 'optimus-jax[tensorboard]', or leave log.tensorboard out"))
+        raise ConfigError(
+            explain(
+                "TensorBoard scalars need a package that is not installed",
+                given="log.tensorboard=true",
+                do="pip install 'optimus-jax[tensorboard]', or leave log.tensorboard out",
+            )
+        )
 
 
 class TensorBoardWriter:
@@ -22,7 +26,8 @@ class TensorBoardWriter:
 
     Args:
       directory: where event files go.
-      first_step: step that this part of the run begins with; what an earlier part wrote from there on is hidden.
+      first_step: step that this part of the run begins with; what an earlier part wrote from there
+        on is hidden.
     Raises:
       ConfigError: the extra `tensorboard` is not installed.
     """
@@ -35,15 +40,27 @@ class TensorBoardWriter:
 
     def step(self, record: StepRecord) -> None:
         """Write the numbers of a step; unknown ones are left out."""
-        for tag, value in (("train/loss", record.loss), ("train/grad_norm", record.grad_norm), ("train/lr", record.lr),
-                           ("train/loss_scale", record.loss_scale), ("speed/tokens_per_s", record.tokens_per_s),
-                           ("speed/step_time_s", record.step_time_s), ("speed/mfu", record.mfu),
-                           ("speed/peak_bytes", record.peak_bytes)):
+        for tag, value in (
+            ("train/loss", record.loss),
+            ("train/grad_norm", record.grad_norm),
+            ("train/lr", record.lr),
+            ("train/loss_scale", record.loss_scale),
+            ("speed/tokens_per_s", record.tokens_per_s),
+            ("speed/step_time_s", record.step_time_s),
+            ("speed/mfu", record.mfu),
+            ("speed/peak_bytes", record.peak_bytes),
+        ):
             self._add(tag, value, record.step)
 
-    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+    def evaluation(
+        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
+    ) -> None:
         """Write the numbers of an evaluation on held-out text."""
-        for tag, value in (("eval/loss", loss), ("eval/perplexity", perplexity), ("eval/bits_per_byte", bits_per_byte)):
+        for tag, value in (
+            ("eval/loss", loss),
+            ("eval/perplexity", perplexity),
+            ("eval/bits_per_byte", bits_per_byte),
+        ):
             self._add(tag, value, step)
 
     def _add(self, tag: str, value: float | None, step: int) -> None:
@@ -53,6 +70,10 @@ class TensorBoardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._writer.close()

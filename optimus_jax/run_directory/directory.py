@@ -1,15 +1,17 @@
-"""The directory of a run: what was asked, what was planned, and every step and event as it happened.
+"""The directory of a run: what was asked, what was planned, and every step and event as it
+happened.
 
     config.json     the Config            plan.json       the Plan now in use
     metrics.jsonl   a line per step       events.jsonl    a line per event
-    checkpoints/    states                lock            held by the process that writes (run_lock.py)
-    metrics.abandoned.jsonl               lines of steps that a resume went back behind, if there were any
-    tokenizer.json  what made its tokens, with tokenizer_config.json; a run of bytes has none
-    progress/       heartbeats of several processes (faults/heartbeat.py)
+    checkpoints/    states                lock            held by the process that writes
+    (run_lock.py) metrics.abandoned.jsonl               lines of steps that a resume went back
+    behind, if there were any tokenizer.json  what made its tokens, with tokenizer_config.json; a
+    run of bytes has none progress/       heartbeats of several processes (faults/heartbeat.py)
     faults/         what each process has seen of faults (fault_log.py)
 
-The two logs only grow, so that they can be read while a run goes on and after it was killed at any moment. A line
-without its newline is torn: readers pass over it and `RunDirectory.resume` cuts it off.
+The two logs only grow, so that they can be read while a run goes on and after it was killed at any
+moment. A line without its newline is torn: readers pass over it and `RunDirectory.resume` cuts it
+off.
 """
 
 import contextlib
@@ -42,12 +44,25 @@ from optimus_jax.system.paths import local_path
 T = TypeVar("T")
 
 EventName = Literal[
-    "start", "plan", "compile", "checkpoint", "decision", "remesh", "rollback", "fault", "resume", "end", "eval", "phase"]
+    "start",
+    "plan",
+    "compile",
+    "checkpoint",
+    "decision",
+    "remesh",
+    "rollback",
+    "fault",
+    "resume",
+    "end",
+    "eval",
+    "phase",
+]
 
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-"""What a run keeps of its tokenizer, by the names that the tokenizers library and transformers have for it."""
+"""What a run keeps of its tokenizer, by the names that the tokenizers library and transformers have
+for it."""
 SIGNS = "progress"
 FAULTS = "faults"
 """Directories that several processes write to as soon as there is a run directory."""
@@ -60,11 +75,13 @@ class AlreadyBegunError(ConfigError):
 
 
 class RunDirectory:
-    """One run on disk. Process 0 is its writer; in the others everything that would write does nothing.
+    """One run on disk.
 
-    Making one touches nothing: `create` and `resume` do, and lock the directory until `close`. The name that `create`
-    chooses holds the time, so process 0 calls it and tells the other processes `path`, for
-    `RunDirectory(path, writer=False)`.
+    Process 0 is its writer; in the others everything that would write does nothing.
+
+    Making one touches nothing: `create` and `resume` do, and lock the directory until `close`. The
+    name that `create` chooses holds the time, so process 0 calls it and tells the other processes
+    `path`, for `RunDirectory(path, writer=False)`.
 
     Args:
       path: the directory.
@@ -72,7 +89,13 @@ class RunDirectory:
       warn: told what was passed over when the run goes on regardless.
     """
 
-    def __init__(self, path: str | Path, *, writer: bool = True, warn: Callable[[str], object] = warnings.warn) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        writer: bool = True,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> None:
         self.path = local_path(path, what="--run-dir").absolute()
         self.address = str(self.path)
         """What --run-dir takes to go on with it."""
@@ -91,7 +114,14 @@ class RunDirectory:
         self._is_new = self._is_made_here = False
 
     @classmethod
-    def create(cls, path: str | Path | None, model_name: str, *, warn: Callable[[str], object] = warnings.warn, patience_s: float = 0.0) -> "RunDirectory":
+    def create(
+        cls,
+        path: str | Path | None,
+        model_name: str,
+        *,
+        warn: Callable[[str], object] = warnings.warn,
+        patience_s: float = 0.0,
+    ) -> "RunDirectory":
         """Make the directory of a new run; it can be resumed from its first `write_config` on.
 
         Args:
@@ -109,10 +139,16 @@ class RunDirectory:
             run._is_new, run._is_made_here = True, path is None or not run.path.is_dir()
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(explain(
-                "the run directory cannot be made",
-                given=f"{path if path is not None else DEFAULT_PARENT.absolute()}: {error.strerror}",
-                do="name a place that can be written with --run-dir")) from error
+            raise ConfigError(
+                explain(
+                    "the run directory cannot be made",
+                    given=(
+                        f"{path if path is not None else DEFAULT_PARENT.absolute()}:"
+                        f" {error.strerror}"
+                    ),
+                    do="name a place that can be written with --run-dir",
+                )
+            ) from error
         run._lock = RunLock(run.path / LOCK, warn, patience_s)
         try:
             run.check_free()  # once more: until now another process could have come first
@@ -124,8 +160,16 @@ class RunDirectory:
         return run
 
     @classmethod
-    def resume(cls, path: str | Path, *, writer: bool = True, warn: Callable[[str], object] = warnings.warn, patience_s: float = 0.0) -> "RunDirectory":
-        """Open the directory of a run that is to go on, and mend logs that it was killed while writing.
+    def resume(
+        cls,
+        path: str | Path,
+        *,
+        writer: bool = True,
+        warn: Callable[[str], object] = warnings.warn,
+        patience_s: float = 0.0,
+    ) -> "RunDirectory":
+        """Open the directory of a run that is to go on, and mend logs that it was killed while
+        writing.
 
         Args:
           patience_s: for so long another writer is waited for.
@@ -136,9 +180,13 @@ class RunDirectory:
         run = cls(path, writer=writer, warn=warn)
         if not run._config.exists():
             found = "has no config.json" if run.path.is_dir() else "is not a directory"
-            raise ConfigError(explain(
-                "there is no run to resume", given=f"{path}, which {found}",
-                do="give --run-dir the directory of a run, or start a new run without --resume"))
+            raise ConfigError(
+                explain(
+                    "there is no run to resume",
+                    given=f"{path}, which {found}",
+                    do="give --run-dir the directory of a run, or start a new run without --resume",
+                )
+            )
         if writer:
             run._lock = RunLock(run.path / LOCK, warn, patience_s)
             try:
@@ -157,11 +205,23 @@ class RunDirectory:
             self._lock.release()
 
     def discard(self) -> None:
-        """Remove what `create` has begun if no step came of it, so that its name is free again; the files of others stay."""
-        if not self._is_new or self._metrics.exists() or (self.checkpoints.exists() and any(self.checkpoints.iterdir())):
+        """Remove what `create` has begun if no step came of it, so that its name is free again; the
+        files of others stay.
+        """
+        if (
+            not self._is_new
+            or self._metrics.exists()
+            or (self.checkpoints.exists() and any(self.checkpoints.iterdir()))
+        ):
             return
         with contextlib.suppress(OSError):
-            for path in (self._config, self._plan, self._events, self.path / LOCK, *(self.path / name for name in TOKENIZER_FILES)):
+            for path in (
+                self._config,
+                self._plan,
+                self._events,
+                self.path / LOCK,
+                *(self.path / name for name in TOKENIZER_FILES),
+            ):
                 path.unlink(missing_ok=True)
             for name in (SIGNS, FAULTS):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -173,17 +233,33 @@ class RunDirectory:
     def check_free(self) -> None:
         """Raise ConfigError if the directory holds a run or other files; touches nothing."""
         if self._config.exists():
-            raise AlreadyBegunError(explain(
-                "the run directory already holds a run, and runs are never overwritten", given=self.path,
-                do=f"go on with it by --run-dir {self.path} --resume, or choose another --run-dir"))
-        ours = {LOCK, SIGNS, FAULTS, unfinished(self._config).name}  # what a start that was killed leaves
+            raise AlreadyBegunError(
+                explain(
+                    "the run directory already holds a run, and runs are never overwritten",
+                    given=self.path,
+                    do=(
+                        f"go on with it by --run-dir {self.path} --resume, or choose another"
+                        " --run-dir"
+                    ),
+                )
+            )
+        # what a start that was killed leaves
+        ours = {LOCK, SIGNS, FAULTS, unfinished(self._config).name}
         if (self.path / LOCK).exists():
             ours.add(self._events.name)  # of the plans that it had tried
-        files = (path for path in self.path.iterdir() if path.name not in ours) if self.path.is_dir() else iter(())
+        files = (
+            (path for path in self.path.iterdir() if path.name not in ours)
+            if self.path.is_dir()
+            else iter(())
+        )
         if in_the_way := next(files, None):
-            raise ConfigError(explain(
-                "the run directory holds files that are not a run's", given=in_the_way,
-                do="choose a --run-dir that is new or empty"))
+            raise ConfigError(
+                explain(
+                    "the run directory holds files that are not a run's",
+                    given=in_the_way,
+                    do="choose a --run-dir that is new or empty",
+                )
+            )
 
     @property
     def is_begun(self) -> bool:
@@ -203,15 +279,20 @@ class RunDirectory:
                 self.checkpoints.mkdir(exist_ok=True)
 
     def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Put the run's tokenizer beside its config, by which it stays even where the original moves; one that is there is the run's and stays."""
+        """Put the run's tokenizer beside its config, by which it stays even where the original
+        moves; one that is there is the run's and stays.
+        """
         if self.writer and self.tokenizer is None:
             assert set(files) <= set(TOKENIZER_FILES), files.keys()
-            for name, content in sorted(files.items(), reverse=True):  # tokenizer.json, which says that there is one, comes last
+            # tokenizer.json, which says that there is one, comes last
+            for name, content in sorted(files.items(), reverse=True):
                 self._replace(self.path / name, content)
 
     @property
     def tokenizer(self) -> Path | None:
-        """The run's own tokenizer.json; None: it has none, as its tokens are bytes or it was begun before runs kept it."""
+        """The run's own tokenizer.json; None: it has none, as its tokens are bytes or it was begun
+        before runs kept it.
+        """
         path = self.path / TOKENIZER_FILES[0]
         return path if path.exists() else None
 
@@ -236,7 +317,8 @@ class RunDirectory:
             self._replace(self._plan, text.encode())
 
     def put_back(self) -> None:
-        """Write again what somebody has removed of the files that a resume needs: a checkpoint without them is worth little. Says so.
+        """Write again what somebody has removed of the files that a resume needs: a checkpoint
+        without them is worth little. Says so.
 
         Raises:
           RunDirectoryError: they cannot be written, or another process has taken the place.
@@ -246,12 +328,16 @@ class RunDirectory:
             return
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        if self._lock is not None and not (self.path / LOCK).exists():  # it was the lock of a file that is gone
+        # it was the lock of a file that is gone
+        if self._lock is not None and not (self.path / LOCK).exists():
             self._lock.release()
             self._lock = RunLock(self.path / LOCK, self._warn)
         for path in gone:
             self._replace(path, self._written[path])
-        self._warn(f"{', '.join(path.name for path in gone)} of the run had been removed while it goes on, and are written again; what else was in {self.path} is lost")
+        self._warn(
+            f"{', '.join(path.name for path in gone)} of the run had been removed while it goes on,"
+            f" and are written again; what else was in {self.path} is lost"
+        )
 
     def _replace(self, path: Path, content: bytes) -> None:
         with explained(path):
@@ -259,21 +345,34 @@ class RunDirectory:
         self._written[path] = content
 
     def config_text(self) -> str:
-        """The config as it was written. Raises RunDirectoryError if it is there and cannot be read, ConfigError if it is not JSON."""
+        """The config as it was written.
+
+        Raises RunDirectoryError if it is there and cannot be read, ConfigError if it is not JSON.
+        """
         try:
             text = self._config.read_text(encoding="utf-8")
             parse_json(text, finite=False)  # who reads it does not know where it lies
             return text
         except JSONInputError as error:
-            raise ConfigError(explain("a run's config is not JSON", given=f"{self._config}: {error if text.strip() else 'the file is empty'}",
-                                      do="restore the file, or start a new run")) from error
+            raise ConfigError(
+                explain(
+                    "a run's config is not JSON",
+                    given=f"{self._config}: {error if text.strip() else 'the file is empty'}",
+                    do="restore the file, or start a new run",
+                )
+            ) from error
         except IsADirectoryError as error:
             raise failure_of(self._config, error) from error
         except (FileNotFoundError, NotADirectoryError):
             raise
         except (OSError, UnicodeDecodeError) as error:
-            raise RunDirectoryError(explain("a run's config cannot be read", given=f"{self._config}: {error}",
-                                            do="restore the file, or start a new run")) from error
+            raise RunDirectoryError(
+                explain(
+                    "a run's config cannot be read",
+                    given=f"{self._config}: {error}",
+                    do="restore the file, or start a new run",
+                )
+            ) from error
 
     def plan_text(self) -> str | None:
         """The plan in use, or None if the run ended before it had one."""
@@ -281,11 +380,19 @@ class RunDirectory:
             try:
                 return self._plan.read_text(encoding="utf-8") if self._plan.exists() else None
             except UnicodeDecodeError as error:
-                raise RunDirectoryError(explain("a run's plan cannot be read", given=f"{self._plan}: {error}",
-                                                do="restore the file, or remove it: the layout is then chosen anew")) from error
+                raise RunDirectoryError(
+                    explain(
+                        "a run's plan cannot be read",
+                        given=f"{self._plan}: {error}",
+                        do="restore the file, or remove it: the layout is then chosen anew",
+                    )
+                ) from error
 
     def log_step(self, record: StepRecord) -> None:
-        """Append a step. One that is recorded is left out: who runs steps again calls `go_back_to` first."""
+        """Append a step.
+
+        One that is recorded is left out: who runs steps again calls `go_back_to` first.
+        """
         if self.writer and record.step > self._last_step:
             self._append(self._metrics, values_of(record))
             self._last_step = record.step
@@ -299,12 +406,18 @@ class RunDirectory:
           fields: more about it, in values that JSON knows.
         """
         assert event in typing.get_args(EventName), event
-        assert "time_s" not in fields, "time_s is when the event happened; call a duration by what it measures"
+        assert "time_s" not in fields, (
+            "time_s is when the event happened; call a duration by what it measures"
+        )
         if self.writer:
-            self._append(self._events, {"event": event, "step": step, "time_s": time.time(), **fields})
+            self._append(
+                self._events, {"event": event, "step": step, "time_s": time.time(), **fields}
+            )
 
     def check(self) -> None:
-        """Raise `failure`, if there was one, or what keeps lines from being written, if they still cannot be."""
+        """Raise `failure`, if there was one, or what keeps lines from being written, if they still
+        cannot be.
+        """
         if self.failure is not None:
             raise self.failure
         self._write_lines()
@@ -312,9 +425,11 @@ class RunDirectory:
             raise self._log_error
 
     def go_back_to(self, step: int) -> int:
-        """Move the lines of later steps to metrics.abandoned.jsonl: the run goes on from here, perhaps on another course.
+        """Move the lines of later steps to metrics.abandoned.jsonl: the run goes on from here,
+        perhaps on another course.
 
-        A kill between the two writes leaves lines in both files, and the next call moves them again.
+        A kill between the two writes leaves lines in both files, and the next call moves them
+        again.
 
         Returns:
           How many lines were moved.
@@ -324,7 +439,8 @@ class RunDirectory:
         kept, left = [], []
         side = kept
         for line in complete_lines(self._metrics):
-            if (record := record_of(line)) is not None:  # what cannot be read stays with the line before
+            # what cannot be read stays with the line before
+            if (record := record_of(line)) is not None:
                 side = left if record.step > step else kept
             side.append(line)
         with explained(self._metrics):
@@ -349,14 +465,21 @@ class RunDirectory:
         with explained(path):
             found = [parse(line) for line in complete_lines(path)]
         for number, item in enumerate(found, 1):
-            if item is None and (told := f"{path}, line {number}, is damaged and passed over") not in self._told:
+            if (
+                item is None
+                and (told := f"{path}, line {number}, is damaged and passed over") not in self._told
+            ):
                 self._told.add(told)
                 self._warn(told)
         return [item for item in found if item is not None]
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Append a line, after those that could not be written before. A log that cannot be written costs neither the run nor its state:
-        lines wait in memory, which is said, and are written as soon as that is possible; `check` raises at the end if it is not."""
+        """Append a line, after those that could not be written before.
+
+        A log that cannot be written costs neither the run nor its state: lines wait in memory,
+        which is said, and are written as soon as that is possible; `check` raises at the end if it
+        is not.
+        """
         self._unwritten.append((path, json.dumps(finite(values), allow_nan=False).encode() + b"\n"))
         self._write_lines()
 
@@ -369,7 +492,10 @@ class RunDirectory:
             is_new = self._log_error is None
             self._log_error = failure_of(self._unwritten[0][0], error)
             if is_new:
-                self._warn(f"{self._log_error}\n  the run goes on: lines wait in memory, and are written when that is possible again")
+                self._warn(
+                    f"{self._log_error}\n  the run goes on: lines wait in memory, and are written"
+                    " when that is possible again"
+                )
         else:
             if self._log_error is not None:
                 self._log_error = None
@@ -397,7 +523,10 @@ class RunDirectory:
 
 
 def _make_default(model_name: str) -> Path:
-    """A new directory under `runs/`. Making it is what claims the name, as a sweep starts several in one second."""
+    """A new directory under `runs/`.
+
+    Making it is what claims the name, as a sweep starts several in one second.
+    """
     first = DEFAULT_PARENT / f"{model_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = first, 1
     while True:

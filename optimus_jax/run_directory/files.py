@@ -1,4 +1,6 @@
-"""Files of a run that survive a kill at any moment: whole, or lines of which only the last can be torn."""
+"""Files of a run that survive a kill at any moment: whole, or lines of which only the last can be
+torn.
+"""
 
 import contextlib
 import errno
@@ -26,9 +28,11 @@ def finite(value: Any) -> Any:
 
 
 def append(path: Path, lines: bytes, *, on_disk: bool = False) -> None:
-    """Add whole lines or nothing, by one unbuffered write: they outlive this process, and with `on_disk` its host. Opening each time leaves nothing to close.
+    """Add whole lines or nothing, by one unbuffered write: they outlive this process, and with
+    `on_disk` its host. Opening each time leaves nothing to close.
 
-    A torn line, as a kill or a full disk may leave it, is ended first, or it would take the next one along.
+    A torn line, as a kill or a full disk may leave it, is ended first, or it would take the next
+    one along.
     """
     with open(path, "a+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -43,7 +47,7 @@ def append(path: Path, lines: bytes, *, on_disk: bool = False) -> None:
 
 def complete_lines(path: Path) -> list[bytes]:
     data = path.read_bytes() if path.exists() else b""
-    return data[:data.rfind(b"\n") + 1].split(b"\n")[:-1]
+    return data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
 
 
 def cut_torn_line(path: Path) -> None:
@@ -82,20 +86,36 @@ def explained(path: Path) -> Iterator[None]:
 def failure_of(path: Path, error: OSError) -> RunDirectoryError:
     """An error that says what is wrong with a file or folder of a run."""
     if (wrong := _of_another_kind(path, error)) is not None:
-        return RunDirectoryError(explain(
-            f"{path.name} of the run is {wrong}", given=path,
-            do="put the right one back, or move this one away; then start again, with --resume if the run had begun"))
+        return RunDirectoryError(
+            explain(
+                f"{path.name} of the run is {wrong}",
+                given=path,
+                do=(
+                    "put the right one back, or move this one away; then start again, with --resume"
+                    " if the run had begun"
+                ),
+            )
+        )
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
     except OSError:
         free = "how much is free there is unknown"
-    return RunDirectoryError(explain(
-        f"{path.name} of the run cannot be read or written: {error.strerror or error}", given=f"{path}; {free}",
-        do="make room, raise the limit or mend the permissions; then start again, with --resume if the run had begun"))
+    return RunDirectoryError(
+        explain(
+            f"{path.name} of the run cannot be read or written: {error.strerror or error}",
+            given=f"{path}; {free}",
+            do=(
+                "make room, raise the limit or mend the permissions; then start again, with"
+                " --resume if the run had begun"
+            ),
+        )
+    )
 
 
 def _of_another_kind(path: Path, error: OSError) -> str | None:
-    """What is there, where the trouble is that a folder has taken the place of a file, or a file that of a folder."""
+    """What is there, where the trouble is that a folder has taken the place of a file, or a file
+    that of a folder.
+    """
     match error:
         case IsADirectoryError() if path.is_dir():
             return "a folder, where a file should be"
@@ -105,9 +125,16 @@ def _of_another_kind(path: Path, error: OSError) -> str | None:
 
 
 def event_of(line: bytes) -> dict[str, Any] | None:
-    """A line of a log of events; None for what is none: every event says what it is, when, and after which step."""
+    """A line of a log of events; None for what is none: every event says what it is, when, and
+    after which step.
+    """
     values = json_object(line)
-    if values is None or not isinstance(values.get("event"), str) or type(values.get("step")) is not int or type(values.get("time_s")) not in (int, float):
+    if (
+        values is None
+        or not isinstance(values.get("event"), str)
+        or type(values.get("step")) is not int
+        or type(values.get("time_s")) not in (int, float)
+    ):
         return None
     return values
 

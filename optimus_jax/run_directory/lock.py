@@ -21,17 +21,20 @@ class LockedError(RunDirectoryError):
 
 
 class RunLock:
-    """Held on a file in the run's directory from the moment this is made until `release`, or the end of the process.
+    """Held on a file in the run's directory from the moment this is made until `release`, or the
+    end of the process.
 
-    The system drops an `flock` however its holder ends, so no lock is ever stale; the file stays and only says who was
-    last. Another thread of this program is refused just as another program is.
+    The system drops an `flock` however its holder ends, so no lock is ever stale; the file stays
+    and only says who was last. Another thread of this program is refused just as another program
+    is.
 
-    On network file systems: NFS (Linux, version 4, or 3 with its lock daemon) and Lustre mounted with `flock` keep out
-    other machines too. Where a mount keeps locks to one machine (`local_lock`, Lustre's `localflock`), only writers on
-    that machine see one another. Where it has none at all, the run goes on unlocked, with a warning.
+    On network file systems: NFS (Linux, version 4, or 3 with its lock daemon) and Lustre mounted
+    with `flock` keep out other machines too. Where a mount keeps locks to one machine
+    (`local_lock`, Lustre's `localflock`), only writers on that machine see one another. Where it
+    has none at all, the run goes on unlocked, with a warning.
 
-    After the death of a host, an NFS server may keep its locks for a while (the lease of version 4, often 90 s): who starts a
-    run again by itself should have some patience.
+    After the death of a host, an NFS server may keep its locks for a while (the lease of version 4,
+    often 90 s): who starts a run again by itself should have some patience.
 
     Args:
       path: the lock's file; its directory exists.
@@ -42,12 +45,19 @@ class RunLock:
       RunDirectoryError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], object] = warnings.warn, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, path: Path, warn: Callable[[str], object] = warnings.warn, patience_s: float = 0.0
+    ) -> None:
         try:
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise RunDirectoryError(explain("the run directory cannot be written", given=f"{path}: {error.strerror}",
-                                            do="mend its permissions, or choose another --run-dir")) from error
+            raise RunDirectoryError(
+                explain(
+                    "the run directory cannot be written",
+                    given=f"{path}: {error.strerror}",
+                    do="mend its permissions, or choose another --run-dir",
+                )
+            ) from error
         try:
             self._lock(self._file, path, warn, time.monotonic() + patience_s)
             if not _is_at(path, self._file):  # who held it has removed it, and what it had begun
@@ -55,13 +65,21 @@ class RunLock:
         except BlockingIOError as error:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             self.release()
-            raise LockedError(explain(
-                "another process is writing this run", given=f"{path.parent}, in use by {holder or 'a process that has just begun'}",
-                do="wait for it or stop it, or choose another --run-dir")) from error
+            raise LockedError(
+                explain(
+                    "another process is writing this run",
+                    given=f"{path.parent}, in use by {holder or 'a process that has just begun'}",
+                    do="wait for it or stop it, or choose another --run-dir",
+                )
+            ) from error
         except OSError as error:
-            warn(f"{path}: no lock ({errno.errorcode.get(error.errno or 0, error)}), so nothing keeps a second process out of this run")
+            warn(
+                f"{path}: no lock ({errno.errorcode.get(error.errno or 0, error)}), so nothing"
+                " keeps a second process out of this run"
+            )
             return
-        with contextlib.suppress(OSError):  # on a full disk the lock holds, it only does not say whose it is
+        # on a full disk the lock holds, it only does not say whose it is
+        with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -77,7 +95,10 @@ class RunLock:
                 if left_s <= 0:
                     raise
                 if not is_told:
-                    warn(f"{path.parent} is locked by another process, or by one that has just died: waiting up to {left_s:.0f} s for it")
+                    warn(
+                        f"{path.parent} is locked by another process, or by one that has just died:"
+                        f" waiting up to {left_s:.0f} s for it"
+                    )
                     is_told = True
                 time.sleep(min(POLL_S, left_s))
 

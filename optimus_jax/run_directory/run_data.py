@@ -113,7 +113,9 @@ def check_same_data(
     if "tokenizer" in names:
         raise _other_tokenizer(f"{data.train.name}: {changed}")
     if "eos" in names:
-        raise _other_eos(f"{data.train.name}: it is {data.tokenizer.end}; it was id {before['eos']}")
+        raise _other_eos(
+            f"{data.train.name}: it is {data.tokenizer.end}; it was id {before['eos']}"
+        )
     if not config.allow_change:
         hint = (
             ""

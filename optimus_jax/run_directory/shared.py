@@ -1,4 +1,6 @@
-"""Whether the processes of a run see one and the same directory: otherwise each would write its part of every checkpoint to a place of its own."""
+"""Whether the processes of a run see one and the same directory: otherwise each would write its
+part of every checkpoint to a place of its own.
+"""
 
 import secrets
 import time
@@ -10,7 +12,8 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run_directory.directory import RunDirectory
 
 PATIENCE_S = 60.0
-"""For a file server to tell a host of a file that another one has made: NFS may remember for as long that there was none."""
+"""For a file server to tell a host of a file that another one has made: NFS may remember for as
+long that there was none."""
 _POLL_S = 0.2
 
 
@@ -18,7 +21,8 @@ def check_shared(run: RunDirectory) -> None:
     """Make sure of it; every process has to call it.
 
     Raises:
-      ConfigError: in a process that does not find what process 0 has just written there; an OptimusError in the others.
+      ConfigError: in a process that does not find what process 0 has just written there; an
+        OptimusError in the others.
     """
     if jax.process_count() == 1:
         return
@@ -30,8 +34,18 @@ def check_shared(run: RunDirectory) -> None:
         until_s = time.monotonic() + PATIENCE_S
         while run.mark() != mark:
             if time.monotonic() > until_s:
-                raise ConfigError(explain(
-                    "the run directory of this process is not that of process 0", given=f"{run.path}, where this process does not find what process 0 has written",
-                    do="give --run-dir a directory that all hosts share, by a path that means the same in all processes; "
-                       "if --run-dir is a URL, name such a directory by --set store.local_dir=DIR"))
+                raise ConfigError(
+                    explain(
+                        "the run directory of this process is not that of process 0",
+                        given=(
+                            f"{run.path}, where this process does not find what process 0 has"
+                            " written"
+                        ),
+                        do=(
+                            "give --run-dir a directory that all hosts share, by a path that means"
+                            " the same in all processes; if --run-dir is a URL, name such a"
+                            " directory by --set store.local_dir=DIR"
+                        ),
+                    )
+                )
             time.sleep(_POLL_S)

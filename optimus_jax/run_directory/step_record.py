@@ -16,7 +16,8 @@ class StepRecord:
     step: int
     """Counted from 1."""
     loss: float
-    """Mean over the tokens of the global batch: a float32 widened to Python's float, which JSON keeps exactly."""
+    """Mean over the tokens of the global batch: a float32 widened to Python's float, which JSON
+    keeps exactly."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
@@ -28,7 +29,8 @@ class StepRecord:
     tokens_per_s: float
     """Over all devices."""
     mfu: float | None
-    """Share of the devices' peak FLOP/s that the model's own arithmetic used; None: the peak is unknown."""
+    """Share of the devices' peak FLOP/s that the model's own arithmetic used; None: the peak is
+    unknown."""
     plan: str
     """Digest of the Plan that ran it."""
     peak_bytes: int | None
@@ -65,7 +67,11 @@ def record_of(line: bytes) -> StepRecord | None:
         if name in values and values[name] is None:
             values[name] = math.nan
     # Another version's further fields are none of ours.
-    known = {field.name: values[field.name] for field in dataclasses.fields(StepRecord) if field.name in values}
+    known = {
+        field.name: values[field.name]
+        for field in dataclasses.fields(StepRecord)
+        if field.name in values
+    }
     try:
         return with_right_types(StepRecord(**known))
     except TypeError:

@@ -1,7 +1,9 @@
-"""Several ways to steer the same simulated runs, side by side: times, what of the possible gain was had, and switches.
+"""Several ways to steer the same simulated runs, side by side: times, what of the possible gain was
+had, and switches.
 
-Every way meets the same truth in the same seed, so differences between ways are told more exactly than their times. Intervals
-are bootstrapped over seeds: of 2000 samples drawn from them with replacement, the middle 95%.
+Every way meets the same truth in the same seed, so differences between ways are told more exactly
+than their times. Intervals are bootstrapped over seeds: of 2000 samples drawn from them with
+replacement, the middle 95%.
 """
 
 from collections import Counter
@@ -25,26 +27,51 @@ RARELY = 10
 """Steps between two questions to a policy that does not look at every step."""
 RESAMPLED = 2000
 LEAST_GAIN = 0.01
-"""Of the oracle over staying, as a share of the time, below which there is none to have a part of."""
+"""Of the oracle over staying, as a share of the time, below which there is none to have a part
+of."""
 
 Make = Callable[[Setup, PooledSearch, ControlConfig], Policy]
 
 
 def advisor(setup: Setup, searcher: PooledSearch, settings: ControlConfig) -> Advisor:
     """The policy of a real run."""
-    return Advisor(pricing=setup.told[0], plan=setup.start, num_steps=setup.num_steps, settings=settings, phases=setup.phases, searcher=searcher, tried_s=setup.tried_s)
+    return Advisor(
+        pricing=setup.told[0],
+        plan=setup.start,
+        num_steps=setup.num_steps,
+        settings=settings,
+        phases=setup.phases,
+        searcher=searcher,
+        tried_s=setup.tried_s,
+    )
 
 
 POLICIES: Mapping[str, tuple[Make, Habits]] = {
     AUTO: (advisor, Habits()),
     "checkpoint-restart": (advisor, Habits(in_memory=False)),
-    "cost model": (lambda setup, searcher, settings: CostModelOnly(setup, searcher, settings), Habits(every=RARELY)),
-    "greedy": (lambda setup, searcher, _: Greedy(setup, searcher), Habits(every=RARELY, canary=False)),
-    "threshold": (lambda setup, _, __: Threshold(setup), Habits(every=RARELY, probes=False, canary=False)),
+    "cost model": (
+        lambda setup, searcher, settings: CostModelOnly(setup, searcher, settings),
+        Habits(every=RARELY),
+    ),
+    "greedy": (
+        lambda setup, searcher, _: Greedy(setup, searcher),
+        Habits(every=RARELY, canary=False),
+    ),
+    "threshold": (
+        lambda setup, _, __: Threshold(setup),
+        Habits(every=RARELY, probes=False, canary=False),
+    ),
     STAY: (lambda setup, _, __: Static(setup.start, setup.nominal[0].cluster.num_devices), STATIC),
 }
 """Ways that decide by what they are told."""
-METHODS = (AUTO, STAY, DEFAULT_STATIC, BEST_STATIC, ORACLE, *[name for name in POLICIES if name not in (AUTO, STAY)])
+METHODS = (
+    AUTO,
+    STAY,
+    DEFAULT_STATIC,
+    BEST_STATIC,
+    ORACLE,
+    *[name for name in POLICIES if name not in (AUTO, STAY)],
+)
 """All ways, in the order of tables."""
 
 
@@ -54,7 +81,9 @@ def run_policy(name: str, truth: Truth, searcher: PooledSearch) -> Outcome:
     return Simulation(truth, make(truth.setup, searcher, truth.setup.settings), habits).run()
 
 
-def run_all(setup: Setup, seed: int, searcher: PooledSearch, methods: Sequence[str] = METHODS) -> dict[str, Outcome]:
+def run_all(
+    setup: Setup, seed: int, searcher: PooledSearch, methods: Sequence[str] = METHODS
+) -> dict[str, Outcome]:
     """One seed's runs, by way. Raises PlanError where the scenario leaves nothing to run on."""
     truth = Truth(setup, seed)
     found = {name: run_policy(name, truth, searcher) for name in methods if name in POLICIES}
@@ -65,7 +94,11 @@ def run_all(setup: Setup, seed: int, searcher: PooledSearch, methods: Sequence[s
         _, static = best_static(truth, plans)
         found[BEST_STATIC] = static
         if ORACLE in methods:
-            found[ORACLE] = run_oracle(truth, plans, [static, *[found[name] for name in (STAY, DEFAULT_STATIC) if name in found]])
+            found[ORACLE] = run_oracle(
+                truth,
+                plans,
+                [static, *[found[name] for name in (STAY, DEFAULT_STATIC) if name in found]],
+            )
     return {name: found[name] for name in methods if name in found}
 
 
@@ -98,7 +131,9 @@ class Result:
     @classmethod
     def of(cls, outcome: Outcome) -> "Result":
         """Of a run."""
-        return cls(total_s=outcome.total_s, moments=Counter(moment.kind for moment in outcome.moments))
+        return cls(
+            total_s=outcome.total_s, moments=Counter(moment.kind for moment in outcome.moments)
+        )
 
     @property
     def num_switches(self) -> int:
@@ -148,12 +183,21 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
+
         def listed(value: Estimate | None) -> list[float] | None:
             return value and value.as_json()
 
-        return {"method": self.method, "total_s": self.total_s.as_json(), "saved_of_default": listed(self.saved), "share_of_oracle": listed(self.share),
-                "regret": listed(self.regret), "switches": self.switches, "most_switches": self.most_switches, "rollbacks": self.rollbacks,
-                "restarts": self.restarts}
+        return {
+            "method": self.method,
+            "total_s": self.total_s.as_json(),
+            "saved_of_default": listed(self.saved),
+            "share_of_oracle": listed(self.share),
+            "regret": listed(self.regret),
+            "switches": self.switches,
+            "most_switches": self.most_switches,
+            "rollbacks": self.rollbacks,
+            "restarts": self.restarts,
+        }
 
 
 def rows(runs: Sequence[Mapping[str, Ended]]) -> list[Row]:
@@ -166,24 +210,52 @@ def _row(name: str, times_s: Mapping[str, np.ndarray], outcomes: Sequence[Ended]
     own_s, default_s, best_s = times_s[name], times_s.get(DEFAULT_STATIC), times_s.get(BEST_STATIC)
     switches = [outcome.num_switches for outcome in outcomes]
     return Row(
-        method=name, total_s=estimate(lambda drawn: own_s[drawn].mean(axis=-1), len(own_s)),
-        saved=None if default_s is None else estimate(lambda drawn: 1 - own_s[drawn].mean(axis=-1) / default_s[drawn].mean(axis=-1), len(own_s)),
+        method=name,
+        total_s=estimate(lambda drawn: own_s[drawn].mean(axis=-1), len(own_s)),
+        saved=None
+        if default_s is None
+        else estimate(
+            lambda drawn: 1 - own_s[drawn].mean(axis=-1) / default_s[drawn].mean(axis=-1),
+            len(own_s),
+        ),
         share=_share(name, times_s),
-        regret=None if best_s is None else estimate(lambda drawn: (own_s / best_s)[drawn].mean(axis=-1) - 1, len(own_s)),
-        switches=float(np.mean(switches)), most_switches=max(switches), rollbacks=float(np.mean([outcome.count("rollback") for outcome in outcomes])),
-        restarts=float(np.mean([outcome.count("restart") for outcome in outcomes])))
+        regret=None
+        if best_s is None
+        else estimate(lambda drawn: (own_s / best_s)[drawn].mean(axis=-1) - 1, len(own_s)),
+        switches=float(np.mean(switches)),
+        most_switches=max(switches),
+        rollbacks=float(np.mean([outcome.count("rollback") for outcome in outcomes])),
+        restarts=float(np.mean([outcome.count("restart") for outcome in outcomes])),
+    )
 
 
 def _share(name: str, times_s: Mapping[str, np.ndarray]) -> Estimate | None:
-    """All gains over all of the oracle's: a ratio in each seed would be ruled by seeds with little to gain."""
+    """All gains over all of the oracle's: a ratio in each seed would be ruled by seeds with little
+    to gain.
+    """
     own_s, stay_s, oracle_s = times_s[name], times_s.get(STAY), times_s.get(ORACLE)
-    if stay_s is None or oracle_s is None or (stay_s - oracle_s).mean() < LEAST_GAIN * stay_s.mean():
+    if (
+        stay_s is None
+        or oracle_s is None
+        or (stay_s - oracle_s).mean() < LEAST_GAIN * stay_s.mean()
+    ):
         return None
-    return estimate(lambda drawn: (stay_s - own_s)[drawn].mean(axis=-1) / np.maximum(1e-9, (stay_s - oracle_s)[drawn].mean(axis=-1)), len(own_s))
+    return estimate(
+        lambda drawn: (
+            (stay_s - own_s)[drawn].mean(axis=-1)
+            / np.maximum(1e-9, (stay_s - oracle_s)[drawn].mean(axis=-1))
+        ),
+        len(own_s),
+    )
 
 
 def estimate(figure: Callable[[np.ndarray], np.ndarray], count: int) -> Estimate:
-    """A figure with its interval. `figure` gets indices of seeds, [samples, seeds], and gives [samples]."""
+    """A figure with its interval.
+
+    `figure` gets indices of seeds, [samples, seeds], and gives [samples].
+    """
     drawn = np.random.default_rng(0).integers(count, size=(RESAMPLED, count))
     low, high = np.quantile(figure(drawn), [0.025, 0.975])
-    return Estimate(value=float(figure(np.arange(count)[None])[0]), low=float(low), high=float(high))
+    return Estimate(
+        value=float(figure(np.arange(count)[None])[0]), low=float(low), high=float(high)
+    )

@@ -1,8 +1,9 @@
-"""Plans that may be best in a simulated run, and searches that do not begin anew for every small change.
+"""Plans that may be best in a simulated run, and searches that do not begin anew for every small
+change.
 
-A search over all layouts takes a second for a large cluster, and a benchmark asks thousands of times. So the layouts are
-searched once for each coarse setting of links and devices, and the best of that, many more than are asked for, are
-priced exactly.
+A search over all layouts takes a second for a large cluster, and a benchmark asks thousands of
+times. So the layouts are searched once for each coarse setting of links and devices, and the best
+of that, many more than are asked for, are priced exactly.
 """
 
 import math
@@ -36,59 +37,109 @@ class PooledSearch:
 
     def __call__(self, pricing: Pricing) -> Ranking:
         """The best plans of its coarse setting, priced exactly."""
-        candidates = [Candidate(plan=plan, prediction=pricing.predicted(plan), memory=pricing.memory(plan)) for plan in self.plans(pricing)]
+        candidates = [
+            Candidate(plan=plan, prediction=pricing.predicted(plan), memory=pricing.memory(plan))
+            for plan in self.plans(pricing)
+        ]
         ranked = sorted(candidates, key=lambda candidate: candidate.prediction.step_time_s)
         return Ranking(best=tuple(ranked[:TOP]), rejections=(), num_priced=len(ranked))
 
     def plans(self, pricing: Pricing) -> tuple[Plan, ...]:
         """Many of the best, in no order that matters."""
         cluster, rates = pricing.cluster, pricing.rates
-        coarse_cluster = replace(cluster, inside=_coarse(cluster.inside), between=cluster.between and _coarse(cluster.between))
-        coarse_rates = replace(rates, matmul_flops_per_s=_rounded(rates.matmul_flops_per_s), f32_matmul_flops_per_s=_rounded(rates.f32_matmul_flops_per_s),
-                               memory_bytes_per_s=_rounded(rates.memory_bytes_per_s), launch_s=type(rates).launch_s)
+        coarse_cluster = replace(
+            cluster,
+            inside=_coarse(cluster.inside),
+            between=cluster.between and _coarse(cluster.between),
+        )
+        coarse_rates = replace(
+            rates,
+            matmul_flops_per_s=_rounded(rates.matmul_flops_per_s),
+            f32_matmul_flops_per_s=_rounded(rates.f32_matmul_flops_per_s),
+            memory_bytes_per_s=_rounded(rates.memory_bytes_per_s),
+            launch_s=type(rates).launch_s,
+        )
         key = (pricing.config, coarse_cluster, coarse_rates)
         if key not in self._pools:
-            found = search(Pricing(pricing.config, coarse_cluster, coarse_rates, Calibration()), top=POOL)
+            found = search(
+                Pricing(pricing.config, coarse_cluster, coarse_rates, Calibration()), top=POOL
+            )
             self._pools[key] = tuple([candidate.plan for candidate in found.best])
         return self._pools[key]
 
 
 def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list[Plan]:
-    """All plans that a run should consider if it knew everything: the best in each of its conditions, the first plan and the default."""
-    plans = dict.fromkeys([setup.start, *default_plans(setup.nominal[0], setup.nominal[0].cluster.num_devices)[:1]])
+    """All plans that a run should consider if it knew everything: the best in each of its
+    conditions, the first plan and the default.
+    """
+    plans = dict.fromkeys(
+        [setup.start, *default_plans(setup.nominal[0], setup.nominal[0].cluster.num_devices)[:1]]
+    )
     for pricing in setup.nominal:
         for conditions in _different(timeline):
             for cluster in _clusters(pricing.cluster, conditions):
-                scaled = replace(cluster, inside=_scaled(cluster.inside, conditions.inside),
-                                 between=cluster.between and _scaled(cluster.between, conditions.between))
+                scaled = replace(
+                    cluster,
+                    inside=_scaled(cluster.inside, conditions.inside),
+                    between=cluster.between and _scaled(cluster.between, conditions.between),
+                )
                 there = replace(pricing, cluster=scaled)
                 found = searcher.plans(there)
-                staged = [plan for schedule in STAGED if conditions.slow
-                          for plan in searcher.plans(replace(there, config=there.config.with_values({"parallel.schedule": schedule})))]
+                staged = [
+                    plan
+                    for schedule in STAGED
+                    if conditions.slow
+                    for plan in searcher.plans(
+                        replace(
+                            there, config=there.config.with_values({"parallel.schedule": schedule})
+                        )
+                    )
+                ]
                 plans |= dict.fromkeys([*found, *_sparing([*found, *staged], conditions)])
     return list(plans)
 
 
 def _sparing(plans: Sequence[Plan], conditions: Conditions) -> list[Plan]:
-    """The same with fewer layers for stages whose devices are slow, as far as these are one stretch of the mesh."""
+    """The same with fewer layers for stages whose devices are slow, as far as these are one stretch
+    of the mesh.
+    """
     slow = [device for device, factor in conditions.slow if factor > 1]
-    found = [rebalanced(plan, (slow[0] / plan.num_devices, (slow[-1] + 1) / plan.num_devices), max(factor for _, factor in conditions.slow))
-             for plan in plans if slow and plan.num_devices > slow[-1]]
+    found = [
+        rebalanced(
+            plan,
+            (slow[0] / plan.num_devices, (slow[-1] + 1) / plan.num_devices),
+            max(factor for _, factor in conditions.slow),
+        )
+        for plan in plans
+        if slow and plan.num_devices > slow[-1]
+    ]
     return [plan for plan in found if plan is not None]
 
 
 def _different(timeline: Timeline) -> list[Conditions]:
     """Conditions that occur, each once; what is taken of the memory in quarters, rounded up."""
     occurring = [timeline.conditions(index) for index in range(len(timeline.bounds_s))]
-    return list(dict.fromkeys(replace(each, taken=min(0.95, math.ceil(4 * each.taken) / 4), wait_s=0.0) for each in occurring))[:SAMPLED]
+    return list(
+        dict.fromkeys(
+            replace(each, taken=min(0.95, math.ceil(4 * each.taken) / 4), wait_s=0.0)
+            for each in occurring
+        )
+    )[:SAMPLED]
 
 
 def _clusters(cluster: Cluster, conditions: Conditions) -> Iterator[Cluster]:
-    """All devices; what is left without the hosts of those that are gone or slow; with less memory where some is taken."""
+    """All devices; what is left without the hosts of those that are gone or slow; with less memory
+    where some is taken.
+    """
     slow = {device for device, factor in conditions.slow if factor > 1}
     memory = cluster.accelerator.memory_bytes
     if conditions.taken and memory is not None:
-        cluster = replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=int(memory * (1 - conditions.taken))))
+        cluster = replace(
+            cluster,
+            accelerator=replace(
+                cluster.accelerator, memory_bytes=int(memory * (1 - conditions.taken))
+            ),
+        )
     yield cluster
     for bad in (conditions.lost, conditions.lost | slow):
         hosts = {device // cluster.devices_per_host for device in bad}
@@ -96,21 +147,30 @@ def _clusters(cluster: Cluster, conditions: Conditions) -> Iterator[Cluster]:
             yield from _smaller(cluster, cluster.num_hosts - len(hosts))
         elif hosts and cluster.num_hosts == 1 and len(bad) < cluster.devices_per_host:
             yield replace(cluster, devices_per_host=cluster.devices_per_host - len(bad))
-            yield replace(cluster, devices_per_host=2 ** int(math.log2(cluster.devices_per_host - len(bad))))
+            yield replace(
+                cluster, devices_per_host=2 ** int(math.log2(cluster.devices_per_host - len(bad)))
+            )
 
 
 def _smaller(cluster: Cluster, num_hosts: int) -> Sequence[Cluster]:
     """With so many hosts, and with the power of two below, over which batches divide."""
     counts = {num_hosts, 2 ** int(math.log2(num_hosts))}
-    return [replace(cluster, num_hosts=count, between=cluster.between if count > 1 else None) for count in sorted(counts, reverse=True)]
+    return [
+        replace(cluster, num_hosts=count, between=cluster.between if count > 1 else None)
+        for count in sorted(counts, reverse=True)
+    ]
 
 
 def _coarse(link: Link) -> Link:
-    return link if link.bytes_per_s is None else replace(link, bytes_per_s=_rounded(link.bytes_per_s))
+    return (
+        link if link.bytes_per_s is None else replace(link, bytes_per_s=_rounded(link.bytes_per_s))
+    )
 
 
 def _scaled(link: Link, factor: float) -> Link:
-    return link if link.bytes_per_s is None else replace(link, bytes_per_s=link.bytes_per_s * factor)
+    return (
+        link if link.bytes_per_s is None else replace(link, bytes_per_s=link.bytes_per_s * factor)
+    )
 
 
 def _rounded(speed: float) -> float:

@@ -1,4 +1,6 @@
-"""What may happen in a simulated run, each kind of event as a value that a scenario lists by its `kind`."""
+"""What may happen in a simulated run, each kind of event as a value that a scenario lists by its
+`kind`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,9 +34,21 @@ class Timed:
         name = type(self).__name__
         check_not_negative(self, "start_s", "for_s", "every_s", "until_s", "ramp_s")
         if self.every_s is not None and (self.for_s is None or self.every_s <= self.for_s):
-            raise ConfigError(explain(f"{name} comes again before it has gone", given=f"every_s={self.every_s}, for_s={self.for_s}", do="give for_s, shorter than every_s"))
+            raise ConfigError(
+                explain(
+                    f"{name} comes again before it has gone",
+                    given=f"every_s={self.every_s}, for_s={self.for_s}",
+                    do="give for_s, shorter than every_s",
+                )
+            )
         if not 0 <= self.jitter <= 0.5:
-            raise ConfigError(explain(f"{name}.jitter is at most half of every_s", given=self.jitter, do="choose 0 to 0.5"))
+            raise ConfigError(
+                explain(
+                    f"{name}.jitter is at most half of every_s",
+                    given=self.jitter,
+                    do="choose 0 to 0.5",
+                )
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +91,13 @@ class MemoryEvent(Timed):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.share < 1:
-            raise ConfigError(explain("MemoryEvent.share is a share", given=self.share, do="choose 0 or more and less than 1"))
+            raise ConfigError(
+                explain(
+                    "MemoryEvent.share is a share",
+                    given=self.share,
+                    do="choose 0 or more and less than 1",
+                )
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +123,20 @@ class LostEvent(Timed):
     notice_s: float = 0.0
     """So long before, they are reported bad while they still work."""
     during: Literal["none", "prepare", "move", "verify", "canary"] = "none"
-    """Happens earlier than `start_s` if a switch gets to this phase before, and lasts `for_s` from there."""
+    """Happens earlier than `start_s` if a switch gets to this phase before, and lasts `for_s` from
+    there."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_not_negative(self, "notice_s")
         if not self.devices and self.host is None:
-            raise ConfigError(explain("which devices are lost?", given="neither devices nor host", do="give one of them"))
+            raise ConfigError(
+                explain(
+                    "which devices are lost?",
+                    given="neither devices nor host",
+                    do="give one of them",
+                )
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +153,13 @@ class PhaseEvent:
     def __post_init__(self) -> None:
         check_positive(self, "seq_len", "global_batch")
         if not 0 < self.start_share < 1:
-            raise ConfigError(explain("a phase begins within the run", given=f"start_share={self.start_share}", do="choose a share of its steps between 0 and 1"))
+            raise ConfigError(
+                explain(
+                    "a phase begins within the run",
+                    given=f"start_share={self.start_share}",
+                    do="choose a share of its steps between 0 and 1",
+                )
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +167,11 @@ class MetricsEvent(Timed):
     """Signals are not what they should be."""
 
     names: tuple[str, ...]
-    """Of readings, `*` and `?` as in file names; "step_times" is the run's own record of its steps."""
+    """Of readings, `*` and `?` as in file names; "step_times" is the run's own record of its
+    steps."""
     fault: Literal["missing", "stale", "lying"]
-    """missing: not there. stale: stays as it was, its time too. lying: multiplied by `factor`, and called good."""
+    """missing: not there. stale: stays as it was, its time too. lying: multiplied by `factor`, and
+    called good."""
     factor: float = 1.0
     """Of a lie."""
 
@@ -157,8 +192,24 @@ class SwitchEvent:
         check_positive(self, "count")
 
 
-Event = LinkEvent | ComputeEvent | MemoryEvent | DataEvent | LostEvent | PhaseEvent | MetricsEvent | SwitchEvent
+Event = (
+    LinkEvent
+    | ComputeEvent
+    | MemoryEvent
+    | DataEvent
+    | LostEvent
+    | PhaseEvent
+    | MetricsEvent
+    | SwitchEvent
+)
 EVENTS: Mapping[str, type[Event]] = {
-    "link": LinkEvent, "compute": ComputeEvent, "memory": MemoryEvent, "data": DataEvent, "lost": LostEvent, "phase": PhaseEvent,
-    "metrics": MetricsEvent, "switch": SwitchEvent}
+    "link": LinkEvent,
+    "compute": ComputeEvent,
+    "memory": MemoryEvent,
+    "data": DataEvent,
+    "lost": LostEvent,
+    "phase": PhaseEvent,
+    "metrics": MetricsEvent,
+    "switch": SwitchEvent,
+}
 """By `kind`."""

@@ -1,4 +1,7 @@
-"""What a switch or a restart really takes in a simulated run, phase by phase. Who decides learns it only by switching."""
+"""What a switch or a restart really takes in a simulated run, phase by phase.
+
+Who decides learns it only by switching.
+"""
 
 import math
 
@@ -18,41 +21,72 @@ class MovingCosts:
     def __init__(self, world: World):
         self._world, self._switching = world, world.scenario.switching
         random = np.random.default_rng([world.seed, 2])
-        self._off = {phase: math.exp(self._switching.spread * random.standard_normal()) for phase in PHASES}
+        self._off = {
+            phase: math.exp(self._switching.spread * random.standard_normal()) for phase in PHASES
+        }
 
     @property
     def compile_s(self) -> float:
         """Of a plan's programs, in the background."""
         return self._switching.compile_s * self._off["compile"]
 
-    def switch_s(self, old: Place, new: Place, conditions: Conditions, phase: int) -> dict[str, float]:
+    def switch_s(
+        self, old: Place, new: Place, conditions: Conditions, phase: int
+    ) -> dict[str, float]:
         """How long steps stand still, by phase of a switch whose programs are compiled."""
         switching, off = self._switching, self._off
         if set(old.devices) != set(new.devices):
-            return {"quiesce": switching.quiesce_s * off["quiesce"], **self.restart_s(new.plan, phase, saves=True)}
+            return {
+                "quiesce": switching.quiesce_s * off["quiesce"],
+                **self.restart_s(new.plan, phase, saves=True),
+            }
         costs = {"quiesce": switching.quiesce_s, "first_steps": switching.first_steps_s}
         if layout(old.plan) != layout(new.plan):
-            costs |= {"move": switching.move_s + self._move_s(old, new, conditions, phase), "verify": switching.verify_s}
+            costs |= {
+                "move": switching.move_s + self._move_s(old, new, conditions, phase),
+                "verify": switching.verify_s,
+            }
         return {name: time_s * off[name] for name, time_s in costs.items()}
 
     def restart_s(self, plan: Plan, phase: int, *, saves: bool) -> dict[str, float]:
-        """How long a restart takes, from a checkpoint that is there or that has to be written first."""
-        state_bytes = self._world.estimate(plan, phase).states * self._world.cluster.devices_per_host  # of a host
+        """How long a restart takes, from a checkpoint that is there or that has to be written
+        first.
+        """
+        # of a host
+        state_bytes = (
+            self._world.estimate(plan, phase).states * self._world.cluster.devices_per_host
+        )
         passes = 2 if saves else 1
-        return {"restart": self._switching.restart_s * self._off["restart"],
-                "checkpoint": passes * state_bytes / self._switching.checkpoint_bytes_per_s * self._off["checkpoint"]}
+        return {
+            "restart": self._switching.restart_s * self._off["restart"],
+            "checkpoint": passes
+            * state_bytes
+            / self._switching.checkpoint_bytes_per_s
+            * self._off["checkpoint"],
+        }
 
     def _move_s(self, old: Place, new: Place, conditions: Conditions, phase: int) -> float:
-        """What a device gets from other hosts comes over the slowest link; with one host, all comes over the link inside."""
+        """What a device gets from other hosts comes over the slowest link; with one host, all comes
+        over the link inside.
+        """
         world, cluster = self._world, self._world.cluster
         link, name = (cluster.between, "between") if cluster.between else (cluster.inside, "inside")
         nominal = link.bytes_per_s or 1e9
         share = from_other_hosts(old.plan, cluster) if cluster.between else 1.0
-        return share * world.estimate(new.plan, phase).states * world.link_slowdown(name, conditions) / (nominal * self._switching.move_share)
+        return (
+            share
+            * world.estimate(new.plan, phase).states
+            * world.link_slowdown(name, conditions)
+            / (nominal * self._switching.move_share)
+        )
 
 
 def layout(plan: Plan) -> tuple[object, ...]:
     """What says where each value of the state lies: plans that are alike in it share a state."""
     pipeline = plan.pipeline
-    return plan.axes, plan.rules, plan.zero, pipeline and (pipeline.layers_per_stage, pipeline.repeats)
-
+    return (
+        plan.axes,
+        plan.rules,
+        plan.zero,
+        pipeline and (pipeline.layers_per_stage, pipeline.repeats),
+    )

@@ -1,9 +1,11 @@
-"""What could have been had: the best static plan in hindsight, and a clairvoyant oracle that pays for its switches.
+"""What could have been had: the best static plan in hindsight, and a clairvoyant oracle that pays
+for its switches.
 
-The oracle knows the truth, what is going to happen and what each switch costs. Its path is the shortest one through
-(step, plan), found step by step: the earliest time at which a run can have done so many steps and be under that plan.
-An earlier arrival is never worse, since who arrives early could have waited. What is reported is not that bound but a
-simulated run along the path, so that the oracle is something that can be had, too.
+The oracle knows the truth, what is going to happen and what each switch costs. Its path is the
+shortest one through (step, plan), found step by step: the earliest time at which a run can have
+done so many steps and be under that plan. An earlier arrival is never worse, since who arrives
+early could have waited. What is reported is not that bound but a simulated run along the path, so
+that the oracle is something that can be had, too.
 """
 
 import math
@@ -62,8 +64,14 @@ def run_static(truth: Truth, plan: Plan) -> Outcome:
 
 
 def best_static(truth: Truth, plans: Sequence[Plan]) -> tuple[Plan, Outcome]:
-    """Of all plans the one with which the run would have been over first, restarts after faults included."""
-    legal = [plan for plan in plans if truth.world.devices_for(plan, NORMAL) and truth.world.fits(plan, NORMAL, 0)]
+    """Of all plans the one with which the run would have been over first, restarts after faults
+    included.
+    """
+    legal = [
+        plan
+        for plan in plans
+        if truth.world.devices_for(plan, NORMAL) and truth.world.fits(plan, NORMAL, 0)
+    ]
     outcomes = [(plan, run_static(truth, plan)) for plan in legal]
     return min(outcomes, key=lambda each: each[1].total_s)
 
@@ -71,7 +79,13 @@ def best_static(truth: Truth, plans: Sequence[Plan]) -> tuple[Plan, Outcome]:
 def run_oracle(truth: Truth, plans: Sequence[Plan], known: Sequence[Outcome] = ()) -> Outcome:
     """A run along the shortest path, or the best of `known` runs where that is faster still."""
     path = shortest_path(truth, plans)
-    walked = Simulation(truth, Scripted(path), Habits(every=None, asked_at=tuple(sorted(path)), probes=False, canary=False, foresight=True)).run()
+    walked = Simulation(
+        truth,
+        Scripted(path),
+        Habits(
+            every=None, asked_at=tuple(sorted(path)), probes=False, canary=False, foresight=True
+        ),
+    ).run()
     return min([walked, *known], key=lambda each: each.total_s)
 
 
@@ -94,24 +108,44 @@ class _Shortest:
         """The first plan, and the best few in each of the conditions that come up."""
         kept = {self.setup.start: None}
         for phase in range(len(self.setup.nominal)):
-            for conditions in dict.fromkeys(map(self.timeline.conditions, range(len(self.timeline.bounds_s)))):
+            for conditions in dict.fromkeys(
+                map(self.timeline.conditions, range(len(self.timeline.bounds_s)))
+            ):
                 times_s = {plan: self._step_time_s(plan, conditions, phase) for plan in plans}
-                kept |= dict.fromkeys([plan for plan in sorted(times_s, key=lambda plan: times_s[plan])[:KEPT] if times_s[plan] < math.inf])
+                kept |= dict.fromkeys(
+                    [
+                        plan
+                        for plan in sorted(times_s, key=lambda plan: times_s[plan])[:KEPT]
+                        if times_s[plan] < math.inf
+                    ]
+                )
         return list(kept)
 
     def path(self) -> dict[int, Plan]:
-        """Forward to the earliest ends, and back along what led there. The first step is done under the first plan."""
+        """Forward to the earliest ends, and back along what led there.
+
+        The first step is done under the first plan.
+        """
         count, num_steps = len(self.plans), self.setup.num_steps
         ends_s, columns = [0.0] + [math.inf] * (count - 1), np.arange(count)
         came_from = np.tile(np.arange(count), (num_steps, 1))
         for step in range(num_steps):
             phase, noise = self.setup.phase_at(step), self.truth.noise[step]
             if step:
-                begins_s = np.array([self._arrivals_s(source, time_s, step, phase) for source, time_s in enumerate(ends_s)])
+                begins_s = np.array(
+                    [
+                        self._arrivals_s(source, time_s, step, phase)
+                        for source, time_s in enumerate(ends_s)
+                    ]
+                )
                 came_from[step] = begins_s.argmin(axis=0)
                 ends_s = begins_s[came_from[step], columns].tolist()
-            ends_s = [time_s + noise * self._table(self.timeline.index(time_s), phase)[0][place] if time_s < math.inf else math.inf
-                      for place, time_s in enumerate(ends_s)]
+            ends_s = [
+                time_s + noise * self._table(self.timeline.index(time_s), phase)[0][place]
+                if time_s < math.inf
+                else math.inf
+                for place, time_s in enumerate(ends_s)
+            ]
         return self._walked_back(came_from, int(np.argmin(ends_s)))
 
     def _walked_back(self, came_from: np.ndarray, last: int) -> dict[int, Plan]:
@@ -124,7 +158,9 @@ class _Shortest:
         return path
 
     def _arrivals_s(self, source: int, time_s: float, step: int, phase: int) -> np.ndarray:
-        """When a run that has done `step` steps under `source` by `time_s` can go on under each plan."""
+        """When a run that has done `step` steps under `source` by `time_s` can go on under each
+        plan.
+        """
         if time_s == math.inf:
             return np.full(len(self.plans), math.inf)
         index, before = self.timeline.index(time_s), self.setup.phase_at(step - 1)
@@ -134,10 +170,17 @@ class _Shortest:
         # It cannot go on: a restart, and steps since the last checkpoint once more.
         lost = self.timeline.conditions(index).lost
         again_s = step % self.setup.checkpoint_steps * np.where(np.isinf(times_s), 0.0, times_s)
-        return time_s + restarts_s + again_s + (self.setup.scenario.switching.detect_s if lost else 0.0)
+        return (
+            time_s
+            + restarts_s
+            + again_s
+            + (self.setup.scenario.switching.detect_s if lost else 0.0)
+        )
 
     def _table(self, index: int, phase: int) -> tuple[list[float], np.ndarray, np.ndarray]:
-        """Of an interval: step times, stalls by switches from each plan to each, and by restarts with each."""
+        """Of an interval: step times, stalls by switches from each plan to each, and by restarts
+        with each.
+        """
         if (index, phase) not in self._tables:
             conditions = self.timeline.conditions(index)
             if (conditions, phase) not in self._known:
@@ -145,21 +188,43 @@ class _Shortest:
             self._tables[index, phase] = self._known[conditions, phase]
         return self._tables[index, phase]
 
-    def _made(self, conditions: Conditions, phase: int) -> tuple[list[float], np.ndarray, np.ndarray]:
+    def _made(
+        self, conditions: Conditions, phase: int
+    ) -> tuple[list[float], np.ndarray, np.ndarray]:
         times_s = [self._step_time_s(plan, conditions, phase) for plan in self.plans]
         places = [self._placed(plan, conditions) for plan in self.plans]
         tax_s = self.costs.compile_s * (self.setup.scenario.switching.compile_slowdown - 1)
-        stalls_s = np.array([[self._stall_s(source, target, conditions, phase, tax_s) for target in places] for source in places])
-        restarts_s = np.array([sum(self.costs.restart_s(plan, phase, saves=False).values()) if time_s < math.inf else math.inf
-                               for plan, time_s in zip(self.plans, times_s, strict=True)])
+        stalls_s = np.array(
+            [
+                [self._stall_s(source, target, conditions, phase, tax_s) for target in places]
+                for source in places
+            ]
+        )
+        restarts_s = np.array(
+            [
+                sum(self.costs.restart_s(plan, phase, saves=False).values())
+                if time_s < math.inf
+                else math.inf
+                for plan, time_s in zip(self.plans, times_s, strict=True)
+            ]
+        )
         return times_s, stalls_s, restarts_s
 
-    def _stall_s(self, source: Place | None, target: Place | None, conditions: Conditions, phase: int, tax_s: float) -> float:
+    def _stall_s(
+        self,
+        source: Place | None,
+        target: Place | None,
+        conditions: Conditions,
+        phase: int,
+        tax_s: float,
+    ) -> float:
         if source is None or target is None:
             return 0.0 if source is target else math.inf
         if source.plan == target.plan:
             return 0.0
-        return sum(self.costs.switch_s(source, target, conditions, phase).values()) + (tax_s if target.plan != self.setup.start else 0.0)
+        return sum(self.costs.switch_s(source, target, conditions, phase).values()) + (
+            tax_s if target.plan != self.setup.start else 0.0
+        )
 
     def _step_time_s(self, plan: Plan, conditions: Conditions, phase: int) -> float:
         place = self._placed(plan, conditions)

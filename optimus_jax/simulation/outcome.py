@@ -21,7 +21,9 @@ class Policy(Protocol):
 
     @property
     def steps_alike(self) -> int | None:
-        """Newest steps that were done in the conditions that hold now; None: all, as far as it knows."""
+        """Newest steps that were done in the conditions that hold now; None: all, as far as it
+        knows.
+        """
         return None
 
     def decide(self, observation: Observation) -> Decision | None:
@@ -41,7 +43,8 @@ class Policy(Protocol):
 
     @property
     def is_puzzled(self) -> bool:
-        """Whether steps have changed since the pending switch was decided, and it is not known why."""
+        """Whether steps have changed since the pending switch was decided, and it is not known
+        why."""
         return False
 
     def charge(self, time_s: float) -> None:
@@ -53,7 +56,8 @@ class Habits:
     """How the run of a policy goes about it."""
 
     every: int | None = 1
-    """Steps from one question to the policy to the next, which comes with all readings; None: it is asked without any, when devices go or come back."""
+    """Steps from one question to the policy to the next, which comes with all readings; None: it is
+    asked without any, when devices go or come back."""
     asked_at: tuple[int, ...] = ()
     """With None: steps after which it is asked too, in rising order."""
     probes: bool = True
@@ -63,7 +67,8 @@ class Habits:
     canary: bool = True
     """Whether a new plan that turns out slower is taken back."""
     foresight: bool = False
-    """Whether programs are compiled before they are needed; what that takes from the steps is paid all the same."""
+    """Whether programs are compiled before they are needed; what that takes from the steps is paid
+    all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +76,8 @@ class Moment:
     """Something that happened to a simulated run."""
 
     kind: Kind
-    """switch: to a plan, because the policy said so. rollback: back from it. failed: it did not come to it. restart: after a fault."""
+    """switch: to a plan, because the policy said so. rollback: back from it. failed: it did not
+    come to it. restart: after a fault."""
     step: int
     time_s: float
     """When it was over."""
@@ -101,11 +107,27 @@ class Outcome:
 
     @property
     def num_switches(self) -> int:
-        """Switches that were begun: those that failed or were taken back too, but for restarts after faults."""
+        """Switches that were begun: those that failed or were taken back too, but for restarts
+        after faults.
+        """
         return self.count("switch") + self.count("failed")
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"total_s": self.total_s, "probes_s": self.probes_s, "plan": self.plan.digest, "moments": [
-            {"kind": each.kind, "step": each.step, "time_s": each.time_s, "decided_s": each.decided_s, "plan": each.plan.describe(),
-             "delay_s": dict(each.delay_s), "why": each.why} for each in self.moments]}
+        return {
+            "total_s": self.total_s,
+            "probes_s": self.probes_s,
+            "plan": self.plan.digest,
+            "moments": [
+                {
+                    "kind": each.kind,
+                    "step": each.step,
+                    "time_s": each.time_s,
+                    "decided_s": each.decided_s,
+                    "plan": each.plan.describe(),
+                    "delay_s": dict(each.delay_s),
+                    "why": each.why,
+                }
+                for each in self.moments
+            ],
+        }

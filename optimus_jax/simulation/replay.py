@@ -1,8 +1,9 @@
 """A recorded run as a scenario: what its steps took, to be met again by any policy.
 
-What disturbed a real run is not in its log, only by how much: each step took so many times the usual of its plan. In a replay that
-factor holds for every plan alike, in the same step. So a replay shows what a policy makes of the noise and the regimes
-of a real machine; whether another plan would have escaped them it cannot show.
+What disturbed a real run is not in its log, only by how much: each step took so many times the
+usual of its plan. In a replay that factor holds for every plan alike, in the same step. So a replay
+shows what a policy makes of the noise and the regimes of a real machine; whether another plan would
+have escaped them it cannot show.
 """
 
 import math
@@ -41,30 +42,70 @@ def recorded(run_dir: Path) -> Recording:
     """
     try:
         config = Config.from_json((run_dir / "config.json").read_text(encoding="utf-8"))
-        plans = [Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")), *[record.source for record in switches(run_dir)]]
+        plans = [
+            Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")),
+            *[record.source for record in switches(run_dir)],
+        ]
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(explain("a run cannot be read", given=f"{run_dir}: {error}", do="name the directory of a run")) from error
+        raise ConfigError(
+            explain(
+                "a run cannot be read",
+                given=f"{run_dir}: {error}",
+                do="name the directory of a run",
+            )
+        ) from error
     steps = [step for line in lines if (step := _step(line)) is not None]
     by_plan: dict[str, list[float]] = {}
     for digest, time_s in steps:
         by_plan.setdefault(digest, []).append(time_s)
     if len(steps) < FEWEST:
-        raise ConfigError(explain("a recording has too few steps", given=f"{len(steps)} in {run_dir}", do=f"record {FEWEST} or more"))
+        raise ConfigError(
+            explain(
+                "a recording has too few steps",
+                given=f"{len(steps)} in {run_dir}",
+                do=f"record {FEWEST} or more",
+            )
+        )
     usual_s = {digest: _usual_s(times_s) for digest, times_s in by_plan.items()}
     first = steps[0][0]
     start = next((plan for plan in plans if plan.digest == first), None)
     if start is None:
-        raise ConfigError(explain("a recording does not say what plan it began with", given=f"{first} in the first line of {run_dir / 'metrics.jsonl'}, in neither plan.json nor switches.jsonl",
-                                  do="name the directory of a run that went from its first step to its end there"))
-    return Recording(config=config, start=start, scenario=Scenario(
-        name=f"replay of {run_dir.name}", about="Each step takes as many times its usual time as it did in that run, whatever the plan.", steps=len(steps),
-        start=str(start.axes), seq_len=config.seq_len, global_batch=config.data.global_batch,
-        step_time_s=usual_s[first], step_factors=tuple([time_s / usual_s[digest] for digest, time_s in steps])))
+        raise ConfigError(
+            explain(
+                "a recording does not say what plan it began with",
+                given=(
+                    f"{first} in the first line of {run_dir / 'metrics.jsonl'}, in neither"
+                    " plan.json nor switches.jsonl"
+                ),
+                do="name the directory of a run that went from its first step to its end there",
+            )
+        )
+    return Recording(
+        config=config,
+        start=start,
+        scenario=Scenario(
+            name=f"replay of {run_dir.name}",
+            about=(
+                "Each step takes as many times its usual time as it did in that run, whatever the"
+                " plan."
+            ),
+            steps=len(steps),
+            start=str(start.axes),
+            seq_len=config.seq_len,
+            global_batch=config.data.global_batch,
+            step_time_s=usual_s[first],
+            step_factors=tuple([time_s / usual_s[digest] for digest, time_s in steps]),
+        ),
+    )
 
 
 def _usual_s(times_s: list[float]) -> float:
-    return times_s[0] if len(times_s) == 1 else statistics.quantiles(times_s, n=round(1 / USUAL), method="inclusive")[0]
+    return (
+        times_s[0]
+        if len(times_s) == 1
+        else statistics.quantiles(times_s, n=round(1 / USUAL), method="inclusive")[0]
+    )
 
 
 def _step(line: str) -> tuple[str, float] | None:

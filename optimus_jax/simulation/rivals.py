@@ -1,8 +1,9 @@
 """Other ways to steer a run, which the advisor is measured against.
 
-Static plans never move of their own accord. *Greedy* goes to whatever the cost model, told of the newest probes, calls
-fastest. The *threshold* rule is that of Optimus-Megatron. The *cost model* weighs gains and costs but learns nothing from step
-times. *Checkpoint-restart* decides as the advisor does, but has to stop for it. The oracle is in simulation/oracle.py.
+Static plans never move of their own accord. *Greedy* goes to whatever the cost model, told of the
+newest probes, calls fastest. The *threshold* rule is that of Optimus-Megatron. The *cost model*
+weighs gains and costs but learns nothing from step times. *Checkpoint-restart* decides as the
+advisor does, but has to stop for it. The oracle is in simulation/oracle.py.
 """
 
 import statistics
@@ -44,9 +45,17 @@ class Static(Policy):
 
     def decide(self, observation: Observation) -> Decision | None:
         """Back, if that is possible."""
-        if self._now == self._plan or self._num_devices - len(observation.lost_devices) < self._plan.num_devices:
+        if (
+            self._now == self._plan
+            or self._num_devices - len(observation.lost_devices) < self._plan.num_devices
+        ):
             return None
-        return Decision(step=observation.step, action="switch", plan=self._plan, why="the devices are there again")
+        return Decision(
+            step=observation.step,
+            action="switch",
+            plan=self._plan,
+            why="the devices are there again",
+        )
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
         """After a fault, or back."""
@@ -63,7 +72,9 @@ class _ByCostModel(Policy):
     def __init__(self, setup: Setup, searcher: PooledSearch):
         self._setup, self._searcher, self._plan = setup, searcher, setup.start
         self._refused: set[Plan] = set()
-        self._ranked: dict[tuple[int, Conditions, frozenset[int]], tuple[Pricing, Sequence[Candidate]]] = {}
+        self._ranked: dict[
+            tuple[int, Conditions, frozenset[int]], tuple[Pricing, Sequence[Candidate]]
+        ] = {}
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
         """The run is under `plan`."""
@@ -77,7 +88,11 @@ class _ByCostModel(Policy):
         """What plans cost by the newest readings, and the fastest."""
         phase = self._setup.phase_at(observation.step)
         told = self._setup.told[phase]
-        found = {name: on_grid(reading.value) for name, reading in claims(observation, told.cluster, self._plan.axes).items() if reading.value}
+        found = {
+            name: on_grid(reading.value)
+            for name, reading in claims(observation, told.cluster, self._plan.axes).items()
+            if reading.value
+        }
         key = (phase, replace(Conditions(), **found), observation.lost_devices)
         if key not in self._ranked:
             pricing = key[1].applied(_without(told, observation.lost_devices))
@@ -101,9 +116,19 @@ class Greedy(_ByCostModel):
         """The fastest one."""
         pricing, best = self._best(observation)
         present_s = self._step_time_s(pricing)
-        if best is None or best.plan == self._plan or (present_s is not None and best.prediction.step_time_s >= present_s):
+        if (
+            best is None
+            or best.plan == self._plan
+            or (present_s is not None and best.prediction.step_time_s >= present_s)
+        ):
             return None
-        return Decision(step=observation.step, action="switch", plan=best.plan, why="it is predicted to be faster", without=observation.lost_devices)
+        return Decision(
+            step=observation.step,
+            action="switch",
+            plan=best.plan,
+            why="it is predicted to be faster",
+            without=observation.lost_devices,
+        )
 
 
 class CostModelOnly(_ByCostModel):
@@ -111,7 +136,11 @@ class CostModelOnly(_ByCostModel):
 
     def __init__(self, setup: Setup, searcher: PooledSearch, settings: ControlConfig):
         super().__init__(setup, searcher)
-        self._settings, self._costs, self._last_step = settings, CostModel(), -settings.cooldown_steps
+        self._settings, self._costs, self._last_step = (
+            settings,
+            CostModel(),
+            -settings.cooldown_steps,
+        )
 
     def decide(self, observation: Observation) -> Decision | None:
         """The fastest one, if it is worth it."""
@@ -122,18 +151,35 @@ class CostModelOnly(_ByCostModel):
         if present_s is not None and not self._pays(best, present_s, pricing, observation):
             return None
         self._last_step = observation.step
-        return Decision(step=observation.step, action="switch", plan=best.plan, why="it is predicted to be worth the switch", without=observation.lost_devices)
+        return Decision(
+            step=observation.step,
+            action="switch",
+            plan=best.plan,
+            why="it is predicted to be worth the switch",
+            without=observation.lost_devices,
+        )
 
-    def _pays(self, best: Candidate, present_s: float, pricing: Pricing, observation: Observation) -> bool:
-        rung = rung_of(self._plan, best.plan, same_devices=best.plan.num_devices == self._plan.num_devices)
+    def _pays(
+        self, best: Candidate, present_s: float, pricing: Pricing, observation: Observation
+    ) -> bool:
+        rung = rung_of(
+            self._plan, best.plan, same_devices=best.plan.num_devices == self._plan.num_devices
+        )
         cost_s = self._costs.expected_s(rung, self._plan, best.plan, pricing, compiled=False)
-        gain_s = (present_s - best.prediction.step_time_s) * (self._setup.num_steps - observation.step)
-        return (best.prediction.step_time_s <= (1 - self._settings.min_gain) * present_s and gain_s >= self._settings.gain_over_cost * cost_s
-                and observation.step - self._last_step >= self._settings.cooldown_steps)
+        gain_s = (present_s - best.prediction.step_time_s) * (
+            self._setup.num_steps - observation.step
+        )
+        return (
+            best.prediction.step_time_s <= (1 - self._settings.min_gain) * present_s
+            and gain_s >= self._settings.gain_over_cost * cost_s
+            and observation.step - self._last_step >= self._settings.cooldown_steps
+        )
 
 
 class Threshold(Policy):
-    """Optimus-Megatron's rule, when throughput has fallen: tensor x 2 where memory is short, tensor / 2 where devices idle."""
+    """Optimus-Megatron's rule, when throughput has fallen: tensor x 2 where memory is short, tensor
+    / 2 where devices idle.
+    """
 
     def __init__(self, setup: Setup):
         self._setup, self._plan = setup, setup.start
@@ -141,7 +187,10 @@ class Threshold(Policy):
 
     def decide(self, observation: Observation) -> Decision | None:
         """By three thresholds."""
-        readings = {name: observation.reading(name).value for name in (signals.TOKENS_PER_S, signals.MEMORY_SHARE, signals.UTILISATION)}
+        readings = {
+            name: observation.reading(name).value
+            for name in (signals.TOKENS_PER_S, signals.MEMORY_SHARE, signals.UTILISATION)
+        }
         throughput, memory, utilisation = readings.values()
         if throughput is None:
             return None
@@ -173,18 +222,29 @@ class Threshold(Policy):
             return None
         wanted = AxisSizes(pipe=axes.pipe, data=data, fsdp=rest // data, tensor=tensor)
         plan = _fitting(pricing, wanted, self._plan)
-        return plan and Decision(step=observation.step, action="switch", plan=plan, why=f"thresholds: tensor={tensor}")
+        return plan and Decision(
+            step=observation.step, action="switch", plan=plan, why=f"thresholds: tensor={tensor}"
+        )
 
 
 def _fitting(pricing: Pricing, axes: AxisSizes, like: Plan) -> Plan | None:
     """A plan on these axes with as many microbatches; None: there is none."""
     try:
-        config = pricing.config.with_values({"parallel.mesh": str(axes), "parallel.microbatches": like.microbatches})
+        config = pricing.config.with_values(
+            {"parallel.mesh": str(axes), "parallel.microbatches": like.microbatches}
+        )
         plan = plan_for(config, axes, pricing.cluster.topology())
         plan.validate(config.model, global_batch=config.data.global_batch)
     except PlanError:
         return None
-    return next((each for each in memory_fallbacks(pricing.config, plan, pricing.cluster.accelerator.platform) if fits(pricing.memory(each), pricing.cluster)), None)
+    return next(
+        (
+            each
+            for each in memory_fallbacks(pricing.config, plan, pricing.cluster.accelerator.platform)
+            if fits(pricing.memory(each), pricing.cluster)
+        ),
+        None,
+    )
 
 
 def _without(pricing: Pricing, lost: frozenset[int]) -> Pricing:
@@ -194,6 +254,12 @@ def _without(pricing: Pricing, lost: frozenset[int]) -> Pricing:
     if not hosts:
         return pricing
     if cluster.num_hosts == 1:
-        return replace(pricing, cluster=replace(cluster, devices_per_host=max(1, cluster.devices_per_host - len(lost))))
+        return replace(
+            pricing,
+            cluster=replace(cluster, devices_per_host=max(1, cluster.devices_per_host - len(lost))),
+        )
     left = max(1, cluster.num_hosts - len(hosts))
-    return replace(pricing, cluster=replace(cluster, num_hosts=left, between=cluster.between if left > 1 else None))
+    return replace(
+        pricing,
+        cluster=replace(cluster, num_hosts=left, between=cluster.between if left > 1 else None),
+    )

@@ -1,4 +1,6 @@
-"""What a simulated run is before it begins: its phases, its first plan, what its policy is told, and the truth beside that."""
+"""What a simulated run is before it begins: its phases, its first plan, what its policy is told,
+and the truth beside that.
+"""
 
 import bisect
 import math
@@ -39,7 +41,8 @@ class Setup:
     start: Plan
     """First plan, as predicted."""
     tried: tuple[Plan, ...]
-    """Plans of which a run tries some steps before it begins with the fastest, as `--mesh auto` does: the best as predicted, `start` first."""
+    """Plans of which a run tries some steps before it begins with the fastest, as `--mesh auto`
+    does: the best as predicted, `start` first."""
     num_steps: int
     settings: ControlConfig
     tried_s: Mapping[Plan, float] = field(default_factory=dict)
@@ -65,8 +68,18 @@ class Setup:
             _check_count(start.axes, pricing.cluster)
             start.validate(told[0].config.model, global_batch=told[0].config.data.global_batch)
         tried = first_plans(scenario.start, told[0]) if start is None else (start,)
-        num_steps = scenario.steps or max(1, round(scenario.duration_s / nominal[0].step_time_s(tried[0])))
-        return cls(scenario=scenario, nominal=nominal, told=told, start=tried[0], tried=tried, num_steps=num_steps, settings=pricing.config.controller)
+        num_steps = scenario.steps or max(
+            1, round(scenario.duration_s / nominal[0].step_time_s(tried[0]))
+        )
+        return cls(
+            scenario=scenario,
+            nominal=nominal,
+            told=told,
+            start=tried[0],
+            tried=tried,
+            num_steps=num_steps,
+            settings=pricing.config.controller,
+        )
 
     @cached_property
     def first_steps(self) -> tuple[int, ...]:
@@ -79,8 +92,16 @@ class Setup:
         """As a policy is told them; none if there is one only."""
         if len(self.nominal) == 1:
             return ()
-        return tuple([Phase(first_step=step + 1, global_batch=pricing.config.data.global_batch, seq_len=pricing.config.seq_len)
-                      for step, pricing in zip(self.first_steps, self.nominal, strict=True)])
+        return tuple(
+            [
+                Phase(
+                    first_step=step + 1,
+                    global_batch=pricing.config.data.global_batch,
+                    seq_len=pricing.config.seq_len,
+                )
+                for step, pricing in zip(self.first_steps, self.nominal, strict=True)
+            ]
+        )
 
     def phase_at(self, step: int) -> int:
         """Index of the phase that the step after `step` belongs to."""
@@ -89,13 +110,24 @@ class Setup:
     @property
     def checkpoint_steps(self) -> int:
         """Steps between checkpoints."""
-        return max(1, round(self.scenario.switching.checkpoint_every_s / self.nominal[0].step_time_s(self.start)))
+        return max(
+            1,
+            round(
+                self.scenario.switching.checkpoint_every_s / self.nominal[0].step_time_s(self.start)
+            ),
+        )
 
     def timeline(self, seed: int, began_s: dict[LostEvent, float] | None = None) -> Timeline:
         """Of conditions."""
         cluster = self.nominal[0].cluster
-        return Timeline(self.scenario, num_devices=cluster.num_devices, devices_per_host=cluster.devices_per_host,
-                        horizon_s=HORIZON * self.num_steps * self.nominal[0].step_time_s(self.start), seed=seed, began_s=began_s)
+        return Timeline(
+            self.scenario,
+            num_devices=cluster.num_devices,
+            devices_per_host=cluster.devices_per_host,
+            horizon_s=HORIZON * self.num_steps * self.nominal[0].step_time_s(self.start),
+            seed=seed,
+            began_s=began_s,
+        )
 
 
 class Truth:
@@ -111,7 +143,9 @@ class Truth:
         self.setup = setup = self._tried(setup) if len(setup.tried) > 1 else setup
         """That begins with the plan which is fastest when it is tried."""
         self.timeline = setup.timeline(seed)
-        if setup.scenario.step_time_s is not None and (devices := self.world.devices_for(setup.start, NORMAL)):
+        if setup.scenario.step_time_s is not None and (
+            devices := self.world.devices_for(setup.start, NORMAL)
+        ):
             self.world.scale(Place(setup.start, devices), setup.scenario.step_time_s)
         self.noise = _noise(setup, seed)
         """[num_steps]: factor on the time of each step."""
@@ -120,12 +154,23 @@ class Truth:
 
     def _tried(self, setup: Setup) -> Setup:
         """Once some steps of the plans that are tried have been done."""
-        random, noise = np.random.default_rng([self.seed, 5]), setup.scenario.misfit.noise / math.sqrt(TRIAL_STEPS)
-        times_s = {plan: self.world.step_time_s(Place(plan, tuple(range(plan.num_devices))), NORMAL, 0) * math.exp(noise * random.standard_normal()) for plan in setup.tried}
+        random, noise = (
+            np.random.default_rng([self.seed, 5]),
+            setup.scenario.misfit.noise / math.sqrt(TRIAL_STEPS),
+        )
+        times_s = {
+            plan: (
+                self.world.step_time_s(Place(plan, tuple(range(plan.num_devices))), NORMAL, 0)
+                * math.exp(noise * random.standard_normal())
+            )
+            for plan in setup.tried
+        }
         return replace(setup, start=min(times_s, key=lambda plan: times_s[plan]), tried_s=times_s)
 
     def fallback(self, conditions: Conditions, phase: int) -> Place | None:
-        """What a run restarts with if nobody says otherwise: the default layout on the devices that are left; None: nothing fits."""
+        """What a run restarts with if nobody says otherwise: the default layout on the devices that
+        are left; None: nothing fits.
+        """
         world, cluster = self.world, self.world.cluster
         alive = cluster.num_devices - len(conditions.reported)
         whole = [count for count in range(alive, 0, -1) if count % cluster.devices_per_host == 0]
@@ -139,53 +184,101 @@ class Truth:
 
 def believed(pricing: Pricing, prior: Prior) -> Pricing:
     """What is told of a cluster that is called what `pricing` says."""
+
     def scaled(link: Link, factor: float) -> Link:
-        return link if link.bytes_per_s is None or factor == 1 else replace(link, bytes_per_s=link.bytes_per_s * factor)
+        return (
+            link
+            if link.bytes_per_s is None or factor == 1
+            else replace(link, bytes_per_s=link.bytes_per_s * factor)
+        )
 
     cluster, rates = pricing.cluster, pricing.rates
     return replace(
-        pricing, cluster=replace(cluster, inside=scaled(cluster.inside, prior.inside), between=cluster.between and scaled(cluster.between, prior.between)),
-        rates=replace(rates, matmul_flops_per_s=rates.matmul_flops_per_s * prior.compute, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * prior.compute))
+        pricing,
+        cluster=replace(
+            cluster,
+            inside=scaled(cluster.inside, prior.inside),
+            between=cluster.between and scaled(cluster.between, prior.between),
+        ),
+        rates=replace(
+            rates,
+            matmul_flops_per_s=rates.matmul_flops_per_s * prior.compute,
+            f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * prior.compute,
+        ),
+    )
 
 
 def first_plans(start: str, pricing: Pricing) -> tuple[Plan, ...]:
-    """The plan that `start` names (Scenario.start), and with `best` others that are tried beside it. Raises PlanError if there is none."""
+    """The plan that `start` names (Scenario.start), and with `best` others that are tried beside
+    it. Raises PlanError if there is none.
+    """
     if start == DEFAULT:
         for plan in default_plans(pricing, pricing.cluster.num_devices):
             if fits(pricing.memory(plan), pricing.cluster):
                 return (plan,)
-        raise PlanError(explain("the default layout does not fit", given=f"start={start}", do="use another cluster or a smaller batch"))
+        raise PlanError(
+            explain(
+                "the default layout does not fit",
+                given=f"start={start}",
+                do="use another cluster or a smaller batch",
+            )
+        )
     if start != BEST:
         _check_count(AxisSizes.parse(start), pricing.cluster)
         pricing = replace(pricing, config=pricing.config.with_values({"parallel.mesh": start}))
     found = search(pricing, top=max(1, pricing.config.parallel.trials) if start == BEST else 1).best
     if not found:
-        raise PlanError(explain("no plan is legal and fits", given=f"start={start} on {pricing.cluster}", do="use another mesh, more devices, or a smaller batch"))
+        raise PlanError(
+            explain(
+                "no plan is legal and fits",
+                given=f"start={start} on {pricing.cluster}",
+                do="use another mesh, more devices, or a smaller batch",
+            )
+        )
     return tuple([candidate.plan for candidate in found])
 
 
 def _check_count(axes: AxisSizes, cluster: Cluster) -> None:
     """Raise PlanError for a first plan on other devices than all."""
     if (needed := axes.num_devices) != cluster.num_devices:
-        raise PlanError(explain(f"the run starts on {needed} devices, and the cluster has {cluster.num_devices}", given=f"{axes} on {cluster}",
-                                do=f"name a cluster of {needed}: --cluster NAME:1x{needed}, or --cluster here --cpu-devices {needed} for a run on a CPU"))
+        raise PlanError(
+            explain(
+                f"the run starts on {needed} devices, and the cluster has {cluster.num_devices}",
+                given=f"{axes} on {cluster}",
+                do=(
+                    f"name a cluster of {needed}: --cluster NAME:1x{needed}, or --cluster here"
+                    f" --cpu-devices {needed} for a run on a CPU"
+                ),
+            )
+        )
 
 
 def default_plans(pricing: Pricing, num_devices: int) -> list[Plan]:
-    """The usual default on so many devices: fsdp over everything, everything computed again; with one microbatch, then with more.
+    """The usual default on so many devices: fsdp over everything, everything computed again; with
+    one microbatch, then with more.
 
-    Where parameters do not divide over so many, fsdp over as many as they do and data over the rest.
+    Where parameters do not divide over so many, fsdp over as many as they do and data over the
+    rest.
     """
     topology = replace(pricing.cluster.topology(), num_devices=num_devices)
     for fsdp in [size for size in range(num_devices, 0, -1) if num_devices % size == 0]:
-        plans = _default_on(pricing.config, AxisSizes(data=num_devices // fsdp, fsdp=fsdp), topology)
+        plans = _default_on(
+            pricing.config, AxisSizes(data=num_devices // fsdp, fsdp=fsdp), topology
+        )
         if plans:
             return plans
     return []
 
 
 def _default_on(config: Config, axes: AxisSizes, topology: Topology) -> list[Plan]:
-    asked = config.with_values({"parallel.mesh": "auto", "parallel.remat": "full", "parallel.zero": None, "parallel.microbatches": None})
+    asked = config.with_values(
+        {
+            "parallel.mesh": "auto",
+            "parallel.remat": "full",
+            "parallel.zero": None,
+            "parallel.microbatches": None,
+        }
+    )
     plan, plans = plan_for(asked, axes, topology), []
     rows = config.data.global_batch // axes.num_devices
     for microbatches in [number for number in range(1, rows + 1) if rows % number == 0]:
@@ -204,7 +297,11 @@ def _noise(setup: Setup, seed: int) -> np.ndarray:
     if setup.scenario.step_factors:
         return np.resize(setup.scenario.step_factors, count)
     drift = np.cumsum(random.standard_normal(count)) * misfit.drift / math.sqrt(count)
-    spikes = np.where(random.random(count) < misfit.spikes, misfit.spike_factor * np.exp(0.3 * random.standard_normal(count)), 1.0)
+    spikes = np.where(
+        random.random(count) < misfit.spikes,
+        misfit.spike_factor * np.exp(0.3 * random.standard_normal(count)),
+        1.0,
+    )
     return np.exp(drift + misfit.noise * random.standard_normal(count)) * np.maximum(1.0, spikes)
 
 
@@ -215,11 +312,21 @@ def _check_devices(scenario: Scenario, cluster: Cluster) -> None:
         if isinstance(event, ComputeEvent | LostEvent):
             wrong = [device for device in event.devices if not 0 <= device < cluster.num_devices]
             if wrong or (event.host is not None and not 0 <= event.host < hosts):
-                raise ConfigError(explain(f"{scenario.name}: a {type(event).__name__} is about what is not there", given=f"host={event.host}" if not wrong else f"devices={wrong}",
-                                          do=f"name devices 0 to {cluster.num_devices - 1}, or hosts 0 to {hosts - 1}"))
+                raise ConfigError(
+                    explain(
+                        f"{scenario.name}: a {type(event).__name__} is about what is not there",
+                        given=f"host={event.host}" if not wrong else f"devices={wrong}",
+                        do=(
+                            f"name devices 0 to {cluster.num_devices - 1}, or hosts 0 to"
+                            f" {hosts - 1}"
+                        ),
+                    )
+                )
 
 
 def check_seeds(seeds: int) -> None:
     """Raise ConfigError for what is no number of seeds."""
     if seeds < 1:
-        raise ConfigError(explain("there is at least one seed", given=f"--seeds {seeds}", do="give 1 or more"))
+        raise ConfigError(
+            explain("there is at least one seed", given=f"--seeds {seeds}", do="give 1 or more")
+        )

@@ -1,9 +1,11 @@
-"""A simulated run: a policy, the protocol by which plans are switched, and a cluster that nobody has.
+"""A simulated run: a policy, the protocol by which plans are switched, and a cluster that nobody
+has.
 
-Time goes from step to step. Between steps nothing is modelled, so a whole stretch of steps under one plan and constant
-conditions is one sum. A switch goes through the phases of a real one: its programs are compiled in the background while
-steps go on, a little slower; at a step boundary the state is moved and checked; the first steps under the new plan decide
-whether it stays. Every phase can fail. What cannot go on restarts from its last checkpoint.
+Time goes from step to step. Between steps nothing is modelled, so a whole stretch of steps under
+one plan and constant conditions is one sum. A switch goes through the phases of a real one: its
+programs are compiled in the background while steps go on, a little slower; at a step boundary the
+state is moved and checked; the first steps under the new plan decide whether it stays. Every phase
+can fail. What cannot go on restarts from its last checkpoint.
 """
 
 import bisect
@@ -74,7 +76,10 @@ class Simulation:
     def __init__(self, truth: Truth, policy: Policy, habits: Habits, start: Plan | None = None):
         self.truth, self.policy, self.habits = truth, policy, habits
         self.setup, self.world = truth.setup, truth.world
-        self.costs, self.telemetry = MovingCosts(truth.world), Telemetry(truth.world, self.setup.told[0], self.setup.settings, truth.seed)
+        self.costs, self.telemetry = (
+            MovingCosts(truth.world),
+            Telemetry(truth.world, self.setup.told[0], self.setup.settings, truth.seed),
+        )
         self.step, self.phase, self.time_s, self.probes_s = 0, 0, 0.0, 0.0
         self.began_s: dict[LostEvent, float] = {}
         self.timeline = truth.timeline
@@ -83,15 +88,25 @@ class Simulation:
         self.moments: list[Moment] = []
         self._pending: _Pending | None = None
         self._canary: _Canary | None = None
-        self._compiled: OrderedDict[tuple[Plan, int], None] = OrderedDict({(self.place.plan, 0): None})
-        self._failing: list[SwitchPhase] = [event.phase for event in self.setup.scenario.events if isinstance(event, SwitchEvent) for _ in range(event.count)]
-        self._metrics = [event for event in self.setup.scenario.events if isinstance(event, MetricsEvent)]
+        self._compiled: OrderedDict[tuple[Plan, int], None] = OrderedDict(
+            {(self.place.plan, 0): None}
+        )
+        self._failing: list[SwitchPhase] = [
+            event.phase
+            for event in self.setup.scenario.events
+            if isinstance(event, SwitchEvent)
+            for _ in range(event.count)
+        ]
+        self._metrics = [
+            event for event in self.setup.scenario.events if isinstance(event, MetricsEvent)
+        ]
         self._times_s: list[float] = []
         """Of steps since the policy was last asked."""
         self._recent_s: list[float] = []
         self._saved_step = 0
         self._tries_again = False
-        """Whether one that is seldom asked is to be asked after the next step, because what it wanted could not be had."""
+        """Whether one that is seldom asked is to be asked after the next step, because what it
+        wanted could not be had."""
         self._reported: frozenset[int] = frozenset()
         self._base: tuple[tuple[Place, int, int], float] | None = None
 
@@ -102,20 +117,39 @@ class Simulation:
             if not self._advance():
                 self._recover()
                 continue
-            if self.step == self.setup.num_steps or math.isinf(self._step_time_s(self.timeline.index(self.time_s))):
+            if self.step == self.setup.num_steps or math.isinf(
+                self._step_time_s(self.timeline.index(self.time_s))
+            ):
                 continue  # it is over, one way or the other
             self._judge()
             self._switch_if_ready()
             if self._is_asked():
                 self._ask()
-        return Outcome(total_s=self.time_s, moments=tuple(self.moments), probes_s=self.probes_s, plan=self.place.plan)
+        return Outcome(
+            total_s=self.time_s,
+            moments=tuple(self.moments),
+            probes_s=self.probes_s,
+            plan=self.place.plan,
+        )
 
     @property
     def now(self) -> Now:
         """Where the run is."""
-        faults = tuple([event for event in self._metrics if event.start_s <= self.time_s < event.start_s + (event.for_s or math.inf)])
-        return Now(step=self.step, time_s=self.time_s, place=self.place, phase=self.setup.phase_at(min(self.step, self.setup.num_steps - 1)),
-                   conditions=self.timeline.at(self.time_s), faults=faults)
+        faults = tuple(
+            [
+                event
+                for event in self._metrics
+                if event.start_s <= self.time_s < event.start_s + (event.for_s or math.inf)
+            ]
+        )
+        return Now(
+            step=self.step,
+            time_s=self.time_s,
+            place=self.place,
+            phase=self.setup.phase_at(min(self.step, self.setup.num_steps - 1)),
+            conditions=self.timeline.at(self.time_s),
+            faults=faults,
+        )
 
     def _advance(self) -> bool:
         """Steps until something may change; False if none can be done."""
@@ -127,13 +161,20 @@ class Simulation:
             base_s *= self.setup.scenario.switching.compile_slowdown
             end_s = min(end_s, self._pending.ready_s)
         sums, first, limit = self.truth.noise_sums, self.step, self._limit()
-        # Those that begin before the end; a step in which conditions change is done at the old speed.
-        last = first + 1 if limit == first + 1 else min(limit, int(np.searchsorted(sums, sums[first] + (end_s - self.time_s) / base_s)))
+        # Those that begin before the end; a step in which conditions change is done at the old
+        # speed.
+        last = (
+            first + 1
+            if limit == first + 1
+            else min(
+                limit, int(np.searchsorted(sums, sums[first] + (end_s - self.time_s) / base_s))
+            )
+        )
         last = max(first + 1, last)
         self.time_s += base_s * float(sums[last] - sums[first])
         self.step = last
         if self.habits.every is not None:
-            times_s = (base_s * self.truth.noise[max(first, last - REMEMBERED):last]).tolist()
+            times_s = (base_s * self.truth.noise[max(first, last - REMEMBERED) : last]).tolist()
             self._times_s += times_s
             self._recent_s = (self._recent_s + times_s)[-REMEMBERED:]
             if self._canary is not None:
@@ -141,24 +182,38 @@ class Simulation:
         return True
 
     def _limit(self) -> int:
-        """The step by which to look up: next question, next phase, end of a trial, a switch that is due."""
-        limits = [self.setup.num_steps, *[step for step in self.setup.first_steps if step > self.step]]
+        """The step by which to look up: next question, next phase, end of a trial, a switch that is
+        due.
+        """
+        limits = [
+            self.setup.num_steps,
+            *[step for step in self.setup.first_steps if step > self.step],
+        ]
         if self.habits.every is not None:
             limits.append(self.step // self.habits.every * self.habits.every + self.habits.every)
         elif self._tries_again:
             return self.step + 1
-        elif (place := bisect.bisect_right(self.habits.asked_at, self.step)) < len(self.habits.asked_at):
+        elif (place := bisect.bisect_right(self.habits.asked_at, self.step)) < len(
+            self.habits.asked_at
+        ):
             limits.append(self.habits.asked_at[place])
         if self._canary is not None:
             limits.append(self._canary.until_step)
-        if self._pending is not None and (at_step := self._pending.decision.at_step) is not None and at_step > self.step:
+        if (
+            self._pending is not None
+            and (at_step := self._pending.decision.at_step) is not None
+            and at_step > self.step
+        ):
             limits.append(at_step)
         return max(self.step + 1, min(limits))
 
     def _step_time_s(self, index: int) -> float:
         key = (self.place, index, self.phase)
         if self._base is None or self._base[0][1:] != key[1:] or self._base[0][0] is not self.place:
-            self._base = (key, self.world.step_time_s(self.place, self.timeline.conditions(index), self.phase))
+            self._base = (
+                key,
+                self.world.step_time_s(self.place, self.timeline.conditions(index), self.phase),
+            )
         return self._base[1]
 
     def _is_asked(self) -> bool:
@@ -166,7 +221,11 @@ class Simulation:
         if reported != self._reported:
             self._reported = reported
             return True
-        return (self._tries_again or self.step in self.habits.asked_at) if self.habits.every is None else self.step % self.habits.every == 0
+        return (
+            (self._tries_again or self.step in self.habits.asked_at)
+            if self.habits.every is None
+            else self.step % self.habits.every == 0
+        )
 
     def _ask(self) -> None:
         """Let the policy decide, and begin what it has decided."""
@@ -182,7 +241,9 @@ class Simulation:
             return
         if decision.action == "stay":
             self._withdraw(decision.why)
-        elif decision.plan is not None and (self._pending is None or self._pending.plan != decision.plan):
+        elif decision.plan is not None and (
+            self._pending is None or self._pending.plan != decision.plan
+        ):
             self._prepare(decision.plan, decision)
 
     def _withdraw(self, why: str) -> None:
@@ -195,18 +256,34 @@ class Simulation:
     def _prepare(self, plan: Plan, decision: Decision) -> None:
         """Compile in the background; a restart compiles by itself."""
         self._happens("prepare")
-        phase = self.setup.phase_at(decision.at_step) if decision.at_step is not None else self.phase
-        restarts = not self.habits.in_memory or plan.num_devices != self.place.plan.num_devices or bool(decision.without & set(self.place.devices))
+        phase = (
+            self.setup.phase_at(decision.at_step) if decision.at_step is not None else self.phase
+        )
+        restarts = (
+            not self.habits.in_memory
+            or plan.num_devices != self.place.plan.num_devices
+            or bool(decision.without & set(self.place.devices))
+        )
         compile_s = 0.0 if restarts or (plan, phase) in self._compiled else self.costs.compile_s
         tax_s = compile_s * (self.setup.scenario.switching.compile_slowdown - 1)
         if self.habits.foresight:
             self.time_s, compile_s = self.time_s + tax_s, 0.0
-        self._pending = _Pending(plan=plan, decision=decision, decided_s=self.time_s, ready_s=self.time_s + compile_s, tax_s=tax_s)
+        self._pending = _Pending(
+            plan=plan,
+            decision=decision,
+            decided_s=self.time_s,
+            ready_s=self.time_s + compile_s,
+            tax_s=tax_s,
+        )
         self._switch_if_ready()
 
     def _spent(self, pending: _Pending) -> float:
         whole_s = pending.ready_s - pending.decided_s
-        return pending.tax_s * min(1.0, (self.time_s - pending.decided_s) / whole_s) if whole_s > 0 else pending.tax_s
+        return (
+            pending.tax_s * min(1.0, (self.time_s - pending.decided_s) / whole_s)
+            if whole_s > 0
+            else pending.tax_s
+        )
 
     def _switch_if_ready(self) -> None:
         pending = self._pending
@@ -221,7 +298,11 @@ class Simulation:
                 return
             self.time_s = pending.ready_s  # the new phase cannot begin under the old plan
         pending.ready_step = self.step if pending.ready_step is None else pending.ready_step
-        waits = at_step is None and not pending.decision.mandatory and self.step - pending.ready_step < PUZZLED_STEPS
+        waits = (
+            at_step is None
+            and not pending.decision.mandatory
+            and self.step - pending.ready_step < PUZZLED_STEPS
+        )
         if waits and self.policy.is_puzzled:
             return
         self._pending = None
@@ -230,7 +311,11 @@ class Simulation:
     def _switch(self, pending: _Pending, phase: int) -> None:
         """Gate, move, verify, commit."""
         plan, conditions = pending.plan, self.timeline.at(self.time_s)
-        if not pending.decision.without and plan.num_devices == self.place.plan.num_devices and conditions.lost.isdisjoint(self.place.devices):
+        if (
+            not pending.decision.without
+            and plan.num_devices == self.place.plan.num_devices
+            and conditions.lost.isdisjoint(self.place.devices)
+        ):
             devices: tuple[int, ...] | None = self.place.devices
         else:
             devices = self.world.devices_for(plan, conditions, pending.decision.without)
@@ -238,18 +323,32 @@ class Simulation:
         if (why := self._refused(plan, devices, conditions, phase)) or devices is None:
             self._fail(pending, compiled_s, why)
             return
-        new, changes_phase = Place(plan, devices), phase != self.phase or self.phase != self.setup.phase_at(max(0, self.step - 1))
+        new, changes_phase = (
+            Place(plan, devices),
+            phase != self.phase or self.phase != self.setup.phase_at(max(0, self.step - 1)),
+        )
         costs_s = self._costs_s(new, conditions, phase)
         fails = self._failing.pop(0) if self._failing else None
         if fails in ("prepare", "move", "verify"):
-            back_s = {"prepare": {}, "move": {"quiesce": costs_s["quiesce"], "move": costs_s.get("move", 0.0)},
-                      "verify": {**costs_s, "back": costs_s.get("move", 0.0)}}[fails]
+            back_s = {
+                "prepare": {},
+                "move": {"quiesce": costs_s["quiesce"], "move": costs_s.get("move", 0.0)},
+                "verify": {**costs_s, "back": costs_s.get("move", 0.0)},
+            }[fails]
             self._fail(pending, compiled_s | back_s, f"its {fails} failed")
             return
         for name in ("move", "verify"):
             if self._happens(name):
-                self.time_s += costs_s["quiesce"] + costs_s.get("move", 0.0) * (1.0 if name == "verify" else 0.5)
-                self._note("failed", plan, compiled_s | {"quiesce": costs_s["quiesce"]}, f"devices were lost in {name}", pending.decided_s)
+                self.time_s += costs_s["quiesce"] + costs_s.get("move", 0.0) * (
+                    1.0 if name == "verify" else 0.5
+                )
+                self._note(
+                    "failed",
+                    plan,
+                    compiled_s | {"quiesce": costs_s["quiesce"]},
+                    f"devices were lost in {name}",
+                    pending.decided_s,
+                )
                 return
         before, before_s = self.place, self._last_steps_s()
         self._arrive(new, costs_s, phase)
@@ -259,26 +358,44 @@ class Simulation:
         self.policy.charge(first_s)
         self._happens("canary")
         if self.habits.canary and not changes_phase and not pending.decision.mandatory and before_s:
-            self._canary = _Canary(before=before, before_s=before_s, until_step=self.step + self.setup.settings.canary_steps + 1,
-                                   back_s=sum(costs_s.values()), fails=fails == "canary")
+            self._canary = _Canary(
+                before=before,
+                before_s=before_s,
+                until_step=self.step + self.setup.settings.canary_steps + 1,
+                back_s=sum(costs_s.values()),
+                fails=fails == "canary",
+            )
 
     def _last_steps_s(self) -> tuple[float, ...]:
         """Times of the last steps, of those in which conditions were as they are now."""
         alike = self.policy.steps_alike
-        return tuple(self._recent_s if alike is None else self._recent_s[len(self._recent_s) - min(alike, len(self._recent_s)):])
+        return tuple(
+            self._recent_s
+            if alike is None
+            else self._recent_s[len(self._recent_s) - min(alike, len(self._recent_s)) :]
+        )
 
-    def _refused(self, plan: Plan, devices: tuple[int, ...] | None, conditions: Conditions, phase: int) -> str:
+    def _refused(
+        self, plan: Plan, devices: tuple[int, ...] | None, conditions: Conditions, phase: int
+    ) -> str:
         """Why the plan cannot be had, as compiling tells; empty if it can."""
         if devices is None:
             return f"{plan.num_devices} devices are not there"
         if not self.world.is_legal(plan, phase):
             return "it is not legal for this batch"
-        return "" if self.world.fits(plan, conditions, phase) else "compiled, it needs more memory than there is"
+        return (
+            ""
+            if self.world.fits(plan, conditions, phase)
+            else "compiled, it needs more memory than there is"
+        )
 
     def _costs_s(self, new: Place, conditions: Conditions, phase: int) -> dict[str, float]:
         if self.habits.in_memory:
             return self.costs.switch_s(self.place, new, conditions, phase)
-        return {"quiesce": self.setup.scenario.switching.quiesce_s, **self.costs.restart_s(new.plan, phase, saves=True)}
+        return {
+            "quiesce": self.setup.scenario.switching.quiesce_s,
+            **self.costs.restart_s(new.plan, phase, saves=True),
+        }
 
     def _arrive(self, new: Place, costs_s: Mapping[str, float], phase: int) -> None:
         """The run is on another plan."""
@@ -293,7 +410,11 @@ class Simulation:
             self._compiled.popitem(last=False)
         self._times_s, self._recent_s = [], []
         self.telemetry.forget()
-        if self.habits.probes and self.setup.settings.probe_share and self.step < self.setup.num_steps:
+        if (
+            self.habits.probes
+            and self.setup.settings.probe_share
+            and self.step < self.setup.num_steps
+        ):
             probes_s = self.telemetry.settle_s(self.now)
             self.time_s, self.probes_s = self.time_s + probes_s, self.probes_s + probes_s
 
@@ -307,16 +428,28 @@ class Simulation:
     def _judge(self) -> None:
         """End the trial of a new plan, if it is over."""
         canary = self._canary
-        if canary is None or (self.step < canary.until_step and not is_clearly_slower(canary.times_s, canary.before_s)):
+        if canary is None or (
+            self.step < canary.until_step and not is_clearly_slower(canary.times_s, canary.before_s)
+        ):
             return
-        verdict = judge(canary.times_s, losses=[math.nan] if canary.fails else [], before_s=canary.before_s, predicted_s=math.nan,
-                        steps_left=self.setup.num_steps - self.step, back_s=canary.back_s)
+        verdict = judge(
+            canary.times_s,
+            losses=[math.nan] if canary.fails else [],
+            before_s=canary.before_s,
+            predicted_s=math.nan,
+            steps_left=self.setup.num_steps - self.step,
+            back_s=canary.back_s,
+        )
         if verdict.keep and self.step < canary.until_step:
             return
         self._canary = None
         if verdict.keep:
             return
-        taken_back, conditions, phase = self.place.plan, self.timeline.at(self.time_s), self.setup.phase_at(min(self.step, self.setup.num_steps - 1))
+        taken_back, conditions, phase = (
+            self.place.plan,
+            self.timeline.at(self.time_s),
+            self.setup.phase_at(min(self.step, self.setup.num_steps - 1)),
+        )
         if self.world.step_time_s(canary.before, conditions, phase) == math.inf:
             return  # there is no way back
         self._withdraw("the run goes back")
@@ -329,24 +462,49 @@ class Simulation:
     def _recover(self) -> None:
         """Restart what cannot go on, on what is left."""
         if self.count_restarts() > STUCK:
-            raise PlanError(explain("the simulated run restarts again and again", given=self.setup.scenario.name, do="change its scenario"))
+            raise PlanError(
+                explain(
+                    "the simulated run restarts again and again",
+                    given=self.setup.scenario.name,
+                    do="change its scenario",
+                )
+            )
         conditions, switching = self.timeline.at(self.time_s), self.setup.scenario.switching
-        is_lost, is_legal = not conditions.lost.isdisjoint(self.place.devices), self.world.is_legal(self.place.plan, self.phase)
-        why = "devices were lost" if is_lost else "memory ran out" if is_legal else "the new phase's batch does not divide"
+        is_lost, is_legal = (
+            not conditions.lost.isdisjoint(self.place.devices),
+            self.world.is_legal(self.place.plan, self.phase),
+        )
+        why = (
+            "devices were lost"
+            if is_lost
+            else "memory ran out"
+            if is_legal
+            else "the new phase's batch does not divide"
+        )
         self._pending = self._canary = None
-        if is_lost:  # where memory ran out, what was chosen while less of it was taken would not last
+        # where memory ran out, what was chosen while less of it was taken would not last
+        if is_lost:
             self.policy.dropped()
         self.time_s += switching.detect_s if is_lost else 0.0
         conditions = self.timeline.at(self.time_s)
         place = self._advised(conditions) or self.truth.fallback(conditions, self.phase)
         if is_lost or is_legal:
             every = self.setup.checkpoint_steps
-            # A phase begins with a checkpoint: what a plan was made for is not to be done once more under another one.
-            self.step = max(self._saved_step, self.step // every * every, self.setup.first_steps[self.phase])
+            # A phase begins with a checkpoint: what a plan was made for is not to be done once more
+            # under another one.
+            self.step = max(
+                self._saved_step, self.step // every * every, self.setup.first_steps[self.phase]
+            )
         if place is None:
             index = self.timeline.index(self.time_s)
             if math.isinf(self.timeline.end_s(index)):
-                raise PlanError(explain("nothing can train the model on what is left", given=self.setup.scenario.name, do="leave more devices or memory to it"))
+                raise PlanError(
+                    explain(
+                        "nothing can train the model on what is left",
+                        given=self.setup.scenario.name,
+                        do="leave more devices or memory to it",
+                    )
+                )
             self.time_s = self.timeline.end_s(index)
             return
         costs_s = self.costs.restart_s(place.plan, self.phase, saves=False)
@@ -366,21 +524,47 @@ class Simulation:
         if decision is None or decision.plan is None:
             return None
         devices = self.world.devices_for(decision.plan, conditions, decision.without)
-        if (why := self._refused(decision.plan, devices, conditions, self.phase)) or devices is None:
+        if (
+            why := self._refused(decision.plan, devices, conditions, self.phase)
+        ) or devices is None:
             self.policy.failed(decision.plan, why)
             return None
         return Place(decision.plan, devices)
 
     def _happens(self, phase: SwitchPhase) -> bool:
-        """Begin the events that come with this phase of a switch; whether devices of this run are lost by that."""
-        waiting = [event for event in self.setup.scenario.events if isinstance(event, LostEvent) and event.during == phase
-                   and event not in self.began_s and self.time_s < event.start_s]
+        """Begin the events that come with this phase of a switch; whether devices of this run are
+        lost by that.
+        """
+        waiting = [
+            event
+            for event in self.setup.scenario.events
+            if isinstance(event, LostEvent)
+            and event.during == phase
+            and event not in self.began_s
+            and self.time_s < event.start_s
+        ]
         if not waiting:
             return False
         self.began_s |= dict.fromkeys(waiting, self.time_s)
         self.timeline, self._base = self.setup.timeline(self.truth.seed, self.began_s), None
         return not self.timeline.at(self.time_s).lost.isdisjoint(self.place.devices)
 
-    def _note(self, kind: Kind, plan: Plan, delay_s: Mapping[str, float], why: str,
-              decided_s: float | None = None) -> None:
-        self.moments.append(Moment(kind=kind, step=self.step, time_s=self.time_s, plan=plan, delay_s=dict(delay_s), why=why, decided_s=decided_s))
+    def _note(
+        self,
+        kind: Kind,
+        plan: Plan,
+        delay_s: Mapping[str, float],
+        why: str,
+        decided_s: float | None = None,
+    ) -> None:
+        self.moments.append(
+            Moment(
+                kind=kind,
+                step=self.step,
+                time_s=self.time_s,
+                plan=plan,
+                delay_s=dict(delay_s),
+                why=why,
+                decided_s=decided_s,
+            )
+        )

@@ -1,8 +1,8 @@
 """What a simulated run is told of itself: observations as a real run's sources would make them.
 
-Step times come with every step; what the driver and the allocator say, every few seconds; links and compute are probed
-within the budget that the run allows, so that they are told late and with noise. Where the scenario says so, readings
-are missing, stale or lies.
+Step times come with every step; what the driver and the allocator say, every few seconds; links and
+compute are probed within the budget that the run allows, so that they are told late and with noise.
+Where the scenario says so, readings are missing, stale or lies.
 """
 
 import fnmatch
@@ -29,7 +29,13 @@ HEALTH_EVERY_S = 10.0
 """Between two looks at memory and the driver."""
 STALE_ROUNDS = 2
 """Age, in times between two rounds of probes, from which on what they said is stale."""
-OF_STEPS = (signals.STEP_TIME_S, signals.DATA_WAIT_S, signals.DISPATCH_S, signals.TOKENS_PER_S, signals.MFU)
+OF_STEPS = (
+    signals.STEP_TIME_S,
+    signals.DATA_WAIT_S,
+    signals.DISPATCH_S,
+    signals.TOKENS_PER_S,
+    signals.MFU,
+)
 """What belongs to a plan."""
 OF_MEMORY = (signals.MEMORY_SHARE, signals.MEMORY_PEAK_SHARE)
 """What says how full a device is: it hardly scatters, and a long window would tell late."""
@@ -65,7 +71,10 @@ class Telemetry:
         self._world, self._told, self._settings = world, told, settings
         self._random = np.random.default_rng([seed, 3])
         bias = world.scenario.misfit.probe_bias
-        self._bias = {name: math.exp(bias * self._random.standard_normal()) for name in ("inside", "between", "compute")}
+        self._bias = {
+            name: math.exp(bias * self._random.standard_normal())
+            for name in ("inside", "between", "compute")
+        }
         self._windows: dict[str, Window] = {}
         self._phase = 0
         self._probe_left_s, self._probed_at_s, self._health_at_s = 0.0, 0.0, -math.inf
@@ -75,16 +84,23 @@ class Telemetry:
         self._shares: tuple[Place, Conditions, int, dict[str, float]] | None = None
 
     def forget(self) -> None:
-        """The run is under another plan: what was measured of steps and mesh axes says nothing of it."""
+        """The run is under another plan: what was measured of steps and mesh axes says nothing of
+        it.
+        """
         for name in (*OF_STEPS, *OF_MEMORY, *[signals.LINK_SLOWDOWN + axis for axis in MESH_AXES]):
             if name in self._windows:
                 self._windows[name].clear()
         self._health_at_s = -math.inf
 
     def settle_s(self, now: Now) -> float:
-        """Probe the links before the first step under another plan, more often if they are not what they were when last probed; how long it took."""
+        """Probe the links before the first step under another plan, more often if they are not what
+        they were when last probed; how long it took.
+        """
         cost_s, found = self._world.scenario.switching.probe_s, self._links(now)
-        if all(abs(math.log(value / self._newest.get(name, 1.0))) <= SCATTER for name, value in found.items()):
+        if all(
+            abs(math.log(value / self._newest.get(name, 1.0))) <= SCATTER
+            for name, value in found.items()
+        ):
             self._take(found, now)
             return cost_s
         for name, window in self._windows.items():
@@ -99,8 +115,14 @@ class Telemetry:
         share, cost_s = self._settings.probe_share, self._world.scenario.switching.probe_s
         self._probe_left_s += share * (now.time_s - self._probed_at_s)
         self._probed_at_s = now.time_s
-        first = self._probe_left_s >= 0 and not any(name.startswith(signals.LINK_SLOWDOWN) for name in self._windows)
-        if not share or now.step < FIRST_PROBE_STEP or not (first or self._probe_left_s >= cost_s * (1 if asked else 2)):
+        first = self._probe_left_s >= 0 and not any(
+            name.startswith(signals.LINK_SLOWDOWN) for name in self._windows
+        )
+        if (
+            not share
+            or now.step < FIRST_PROBE_STEP
+            or not (first or self._probe_left_s >= cost_s * (1 if asked else 2))
+        ):
             return 0.0
         self._probe_left_s -= cost_s
         self._take(self._links(now) | self._computing(now), now)
@@ -112,25 +134,44 @@ class Telemetry:
             self._phase = now.phase
             self.forget()
         tokens = self._tokens(now)
-        for time_s in times_s[-self._settings.window_steps:]:
+        for time_s in times_s[-self._settings.window_steps :]:
             self._add(signals.STEP_TIME_S, time_s, now.time_s, self._settings.window_steps)
-            self._add(signals.TOKENS_PER_S, tokens / time_s, now.time_s, self._settings.window_steps)
+            self._add(
+                signals.TOKENS_PER_S, tokens / time_s, now.time_s, self._settings.window_steps
+            )
         if times_s and now.time_s - self._health_at_s >= HEALTH_EVERY_S:
             self._health_at_s = now.time_s
             for name, value in self._health(now, times_s[-1]).items():
-                self._add(name, value, now.time_s, signals.FEW if name in OF_MEMORY else self._settings.window_steps, 6 * HEALTH_EVERY_S)
+                self._add(
+                    name,
+                    value,
+                    now.time_s,
+                    signals.FEW if name in OF_MEMORY else self._settings.window_steps,
+                    6 * HEALTH_EVERY_S,
+                )
 
-    def observation(self, times_s: Sequence[float], now: Now, *, step_times: bool = True) -> Observation:
+    def observation(
+        self, times_s: Sequence[float], now: Now, *, step_times: bool = True
+    ) -> Observation:
         """What is known now."""
         config = self._world.pricings[now.phase].config
         readings = {name: window.reading(now.time_s) for name, window in self._windows.items()}
-        hides_steps = any(fault.fault == "missing" and _concerns(fault, STEP_TIMES) for fault in now.faults)
+        hides_steps = any(
+            fault.fault == "missing" and _concerns(fault, STEP_TIMES) for fault in now.faults
+        )
         return Observation(
-            step=now.step, time_s=now.time_s, step_times_s=() if hides_steps or not step_times else tuple(times_s),
-            readings=self._faulty(readings, now.faults), global_batch=config.data.global_batch, seq_len=config.seq_len,
-            lost_devices=now.conditions.reported)
+            step=now.step,
+            time_s=now.time_s,
+            step_times_s=() if hides_steps or not step_times else tuple(times_s),
+            readings=self._faulty(readings, now.faults),
+            global_batch=config.data.global_batch,
+            seq_len=config.seq_len,
+            lost_devices=now.conditions.reported,
+        )
 
-    def _faulty(self, readings: Mapping[str, Reading], faults: Sequence[MetricsEvent]) -> dict[str, Reading]:
+    def _faulty(
+        self, readings: Mapping[str, Reading], faults: Sequence[MetricsEvent]
+    ) -> dict[str, Reading]:
         told, stale = dict(readings), set[str]()
         for fault in faults:
             for name in [name for name in told if _concerns(fault, name)]:
@@ -141,11 +182,15 @@ class Telemetry:
                     stale.add(name)
                     told[name] = self._frozen.setdefault(name, reading)
                 elif reading.value is not None:
-                    told[name] = replace(reading, value=reading.value * fault.factor, quality="good")
+                    told[name] = replace(
+                        reading, value=reading.value * fault.factor, quality="good"
+                    )
         self._frozen = {name: reading for name, reading in self._frozen.items() if name in stale}
         return told
 
-    def _add(self, name: str, value: float, time_s: float, size: int, stale_s: float | None = None) -> None:
+    def _add(
+        self, name: str, value: float, time_s: float, size: int, stale_s: float | None = None
+    ) -> None:
         if name not in self._windows:
             self._windows[name] = Window(size)
         self._windows[name].add(value, time_s, stale_s)
@@ -159,21 +204,40 @@ class Telemetry:
 
     def _take(self, samples: Mapping[str, float], now: Now) -> None:
         """Samples of probes, which are stale once there should have been newer ones."""
-        stale_s = STALE_ROUNDS * 2 * self._world.scenario.switching.probe_s / self._settings.probe_share
+        stale_s = (
+            STALE_ROUNDS * 2 * self._world.scenario.switching.probe_s / self._settings.probe_share
+        )
         for name, value in samples.items():
             self._newest[name] = value
-            self._add(name, value, now.time_s, 1 if name == signals.STRAGGLER else signals.FEW, stale_s)
+            self._add(
+                name, value, now.time_s, 1 if name == signals.STRAGGLER else signals.FEW, stale_s
+            )
 
     def _links(self, now: Now) -> dict[str, float]:
         """A round over the mesh axes that the plan has."""
-        world, conditions, axes, noise = self._world, now.conditions, now.place.plan.axes, self._world.scenario.misfit.probes
+        world, conditions, axes, noise = (
+            self._world,
+            now.conditions,
+            now.place.plan.axes,
+            self._world.scenario.misfit.probes,
+        )
         found: dict[str, float] = {}
         for axis in MESH_AXES:
             if axes[axis] > 1:
-                link = "between" if world.cluster.between and world.cluster.link_of(axes, axis) is world.cluster.between else "inside"
-                value = self._noisy(world.link_slowdown(link, conditions) * self._believed(link) * self._bias[link], noise)
+                link = (
+                    "between"
+                    if world.cluster.between
+                    and world.cluster.link_of(axes, axis) is world.cluster.between
+                    else "inside"
+                )
+                value = self._noisy(
+                    world.link_slowdown(link, conditions) * self._believed(link) * self._bias[link],
+                    noise,
+                )
                 found[signals.LINK_SLOWDOWN + axis] = value
-                found[signals.LINK_SLOWDOWN + link] = max(value, found.get(signals.LINK_SLOWDOWN + link, 0.0))
+                found[signals.LINK_SLOWDOWN + link] = max(
+                    value, found.get(signals.LINK_SLOWDOWN + link, 0.0)
+                )
         return found
 
     def _computing(self, now: Now) -> dict[str, float]:
@@ -183,7 +247,9 @@ class Telemetry:
         typical = sorted(by_process.values())[(len(by_process) - 1) // 2]
         slowest = max(by_process, key=lambda process: by_process[process])
         believed = self._told.rates.matmul_flops_per_s / world.pricings[0].rates.matmul_flops_per_s
-        found[signals.COMPUTE_SLOWDOWN] = self._noisy(typical * believed / world.matmul * self._bias["compute"], noise)
+        found[signals.COMPUTE_SLOWDOWN] = self._noisy(
+            typical * believed / world.matmul * self._bias["compute"], noise
+        )
         if len(by_process) > 1:
             found[signals.PROCESS_SKEW] = by_process[slowest] / typical
             found[signals.STRAGGLER] = float(slowest)
@@ -191,11 +257,19 @@ class Telemetry:
 
     def _believed(self, link: str) -> float:
         """Speed of a link by the hardware profile, over the nominal one."""
-        told, nominal = (cluster.inside if link == "inside" or cluster.between is None else cluster.between for cluster in (self._told.cluster, self._world.cluster))
-        return 1.0 if told.bytes_per_s is None or nominal.bytes_per_s is None else told.bytes_per_s / nominal.bytes_per_s
+        told, nominal = (
+            cluster.inside if link == "inside" or cluster.between is None else cluster.between
+            for cluster in (self._told.cluster, self._world.cluster)
+        )
+        return (
+            1.0
+            if told.bytes_per_s is None or nominal.bytes_per_s is None
+            else told.bytes_per_s / nominal.bytes_per_s
+        )
 
     def _slow_processes(self, now: Now) -> dict[int, float]:
-        """Time of computing of each process, one for each host that is in use, over the usual time."""
+        """Time of computing of each process, one for each host that is in use, over the usual
+        time."""
         slow, size = dict(now.conditions.slow), self._world.cluster.devices_per_host
         found: dict[int, float] = {}
         for device in now.place.devices:
@@ -204,15 +278,33 @@ class Telemetry:
 
     def _health(self, now: Now, step_time_s: float) -> dict[str, float]:
         world, plan = self._world, now.place.plan
-        capacity, peak = world.cluster.accelerator.memory_bytes, world.cluster.accelerator.dense_peak_flops
-        found = {signals.DATA_WAIT_S: now.conditions.wait_s + self._noisy(DISPATCH_S, 0.1), signals.DISPATCH_S: self._noisy(DISPATCH_S, 0.1),
-                 # A kernel that waits for others counts as work to the driver; a stage without a task does not.
-                 signals.UTILISATION: max(0.0, min(1.0, self._noisy(1 - self._bubble(now) - now.conditions.wait_s / step_time_s, 0.01)))}
+        capacity, peak = (
+            world.cluster.accelerator.memory_bytes,
+            world.cluster.accelerator.dense_peak_flops,
+        )
+        found = {
+            signals.DATA_WAIT_S: now.conditions.wait_s + self._noisy(DISPATCH_S, 0.1),
+            signals.DISPATCH_S: self._noisy(DISPATCH_S, 0.1),
+            # A kernel that waits for others counts as work to the driver; a stage without a
+            # task does not.
+            signals.UTILISATION: max(
+                0.0,
+                min(
+                    1.0,
+                    self._noisy(1 - self._bubble(now) - now.conditions.wait_s / step_time_s, 0.01),
+                ),
+            ),
+        }
         if capacity is not None:
             used = world.memory_bytes(plan, now.phase) / capacity
-            found |= {signals.MEMORY_PEAK_SHARE: used + now.conditions.taken, signals.MEMORY_SHARE: 0.9 * used + now.conditions.taken}
+            found |= {
+                signals.MEMORY_PEAK_SHARE: used + now.conditions.taken,
+                signals.MEMORY_SHARE: 0.9 * used + now.conditions.taken,
+            }
         if peak is not None:
-            found[signals.MFU] = world.model_flops(now.phase) / (step_time_s * peak * plan.num_devices)
+            found[signals.MFU] = world.model_flops(now.phase) / (
+                step_time_s * peak * plan.num_devices
+            )
         return found
 
     def _bubble(self, now: Now) -> float:

@@ -1,4 +1,6 @@
-"""Which conditions hold when, in a simulated run: a scenario's events as intervals of constant conditions."""
+"""Which conditions hold when, in a simulated run: a scenario's events as intervals of constant
+conditions.
+"""
 
 import bisect
 import itertools
@@ -7,7 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus_jax.simulation.events import ComputeEvent, DataEvent, LinkEvent, LostEvent, MemoryEvent, Timed
+from optimus_jax.simulation.events import (
+    ComputeEvent,
+    DataEvent,
+    LinkEvent,
+    LostEvent,
+    MemoryEvent,
+    Timed,
+)
 from optimus_jax.simulation.scenarios import Scenario
 
 RAMP_LEVELS = 8
@@ -57,16 +66,43 @@ class Timeline:
       num_devices, devices_per_host: of the cluster.
       horizon_s: nothing changes after that.
       seed: draws the jitter.
-      began_s: when events that came early, with a phase of a switch (`LostEvent.during`), have begun.
+      began_s: when events that came early, with a phase of a switch (`LostEvent.during`), have
+        begun.
     """
 
-    def __init__(self, scenario: Scenario, *, num_devices: int, devices_per_host: int, horizon_s: float, seed: int,
-                 began_s: Mapping[LostEvent, float] | None = None):
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        num_devices: int,
+        devices_per_host: int,
+        horizon_s: float,
+        seed: int,
+        began_s: Mapping[LostEvent, float] | None = None,
+    ):
         self._num_devices, self._devices_per_host = num_devices, devices_per_host
-        self._intervals = [interval for place, event in enumerate(scenario.events) if isinstance(event, Timed)
-                           for interval in _intervals(event, (began_s or {}), horizon_s, np.random.default_rng([seed, place]))]
-        times = {0.0, *[time for each in self._intervals for time in (each.start_s, each.end_s) if time < horizon_s]}
-        times |= {max(0.0, each.start_s - each.event.notice_s) for each in self._intervals if isinstance(each.event, LostEvent)}
+        self._intervals = [
+            interval
+            for place, event in enumerate(scenario.events)
+            if isinstance(event, Timed)
+            for interval in _intervals(
+                event, (began_s or {}), horizon_s, np.random.default_rng([seed, place])
+            )
+        ]
+        times = {
+            0.0,
+            *[
+                time
+                for each in self._intervals
+                for time in (each.start_s, each.end_s)
+                if time < horizon_s
+            ],
+        }
+        times |= {
+            max(0.0, each.start_s - each.event.notice_s)
+            for each in self._intervals
+            if isinstance(each.event, LostEvent)
+        }
         self.bounds_s = sorted(times)
         self._known: dict[int, Conditions] = {}
 
@@ -96,7 +132,9 @@ class Timeline:
             if isinstance(event, LostEvent):
                 devices = self._devices(event.devices, event.host)
                 lost |= devices if active else set()
-                reported |= devices if each.start_s - event.notice_s <= time_s < each.end_s else set()
+                reported |= (
+                    devices if each.start_s - event.notice_s <= time_s < each.end_s else set()
+                )
             elif not active:
                 continue
             elif isinstance(event, LinkEvent):
@@ -108,26 +146,43 @@ class Timeline:
                 taken = 1 - (1 - taken) * (1 - event.share * each.level)
             elif isinstance(event, DataEvent):
                 wait_s += event.wait_s * each.level
-        return Conditions(**link, slow=tuple(sorted(slow.items())), taken=taken, wait_s=wait_s, lost=frozenset(lost), reported=frozenset(reported))
+        return Conditions(
+            **link,
+            slow=tuple(sorted(slow.items())),
+            taken=taken,
+            wait_s=wait_s,
+            lost=frozenset(lost),
+            reported=frozenset(reported),
+        )
 
     def _devices(self, devices: Sequence[int], host: int | None) -> set[int]:
         """Those of them that the cluster has."""
-        of_host = range(host * self._devices_per_host, (host + 1) * self._devices_per_host) if host is not None else ()
+        of_host = (
+            range(host * self._devices_per_host, (host + 1) * self._devices_per_host)
+            if host is not None
+            else ()
+        )
         return {device for device in (*devices, *of_host) if device < self._num_devices}
 
 
-def _intervals(event: Timed, began_s: Mapping[LostEvent, float], horizon_s: float, random: np.random.Generator) -> Iterator[_Interval]:
+def _intervals(
+    event: Timed, began_s: Mapping[LostEvent, float], horizon_s: float, random: np.random.Generator
+) -> Iterator[_Interval]:
     for start_s in _starts(event, began_s, horizon_s, random):
         end_s = horizon_s if event.for_s is None else start_s + event.for_s
         levels = RAMP_LEVELS if event.ramp_s else 1
         for level in range(1, levels + 1):
             begins_s = start_s + event.ramp_s * (level - 1) / levels
-            ends_s = end_s if level == levels else min(end_s, start_s + event.ramp_s * level / levels)
+            ends_s = (
+                end_s if level == levels else min(end_s, start_s + event.ramp_s * level / levels)
+            )
             if begins_s < ends_s:
                 yield _Interval(event, begins_s, ends_s, level / levels)
 
 
-def _starts(event: Timed, began_s: Mapping[LostEvent, float], horizon_s: float, random: np.random.Generator) -> Iterator[float]:
+def _starts(
+    event: Timed, began_s: Mapping[LostEvent, float], horizon_s: float, random: np.random.Generator
+) -> Iterator[float]:
     if isinstance(event, LostEvent) and event in began_s:
         yield began_s[event]
         return
@@ -135,7 +190,9 @@ def _starts(event: Timed, began_s: Mapping[LostEvent, float], horizon_s: float, 
         # Drawn for the first too, so that a later one is where it is whatever comes before it.
         off = event.jitter * random.uniform(-1.0, 1.0)
         start_s = event.start_s + (number + (off if number else 0.0)) * (event.every_s or 0.0)
-        if start_s >= horizon_s or (number and event.until_s is not None and start_s >= event.until_s):
+        if start_s >= horizon_s or (
+            number and event.until_s is not None and start_s >= event.until_s
+        ):
             return
         yield start_s
         if event.every_s is None:

@@ -1,8 +1,9 @@
 """The simulated cluster as it really is, which nobody who decides is told.
 
-A plan's true time is the sum of the planner's terms, priced with the true links and devices, each term wrong by
-a hidden factor, and each plan by one more; its true memory is the planner's estimate wrong by another. All of it is drawn by a
-seed. So the planner's figures are neither right nor useless, as on a real machine.
+A plan's true time is the sum of the planner's terms, priced with the true links and devices, each
+term wrong by a hidden factor, and each plan by one more; its true memory is the planner's estimate
+wrong by another. All of it is drawn by a seed. So the planner's figures are neither right nor
+useless, as on a real machine.
 """
 
 import hashlib
@@ -27,9 +28,25 @@ from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.timeline import NORMAL, Conditions
 
-TERMS = ("attention", "feed-forward", "recompute", "memory", "launching", "head", "tensor", VOCABULARY, "fsdp", "data", PIPE, BUBBLE,
-         "optimizer", "overhead", HOST_COPIES)
-"""Every term of planning/cost/cost.py; each gets a hidden factor, whether the first plan has it or not."""
+TERMS = (
+    "attention",
+    "feed-forward",
+    "recompute",
+    "memory",
+    "launching",
+    "head",
+    "tensor",
+    VOCABULARY,
+    "fsdp",
+    "data",
+    PIPE,
+    BUBBLE,
+    "optimizer",
+    "overhead",
+    HOST_COPIES,
+)
+"""Every term of planning/cost/cost.py; each gets a hidden factor, whether the first plan has it or
+not."""
 OPERATORS = ("attention", "feed-forward", "recompute", "memory", "head", "optimizer")
 """Terms that take longer on a slow device."""
 
@@ -67,20 +84,29 @@ class World:
         self.terms = {name: math.exp(misfit.terms * random.standard_normal()) for name in TERMS}
         rates = pricings[0].rates
         self._rates = replace(
-            rates, matmul_flops_per_s=rates.matmul_flops_per_s * self.matmul, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * self.matmul,
-            memory_bytes_per_s=rates.memory_bytes_per_s * self.memory_speed, overlap_share=float(random.uniform(0.35, 0.65)))
+            rates,
+            matmul_flops_per_s=rates.matmul_flops_per_s * self.matmul,
+            f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * self.matmul,
+            memory_bytes_per_s=rates.memory_bytes_per_s * self.memory_speed,
+            overlap_share=float(random.uniform(0.35, 0.65)),
+        )
         self.cluster = pricings[0].cluster
         self._scale = 1.0
-        self._times: dict[tuple[Place, float, float, tuple[tuple[int, float], ...], int], float] = {}
+        self._times: dict[
+            tuple[Place, float, float, tuple[tuple[int, float], ...], int], float
+        ] = {}
 
     def scale(self, place: Place, step_time_s: float) -> None:
-        """Make all times so much longer that an undisturbed step of this plan takes `step_time_s`."""
+        """Make all times so much longer that an undisturbed step of this plan takes
+        `step_time_s`."""
         self._scale *= step_time_s / self.step_time_s(place, NORMAL, 0)
         self._times.clear()
 
     def step_time_s(self, place: Place, conditions: Conditions, phase: int) -> float:
         """Of a step without noise; infinite where it cannot run."""
-        if not conditions.lost.isdisjoint(place.devices) or not self.fits(place.plan, conditions, phase):
+        if not conditions.lost.isdisjoint(place.devices) or not self.fits(
+            place.plan, conditions, phase
+        ):
             return math.inf
         key = (place, conditions.inside, conditions.between, conditions.slow, phase)
         if key not in self._times:
@@ -90,12 +116,24 @@ class World:
     def term_times(self, place: Place, conditions: Conditions, phase: int) -> dict[str, float]:
         """Seconds of each term of a step."""
         config, plan = self.pricings[phase].config, place.plan
-        slowness, all_of_it = self.slowness(place, conditions), self._plan_factor(plan) * self._scale
-        times = term_times(config.model, plan, self._true_cluster(conditions.inside, conditions.between), self._rates,
-                           seq_len=config.seq_len, global_batch=config.data.global_batch)
+        slowness, all_of_it = (
+            self.slowness(place, conditions),
+            self._plan_factor(plan) * self._scale,
+        )
+        times = term_times(
+            config.model,
+            plan,
+            self._true_cluster(conditions.inside, conditions.between),
+            self._rates,
+            seq_len=config.seq_len,
+            global_batch=config.data.global_batch,
+        )
         waiting = self._computed_share(times) * (slowness - 1) + 1
         slow = {BUBBLE: waiting} | dict.fromkeys(OPERATORS, slowness)
-        return {name: time_s * self.terms[name] * all_of_it * slow.get(name, 1.0) for name, time_s in times.items()}
+        return {
+            name: time_s * self.terms[name] * all_of_it * slow.get(name, 1.0)
+            for name, time_s in times.items()
+        }
 
     @staticmethod
     def _computed_share(times: Mapping[str, float]) -> float:
@@ -104,11 +142,17 @@ class World:
         return computed / max(1e-30, computed + times.get("tensor", 0.0))
 
     def slowness(self, place: Place, conditions: Conditions) -> float:
-        """Factor on the time of compute: all wait for the slowest stage, which is slow by its devices or by its layers."""
+        """Factor on the time of compute: all wait for the slowest stage, which is slow by its
+        devices or by its layers.
+        """
         slow = dict(conditions.slow)
         if not slow:
             return 1.0
-        factors = np.array([slow.get(device, 1.0) for device in place.devices]).reshape(place.plan.axes.pipe, -1).max(axis=1)
+        factors = (
+            np.array([slow.get(device, 1.0) for device in place.devices])
+            .reshape(place.plan.axes.pipe, -1)
+            .max(axis=1)
+        )
         pipeline = place.plan.pipeline
         if pipeline is None:
             return float(factors[0])
@@ -118,7 +162,9 @@ class World:
     def fits(self, plan: Plan, conditions: Conditions, phase: int) -> bool:
         """Whether the plan is legal for the phase's batch and its memory is there."""
         capacity = self.cluster.accelerator.memory_bytes
-        return self.is_legal(plan, phase) and (capacity is None or self.memory_bytes(plan, phase) <= capacity * (1 - conditions.taken))
+        return self.is_legal(plan, phase) and (
+            capacity is None or self.memory_bytes(plan, phase) <= capacity * (1 - conditions.taken)
+        )
 
     def is_legal(self, plan: Plan, phase: int) -> bool:
         """Whether the model can be trained so with the phase's batch."""
@@ -127,7 +173,9 @@ class World:
 
     def memory_bytes(self, plan: Plan, phase: int) -> float:
         """On the most loaded device."""
-        return self.estimate(plan, phase).total * math.exp(self.scenario.misfit.memory * self._drawn(plan, "memory"))
+        return self.estimate(plan, phase).total * math.exp(
+            self.scenario.misfit.memory * self._drawn(plan, "memory")
+        )
 
     def estimate(self, plan: Plan, phase: int) -> MemoryEstimate:
         """What the planner says of the plan's memory."""
@@ -137,10 +185,15 @@ class World:
     def model_flops(self, phase: int) -> float:
         """Of a step."""
         config = self.pricings[phase].config
-        return step_flops(config.model, num_sequences=config.data.global_batch, seq_len=config.seq_len)
+        return step_flops(
+            config.model, num_sequences=config.data.global_batch, seq_len=config.seq_len
+        )
 
-    def devices_for(self, plan: Plan, conditions: Conditions, without: frozenset[int] = frozenset()) -> tuple[int, ...] | None:
-        """As many as the plan needs of those that are there, in mesh order: whole hosts first, slow devices last; None: too few are there.
+    def devices_for(
+        self, plan: Plan, conditions: Conditions, without: frozenset[int] = frozenset()
+    ) -> tuple[int, ...] | None:
+        """As many as the plan needs of those that are there, in mesh order: whole hosts first, slow
+        devices last; None: too few are there.
 
         Args:
           without: are left out.
@@ -155,15 +208,28 @@ class World:
             host = device // size
             missing[host] = missing.get(host, 0) + (device in gone)
             slowest[host] = max(slowest.get(host, 1.0), slow.get(device, 1.0))
-        order = sorted(alive, key=lambda device: (missing[device // size], slowest[device // size], device // size, slow.get(device, 1.0), device))
-        return tuple(sorted(order[:plan.num_devices]))
+        order = sorted(
+            alive,
+            key=lambda device: (
+                missing[device // size],
+                slowest[device // size],
+                device // size,
+                slow.get(device, 1.0),
+                device,
+            ),
+        )
+        return tuple(sorted(order[: plan.num_devices]))
 
     def _true_cluster(self, inside: float, between: float) -> Cluster:
         return _with_speeds(self.cluster, self.inside * inside, self.between * between)
 
     def link_slowdown(self, link: str, conditions: Conditions) -> float:
         """Nominal speed of a link over its speed now."""
-        return 1.0 / ((self.inside * conditions.inside) if link == "inside" else (self.between * conditions.between))
+        return 1.0 / (
+            (self.inside * conditions.inside)
+            if link == "inside"
+            else (self.between * conditions.between)
+        )
 
     def _plan_factor(self, plan: Plan) -> float:
         return math.exp(self.scenario.misfit.plans * self._drawn(plan, "time"))
@@ -180,15 +246,27 @@ def _digest(plan: Plan) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _normal(key: str) -> float:
-    return float(np.random.default_rng(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])).standard_normal())
+    return float(
+        np.random.default_rng(
+            int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])
+        ).standard_normal()
+    )
 
 
 @lru_cache(maxsize=1 << 12)
 def _with_speeds(cluster: Cluster, inside: float, between: float) -> Cluster:
     def scaled(link: Link, factor: float) -> Link:
-        return link if link.bytes_per_s is None else replace(link, bytes_per_s=link.bytes_per_s * factor)
+        return (
+            link
+            if link.bytes_per_s is None
+            else replace(link, bytes_per_s=link.bytes_per_s * factor)
+        )
 
-    return replace(cluster, inside=scaled(cluster.inside, inside), between=cluster.between and scaled(cluster.between, between))
+    return replace(
+        cluster,
+        inside=scaled(cluster.inside, inside),
+        between=cluster.between and scaled(cluster.between, between),
+    )
 
 
 @lru_cache(maxsize=1 << 14)

@@ -32,10 +32,15 @@ def measurements_directory() -> Path:
 
 
 def write_whole(path: Path, text: str, what: str) -> None:
-    """Another run may be reading. A warning that names `what` if it cannot be written, for no run depends on it."""
+    """Another run may be reading.
+
+    A warning that names `what` if it cannot be written, for no run depends on it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False
+        ) as file:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:

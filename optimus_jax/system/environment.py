@@ -1,7 +1,9 @@
-"""What a program of ours needs of its environment before it uses JAX, told in words where it lacks it.
+"""What a program of ours needs of its environment before it uses JAX, told in words where it lacks
+it.
 
-JAX reads its settings from variables when it is imported, and raises what it raises: that ends here in a ConfigError that names
-the variable. Which of the settings that it does take a run can have is decided in devices/jax_settings.py.
+JAX reads its settings from variables when it is imported, and raises what it raises: that ends here
+in a ConfigError that names the variable. Which of the settings that it does take a run can have is
+decided in devices/jax_settings.py.
 """
 
 import contextlib
@@ -26,12 +28,30 @@ def import_jax() -> None:
     try:
         import jax  # noqa: F401
     except Exception as error:
-        said = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "PYTHONWARNINGS", "LD_LIBRARY_PATH"))}
-        blamed = {name: value for name, value in said.items() if name in str(error) or repr(value) in str(error)} or said
+        said = {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("JAX_", "PYTHONWARNINGS", "LD_LIBRARY_PATH"))
+        }
+        blamed = {
+            name: value
+            for name, value in said.items()
+            if name in str(error) or repr(value) in str(error)
+        } or said
         listed = " ".join(f"{name}={value}" for name, value in blamed.items())
-        raise ConfigError(explain(
-            "JAX cannot be imported in this environment", given=f"{listed}{': ' if listed else ''}{type(error).__name__}: {_first_line(error)}",
-            do=f"mend or unset {' or '.join(blamed)}" if blamed else "install it again: pip install optimus-jax")) from error
+        raise ConfigError(
+            explain(
+                "JAX cannot be imported in this environment",
+                given=(
+                    f"{listed}{': ' if listed else ''}{type(error).__name__}: {_first_line(error)}"
+                ),
+                do=(
+                    f"mend or unset {' or '.join(blamed)}"
+                    if blamed
+                    else "install it again: pip install optimus-jax"
+                ),
+            )
+        ) from error
     check_dump_folder()
 
 
@@ -41,12 +61,18 @@ def check_dump_folder() -> None:
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
-            raise ConfigError(explain("JAX cannot write its programs where it is to", given=f"JAX_DUMP_IR_TO={folder}: {error.strerror}",
-                                      do="name a folder that can be written, or unset JAX_DUMP_IR_TO")) from error
+            raise ConfigError(
+                explain(
+                    "JAX cannot write its programs where it is to",
+                    given=f"JAX_DUMP_IR_TO={folder}: {error.strerror}",
+                    do="name a folder that can be written, or unset JAX_DUMP_IR_TO",
+                )
+            ) from error
 
 
 def check_xla_flags() -> None:
-    """XLA ends the process where it does not know one of XLA_FLAGS: another one tries them first, once for a version of jaxlib.
+    """XLA ends the process where it does not know one of XLA_FLAGS: another one tries them first,
+    once for a version of jaxlib.
 
     Raises:
       ConfigError: XLA does not take them.
@@ -57,29 +83,52 @@ def check_xla_flags() -> None:
     import subprocess
 
     # Half a second that only the first run of several pays.
-    taken = measurements_directory() / "xla_flags" / hashlib.sha256(f"{version('jaxlib')} {flags}".encode(errors="replace")).hexdigest()[:16]
+    taken = (
+        measurements_directory()
+        / "xla_flags"
+        / hashlib.sha256(f"{version('jaxlib')} {flags}".encode(errors="replace")).hexdigest()[:16]
+    )
     is_kept = all(flag.startswith("--") for flag in flags.split())  # a file of flags may change
     with contextlib.suppress(OSError):
         if is_kept and taken.exists():
             return
-    tried = subprocess.run([sys.executable, "-c", _TRY_FLAGS], capture_output=True, text=True, errors="replace", check=False,
-                           env={"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)})
-    if tried.returncode == 0 or "parse_flags_from_env" not in tried.stderr:  # else it says nothing about them
+    tried = subprocess.run(
+        [sys.executable, "-c", _TRY_FLAGS],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        env={"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    # else it says nothing about them
+    if tried.returncode == 0 or "parse_flags_from_env" not in tried.stderr:
         if tried.returncode == 0 and is_kept:
             with contextlib.suppress(OSError):
                 taken.parent.mkdir(parents=True, exist_ok=True)
                 taken.touch()
         return
-    said = [line.partition("] ")[2] for line in tried.stderr.splitlines() if re.match(r"[EF]\d{4} ", line)]
-    raise ConfigError(explain("XLA does not take XLA_FLAGS, and would end this process", given=f"XLA_FLAGS={flags}: {said[0] if said else 'no reason given'}",
-                              do="leave out or mend that flag; other versions of jaxlib have other flags"))
+    said = [
+        line.partition("] ")[2]
+        for line in tried.stderr.splitlines()
+        if re.match(r"[EF]\d{4} ", line)
+    ]
+    raise ConfigError(
+        explain(
+            "XLA does not take XLA_FLAGS, and would end this process",
+            given=f"XLA_FLAGS={flags}: {said[0] if said else 'no reason given'}",
+            do="leave out or mend that flag; other versions of jaxlib have other flags",
+        )
+    )
 
 
 _TRY_FLAGS = "from jaxlib import _jax\n_jax.get_tfrt_cpu_client(asynchronous=True)"
 
 
 def number_of(name: str, kind: Callable[[str], float], default: float) -> float:
-    """A positive number in an environment variable; the default if it is not set. Raises ConfigError if it holds something else."""
+    """A positive number in an environment variable; the default if it is not set.
+
+    Raises ConfigError if it holds something else.
+    """
     if not (text := os.environ.get(name, "").strip()):
         return default
     try:
@@ -87,12 +136,20 @@ def number_of(name: str, kind: Callable[[str], float], default: float) -> float:
         if not 0 < number < float("inf"):
             raise ValueError
     except ValueError:
-        raise ConfigError(explain(f"{name} is a number above 0", given=f"{name}={text}", do=f"give a number, such as {default:g}, or unset it")) from None
+        raise ConfigError(
+            explain(
+                f"{name} is a number above 0",
+                given=f"{name}={text}",
+                do=f"give a number, such as {default:g}, or unset it",
+            )
+        ) from None
     return number
 
 
 def show_every_character() -> None:
-    """A terminal or file that lacks a character shows another instead: PYTHONIOENCODING=ascii, LC_ALL=POSIX."""
+    """A terminal or file that lacks a character shows another instead: PYTHONIOENCODING=ascii,
+    LC_ALL=POSIX.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")

@@ -1,7 +1,8 @@
 """JSON that somebody else wrote, or that a crash left half of: a value, or one kind of error.
 
-Python's own reader takes more than it should (a name twice, of which the first is lost; NaN) and fails in more ways than one
-(RecursionError; an int of more digits than Python converts). Whoever reads a file that a person can touch reads it here.
+Python's own reader takes more than it should (a name twice, of which the first is lost; NaN) and
+fails in more ways than one (RecursionError; an int of more digits than Python converts). Whoever
+reads a file that a person can touch reads it here.
 """
 
 import json
@@ -10,27 +11,40 @@ from pathlib import Path
 from typing import Any
 
 DEEPEST = 64
-"""Lists and objects inside one another. What we write has eight at most; every walk over a deeper value would have to fear Python's stack."""
+"""Lists and objects inside one another. What we write has eight at most; every walk over a deeper
+value would have to fear Python's stack."""
 
 
 class JSONInputError(ValueError):
-    """The text is not JSON, or not JSON that is taken here; says what and, where it is known, in which line."""
+    """The text is not JSON, or not JSON that is taken here; says what and, where it is known, in
+    which line.
+    """
 
 
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
-    """The value that a text is the JSON of. A byte-order mark, which some editors write, is passed over.
+    """The value that a text is the JSON of.
+
+    A byte-order mark, which some editors write, is passed over.
 
     Args:
       text: bytes are UTF-8.
-      finite: refuse NaN and infinities, written out or as 1e999; logs have them, where a loss was one.
+      finite: refuse NaN and infinities, written out or as 1e999; logs have them, where a loss was
+        one.
     Raises:
-      JSONInputError: it is not JSON, not text, has a name twice in one object, or is nested deeper than DEEPEST.
+      JSONInputError: it is not JSON, not text, has a name twice in one object, or is nested deeper
+        than DEEPEST.
     """
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return _shallow(json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_unique, parse_constant=_constant if finite else None,
-                                   parse_float=_finite if finite else None))
+        return _shallow(
+            json.loads(
+                text.removeprefix("\ufeff"),
+                object_pairs_hook=_unique,
+                parse_constant=_constant if finite else None,
+                parse_float=_finite if finite else None,
+            )
+        )
     except UnicodeDecodeError as error:
         raise JSONInputError(f"not UTF-8: {error.reason} at byte {error.start}") from error
     except RecursionError as error:
@@ -73,5 +87,7 @@ def _shallow(value: Any) -> Any:
         depth += 1
         if depth > DEEPEST:
             raise JSONInputError(f"nested deeper than {DEEPEST}")
-        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            item for each in level for item in (each.values() if isinstance(each, dict) else each)
+        ]
     return value

@@ -1,4 +1,6 @@
-"""Output that outlives its reader: a terminal is closed, `tee` and `head` end, and the run goes on, or saves what it was asked to save."""
+"""Output that outlives its reader: a terminal is closed, `tee` and `head` end, and the run goes on,
+or saves what it was asked to save.
+"""
 
 import contextlib
 import functools
@@ -17,18 +19,20 @@ LAST_WORDS_S = 5.0
 
 
 def flush_with_timeout(text: str, *, after: Iterable[TextIO] = ()) -> None:
-    """Write to standard error, from any thread, in LAST_WORDS_S at most: for a process that ends, or a thread that others wait for.
+    """Write to standard error, from any thread, in LAST_WORDS_S at most: for a process that ends,
+    or a thread that others wait for.
 
     Args:
       after: streams that are flushed before.
     """
+
     def write() -> None:
         left = text.encode(errors="replace")
         with contextlib.suppress(OSError):
             for stream in after:
                 stream.flush()
             while left:
-                left = left[os.write(2, left):]
+                left = left[os.write(2, left) :]
 
     thread = threading.Thread(target=write, name="last words", daemon=True)
     thread.start()
@@ -37,13 +41,18 @@ def flush_with_timeout(text: str, *, after: Iterable[TextIO] = ()) -> None:
 
 @functools.cache
 def stderr_that_never_waits() -> int:
-    """A file descriptor for what C code has to say in an emergency: what a full pipe or a stopped terminal does not take is lost."""
+    """A file descriptor for what C code has to say in an emergency: what a full pipe or a stopped
+    terminal does not take is lost.
+    """
     try:
         mode = os.fstat(2).st_mode
         if stat.S_ISREG(mode):  # never full of what nobody has read
             return 2
-        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # opened anew, for whoever else has the old one is to wait as before
-            return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        # opened anew, for whoever else has the old one is to wait as before
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            return os.open(
+                "/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            )
     except OSError:
         pass
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -52,8 +61,8 @@ def stderr_that_never_waits() -> int:
 def open_closed_streams() -> None:
     """Lead standard streams that are closed (`>&-`) to nowhere.
 
-    Python has None for them, and the next file that is opened would have their number: what C code then says on standard error
-    would be written into it.
+    Python has None for them, and the next file that is opened would have their number: what C code
+    then says on standard error would be written into it.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -71,23 +80,28 @@ def open_closed_streams() -> None:
 def patient(stream: TextIO) -> TextIO:
     """The same stream, whose `write` and `flush` never fail for the machine's reasons.
 
-    When one would, for nobody reads any more or a disk is full, the file descriptor leads to nowhere from then on, so that nothing
-    else that has it fails either, nor Python when it empties its buffers at its end. A run's record is in its directory.
+    When one would, for nobody reads any more or a disk is full, the file descriptor leads to
+    nowhere from then on, so that nothing else that has it fails either, nor Python when it empties
+    its buffers at its end. A run's record is in its directory.
     """
     _replace_unknown(stream)
     return cast(TextIO, _Patient(stream))
 
 
 def _replace_unknown(stream: TextIO) -> None:
-    """Show another character for one that the stream lacks, as a terminal without Unicode does, instead of failing."""
+    """Show another character for one that the stream lacks, as a terminal without Unicode does,
+    instead of failing.
+    """
     if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="replace")
 
 
 def reporting(stream: TextIO) -> TextIO:
-    """The same stream, for a script whose result is what it prints: trouble is an error in words, or BrokenPipeError if nobody reads on.
+    """The same stream, for a script whose result is what it prints: trouble is an error in words,
+    or BrokenPipeError if nobody reads on.
 
-    From then on it leads to nowhere, as a patient one does. A character that it lacks is shown as another.
+    From then on it leads to nowhere, as a patient one does. A character that it lacks is shown as
+    another.
     """
     _replace_unknown(stream)
     return cast(TextIO, _Reporting(stream))
@@ -136,5 +150,10 @@ class _Reporting(_Patient):
             raise
         except OSError as error:
             self._lead_nowhere()
-            raise OutputError(explain("standard output takes nothing more, and what was printed is not whole", given=error.strerror or error,
-                                      do="make room, or send the output elsewhere")) from error
+            raise OutputError(
+                explain(
+                    "standard output takes nothing more, and what was printed is not whole",
+                    given=error.strerror or error,
+                    do="make room, or send the output elsewhere",
+                )
+            ) from error

@@ -1,4 +1,6 @@
-"""XLA's options of a training step: which, for what devices and plans, why, and who says so. Shown at the start of a run.
+"""XLA's options of a training step: which, for what devices and plans, why, and who says so.
+
+Shown at the start of a run.
 
 What is not here is left as XLA has it (mesh/compiler.py has those of every program on a platform).
 """
@@ -19,41 +21,71 @@ _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-perform
 _BLACKWELL = ("B100", "B200", "GB200", "B300", "GB300")
 
 HIDING = CompilerOption(
-    name="xla_gpu_enable_latency_hiding_scheduler", value=True, source=_NVIDIA,
-    why="collectives between devices, and copies from and to the host, run beside compute")
+    name="xla_gpu_enable_latency_hiding_scheduler",
+    value=True,
+    source=_NVIDIA,
+    why="collectives between devices, and copies from and to the host, run beside compute",
+)
 _RENAMED = jaxlib.version.__version_info__ >= (0, 11, 1)
-"""Whether XLA is of after https://github.com/openxla/xla/pull/45836: either name is an error to the other side."""
-_GATHERING = (("xla_gpu_enable_pipelined_all_gather", True), ("xla_gpu_pipeline_all_gather", f"{MODE}ON"))
+"""Whether XLA is of after https://github.com/openxla/xla/pull/45836: either name is an error to the
+other side."""
+_GATHERING = (
+    ("xla_gpu_enable_pipelined_all_gather", True),
+    ("xla_gpu_pipeline_all_gather", f"{MODE}ON"),
+)
 GATHERING_AHEAD = CompilerOption(
-    name=_GATHERING[_RENAMED][0], value=_GATHERING[_RENAMED][1], other_name=_GATHERING[not _RENAMED][0], source=_NVIDIA,
-    why="a layer's weights are gathered over fsdp while the layer before is computed")
+    name=_GATHERING[_RENAMED][0],
+    value=_GATHERING[_RENAMED][1],
+    other_name=_GATHERING[not _RENAMED][0],
+    source=_NVIDIA,
+    why="a layer's weights are gathered over fsdp while the layer before is computed",
+)
 ON_BLACKWELL = CompilerOption(
-    name="xla_gpu_enable_command_buffer", value="FUSION,CUSTOM_CALL", source=_NVIDIA,
-    why="CUDA graphs of these kinds of kernels alone were the quickest to launch in NVIDIA's tests on B200")
+    name="xla_gpu_enable_command_buffer",
+    value="FUSION,CUSTOM_CALL",
+    source=_NVIDIA,
+    why=(
+        "CUDA graphs of these kinds of kernels alone were the quickest to launch in NVIDIA's tests"
+        " on B200"
+    ),
+)
 
 ROUNDED_AS_WRITTEN = CompilerOption(
-    name="xla_allow_excess_precision", value=False, source="docs/decisions/0013-f16-overflows-alike-under-every-plan.md",
-    why="a value that leaves f16's range overflows where the step says so, not only where XLA's fusions happen to round it")
+    name="xla_allow_excess_precision",
+    value=False,
+    source="docs/decisions/0013-f16-overflows-alike-under-every-plan.md",
+    why=(
+        "a value that leaves f16's range overflows where the step says so, not only where XLA's"
+        " fusions happen to round it"
+    ),
+)
 
 XLA_COUNTS_ON = 0.8
-"""Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and computes things again until the rest holds what is alive."""
+"""Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and
+computes things again until the rest holds what is alive."""
 FRAGMENTED = 0.02
 """Of what JAX may use, lost between arrays."""
 _COARSE_BYTES = 2**28
 
 
 def usable_bytes(mesh: Mesh) -> int | None:
-    """What JAX may use of a GPU of the mesh that is here; None: none of them is, or it does not say."""
+    """What JAX may use of a GPU of the mesh that is here; None: none of them is, or it does not
+    say.
+    """
     here = set(jax.local_devices())
     stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
     return (stats or {}).get("bytes_limit")
 
 
-def memory_limit(device_kind: str, state_bytes: int, usable_bytes: float | None = None) -> CompilerOption | None:
-    """What makes XLA count on all the memory that there is beside a state of so many bytes on each device; None: it is not known how much there is.
+def memory_limit(
+    device_kind: str, state_bytes: int, usable_bytes: float | None = None
+) -> CompilerOption | None:
+    """What makes XLA count on all the memory that there is beside a state of so many bytes on each
+    device; None: it is not known how much there is.
 
-    XLA takes its share of what the driver has, up to 7% more than the data sheet. Of a GPU that is here, `usable_bytes` tells of it, coarsely, so that
-    processes whose cards differ by a page hardly ever compile otherwise. Of one that is not, the compiler is told the data sheet's.
+    XLA takes its share of what the driver has, up to 7% more than the data sheet. Of a GPU that is
+    here, `usable_bytes` tells of it, coarsely, so that processes whose cards differ by a page
+    hardly ever compile otherwise. Of one that is not, the compiler is told the data sheet's.
     """
     share, accelerator = gpu_memory_share(), accelerator_of_kind(device_kind)
     if usable_bytes:
@@ -63,15 +95,30 @@ def memory_limit(device_kind: str, state_bytes: int, usable_bytes: float | None 
         card_bytes, usable_bytes = accelerator.memory_bytes, share * accelerator.memory_bytes
     else:
         return None
-    counted_on, there = XLA_COUNTS_ON * card_bytes - state_bytes, (1 - FRAGMENTED) * usable_bytes - state_bytes
+    counted_on, there = (
+        XLA_COUNTS_ON * card_bytes - state_bytes,
+        (1 - FRAGMENTED) * usable_bytes - state_bytes,
+    )
     if min(counted_on, there) <= 0:
         return None
     return CompilerOption(
-        name="xla_gpu_memory_limit_slop_factor", value=str(math.floor(100 * there / counted_on)), source="https://github.com/openxla/xla/pull/20494",
-        why=f"XLA counts on {XLA_COUNTS_ON:.0%} of a GPU, and computes again what does not fit there; in percent of what that leaves beside the state, this is what there is")
+        name="xla_gpu_memory_limit_slop_factor",
+        value=str(math.floor(100 * there / counted_on)),
+        source="https://github.com/openxla/xla/pull/20494",
+        why=(
+            f"XLA counts on {XLA_COUNTS_ON:.0%} of a GPU, and computes again what does not fit"
+            " there; in percent of what that leaves beside the state, this is what there is"
+        ),
+    )
 
 
-def options_for(platform: str, device_kind: str, plan: Plan, state_bytes: int | None = None, usable_bytes: int | None = None) -> tuple[CompilerOption, ...]:
+def options_for(
+    platform: str,
+    device_kind: str,
+    plan: Plan,
+    state_bytes: int | None = None,
+    usable_bytes: int | None = None,
+) -> tuple[CompilerOption, ...]:
     """The options that a plan's programs are compiled with, but for what XLA_FLAGS names.
 
     Args:
@@ -81,18 +128,24 @@ def options_for(platform: str, device_kind: str, plan: Plan, state_bytes: int | 
     return allowed(_wanted(platform, device_kind, plan, state_bytes, usable_bytes))
 
 
-def _wanted(platform: str, device_kind: str, plan: Plan, state_bytes: int | None, usable_bytes: int | None) -> Iterator[CompilerOption]:
+def _wanted(
+    platform: str, device_kind: str, plan: Plan, state_bytes: int | None, usable_bytes: int | None
+) -> Iterator[CompilerOption]:
     if platform == "cpu":
         yield from ON_CPU
     if plan.precision == "f16":
         yield ROUNDED_AS_WRITTEN
     if platform not in GPU:
         return
-    if state_bytes is not None and (limit := memory_limit(device_kind, state_bytes, usable_bytes)) is not None:
+    if (
+        state_bytes is not None
+        and (limit := memory_limit(device_kind, state_bytes, usable_bytes)) is not None
+    ):
         yield limit
     if plan.num_devices > 1 or plan.offload != "none":
         yield HIDING
-    # In a loop around the layers, over microbatches or ticks, XLA would gather those of the next round ahead: all layers' weights at once (decision 11).
+    # In a loop around the layers, over microbatches or ticks, XLA would gather those of the next
+    # round ahead: all layers' weights at once (decision 11).
     if plan.axes.fsdp > 1 and plan.zero == 3 and plan.microbatches == 1 and plan.pipeline is None:
         yield GATHERING_AHEAD
     if any(name in device_kind for name in _BLACKWELL):

@@ -12,8 +12,8 @@ from optimus_jax.plan import Plan
 def eval_rows(config: Config, plan: Plan) -> int:
     """Rows of a batch of an evaluation, over all devices.
 
-    A number that the plan can deal out, of no more tokens than a training batch has and no more rows
-    than there are examples, where that is possible.
+    A number that the plan can deal out, of no more tokens than a training batch has and no more
+    rows than there are examples, where that is possible.
 
     Args:
       config: in one phase, that `plan` is for.

@@ -1,4 +1,5 @@
-"""The loss of a step and its gradient, microbatch by microbatch: one after the other, or through pipeline stages.
+"""The loss of a step and its gradient, microbatch by microbatch: one after the other, or through
+pipeline stages.
 
 Gradients are this device's sum over its microbatches; `LeafLayout.reduced` sums them over devices.
 """
@@ -16,7 +17,9 @@ from optimus_jax.pipeline.gpipe import forward_only
 from optimus_jax.training.objective import Batch, Objective
 
 
-def loss_and_gradients(objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]) -> tuple[Array, Params]:
+def loss_and_gradients(
+    objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
+) -> tuple[Array, Params]:
     """Sum of the loss over this device's rows, float32, and its gradient by every parameter.
 
     Args:
@@ -36,62 +39,104 @@ def loss_alone(objective: Objective, params: Params, batch: Batch) -> Array:
     return _pipeline(objective, objective.whole(params), None, batch, evaluate=True).loss()
 
 
-def _one_after_the_other(objective: Objective, layouts: Params, params: Params, batch: Batch,
-                         batch_axes: tuple[str, ...]) -> tuple[Array, Params]:
+def _one_after_the_other(
+    objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
+) -> tuple[Array, Params]:
     differentiated = jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, params)
 
     def microbatch(rows: Batch) -> tuple[Array, Params]:
         def loss(differentiated: Params) -> Array:
-            leaves = jax.tree.map(lambda layout, d, p: layout.in_loss(d, p), layouts, differentiated, params)
+            leaves = jax.tree.map(
+                lambda layout, d, p: layout.in_loss(d, p), layouts, differentiated, params
+            )
             return objective.of(objective.whole(leaves), rows)
 
         return jax.value_and_grad(loss)(differentiated)
 
     if objective.plan.microbatches == 1:
         return microbatch(batch)
-    start = vary(jnp.zeros((), jnp.float32), batch_axes), jax.tree.map(jnp.zeros_like, differentiated)
+    start = (
+        vary(jnp.zeros((), jnp.float32), batch_axes),
+        jax.tree.map(jnp.zeros_like, differentiated),
+    )
     add = lambda total, rows: (jax.tree.map(jnp.add, total, microbatch(rows)), None)  # noqa: E731
     return lax.scan(add, start, _microbatches(objective, batch))[0]
 
 
-def _through_stages(objective: Objective, layouts: Params, params: Params, batch: Batch) -> tuple[Array, Params]:
-    """Matrices outside the layers are made whole before the first tick and their gradient is scattered after the last:
-    inside, each tick would send them again.
+def _through_stages(
+    objective: Objective, layouts: Params, params: Params, batch: Batch
+) -> tuple[Array, Params]:
+    """Matrices outside the layers are made whole before the first tick and their gradient is
+    scattered after the last: inside, each tick would send them again.
     """
     outer_layouts = {name: part for name, part in layouts.items() if name != LAYERS}
     whole = objective.whole(jax.tree.map(lambda layout, p: layout.used(p), layouts, params))
-    loss, d_outer, d_layers = _pipeline(objective, whole, layouts[LAYERS], batch, evaluate=False).loss_and_gradients()
+    loss, d_outer, d_layers = _pipeline(
+        objective, whole, layouts[LAYERS], batch, evaluate=False
+    ).loss_and_gradients()
     gradients = jax.tree.map(lambda layout, g: layout.gradient_of_use(g), outer_layouts, d_outer)
-    return loss, {**gradients, LAYERS: jax.tree.map(lambda d: d.reshape(-1, *d.shape[2:]), d_layers)}
+    return loss, {
+        **gradients,
+        LAYERS: jax.tree.map(lambda d: d.reshape(-1, *d.shape[2:]), d_layers),
+    }
 
 
-def _pipeline(objective: Objective, whole: Params, layouts: Params | None, batch: Batch, *, evaluate: bool) -> Pipeline:
+def _pipeline(
+    objective: Objective, whole: Params, layouts: Params | None, batch: Batch, *, evaluate: bool
+) -> Pipeline:
     plan = objective.plan
     assert plan.pipeline is not None
     repeats = plan.pipeline.repeats
     schedule = plan.schedule()
     if evaluate:
-        schedule = forward_only(schedule.num_stages, schedule.num_microbatches, num_repeats=repeats, latency=schedule.latency)
+        schedule = forward_only(
+            schedule.num_stages,
+            schedule.num_microbatches,
+            num_repeats=repeats,
+            latency=schedule.latency,
+        )
     outer, stack = {name: part for name, part in whole.items() if name != LAYERS}, whole[LAYERS]
     slots = np.array(objective.shapes.slots).reshape(plan.axes.pipe, repeats, -1)
     by_repeat = lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:])  # noqa: E731
 
     def layers(differentiated: Params, constants: dict, x_BLD: Array, rows: Batch) -> Array:
-        leaves = differentiated if layouts is None else \
-            jax.tree.map(lambda layout, d, p: layout.in_loss(d, p), layouts, differentiated, constants["params"])
+        leaves = (
+            differentiated
+            if layouts is None
+            else jax.tree.map(
+                lambda layout, d, p: layout.in_loss(d, p),
+                layouts,
+                differentiated,
+                constants["params"],
+            )
+        )
         return objective.layers({**outer, LAYERS: leaves}, x_BLD, rows, constants["slots"])
 
-    differentiated = stack if layouts is None else jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, stack)
+    differentiated = (
+        stack
+        if layouts is None
+        else jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, stack)
+    )
     return Pipeline(
         functions=StageFunctions(
-            embed=lambda outer, rows: objective.embed({**outer, LAYERS: stack}, rows), layers=layers,
-            loss=lambda outer, x_BLD, rows: objective.loss({**outer, LAYERS: stack}, x_BLD, rows)),
-        schedule=schedule, outer=outer, params=jax.tree.map(by_repeat, differentiated),
-        constants={"params": None if layouts is None else jax.tree.map(by_repeat, stack),
-                   "slots": jnp.asarray(slots)[lax.axis_index(PIPE)]},
-        microbatches=_microbatches(objective, batch), keep_residuals=plan.pipeline.keep_residuals)
+            embed=lambda outer, rows: objective.embed({**outer, LAYERS: stack}, rows),
+            layers=layers,
+            loss=lambda outer, x_BLD, rows: objective.loss({**outer, LAYERS: stack}, x_BLD, rows),
+        ),
+        schedule=schedule,
+        outer=outer,
+        params=jax.tree.map(by_repeat, differentiated),
+        constants={
+            "params": None if layouts is None else jax.tree.map(by_repeat, stack),
+            "slots": jnp.asarray(slots)[lax.axis_index(PIPE)],
+        },
+        microbatches=_microbatches(objective, batch),
+        keep_residuals=plan.pipeline.keep_residuals,
+    )
 
 
 def _microbatches(objective: Objective, batch: Batch) -> Batch:
     """[B, ...] -> [microbatches, B / microbatches, ...]."""
-    return jax.tree.map(lambda rows: rows.reshape(objective.plan.microbatches, -1, *rows.shape[1:]), batch)
+    return jax.tree.map(
+        lambda rows: rows.reshape(objective.plan.microbatches, -1, *rows.shape[1:]), batch
+    )

@@ -15,5 +15,6 @@ def perplexity_of(loss: float) -> float:
 
 
 def short(value: float, digits: int) -> str:
-    """A number with `digits` digits behind the point, or by its order: `12.34`, `1.2e+30`, `inf`."""
+    """A number with `digits` digits behind the point, or by its order: `12.34`, `1.2e+30`,
+    `inf`."""
     return f"{value:.{digits}f}" if abs(value) < _LARGE else f"{value:.2g}"

@@ -19,7 +19,8 @@ from optimus_jax.plan import Plan
 from optimus_jax.training.loss import cross_entropy
 
 Batch = dict[str, Array]
-"""tokens, targets, positions, segments: int32 [B, L]; loss_mask: bool [B, L]; examples: int32 [B]."""
+"""tokens, targets, positions, segments: int32 [B, L]; loss_mask: bool [B, L]; examples: int32
+[B]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +61,39 @@ class Objective:
     def layers(self, whole: Params, x_BLD: Array, rows: Batch, slots: Array) -> Array:
         """The residual stream after the layers in `slots` (`Decoder.run_some_layers`)."""
         return self.shapes.merged(whole).run_some_layers(
-            x_BLD, rows["positions"], self._pass(rows), slots, all_full=EMPTY not in self.shapes.slots)
+            x_BLD,
+            rows["positions"],
+            self._pass(rows),
+            slots,
+            all_full=EMPTY not in self.shapes.slots,
+        )
 
     def loss(self, whole: Params, x_BLD: Array, rows: Batch) -> Array:
-        """Final norm, head and cross-entropy: the weighted sum over these rows' tokens, a float32 scalar."""
+        """Final norm, head and cross-entropy: the weighted sum over these rows' tokens, a float32
+        scalar.
+        """
         model = self.shapes.merged(whole)
         hidden_BLD = model.final_norm(x_BLD, self.comm.sums)
         weights: Any = rows["loss_mask"].astype("float32") * self.weight
         return cross_entropy(
-            hidden_BLD.reshape(-1, hidden_BLD.shape[-1]), model.head_matrix(), rows["targets"].reshape(-1), weights.reshape(-1),
-            comm=self.comm, vocab_size=self.config.model.vocab_size, chunk_tokens=self.plan.loss_chunk_tokens)
+            hidden_BLD.reshape(-1, hidden_BLD.shape[-1]),
+            model.head_matrix(),
+            rows["targets"].reshape(-1),
+            weights.reshape(-1),
+            comm=self.comm,
+            vocab_size=self.config.model.vocab_size,
+            chunk_tokens=self.plan.loss_chunk_tokens,
+        )
 
     def _pass(self, rows: Batch) -> Pass:
         key = self.step_key
         return Pass(
-            comm=self.comm, kernel=self.plan.attention, remat=self.plan.remat, offload=self.plan.offloads_activations,
+            comm=self.comm,
+            kernel=self.plan.attention,
+            remat=self.plan.remat,
+            offload=self.plan.offloads_activations,
             visibility=Visibility(rows["segments"] if self.config.data.respect_documents else None),
-            keys_B=None if key is None else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows["examples"]))
+            keys_B=None
+            if key is None
+            else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows["examples"]),
+        )

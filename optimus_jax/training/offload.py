@@ -1,11 +1,13 @@
-"""The optimizer's update where moments lie in the host's memory: they come to the device leaf by leaf, and go back.
+"""The optimizer's update where moments lie in the host's memory: they come to the device leaf by
+leaf, and go back.
 
-A leaf's moments are fetched when those of the leaf before are new, so that a device holds the moments of two leaves
-at most: one's new ones on their way out, the next one's old ones on their way in. The chain is tied by optimization
-barriers, which XLA's GPU compiler honours when it schedules; without them it would begin every copy that waits for
-nothing at the very start of the step, and the device would hold all moments through forward and backward. A barrier
-makes what goes through it vary over the same mesh axes, so that a leaf waits for the last one that varies over no
-others: leaves that are split in different ways have chains of their own.
+A leaf's moments are fetched when those of the leaf before are new, so that a device holds the
+moments of two leaves at most: one's new ones on their way out, the next one's old ones on their way
+in. The chain is tied by optimization barriers, which XLA's GPU compiler honours when it schedules;
+without them it would begin every copy that waits for nothing at the very start of the step, and the
+device would hold all moments through forward and backward. A barrier makes what goes through it
+vary over the same mesh axes, so that a leaf waits for the last one that varies over no others:
+leaves that are split in different ways have chains of their own.
 
 The arithmetic is that of the whole update: the same transformation, given one leaf after the other.
 """
@@ -23,9 +25,18 @@ from optimus_jax.mesh.zero import varying_axes
 ON_DEVICE, ON_HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
-def update_through_host(whole: optax.GradientTransformation, of_leaf: Sequence[optax.GradientTransformation], finish: Callable[[Any, Any], Any],
-                        gradients: Any, opt_state: optax.OptState, params: Any, *, after: Array) -> tuple[Any, optax.OptState]:
-    """`whole.update(gradients, opt_state, params)`, with moments that lie on the host before and after.
+def update_through_host(
+    whole: optax.GradientTransformation,
+    of_leaf: Sequence[optax.GradientTransformation],
+    finish: Callable[[Any, Any], Any],
+    gradients: Any,
+    opt_state: optax.OptState,
+    params: Any,
+    *,
+    after: Array,
+) -> tuple[Any, optax.OptState]:
+    """`whole.update(gradients, opt_state, params)`, with moments that lie on the host before and
+    after.
 
     Args:
       whole: the transformation of all leaves.
@@ -41,38 +52,66 @@ def update_through_host(whole: optax.GradientTransformation, of_leaf: Sequence[o
     updates, states = [], []
     gradients, params = jax.tree.leaves(gradients), jax.tree.leaves(params)
     done: list[Any] = [after]
-    for transformation, gradient, state, param in zip(of_leaf, gradients, _by_leaf(whole, of_leaf[0], opt_state, structure), params, strict=True):
+    for transformation, gradient, state, param in zip(
+        of_leaf, gradients, _by_leaf(whole, of_leaf[0], opt_state, structure), params, strict=True
+    ):
         old = optax.tree_map_params(transformation, partial(_fetched, done=done), state)
         update, new = transformation.update(gradient, old, param)
         new = finish(new, old)
         updates.append(update)
-        states.append(optax.tree_map_params(transformation, lambda moment: jax.device_put(moment, ON_HOST), new))
+        states.append(
+            optax.tree_map_params(
+                transformation, lambda moment: jax.device_put(moment, ON_HOST), new
+            )
+        )
         done.append(update)
     return jax.tree.unflatten(structure, updates), _joined(whole, opt_state, states, structure)
 
 
 def _fetched(moment: Array, *, done: Sequence[Array]) -> Array:
-    """A moment on the device, once the last of `done` that varies over none but its own axes is known."""
+    """A moment on the device, once the last of `done` that varies over none but its own axes is
+    known.
+    """
     last = next(value for value in reversed(done) if varying_axes(value) <= varying_axes(moment))
     return jax.device_put(lax.optimization_barrier((moment, last))[0], ON_DEVICE)
 
 
-def _by_leaf(whole: optax.GradientTransformation, of_one: optax.GradientTransformation, state: optax.OptState, structure: Any) -> list[optax.OptState]:
+def _by_leaf(
+    whole: optax.GradientTransformation,
+    of_one: optax.GradientTransformation,
+    state: optax.OptState,
+    structure: Any,
+) -> list[optax.OptState]:
     """The state of each leaf alone; counters are everybody's."""
     number = structure.num_leaves
-    leaves = jax.tree.leaves(_with_counters(whole, state, lambda counter: jax.tree.unflatten(structure, [counter] * number)))
+    leaves = jax.tree.leaves(
+        _with_counters(
+            whole, state, lambda counter: jax.tree.unflatten(structure, [counter] * number)
+        )
+    )
     alone = jax.tree.structure(jax.eval_shape(of_one.init, jax.ShapeDtypeStruct((), "float32")))
     return [jax.tree.unflatten(alone, leaves[place::number]) for place in range(number)]
 
 
-def _joined(whole: optax.GradientTransformation, like: optax.OptState, states: Sequence[optax.OptState], structure: Any) -> optax.OptState:
+def _joined(
+    whole: optax.GradientTransformation,
+    like: optax.OptState,
+    states: Sequence[optax.OptState],
+    structure: Any,
+) -> optax.OptState:
     """The inverse of `_by_leaf`."""
-    repeated = _with_counters(whole, like, lambda counter: jax.tree.unflatten(structure, [counter] * structure.num_leaves))
+    repeated = _with_counters(
+        whole, like, lambda counter: jax.tree.unflatten(structure, [counter] * structure.num_leaves)
+    )
     by_place = zip(*map(jax.tree.leaves, states), strict=True)
-    joined = jax.tree.unflatten(jax.tree.structure(repeated), [leaf for leaves in by_place for leaf in leaves])
+    joined = jax.tree.unflatten(
+        jax.tree.structure(repeated), [leaf for leaves in by_place for leaf in leaves]
+    )
     return _with_counters(whole, joined, lambda counters: jax.tree.leaves(counters)[0])
 
 
-def _with_counters(whole: optax.GradientTransformation, state: optax.OptState, function: Callable[[Any], Any]) -> optax.OptState:
+def _with_counters(
+    whole: optax.GradientTransformation, state: optax.OptState, function: Callable[[Any], Any]
+) -> optax.OptState:
     """The state with `function` of whatever is no moment."""
     return optax.tree_map_params(whole, lambda moment: moment, state, transform_non_params=function)

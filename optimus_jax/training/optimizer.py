@@ -1,4 +1,6 @@
-"""AdamW and its learning rate, as optax transformations on whatever part of a leaf a device updates."""
+"""AdamW and its learning rate, as optax transformations on whatever part of a leaf a device
+updates.
+"""
 
 import math
 from collections.abc import Callable
@@ -13,7 +15,15 @@ from optimus_jax.config import Config, MomentPrecision, OptimizerConfig
 from optimus_jax.mesh.axes import EMBED
 from optimus_jax.mesh.sharding import map_names
 
-LEARNING_RATES = ((2e8, 6e-4), (5e8, 3e-4), (1e9, 2.5e-4), (2e9, 2e-4), (4e9, 1.6e-4), (1e10, 1.2e-4), (float("inf"), 1e-4))
+LEARNING_RATES = (
+    (2e8, 6e-4),
+    (5e8, 3e-4),
+    (1e9, 2.5e-4),
+    (2e9, 2e-4),
+    (4e9, 1.6e-4),
+    (1e10, 1.2e-4),
+    (float("inf"), 1e-4),
+)
 """(parameters up to, peak learning rate), after GPT-3's models (arXiv:2005.14165, table 2.1)."""
 TINY_MODEL = (1e7, 2e-3)
 """Below GPT-3's smallest: models of a few million parameters train faster with more."""
@@ -43,7 +53,11 @@ def learning_rate(config: Config, num_params: int) -> Callable[[Array], Array]:
         case "constant":
             after = optax.constant_schedule(peak)
     # Warm-up reaches the peak at step `warmup`; the first step already moves.
-    schedule = optax.join_schedules((optax.linear_schedule(0.0, peak, warmup), after), (warmup,)) if warmup else after
+    schedule = (
+        optax.join_schedules((optax.linear_schedule(0.0, peak, warmup), after), (warmup,))
+        if warmup
+        else after
+    )
     return lambda step: jnp.asarray(schedule(step.astype(jnp.float32)), jnp.float32)
 
 
@@ -53,7 +67,8 @@ def effective_warmup(config: Config) -> int:
 
 
 def decay_begins(config: Config) -> float:
-    """The last step that has the peak rate if the decay is left out; infinity: there is no decay."""
+    """The last step that has the peak rate if the decay is left out; infinity: there is no
+    decay."""
     warmup, end = effective_warmup(config), config.decay_steps
     match config.optimizer.schedule:
         case "constant":
@@ -69,36 +84,52 @@ def _wsd_decay(config: Config) -> int:
     return max(1, round(config.decay_steps * config.optimizer.decay_fraction))
 
 
-def adamw(config: OptimizerConfig, names: Any, *, moments: MomentPrecision = "f32") -> optax.GradientTransformation:
+def adamw(
+    config: OptimizerConfig, names: Any, *, moments: MomentPrecision = "f32"
+) -> optax.GradientTransformation:
     """AdamW without its learning rate: the caller scales the result by the step's.
 
     Args:
-      names: logical axes of every parameter. Matrices, which have an `embed` dimension, decay; norms
-        and biases do not.
+      names: logical axes of every parameter. Matrices, which have an `embed` dimension, decay;
+        norms and biases do not.
       moments: format in which they are kept; computed in float32 all the same.
     """
     decays = map_names(lambda leaf: EMBED in leaf, names)
     chain = optax.chain(
         _kept_in(moments, optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)),
-        optax.add_decayed_weights(config.weight_decay, mask=decays))
+        optax.add_decayed_weights(config.weight_decay, mask=decays),
+    )
 
-    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+    def update(
+        updates: Any, state: optax.OptState, params: Any = None
+    ) -> tuple[Any, optax.OptState]:
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to its int32 count
             return chain.update(updates, state, params)
 
     return optax.GradientTransformation(chain.init, update)
 
 
-def _kept_in(moments: MomentPrecision, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Adam whose moments are rounded to a format after each step, the second one too (optax rounds the first alone, by `mu_dtype`)."""
+def _kept_in(
+    moments: MomentPrecision, adam: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Adam whose moments are rounded to a format after each step, the second one too (optax rounds
+    the first alone, by `mu_dtype`).
+    """
     if moments == "f32":
         return adam
 
     def cast(state: Any, dtype: Any) -> Any:
-        return state._replace(**{name: jax.tree.map(lambda moment: moment.astype(dtype), getattr(state, name)) for name in ("mu", "nu")})
+        return state._replace(
+            **{
+                name: jax.tree.map(lambda moment: moment.astype(dtype), getattr(state, name))
+                for name in ("mu", "nu")
+            }
+        )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, new = adam.update(updates, cast(state, jnp.float32), params)
         return updates, cast(new, jnp.bfloat16)
 
-    return optax.GradientTransformation(lambda params: cast(adam.init(params), jnp.bfloat16), update)
+    return optax.GradientTransformation(
+        lambda params: cast(adam.init(params), jnp.bfloat16), update
+    )

@@ -1,4 +1,5 @@
-"""All that a run carries from step to step, as one pytree; and the form in which checkpoints hold it.
+"""All that a run carries from step to step, as one pytree; and the form in which checkpoints hold
+it.
 
 On disk layers lie in order, with rows of zeros at the end so that `pipe` divides them: every plan
 can read what any other has saved.
@@ -26,7 +27,9 @@ from optimus_jax.reshard.restack import is_stacked, restack, with_empty_slots_ze
 
 
 def planned_shapes(config: ModelConfig, plan: Plan) -> ModelShapes:
-    """Shapes of the model under a plan, which says how far the vocabulary is padded and where the layers lie."""
+    """Shapes of the model under a plan, which says how far the vocabulary is padded and where the
+    layers lie.
+    """
     return model_shapes(config, plan.padded_vocab(config), plan.slots(config))
 
 
@@ -46,35 +49,54 @@ class LossScale:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Parameters, optimizer and counters. Layouts differ between plans, contents and names do not."""
+    """Parameters, optimizer and counters. Layouts differ between plans, contents and names do
+    not."""
 
     step: Array
     """int32 steps done."""
     params: Params
     """float32."""
     opt_state: optax.OptState
-    """Moments, float32 or bfloat16 (precision.moments), and their count. Moments may lie in the host's memory."""
+    """Moments, float32 or bfloat16 (precision.moments), and their count. Moments may lie in the
+    host's memory."""
     loss_scale: LossScale
 
 
-def initial_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig, plan: Plan, seed: Array) -> TrainState:
-    """The state before step 1; a function to be jitted with `state_shardings` so that it is born sharded.
+def initial_state(
+    shapes: ModelShapes,
+    optimizer: optax.GradientTransformation,
+    precision: PrecisionConfig,
+    plan: Plan,
+    seed: Array,
+) -> TrainState:
+    """The state before step 1; a function to be jitted with `state_shardings` so that it is born
+    sharded.
 
     Empty slots are zero, and stay so: their gradient is.
     """
     params = shapes.initial(seed)
     params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], shapes.slots)}
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params),
-                      loss_scale=initial_loss_scale(precision, plan))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        loss_scale=initial_loss_scale(precision, plan),
+    )
 
 
 def initial_loss_scale(precision: PrecisionConfig, plan: Plan) -> LossScale:
     """The loss scale of a run that begins with the format of `plan`, or changes to it."""
     zero = jnp.zeros((), jnp.int32)
-    return LossScale(scale=jnp.float32(precision.loss_scale if plan.precision == "f16" else 1.0), clean_steps=zero, overflows=zero)
+    return LossScale(
+        scale=jnp.float32(precision.loss_scale if plan.precision == "f16" else 1.0),
+        clean_steps=zero,
+        overflows=zero,
+    )
 
 
-def state_specs(shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan) -> TrainState:
+def state_specs(
+    shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan
+) -> TrainState:
     """A PartitionSpec for every leaf of the state under `plan`."""
     layouts = layouts_of(shapes.names, plan.active_rules(shapes.config), plan.zero)
     moment_specs = jax.tree.map(lambda layout: layout.moment_spec, layouts)
@@ -83,50 +105,91 @@ def state_specs(shapes: ModelShapes, optimizer: optax.GradientTransformation, pl
     return TrainState(
         step=whole,
         params=jax.tree.map(lambda layout: layout.param_spec, layouts),
-        opt_state=optax.tree_map_params(optimizer, lambda _, spec: spec, opt_state, moment_specs,
-                                        transform_non_params=lambda _: whole),
-        loss_scale=LossScale(whole, whole, whole))
+        opt_state=optax.tree_map_params(
+            optimizer,
+            lambda _, spec: spec,
+            opt_state,
+            moment_specs,
+            transform_non_params=lambda _: whole,
+        ),
+        loss_scale=LossScale(whole, whole, whole),
+    )
 
 
-def state_shardings(shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh) -> TrainState:
-    """A NamedSharding for every leaf of the state under `plan`: how it is split, and in whose memory it lies."""
+def state_shardings(
+    shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh
+) -> TrainState:
+    """A NamedSharding for every leaf of the state under `plan`: how it is split, and in whose
+    memory it lies.
+    """
     specs = state_specs(shapes, optimizer, plan)
     shardings = named(mesh, specs)
     if not plan.offloads_moments:
         return shardings
-    moved = optax.tree_map_params(optimizer, lambda sharding: sharding.with_memory_kind(HOST_MEMORY), shardings.opt_state)
+    moved = optax.tree_map_params(
+        optimizer, lambda sharding: sharding.with_memory_kind(HOST_MEMORY), shardings.opt_state
+    )
     return dataclasses.replace(shardings, opt_state=moved)
 
 
-def abstract_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig,
-                   plan: Plan, mesh: Mesh) -> TrainState:
+def abstract_state(
+    shapes: ModelShapes,
+    optimizer: optax.GradientTransformation,
+    precision: PrecisionConfig,
+    plan: Plan,
+    mesh: Mesh,
+) -> TrainState:
     """Shape, dtype and sharding of every leaf: what a checkpoint is restored onto."""
     leaves = jax.eval_shape(lambda: initial_state(shapes, optimizer, precision, plan, jnp.int32(0)))
     shardings = state_shardings(shapes, optimizer, plan, mesh)
-    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), leaves, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        leaves,
+        shardings,
+    )
 
 
 def bytes_on_device(abstract: TrainState) -> int:
     """Of a state, what lies in each device's own memory."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract) if not lies_on_host(leaf.sharding))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(abstract)
+        if not lies_on_host(leaf.sharding)
+    )
 
 
-def abstract_stored_state(shapes: ModelShapes, optimizer: optax.GradientTransformation, precision: PrecisionConfig,
-                          plan: Plan, mesh: Mesh) -> TrainState:
+def abstract_stored_state(
+    shapes: ModelShapes,
+    optimizer: optax.GradientTransformation,
+    precision: PrecisionConfig,
+    plan: Plan,
+    mesh: Mesh,
+) -> TrainState:
     """`abstract_state` with layers as on disk."""
     slots = _stored_slots(shapes, plan)
-    stored = shapes if slots == shapes.slots else model_shapes(shapes.config, shapes.vocab_rows, slots)
+    stored = (
+        shapes if slots == shapes.slots else model_shapes(shapes.config, shapes.vocab_rows, slots)
+    )
     return abstract_state(stored, optimizer, precision, plan, mesh)
 
 
-def to_stored(state: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState) -> TrainState:
-    """The state with layers as on disk. Where that is another order, a copy of the layers; the state itself stays."""
+def to_stored(
+    state: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState
+) -> TrainState:
+    """The state with layers as on disk.
+
+    Where that is another order, a copy of the layers; the state itself stays.
+    """
     return restack(state, shardings, source=shapes.slots, target=_stored_slots(shapes, plan))
 
 
-def from_stored(stored: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState) -> TrainState:
+def from_stored(
+    stored: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState
+) -> TrainState:
     """The inverse of `to_stored`; leaves of `stored` that have to move are deleted."""
-    return restack(stored, shardings, source=_stored_slots(shapes, plan), target=shapes.slots, keep=False)
+    return restack(
+        stored, shardings, source=_stored_slots(shapes, plan), target=shapes.slots, keep=False
+    )
 
 
 def may_be_padded(path: str) -> bool:

@@ -1,4 +1,5 @@
-"""The training step: pure `(state, batch) -> (state, metrics)`, one `shard_map` with every mesh axis manual.
+"""The training step: pure `(state, batch) -> (state, metrics)`, one `shard_map` with every mesh
+axis manual.
 
 Inside, all that devices say to one another stands in four places: what the model names
 (mesh/collectives.py), what fsdp costs (mesh/zero.py), what pipeline stages hand on
@@ -64,7 +65,8 @@ class Program:
     init: Callable[[Array], TrainState]
     """int32 seed -> state before step 1, born sharded."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    """Donates the state. Metrics: loss, grad_norm, lr, tokens, skipped, loss_scale; replicated scalars."""
+    """Donates the state. Metrics: loss, grad_norm, lr, tokens, skipped, loss_scale; replicated
+    scalars."""
     eval_step: Callable[[Params, Batch], tuple[Array, Array]]
     """Sum of the loss over all tokens, and their number; replicated scalars."""
 
@@ -83,43 +85,90 @@ def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -
     step = _Step(config, shapes, plan, optimizer)
     device = mesh.devices.flat[0]
     on_gpu = device.platform in GPU
-    resident = bytes_on_device(abstract_state(shapes, optimizer, config.precision, plan, mesh)) if on_gpu else None
-    options = options_for(device.platform, device.device_kind, plan, resident, usable_bytes(mesh) if on_gpu else None)
+    resident = (
+        bytes_on_device(abstract_state(shapes, optimizer, config.precision, plan, mesh))
+        if on_gpu
+        else None
+    )
+    options = options_for(
+        device.platform, device.device_kind, plan, resident, usable_bytes(mesh) if on_gpu else None
+    )
     metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"), scalar)
     return Program(
-        config=config, shapes=shapes, plan=plan, mesh=mesh, optimizer=optimizer, options=options,
-        state_shardings=shardings, batch_sharding=NamedSharding(mesh, rows),
-        init=jax.jit(lambda seed: initial_state(shapes, optimizer, config.precision, plan, seed), out_shardings=shardings),
+        config=config,
+        shapes=shapes,
+        plan=plan,
+        mesh=mesh,
+        optimizer=optimizer,
+        options=options,
+        state_shardings=shardings,
+        batch_sharding=NamedSharding(mesh, rows),
+        init=jax.jit(
+            lambda seed: initial_state(shapes, optimizer, config.precision, plan, seed),
+            out_shardings=shardings,
+        ),
         train_step=jax.jit(
-            jax.shard_map(step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, metrics)), donate_argnums=0,
-            out_shardings=(shardings, NamedSharding(mesh, scalar)) if plan.offload != "none" else None, compiler_options=as_given(options)),
+            jax.shard_map(
+                step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, metrics)
+            ),
+            donate_argnums=0,
+            out_shardings=(shardings, NamedSharding(mesh, scalar))
+            if plan.offload != "none"
+            else None,
+            compiler_options=as_given(options),
+        ),
         eval_step=jax.jit(
-            jax.shard_map(step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=(scalar, scalar)),
-            compiler_options=as_given(options)))
+            jax.shard_map(
+                step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=(scalar, scalar)
+            ),
+            compiler_options=as_given(options),
+        ),
+    )
 
 
 class _Step:
     """The arithmetic of one device, inside `shard_map`."""
 
-    def __init__(self, config: Config, shapes: ModelShapes, plan: Plan, optimizer: optax.GradientTransformation):
+    def __init__(
+        self,
+        config: Config,
+        shapes: ModelShapes,
+        plan: Plan,
+        optimizer: optax.GradientTransformation,
+    ):
         self.config, self.plan, self.optimizer = config, plan, optimizer
         self.rules = plan.active_rules(config.model)
         self.layouts = layouts_of(shapes.names, plan.active_rules(config.model), plan.zero)
         comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
         self.objective = Objective(config=config, shapes=shapes, plan=plan, comm=comm)
-        self.of_leaf = [adamw(config.optimizer, names, moments=plan.moments) for names in jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))]
+        self.of_leaf = [
+            adamw(config.optimizer, names, moments=plan.moments)
+            for names in jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))
+        ]
         self.learning_rate = learning_rate(config, shapes.num_params)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
         tokens = self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
-        key = jax.random.fold_in(make_key(self.config.seed), step) if self.config.model.dropout else None
+        key = (
+            jax.random.fold_in(make_key(self.config.seed), step)
+            if self.config.model.dropout
+            else None
+        )
         scale = state.loss_scale.scale if self.plan.precision == "f16" else jnp.float32(1)
         weight = scale / jnp.maximum(tokens, 1).astype(jnp.float32)
-        loss, gradients = loss_and_gradients(self.objective.at(step_key=key, weight=weight), self.layouts, state.params, batch, self._batch_axes)
+        loss, gradients = loss_and_gradients(
+            self.objective.at(step_key=key, weight=weight),
+            self.layouts,
+            state.params,
+            batch,
+            self._batch_axes,
+        )
         unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
         loss = unscaled(self._over_batch(loss))
-        gradients = jax.tree.map(lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients)
+        gradients = jax.tree.map(
+            lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients
+        )
         norm = global_norm(gradients)
         lr = self.learning_rate(step)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -128,20 +177,45 @@ class _Step:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
         params, opt_state = self._updated(state, gradients, norm, lr, kept)
-        new = TrainState(step=step, params=kept(params, state.params), opt_state=opt_state, loss_scale=self._rescaled(state.loss_scale, finite))
-        return new, {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": ~finite, "loss_scale": scale}
+        new = TrainState(
+            step=step,
+            params=kept(params, state.params),
+            opt_state=opt_state,
+            loss_scale=self._rescaled(state.loss_scale, finite),
+        )
+        return new, {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": tokens,
+            "skipped": ~finite,
+            "loss_scale": scale,
+        }
 
     def evaluate(self, params: Params, batch: Batch) -> tuple[Array, Array]:
-        return self._over_batch(loss_alone(self.objective, params, batch)), self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
+        return self._over_batch(loss_alone(self.objective, params, batch)), self._over_batch(
+            batch["loss_mask"].sum(dtype=jnp.int32)
+        )
 
-    def _updated(self, state: TrainState, gradients: Params, norm: Array, lr: Array, kept: Callable[[Any, Any], Any]) -> tuple[Params, optax.OptState]:
-        """Clip, AdamW on the part that this device updates, and put the parts together; of the optimizer's state what is `kept`(new, old)."""
+    def _updated(
+        self,
+        state: TrainState,
+        gradients: Params,
+        norm: Array,
+        lr: Array,
+        kept: Callable[[Any, Any], Any],
+    ) -> tuple[Params, optax.OptState]:
+        """Clip, AdamW on the part that this device updates, and put the parts together; of the
+        optimizer's state what is `kept`(new, old).
+        """
         limit = self.config.optimizer.clip_norm
         factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1)
         gradients = jax.tree.map(lambda g: g * factor, gradients)
         parts = jax.tree.map(lambda layout, p: layout.updated_part(p), self.layouts, state.params)
         if self.plan.offloads_moments:
-            updates, opt_state = update_through_host(self.optimizer, self.of_leaf, kept, gradients, state.opt_state, parts, after=norm)
+            updates, opt_state = update_through_host(
+                self.optimizer, self.of_leaf, kept, gradients, state.opt_state, parts, after=norm
+            )
         else:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
             opt_state = kept(opt_state, state.opt_state)
@@ -155,10 +229,16 @@ class _Step:
         precision = self.config.precision
         overflows = jnp.where(finite, 0, scale.overflows + 1)
         clean = jnp.where(finite, scale.clean_steps + 1, 0)
-        halve, double = overflows >= precision.loss_scale_hysteresis, clean >= precision.loss_scale_growth_steps
+        halve, double = (
+            overflows >= precision.loss_scale_hysteresis,
+            clean >= precision.loss_scale_growth_steps,
+        )
         factor = jnp.where(halve, 0.5, jnp.where(double, 2.0, 1.0)).astype(jnp.float32)
-        return LossScale(scale=jnp.maximum(scale.scale * factor, 1.0), clean_steps=jnp.where(double, 0, clean),
-                         overflows=jnp.where(halve, 0, overflows))
+        return LossScale(
+            scale=jnp.maximum(scale.scale * factor, 1.0),
+            clean_steps=jnp.where(double, 0, clean),
+            overflows=jnp.where(halve, 0, overflows),
+        )
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:
@@ -179,4 +259,9 @@ def global_norm(tree: Any) -> Array:
     for leaf in jax.tree.leaves(tree):
         axes = varying_axes(leaf)
         squares[axes] = squares.get(axes, jnp.zeros((), jnp.float32)) + jnp.sum(leaf * leaf)
-    return jnp.sqrt(sum(lax.psum(square, tuple(sorted(axes))) if axes else square for axes, square in squares.items()))
+    return jnp.sqrt(
+        sum(
+            lax.psum(square, tuple(sorted(axes))) if axes else square
+            for axes, square in squares.items()
+        )
+    )

@@ -1,11 +1,12 @@
 """The loop: runs steps under one Plan, writes down what happened, and returns at a step boundary.
 
 A step's numbers are read only after the next step was dispatched, so that the devices never wait
-for the host; but where steps are slow (SLOW_STEP_S) a process on its own reads them before, so that a stop
-that is asked for comes after the step under way and not after the one behind it.
+for the host; but where steps are slow (SLOW_STEP_S) a process on its own reads them before, so that
+a stop that is asked for comes after the step under way and not after the one behind it.
 
-At a step boundary the order is: numbers, save, evaluation, snapshot, probe. So a save has begun before anything that can
-fail, and what fails after it (or in a process on its own, anywhere) finds the state saved.
+At a step boundary the order is: numbers, save, evaluation, snapshot, probe. So a save has begun
+before anything that can fail, and what fails after it (or in a process on its own, anywhere) finds
+the state saved.
 """
 
 import math
@@ -29,7 +30,15 @@ from optimus_jax.config import Config
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.sampler import Batch as HostBatch
 from optimus_jax.errors import OptimusError, RunDirectoryError, explain
-from optimus_jax.faults.divergence import WINDOW_STEPS, Learning, Trouble, error_of, newest, saying, way_back
+from optimus_jax.faults.divergence import (
+    WINDOW_STEPS,
+    Learning,
+    Trouble,
+    error_of,
+    newest,
+    saying,
+    way_back,
+)
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.mesh.sharding import put_batch
@@ -46,13 +55,17 @@ from optimus_jax.training.watchers import Display, StepWatcher
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
-"""By the number that processes agree on: the larger wins. On `switch` they have agreed before they say so, and `phase` and `not learning` all know."""
+"""By the number that processes agree on: the larger wins. On `switch` they have agreed before they
+say so, and `phase` and `not learning` all know."""
 SLOW_STEP_S = 2.0
-"""From here on handing the next step to the devices only when they have ended the one before costs less than a thousandth."""
+"""From here on handing the next step to the devices only when they have ended the one before costs
+less than a thousandth."""
 
 
 class Overseer(StepWatcher, Protocol):
-    """Who measures the run and may ask for another plan: control/controller.py, as far as the loop needs it."""
+    """Who measures the run and may ask for another plan: control/controller.py, as far as the loop
+    needs it.
+    """
 
     def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
         """A step was handed to the devices."""
@@ -68,11 +81,15 @@ class Overseer(StepWatcher, Protocol):
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the plan is new, and taken back if it does not train; the same answer in every process."""
+        """Whether the plan is new, and taken back if it does not train; the same answer in every
+        process.
+        """
         ...
 
     def leaves(self, step: int) -> bool:
-        """Whether the run is to go on under another plan after `step`; the same answer in every process."""
+        """Whether the run is to go on under another plan after `step`; the same answer in every
+        process.
+        """
         ...
 
 
@@ -101,7 +118,8 @@ class Trainer:
     bits_per_token: bool
     """Whether a token is a byte, so that loss / ln 2 is bits per byte."""
     metadata: Mapping[str, Any]
-    """What checkpoints say beside plan and step; of `config`, the run's JSON, they need the model."""
+    """What checkpoints say beside plan and step; of `config`, the run's JSON, they need the
+    model."""
     checkpoints: Checkpoints
     run: RunDirectory
     display: Display
@@ -123,11 +141,13 @@ class Trainer:
     """The last step's numbers."""
 
     def train(self, state: TrainState) -> Outcome:
-        """Run from the step after `state.step` to the config's last, or until asked to stop, and save then; or until another phase begins, or the
-        overseer asks for another plan, and leave the rest to what comes next.
+        """Run from the step after `state.step` to the config's last, or until asked to stop, and
+        save then; or until another phase begins, or the overseer asks for another plan, and leave
+        the rest to what comes next.
 
         Raises:
-          RunDirectoryError: a log could not be written to the end, or the run has to end for its directory. The state of the step was saved first.
+          RunDirectoryError: a log could not be written to the end, or the run has to end for its
+            directory. The state of the step was saved first.
           CheckpointError: a checkpoint cannot be written, after as many tries as there are.
           LearningError: the run no longer learns. Checkpoints from before are there.
         """
@@ -161,18 +181,39 @@ class Trainer:
                 state, metrics = self.train_step(state, batch)
                 step = upcoming
                 if self.overseer is not None:
-                    self.overseer.dispatched(data_wait_s=loaded_at - asked_at, dispatch_s=time.perf_counter() - called_at, batch=host_batch)
-                evaluates = self.eval_batches is not None and (_due(step, config.eval_every) or step == config.steps)
-                saves = _due(step, config.checkpoint.every) or step == config.steps or self.retries.is_due
-                snapshot_due = self.snapshots is not None and self.snapshots.is_due(step) and step < config.steps
-                # Alone, we can stop at once. Several processes stop a step later, at which all have read the wish.
+                    self.overseer.dispatched(
+                        data_wait_s=loaded_at - asked_at,
+                        dispatch_s=time.perf_counter() - called_at,
+                        batch=host_batch,
+                    )
+                evaluates = self.eval_batches is not None and (
+                    _due(step, config.eval_every) or step == config.steps
+                )
+                saves = (
+                    _due(step, config.checkpoint.every)
+                    or step == config.steps
+                    or self.retries.is_due
+                )
+                snapshot_due = (
+                    self.snapshots is not None
+                    and self.snapshots.is_due(step)
+                    and step < config.steps
+                )
+                # Alone, we can stop at once. Several processes stop a step later, at which all have
+                # read the wish.
                 probes = self.overseer is not None and self.overseer.is_probe_due(step)
                 reads_now = evaluates or saves or snapshot_due or probes
                 agreed = 0 if agree is None else agree(_REASONS.index(self._asked))
-                # Collectives on a CPU are waited for when the next is dispatched: then this is the end of the step.
+                # Collectives on a CPU are waited for when the next is dispatched: then this is the
+                # end of the step.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
                 if unread is not None and unread.finished_at is None:
-                    unread = replace(unread, finished_at=called_at if has_ended else _between(max(clock, called_at), finished_at))
+                    unread = replace(
+                        unread,
+                        finished_at=(
+                            called_at if has_ended else _between(max(clock, called_at), finished_at)
+                        ),
+                    )
                 waiting = [unread, _Unread(step, metrics, agreed, finished_at)]
                 unread = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
@@ -197,7 +238,12 @@ class Trainer:
                         self.overseer.probe(step)
                 if agree is None and self._asked != "done":
                     pass  # no other plan is begun: the run ends before the next step
-                elif reason == "done" and step < config.steps and self.overseer is not None and self.overseer.leaves(step):
+                elif (
+                    reason == "done"
+                    and step < config.steps
+                    and self.overseer is not None
+                    and self.overseer.leaves(step)
+                ):
                     reason = "switch"
                 elif reason == "done" and step < config.steps and step == self.last_step:
                     reason = "phase"
@@ -210,36 +256,61 @@ class Trainer:
             raise
         finally:
             batches.close()
-        if reason in ("switch", "phase"):  # if a log could not be written, the first step under the next plan finds that out
+        # if a log could not be written, the first step under the next plan finds that out
+        if reason in ("switch", "phase"):
             return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
         return self._ended(Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss))
 
     def _ended(self, outcome: Outcome) -> Outcome:
-        """Save what is not saved, write down how the run has ended, and raise what was wrong with it."""
+        """Save what is not saved, write down how the run has ended, and raise what was wrong with
+        it.
+        """
         state, reason, step = outcome.state, outcome.reason, outcome.last_step
         if reason != "not learning":
             try:
-                self._saving.finish(lambda: self.save(state, step), step, is_hurried=lambda: self.stop.reason is not None)
+                self._saving.finish(
+                    lambda: self.save(state, step),
+                    step,
+                    is_hurried=lambda: self.stop.reason is not None,
+                )
             except NotFiniteError as error:
                 self.learning.broken = error.leaf
         elif not self._saving.ends_well():
             self._say("a save that was under way has failed; older checkpoints are whole")
         if (trouble := self._trouble(is_at_end=reason == "done")) is not None:
             steps = self.checkpoints.steps()
-            good, last = newest(steps, self.learning.good_limit), self._last[-1] if self._last else None
+            good, last = (
+                newest(steps, self.learning.good_limit),
+                self._last[-1] if self._last else None,
+            )
             optimizer, num_params = self._config.optimizer, self.program.shapes.num_params
-            error = error_of(self.learning, trouble, self._config, steps, step=step, last=last, lr=peak_learning_rate(optimizer, num_params),
-                             usual_lr=peak_learning_rate(replace(optimizer, lr=None), num_params))
+            error = error_of(
+                self.learning,
+                trouble,
+                self._config,
+                steps,
+                step=step,
+                last=last,
+                lr=peak_learning_rate(optimizer, num_params),
+                usual_lr=peak_learning_rate(replace(optimizer, lr=None), num_params),
+            )
             self.run.log_event("fault", step, what=saying(self.learning, trouble), back_to=good)
-            self.run.log_event("end", step, reason="not learning", why=saying(self.learning, trouble), back_to=good)
+            self.run.log_event(
+                "end", step, reason="not learning", why=saying(self.learning, trouble), back_to=good
+            )
             raise error
         self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
         if self.run.failure:
             self._say(f"stopped after step {step}, whose state is saved")
         self.run.check()
         if reason == "fault":
-            raise RunDirectoryError(explain("another process of this run cannot write its run directory", given=f"stopped and saved at step {step}",
-                                            do="see what process 0 has printed"))
+            raise RunDirectoryError(
+                explain(
+                    "another process of this run cannot write its run directory",
+                    given=f"stopped and saved at step {step}",
+                    do="see what process 0 has printed",
+                )
+            )
         return outcome
 
     @property
@@ -252,25 +323,35 @@ class Trainer:
         return "fault" if self.run.failure else self.stop.reason or "done"
 
     def _ending(self, upcoming: int) -> Reason:
-        """Why the run of a process on its own ends before step `upcoming`, which is announced otherwise; `done`: it does not."""
+        """Why the run of a process on its own ends before step `upcoming`, which is announced
+        otherwise; `done`: it does not.
+        """
         if self._trouble() is not None:
             return "not learning"
         return self._asked if self._asked != "done" or not self.stop.begins(upcoming) else "done"
 
     def _trouble(self, *, is_at_end: bool = False) -> Trouble | None:
-        """Why the run no longer learns; None: it does, or is under a plan that is taken back for that."""
+        """Why the run no longer learns; None: it does, or is under a plan that is taken back for
+        that.
+        """
         if self.overseer is not None and self.overseer.is_on_trial and not is_at_end:
             return None
         return self.learning.trouble(self._config.optimizer.max_skipped_steps, is_at_end=is_at_end)
 
     def under(self, program: Program) -> "Trainer":
-        """The same run under another program, whose step is compiled; its batches are still to be given."""
+        """The same run under another program, whose step is compiled; its batches are still to be
+        given.
+        """
         return replace(self, program=program, train_step=program.train_step)
 
     @property
     def watchers(self) -> Sequence[StepWatcher]:
         """Who is shown every step and evaluation."""
-        return tuple(watcher for watcher in (self.progress, self.display, self.tensorboard, self.overseer) if watcher is not None)
+        return tuple(
+            watcher
+            for watcher in (self.progress, self.display, self.tensorboard, self.overseer)
+            if watcher is not None
+        )
 
     @property
     def _config(self) -> Config:
@@ -283,13 +364,27 @@ class Trainer:
         seconds = now - clock
         tokens = int(metrics["tokens"])
         peak = self.topology.dense_peak_flops(self.program.plan.precision)
-        flops = step_flops(self._config.model, num_sequences=self._config.data.global_batch, seq_len=self._config.seq_len)
+        flops = step_flops(
+            self._config.model,
+            num_sequences=self._config.data.global_batch,
+            seq_len=self._config.seq_len,
+        )
         record = StepRecord(
-            step=item.step, loss=float(metrics["loss"]), grad_norm=float(metrics["grad_norm"]), lr=float(metrics["lr"]),
-            tokens=tokens, step_time_s=seconds, tokens_per_s=tokens / seconds,
+            step=item.step,
+            loss=float(metrics["loss"]),
+            grad_norm=float(metrics["grad_norm"]),
+            lr=float(metrics["lr"]),
+            tokens=tokens,
+            step_time_s=seconds,
+            tokens_per_s=tokens / seconds,
             mfu=flops / seconds / peak / self.program.plan.num_devices if peak else None,
-            plan=self.program.plan.digest, peak_bytes=_peak_bytes(self.program.mesh), skipped=bool(metrics["skipped"]),
-            loss_scale=float(metrics["loss_scale"]) if self.program.plan.precision == "f16" else None)
+            plan=self.program.plan.digest,
+            peak_bytes=_peak_bytes(self.program.mesh),
+            skipped=bool(metrics["skipped"]),
+            loss_scale=(
+                float(metrics["loss_scale"]) if self.program.plan.precision == "f16" else None
+            ),
+        )
         self.run.log_step(record)
         self.stop.ended(item.step)
         self._last.append(record)
@@ -305,12 +400,26 @@ class Trainer:
     def _tell_of_rise(self, step: int) -> None:
         since, best, steps = self.learning.above_since, self.learning.best, self.checkpoints.steps()
         what = f"the loss has been far above its lowest since step {since}"
-        self._say(f"step {step}: {what} (lowest median of {WINDOW_STEPS} steps {best:.4f}, now {statistics.median(self.learning.recent):.4f}): the run may be diverging. "
-                  f"It goes on; to undo that, {way_back(self.learning, steps)}, with a lower --lr")
-        self.run.log_event("fault", step, what=what, lowest_loss=best, since=since, back_to=newest(steps, self.learning.good_limit))
+        self._say(
+            f"step {step}: {what} (lowest median of {WINDOW_STEPS} steps {best:.4f}, now"
+            f" {statistics.median(self.learning.recent):.4f}): the run may be diverging. It goes"
+            f" on; to undo that, {way_back(self.learning, steps)}, with a lower --lr"
+        )
+        self.run.log_event(
+            "fault",
+            step,
+            what=what,
+            lowest_loss=best,
+            since=since,
+            back_to=newest(steps, self.learning.good_limit),
+        )
 
     def _evaluate(self, state: TrainState, step: int) -> None:
-        """Measure the held-out loss. What goes wrong with that costs no state, and not the run either unless one of several processes has had it alone."""
+        """Measure the held-out loss.
+
+        What goes wrong with that costs no state, and not the run either unless one of several
+        processes has had it alone.
+        """
         try:
             with self.progress.during("evaluation"):
                 found = self._held_out(state)
@@ -318,41 +427,65 @@ class Trainer:
             if not (self._is_alone or (isinstance(error, OptimusError) and error.is_everyones)):
                 raise
             self._rescue(state, step, error)
-            self._say(f"step {step}: the evaluation has failed, so the held-out loss is unknown; the run goes on. {type(error).__name__}: {error}")
-            self.run.log_event("fault", step, what=f"the evaluation has failed: {type(error).__name__}: {error}")
+            self._say(
+                f"step {step}: the evaluation has failed, so the held-out loss is unknown; the run"
+                f" goes on. {type(error).__name__}: {error}"
+            )
+            self.run.log_event(
+                "fault", step, what=f"the evaluation has failed: {type(error).__name__}: {error}"
+            )
             return
         if found is None:
             self._say(f"step {step}: the evaluation is given up, as the run is asked to stop")
             return
         total, tokens = found
         if not tokens:
-            self._say(f"step {step}: the held-out loss is unknown, for no token of the held-out text counts")
-            self.run.log_event("eval", step, loss=None, perplexity=None, bits_per_byte=None, tokens=0)
+            self._say(
+                f"step {step}: the held-out loss is unknown, for no token of the held-out text"
+                " counts"
+            )
+            self.run.log_event(
+                "eval", step, loss=None, perplexity=None, bits_per_byte=None, tokens=0
+            )
             return
         loss = total / tokens
         perplexity = perplexity_of(loss)
         bits = loss / math.log(2) if self.bits_per_token else None
-        self.run.log_event("eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=tokens)
+        self.run.log_event(
+            "eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=tokens
+        )
         for watcher in self.watchers:
             watcher.evaluation(step, loss, perplexity, bits)
         self.learning.evaluation(step, loss)
         if self.learning.bad_evaluations:
-            self._say(f"step {step}: the held-out loss is not finite; if that of the next evaluation is not either, the run ends")
+            self._say(
+                f"step {step}: the held-out loss is not finite; if that of the next evaluation is"
+                " not either, the run ends"
+            )
 
     def _held_out(self, state: TrainState) -> tuple[float, int] | None:
-        """Sum of the held-out loss, and its tokens; None: a stop was asked for meanwhile, and nobody else takes part."""
+        """Sum of the held-out loss, and its tokens; None: a stop was asked for meanwhile, and
+        nobody else takes part.
+        """
         num_rows = eval_rows(self._config, self.program.plan)
         sums: list[Any] = []
         for batch in self._held_out_batches():
             if self._is_alone and self._asked != "done":
                 return None
-            sums.append(self.program.eval_step(state.params, put_batch(batch, self.program.batch_sharding, num_rows)))
-            jax.block_until_ready(sums[-2:-1])  # one runs while the next is made ready, and a stop need not wait for all
+            sums.append(
+                self.program.eval_step(
+                    state.params, put_batch(batch, self.program.batch_sharding, num_rows)
+                )
+            )
+            # one runs while the next is made ready, and a stop need not wait for all
+            jax.block_until_ready(sums[-2:-1])
         losses, tokens = zip(*jax.device_get(sums), strict=True)
         return float(sum(map(float, losses))), sum(map(int, tokens))
 
     def _held_out_batches(self) -> list[HostBatch]:
-        """All of an evaluation, cut before the first is used: if one process cannot, none begins what it would wait in for that one."""
+        """All of an evaluation, cut before the first is used: if one process cannot, none begins
+        what it would wait in for that one.
+        """
         assert self.eval_batches is not None
         batches, failure = [], None
         try:
@@ -360,16 +493,27 @@ class Trainer:
         except Exception as error:
             failure = error
         if any(gather_from_all(int(failure is not None))):
-            error = OptimusError("held-out batches cannot be made, " + ("by another process" if failure is None else f"{type(failure).__name__}: {failure}"))
+            error = OptimusError(
+                "held-out batches cannot be made, "
+                + (
+                    "by another process"
+                    if failure is None
+                    else f"{type(failure).__name__}: {failure}"
+                )
+            )
             error.is_everyones = True
             raise error from failure
         return batches
 
     def save(self, state: TrainState, step: int) -> None:
-        """Begin to save the state after `step`. Raises CheckpointError if it, or the one before it, cannot be written."""
+        """Begin to save the state after `step`.
+
+        Raises CheckpointError if it, or the one before it, cannot be written.
+        """
         with self.progress.during("write"):
             self.checkpoints.wait()
-            with suppress(RunDirectoryError):  # whoever cannot write there cannot save there either, and says so
+            # whoever cannot write there cannot save there either, and says so
+            with suppress(RunDirectoryError):
                 self.run.put_back()
         with self.progress.during("save"):
             self.checkpoints.save(step, self._stored(state), self._described(step))
@@ -382,19 +526,30 @@ class Trainer:
             self.learning.broken = error.leaf
 
     def _rescue(self, state: TrainState, step: int, error: Exception) -> None:
-        """Save the state after `step`, if it is not saved, because of an error on its way. Before the first step there is nothing to lose."""
+        """Save the state after `step`, if it is not saved, because of an error on its way.
+
+        Before the first step there is nothing to lose.
+        """
         if step:
             self._saving.rescue(lambda: self.save(state, step), state, step, error)
 
     @property
     def _saving(self) -> Saving:
-        return Saving(checkpoints=self.checkpoints, retries=self.retries, progress=self.progress, is_alone=self._is_alone, say=self._say)
+        return Saving(
+            checkpoints=self.checkpoints,
+            retries=self.retries,
+            progress=self.progress,
+            is_alone=self._is_alone,
+            say=self._say,
+        )
 
     def _say(self, text: str) -> None:
         self.display.message(text)
 
     def _stored(self, state: TrainState) -> TrainState:
-        """As on disk: where the plan has layers in another order, a copy of them, until they have been copied to the host."""
+        """As on disk: where the plan has layers in another order, a copy of them, until they have
+        been copied to the host.
+        """
         program = self.program
         return to_stored(state, program.shapes, program.plan, program.state_shardings)
 
@@ -402,9 +557,17 @@ class Trainer:
         return described(self.program, step, self.metadata, self.learning)
 
 
-def described(program: Program, step: int, metadata: Mapping[str, Any], learning: Learning) -> dict[str, Any]:
+def described(
+    program: Program, step: int, metadata: Mapping[str, Any], learning: Learning
+) -> dict[str, Any]:
     """What the checkpoint of a state under a program says, after `step`."""
-    return {"plan": program.plan.to_json(), "next_step": step + 1, "seed": program.config.seed, "learning": learning.to_json(), **metadata}
+    return {
+        "plan": program.plan.to_json(),
+        "next_step": step + 1,
+        "seed": program.config.seed,
+        "learning": learning.to_json(),
+        **metadata,
+    }
 
 
 @dataclass(frozen=True)
@@ -416,11 +579,14 @@ class _Unread:
     wish: Any
     """Index into _REASONS: a number, or the processes' agreed one as an array."""
     finished_at: float | None
-    """Time on the trainer's clock if it was finished as soon as dispatched; None: reading its numbers will tell."""
+    """Time on the trainer's clock if it was finished as soon as dispatched; None: reading its
+    numbers will tell."""
 
 
 def _between(called_at: float, finished_at: float | None) -> float | None:
-    """When a step ended that had not when the next was dispatched, at `called_at`, and that has ended at `finished_at` as the next has; None: not known yet."""
+    """When a step ended that had not when the next was dispatched, at `called_at`, and that has
+    ended at `finished_at` as the next has; None: not known yet.
+    """
     return None if finished_at is None else 0.5 * (called_at + finished_at)
 
 
@@ -435,4 +601,6 @@ def _is_ready(array: Any) -> bool:
 def _peak_bytes(mesh: Mesh) -> int | None:
     """Of the first device here that the run uses: one that is lost may not answer."""
     stats = [device.memory_stats() for device in mesh.local_devices[:1]]
-    return max((s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s), default=None)
+    return max(
+        (s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s), default=None
+    )

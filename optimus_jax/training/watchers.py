@@ -1,4 +1,7 @@
-"""Who is shown a run while it trains: what a display is to the training loop and to the controller. run/display.py has those that show."""
+"""Who is shown a run while it trains: what a display is to the training loop and to the controller.
+
+run/display.py has those that show.
+"""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,7 +16,9 @@ class StepWatcher(Protocol):
 
     def step(self, record: StepRecord) -> None: ...
 
-    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None: ...
+    def evaluation(
+        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
+    ) -> None: ...
 
 
 class Display:
@@ -22,10 +27,14 @@ class Display:
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
 
-    def evaluation(self, step: int, loss: float, perplexity: float, bits_per_byte: float | None) -> None:
+    def evaluation(
+        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
+    ) -> None:
         """Show an evaluation on held-out text."""
         text = f"step {step}  held-out loss {short(loss, 4)}  perplexity {short(perplexity, 2)}"
-        self.message(text if bits_per_byte is None else f"{text}  {short(bits_per_byte, 4)} bits/byte")
+        self.message(
+            text if bits_per_byte is None else f"{text}  {short(bits_per_byte, 4)} bits/byte"
+        )
 
     def message(self, text: str) -> None:
         """Show a line of text."""
@@ -44,6 +53,10 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         pass

@@ -1,7 +1,8 @@
-"""The planner's frontier: plans by the time of a step and the memory of a device, to be looked at with a pointer.
+"""The planner's frontier: plans by the time of a step and the memory of a device, to be looked at
+with a pointer.
 
-A plan is on the *frontier* if no other one is as fast with less memory, or faster with no more. All times
-and bytes are the planner's predictions.
+A plan is on the *frontier* if no other one is as fast with less memory, or faster with no more. All
+times and bytes are the planner's predictions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 GIB = 2**30
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "star", "hexagon")
+SYMBOLS = (
+    "circle",
+    "square",
+    "diamond",
+    "triangle-up",
+    "triangle-down",
+    "cross",
+    "star",
+    "hexagon",
+)
 SCALE = "cividis"
 """Even to the eye and the same for colour-blind ones (Nunez, Anderton and Renslow 2018)."""
 
@@ -49,7 +59,9 @@ class PlanRecord(TypedDict):
 def merged(*rankings: Sequence[PlanRecord]) -> list[PlanRecord]:
     """The plans of several searches in one ranking; of plans that look the same, one."""
     best: dict[str, PlanRecord] = {}
-    for plan in sorted((plan for ranking in rankings for plan in ranking), key=lambda plan: plan["step_time_s"]):
+    for plan in sorted(
+        (plan for ranking in rankings for plan in ranking), key=lambda plan: plan["step_time_s"]
+    ):
         best.setdefault(repr({**plan, "rank": 0}), plan)
     return [{**plan, "rank": rank} for rank, plan in enumerate(best.values(), start=1)]
 
@@ -65,20 +77,43 @@ def frontier(plans: Sequence[PlanRecord]) -> list[PlanRecord]:
 
 def hover(plan: PlanRecord) -> str:
     """What a pointer shows of a plan."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan["axes"].items() if size > 1) or "one device"
-    pipeline = f"{plan['schedule']}, bubble {plan['bubble']:.1%}" if plan["schedule"] else "no stages"
+    mesh = (
+        ", ".join(f"{axis}={size}" for axis, size in plan["axes"].items() if size > 1)
+        or "one device"
+    )
+    pipeline = (
+        f"{plan['schedule']}, bubble {plan['bubble']:.1%}" if plan["schedule"] else "no stages"
+    )
     low_s, high_s = plan["step_time_interval_s"]
-    return "<br>".join([
-        f"<b>rank {plan['rank']}: {mesh}</b>",
-        f"{pipeline}; {plan['microbatches']} microbatch{'es' if plan['microbatches'] > 1 else ''}",
-        f"remat {plan['remat']}, ZeRO {plan['zero']}",
-        f"{plan['step_time_s']:.3g} s a step ({low_s:.3g} to {high_s:.3g}), {plan['tokens_per_s']:,.0f} tokens/s",
-        f"MFU {'unknown' if plan['mfu'] is None else format(plan['mfu'], '.1%')}, {plan['communication']:.1%} of the time in communication",
-        f"{plan['memory_bytes'] / GIB:.1f} GiB a device"])
+    return "<br>".join(
+        [
+            f"<b>rank {plan['rank']}: {mesh}</b>",
+            (
+                f"{pipeline}; {plan['microbatches']}"
+                f" microbatch{'es' if plan['microbatches'] > 1 else ''}"
+            ),
+            f"remat {plan['remat']}, ZeRO {plan['zero']}",
+            (
+                f"{plan['step_time_s']:.3g} s a step ({low_s:.3g} to {high_s:.3g}),"
+                f" {plan['tokens_per_s']:,.0f} tokens/s"
+            ),
+            (
+                f"MFU {'unknown' if plan['mfu'] is None else format(plan['mfu'], '.1%')},"
+                f" {plan['communication']:.1%} of the time in communication"
+            ),
+            f"{plan['memory_bytes'] / GIB:.1f} GiB a device",
+        ]
+    )
 
 
-def draw_frontier(plans_by_cluster: Mapping[str, Sequence[PlanRecord]], *, title: str, capacity_bytes: float | None = None) -> "go.Figure":
-    """Every plan as a pale point and each cluster's frontier as a line; point at one to see the plan.
+def draw_frontier(
+    plans_by_cluster: Mapping[str, Sequence[PlanRecord]],
+    *,
+    title: str,
+    capacity_bytes: float | None = None,
+) -> "go.Figure":
+    """Every plan as a pale point and each cluster's frontier as a line; point at one to see the
+    plan.
 
     Args:
       plans_by_cluster: what a legend calls each cluster, in its order, and plans for it.
@@ -90,25 +125,60 @@ def draw_frontier(plans_by_cluster: Mapping[str, Sequence[PlanRecord]], *, title
         import plotly.graph_objects as go
         from plotly.colors import sample_colorscale
     except ModuleNotFoundError as error:
-        raise ConfigError(explain("this picture needs plotly, which is not installed", given=str(error), do=EXTRA)) from error
+        raise ConfigError(
+            explain("this picture needs plotly, which is not installed", given=str(error), do=EXTRA)
+        ) from error
     figure = go.Figure()
     # The bright end of the scale is too pale for white paper.
-    colours = sample_colorscale(SCALE, [0.8 * n / max(1, len(plans_by_cluster) - 1) for n in range(len(plans_by_cluster))])
+    colours = sample_colorscale(
+        SCALE, [0.8 * n / max(1, len(plans_by_cluster) - 1) for n in range(len(plans_by_cluster))]
+    )
     for number, (name, plans) in enumerate(plans_by_cluster.items()):
         look = {"color": colours[number], "symbol": SYMBOLS[number % len(SYMBOLS)]}
-        figure.add_scatter(**_points(plans), name=name, legendgroup=name, showlegend=False, mode="markers", marker={**look, "size": 5, "opacity": 0.25})
-        figure.add_scatter(**_points(frontier(plans)), name=name, legendgroup=name, mode="lines+markers",
-                           line={"color": colours[number], "width": 2, "shape": "vh"}, marker={**look, "size": 9, "line": {"color": "white", "width": 1}})
+        figure.add_scatter(
+            **_points(plans),
+            name=name,
+            legendgroup=name,
+            showlegend=False,
+            mode="markers",
+            marker={**look, "size": 5, "opacity": 0.25},
+        )
+        figure.add_scatter(
+            **_points(frontier(plans)),
+            name=name,
+            legendgroup=name,
+            mode="lines+markers",
+            line={"color": colours[number], "width": 2, "shape": "vh"},
+            marker={**look, "size": 9, "line": {"color": "white", "width": 1}},
+        )
     if capacity_bytes is not None:
-        figure.add_vline(x=capacity_bytes / GIB, line={"color": INK, "dash": "dash"}, annotation_text=f"{capacity_bytes / GIB:.0f} GiB on a device",
-                         annotation_position="top left")
+        figure.add_vline(
+            x=capacity_bytes / GIB,
+            line={"color": INK, "dash": "dash"},
+            annotation_text=f"{capacity_bytes / GIB:.0f} GiB on a device",
+            annotation_position="top left",
+        )
     figure.update_layout(
-        title=title, width=1000, height=600, template="plotly_white", font={"color": INK, "size": 13}, legend={"title": "cluster"},
+        title=title,
+        width=1000,
+        height=600,
+        template="plotly_white",
+        font={"color": INK, "size": 13},
+        legend={"title": "cluster"},
         xaxis={"title": "memory of the most loaded device, GiB (predicted)", "rangemode": "tozero"},
-        yaxis={"title": "time of a step, seconds (predicted; log scale)", "type": "log", "dtick": "D2"})
+        yaxis={
+            "title": "time of a step, seconds (predicted; log scale)",
+            "type": "log",
+            "dtick": "D2",
+        },
+    )
     return figure
 
 
 def _points(plans: Sequence[PlanRecord]) -> dict[str, list | str]:
-    return {"x": [plan["memory_bytes"] / GIB for plan in plans], "y": [plan["step_time_s"] for plan in plans],
-            "hovertext": [hover(plan) for plan in plans], "hoverinfo": "text"}
+    return {
+        "x": [plan["memory_bytes"] / GIB for plan in plans],
+        "y": [plan["step_time_s"] for plan in plans],
+        "hovertext": [hover(plan) for plan in plans],
+        "hoverinfo": "text",
+    }

@@ -1,8 +1,10 @@
-"""What each stage of a pipeline does when: schedules side by side, with their bubbles and their memory.
+"""What each stage of a pipeline does when: schedules side by side, with their bubbles and their
+memory.
 
-Time is drawn, not ticks: a tick lasts as long as the kinds of work that some stage has in it, because all stages
-keep in step (pipeline/schedule.py, `critical_path`). The unit of time is the forward of one microbatch
-through all layers of one device; the head is left out. These are simulations of tables; nothing is measured.
+Time is drawn, not ticks: a tick lasts as long as the kinds of work that some stage has in it,
+because all stages keep in step (pipeline/schedule.py, `critical_path`). The unit of time is the
+forward of one microbatch through all layers of one device; the head is left out. These are
+simulations of tables; nothing is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,19 @@ from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.chart import label
 from optimus_jax.pipeline.schedule import IDLE as NO_TASK
 from optimus_jax.pipeline.schedule import Schedule
-from optimus_jax.viz.canvas import BLUE, IDLE, INK, LINES, MARKERS, ORANGE, SKY, STRONG, YELLOW, ink_on, new_figure
+from optimus_jax.viz.canvas import (
+    BLUE,
+    IDLE,
+    INK,
+    LINES,
+    MARKERS,
+    ORANGE,
+    SKY,
+    STRONG,
+    YELLOW,
+    ink_on,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +44,8 @@ BUBBLE_LABEL = "bubble, % of the time without waiting"
 WIDTH = 13.0
 """Of a figure in inches, as wide as a notebook."""
 CHARACTER = 0.065
-"""Inches that a character of a task's number takes; a number that is wider than its box is left out."""
+"""Inches that a character of a task's number takes; a number that is wider than its box is left
+out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,26 +62,40 @@ class Task:
 
 
 def tasks_of(schedule: Schedule, backward_time: float = BACKWARD_TIME) -> list[Task]:
-    """Every task with the time in which it runs; within a tick forward comes before backward on all stages."""
+    """Every task with the time in which it runs; within a tick forward comes before backward on all
+    stages.
+    """
     begins, forward_time = _tick_begins(schedule, backward_time), 1 / schedule.num_repeats
     has_forward = (schedule.forward != NO_TASK).any(axis=1)
     tasks = []
     for table, is_forward in ((schedule.forward, True), (schedule.backward, False)):
         for tick, stage in np.argwhere(table != NO_TASK).tolist():
             wait = 0.0 if is_forward or not has_forward[tick] else forward_time
-            tasks.append(Task(stage=stage, start=float(begins[tick]) + wait, is_forward=is_forward, task=int(table[tick, stage]),
-                              duration=forward_time * (1.0 if is_forward else backward_time)))
+            tasks.append(
+                Task(
+                    stage=stage,
+                    start=float(begins[tick]) + wait,
+                    is_forward=is_forward,
+                    task=int(table[tick, stage]),
+                    duration=forward_time * (1.0 if is_forward else backward_time),
+                )
+            )
     return tasks
 
 
 def _tick_begins(schedule: Schedule, backward_time: float) -> NDArray[np.float64]:
     """[ticks + 1]: when each tick begins, and when the last ends."""
     kinds = [(table != NO_TASK).any(axis=1) for table in (schedule.forward, schedule.backward)]
-    return np.concatenate([[0.0], np.cumsum(kinds[0] + backward_time * kinds[1])]) / schedule.num_repeats
+    return (
+        np.concatenate([[0.0], np.cumsum(kinds[0] + backward_time * kinds[1])])
+        / schedule.num_repeats
+    )
 
 
 def in_flight_over_time(schedule: Schedule) -> NDArray[np.float64]:
-    """[ticks, stages]: microbatches whose activations a stage keeps during each tick, a repeat counted as its share of the layers."""
+    """[ticks, stages]: microbatches whose activations a stage keeps during each tick, a repeat
+    counted as its share of the layers.
+    """
     change = (schedule.forward != NO_TASK).astype(float)
     change[1:] -= (schedule.backward != NO_TASK)[:-1]
     return change.cumsum(axis=0) / schedule.num_repeats
@@ -79,30 +108,54 @@ def _times(schedule: Schedule, backward_time: float) -> tuple[float, float]:
 
 def summary(schedules: Sequence[Schedule], backward_time: float = BACKWARD_TIME) -> str:
     """Time and memory of each schedule as a table in Markdown."""
-    lines = ["| schedule | stages | microbatches | repeats | step, in forwards | bubble | most microbatches kept, by stage | slots for residuals, inputs, cotangents |",
-             "|---|---:|---:|---:|---:|---:|---|---|"]
+    lines = [
+        (
+            "| schedule | stages | microbatches | repeats | step, in forwards | bubble | most"
+            " microbatches kept, by stage | slots for residuals, inputs, cotangents |"
+        ),
+        "|---|---:|---:|---:|---:|---:|---|---|",
+    ]
     for schedule in schedules:
         times = _times(schedule, backward_time)
-        kept, slots = in_flight_over_time(schedule).max(axis=0), Buffers.of(schedule, keep_residuals=True)
-        lines.append(f"| {schedule_name(schedule)} | {schedule.num_stages} | {schedule.num_microbatches} | {schedule.num_repeats} "
-                     f"| {schedule.critical_path(*times):.4g} | {schedule.bubble(*times):.1%} | {', '.join(f'{n:.3g}' for n in kept)} "
-                     f"| {slots.num_residuals}, {slots.num_inputs}, {slots.num_cotangents} |")
+        kept, slots = (
+            in_flight_over_time(schedule).max(axis=0),
+            Buffers.of(schedule, keep_residuals=True),
+        )
+        lines.append(
+            f"| {schedule_name(schedule)} | {schedule.num_stages} | {schedule.num_microbatches} |"
+            f" {schedule.num_repeats} | {schedule.critical_path(*times):.4g} |"
+            f" {schedule.bubble(*times):.1%} | {', '.join(f'{n:.3g}' for n in kept)} |"
+            f" {slots.num_residuals}, {slots.num_inputs}, {slots.num_cotangents} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def schedule_name(schedule: Schedule) -> str:
     """Its name, with what else tells it from others."""
-    return schedule.name + (f", {schedule.num_repeats} repeats" if schedule.num_repeats > 1 else "") + (", slack" if schedule.latency > 1 else "")
+    return (
+        schedule.name
+        + (f", {schedule.num_repeats} repeats" if schedule.num_repeats > 1 else "")
+        + (", slack" if schedule.latency > 1 else "")
+    )
 
 
 def draw_timelines(schedules: Sequence[Schedule], backward_time: float = BACKWARD_TIME) -> "Figure":
-    """A timeline for each schedule, one below the other on one scale of time, so that a shorter one is a faster one."""
+    """A timeline for each schedule, one below the other on one scale of time, so that a shorter one
+    is a faster one.
+    """
     heights = [schedule.num_stages for schedule in schedules]
-    figure, panels = new_figure(WIDTH, 0.9 + sum(0.75 + 0.32 * height for height in heights), rows=len(schedules), sharex=True)
+    figure, panels = new_figure(
+        WIDTH,
+        0.9 + sum(0.75 + 0.32 * height for height in heights),
+        rows=len(schedules),
+        sharex=True,
+    )
     last = max(_tick_begins(schedule, backward_time)[-1] for schedule in schedules)
     for axes, schedule in zip(panels, schedules, strict=True):
         _draw_timeline(axes, schedule, backward_time, last)
-    panels[-1].set_xlabel(f"time (1 = forward of a microbatch on one device; its backward takes {backward_time:g})")
+    panels[-1].set_xlabel(
+        f"time (1 = forward of a microbatch on one device; its backward takes {backward_time:g})"
+    )
     _legend(figure, any(schedule.num_repeats > 1 for schedule in schedules))
     return figure
 
@@ -114,14 +167,38 @@ def _draw_timeline(axes: "Axes", schedule: Schedule, backward_time: float, last:
     for task in tasks_of(schedule, backward_time):
         repeat = task.task % schedule.num_repeats
         colour = (FORWARD_COLOURS if task.is_forward else BACKWARD_COLOURS)[repeat % 2]
-        axes.broken_barh([(task.start, task.duration)], (task.stage + 0.06, 0.88), facecolor=colour, edgecolor="white", linewidth=0.6)
+        axes.broken_barh(
+            [(task.start, task.duration)],
+            (task.stage + 0.06, 0.88),
+            facecolor=colour,
+            edgecolor="white",
+            linewidth=0.6,
+        )
         number = label(schedule, task.task)
         if task.duration / last * WIDTH >= CHARACTER * (len(number) + 1):
-            axes.text(task.start + task.duration / 2, task.stage + 0.52, number, ha="center", va="center", fontsize=6.5, color=ink_on(colour))
-    bubble, kept = schedule.bubble(*_times(schedule, backward_time)), in_flight_over_time(schedule).max()
-    axes.set_title(f"{schedule_name(schedule)}: time {end:.4g}, bubble {bubble:.1%}, at most {kept:.3g} microbatches kept on a stage",
-                   loc="left", fontsize=10, color=INK)
-    axes.set(xlim=(0, last), ylim=(schedule.num_stages, 0), yticks=np.arange(schedule.num_stages) + 0.5)
+            axes.text(
+                task.start + task.duration / 2,
+                task.stage + 0.52,
+                number,
+                ha="center",
+                va="center",
+                fontsize=6.5,
+                color=ink_on(colour),
+            )
+    bubble, kept = (
+        schedule.bubble(*_times(schedule, backward_time)),
+        in_flight_over_time(schedule).max(),
+    )
+    axes.set_title(
+        f"{schedule_name(schedule)}: time {end:.4g}, bubble {bubble:.1%}, at most {kept:.3g}"
+        " microbatches kept on a stage",
+        loc="left",
+        fontsize=10,
+        color=INK,
+    )
+    axes.set(
+        xlim=(0, last), ylim=(schedule.num_stages, 0), yticks=np.arange(schedule.num_stages) + 0.5
+    )
     axes.set_yticklabels([f"stage {stage}" for stage in range(schedule.num_stages)], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
@@ -131,42 +208,90 @@ def _legend(figure: "Figure", has_repeats: bool) -> None:
     from matplotlib.patches import Patch
 
     names = {"forward": FORWARD_COLOURS, "backward": BACKWARD_COLOURS}
-    entries = [Patch(color=colour, label=name + (f", {repeats} visits (a, c)" if repeats == "even" else f", {repeats} visits (b, d)") * has_repeats)
-               for name, colours in names.items() for colour, repeats in zip(colours[: 1 + has_repeats], ("even", "odd"), strict=False)]
-    figure.legend(handles=[*entries, Patch(color=IDLE, label="waiting")], loc="outside upper right", ncols=len(entries) + 1, fontsize=8, frameon=False)
+    entries = [
+        Patch(
+            color=colour,
+            label=name
+            + (f", {repeats} visits (a, c)" if repeats == "even" else f", {repeats} visits (b, d)")
+            * has_repeats,
+        )
+        for name, colours in names.items()
+        for colour, repeats in zip(colours[: 1 + has_repeats], ("even", "odd"), strict=False)
+    ]
+    figure.legend(
+        handles=[*entries, Patch(color=IDLE, label="waiting")],
+        loc="outside upper right",
+        ncols=len(entries) + 1,
+        fontsize=8,
+        frameon=False,
+    )
 
 
 def draw_memory(schedules: Sequence[Schedule], backward_time: float = BACKWARD_TIME) -> "Figure":
-    """What the most loaded stage keeps over time, and for each schedule its bubble beside its memory."""
+    """What the most loaded stage keeps over time, and for each schedule its bubble beside its
+    memory.
+    """
     figure, (over_time, compared) = new_figure(WIDTH, 4.2, columns=2)
     for number, schedule in enumerate(schedules):
         colour, line, marker = _look(number)
         kept, begins = in_flight_over_time(schedule), _tick_begins(schedule, backward_time)
         stage = int(kept.max(axis=0).argmax())
-        over_time.stairs(kept[:, stage], begins, color=colour, linestyle=line, linewidth=1.8, label=f"{schedule_name(schedule)} (stage {stage})")
+        over_time.stairs(
+            kept[:, stage],
+            begins,
+            color=colour,
+            linestyle=line,
+            linewidth=1.8,
+            label=f"{schedule_name(schedule)} (stage {stage})",
+        )
         bubble = schedule.bubble(*_times(schedule, backward_time))
-        compared.plot(100 * bubble, kept.max(), marker=marker, color=colour, markersize=9, linestyle="none")
-        compared.annotate(schedule_name(schedule), (100 * bubble, kept.max()), textcoords="offset points", xytext=(8, 4), fontsize=8)
-    over_time.set(title="activations kept on the most loaded stage", xlabel="time (1 = forward of a microbatch on one device)",
-                  ylabel="microbatches through all layers of the device")
-    compared.set(title="what a schedule costs: less is better on both axes", xlabel=BUBBLE_LABEL, ylabel="most microbatches kept on a stage")
+        compared.plot(
+            100 * bubble, kept.max(), marker=marker, color=colour, markersize=9, linestyle="none"
+        )
+        compared.annotate(
+            schedule_name(schedule),
+            (100 * bubble, kept.max()),
+            textcoords="offset points",
+            xytext=(8, 4),
+            fontsize=8,
+        )
+    over_time.set(
+        title="activations kept on the most loaded stage",
+        xlabel="time (1 = forward of a microbatch on one device)",
+        ylabel="microbatches through all layers of the device",
+    )
+    compared.set(
+        title="what a schedule costs: less is better on both axes",
+        xlabel=BUBBLE_LABEL,
+        ylabel="most microbatches kept on a stage",
+    )
     compared.margins(x=0.25, y=0.15)
     compared.set_xlim(left=0)
     compared.set_ylim(bottom=0)
-    over_time.set_ylim(0, (1.1 + 0.06 * len(schedules)) * over_time.get_ylim()[1])  # room for the legend
+    # room for the legend
+    over_time.set_ylim(0, (1.1 + 0.06 * len(schedules)) * over_time.get_ylim()[1])
     over_time.legend(fontsize=8, frameon=False, ncols=2, loc="upper center")
     return figure
 
 
 def draw_growth(schedules: Mapping[int, Sequence[Schedule]]) -> "Figure":
-    """Bubble and memory by the number of microbatches, the mapping's keys; each has the same schedules in the same order."""
+    """Bubble and memory by the number of microbatches, the mapping's keys; each has the same
+    schedules in the same order.
+    """
     figure, (bubbles, kept) = new_figure(WIDTH, 4, columns=2)
     for number, column in enumerate(zip(*schedules.values(), strict=True)):
         colour, line, marker = _look(number)
-        for axes, values in ((bubbles, [100 * schedule.bubble() for schedule in column]),
-                             (kept, [in_flight_over_time(schedule).max() for schedule in column])):
-            axes.plot(values, label=schedule_name(column[0]), color=colour, linestyle=line, marker=marker)
-    for axes, title, unit in ((bubbles, "bubble", BUBBLE_LABEL), (kept, "activations kept on the most loaded stage", "microbatches kept")):
+        for axes, values in (
+            (bubbles, [100 * schedule.bubble() for schedule in column]),
+            (kept, [in_flight_over_time(schedule).max() for schedule in column]),
+        ):
+            axes.plot(
+                values, label=schedule_name(column[0]), color=colour, linestyle=line, marker=marker
+            )
+    for axes, title, unit in (
+        (bubbles, "bubble", BUBBLE_LABEL),
+        (kept, "activations kept on the most loaded stage", "microbatches kept"),
+    ):
         axes.set(title=title, xlabel="microbatches of a step", ylabel=unit)
         axes.set_xticks(range(len(schedules)), [str(count) for count in schedules])
         axes.set_ylim(bottom=0)

@@ -1,7 +1,7 @@
 """A cluster, plans for it and truths about it, which tests of the predictor and the advisor share.
 
-A truth is what the cost model would say with other rates and links, each term and each plan off by a bit more: neither
-right nor useless, as on a real machine.
+A truth is what the cost model would say with other rates and links, each term and each plan off by
+a bit more: neither right nor useless, as on a real machine.
 """
 
 import math
@@ -23,7 +23,10 @@ from optimus_jax.planning.learning.beliefs import Query
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Candidate, Pricing, Ranking, fits
 
-CONFIG = make_config("llama3-8b", {"data.global_batch": 512, "data.seq_len": 4096, "precision.compute": "bf16", "steps": 1000})
+CONFIG = make_config(
+    "llama3-8b",
+    {"data.global_batch": 512, "data.seq_len": 4096, "precision.compute": "bf16", "steps": 1000},
+)
 CLUSTER = Cluster.parse("h100:8x8")
 PRICING = Pricing(CONFIG, CLUSTER, Rates.of(CLUSTER.accelerator))
 
@@ -31,30 +34,79 @@ PRICING = Pricing(CONFIG, CLUSTER, Rates.of(CLUSTER.accelerator))
 def plan_on(mesh: str, **fields: Any) -> Plan:
     """A legal plan on `mesh`; `fields` are the Plan's own."""
     axes, model = AxisSizes.parse(mesh), CONFIG.model
-    pipeline = None if axes.pipe == 1 else Pipelining(
-        schedule="1f1b", layers_per_stage=layers_per_stage(model.num_layers, axes.pipe), repeats=1, send_slack=False, keep_residuals=True)
-    plan = Plan(axes=axes, rules=make_rules(model), zero=3 if axes.fsdp > 1 else 0, microbatches=8 if axes.pipe > 1 else 1, pipeline=pipeline,
-                remat="full", precision="bf16", attention="cudnn", loss_chunk_tokens=2048)
+    pipeline = (
+        None
+        if axes.pipe == 1
+        else Pipelining(
+            schedule="1f1b",
+            layers_per_stage=layers_per_stage(model.num_layers, axes.pipe),
+            repeats=1,
+            send_slack=False,
+            keep_residuals=True,
+        )
+    )
+    plan = Plan(
+        axes=axes,
+        rules=make_rules(model),
+        zero=3 if axes.fsdp > 1 else 0,
+        microbatches=8 if axes.pipe > 1 else 1,
+        pipeline=pipeline,
+        remat="full",
+        precision="bf16",
+        attention="cudnn",
+        loss_chunk_tokens=2048,
+    )
     return replace(plan, **fields)
 
 
-MESHES = ("fsdp=64", "data=2,fsdp=32", "data=8,fsdp=8", "data=8,tensor=8", "fsdp=8,tensor=8", "fsdp=16,tensor=4", "fsdp=32,tensor=2",
-          "pipe=8,data=8", "pipe=8,fsdp=8", "pipe=2,fsdp=32", "pipe=4,fsdp=16", "pipe=2,fsdp=8,tensor=4", "pipe=4,data=4,tensor=4", "pipe=8,tensor=8")
+MESHES = (
+    "fsdp=64",
+    "data=2,fsdp=32",
+    "data=8,fsdp=8",
+    "data=8,tensor=8",
+    "fsdp=8,tensor=8",
+    "fsdp=16,tensor=4",
+    "fsdp=32,tensor=2",
+    "pipe=8,data=8",
+    "pipe=8,fsdp=8",
+    "pipe=2,fsdp=32",
+    "pipe=4,fsdp=16",
+    "pipe=2,fsdp=8,tensor=4",
+    "pipe=4,data=4,tensor=4",
+    "pipe=8,tensor=8",
+)
 PLANS = tuple([plan_on(mesh) for mesh in MESHES])
 
 
 def query(plan: Plan, conditions: Conditions | None = None, regime: int = 0) -> Query:
     """What is asked of a predictor about a plan."""
     conditions = conditions or Conditions()
-    return Query(plan=plan.digest, setting=str(conditions.as_json()), regime=regime, terms_s=times(plan, conditions.applied(PRICING)))
+    return Query(
+        plan=plan.digest,
+        setting=str(conditions.as_json()),
+        regime=regime,
+        terms_s=times(plan, conditions.applied(PRICING)),
+    )
 
 
 def ranked(pricing: Pricing, plans: Iterable[Plan]) -> Ranking:
     """The best few of these by the cost model, as a search would answer that knows no others."""
-    fitting = [plan for plan in plans if plan.num_devices == pricing.cluster.num_devices and is_legal(plan, pricing.config)
-               and fits(pricing.memory(plan), pricing.cluster)]
-    found = [Candidate(plan=plan, prediction=pricing.predicted(plan), memory=pricing.memory(plan)) for plan in fitting]
-    return Ranking(best=tuple(sorted(found, key=lambda each: each.prediction.step_time_s)[:8]), rejections=(), num_priced=len(found))
+    fitting = [
+        plan
+        for plan in plans
+        if plan.num_devices == pricing.cluster.num_devices
+        and is_legal(plan, pricing.config)
+        and fits(pricing.memory(plan), pricing.cluster)
+    ]
+    found = [
+        Candidate(plan=plan, prediction=pricing.predicted(plan), memory=pricing.memory(plan))
+        for plan in fitting
+    ]
+    return Ranking(
+        best=tuple(sorted(found, key=lambda each: each.prediction.step_time_s)[:8]),
+        rejections=(),
+        num_priced=len(found),
+    )
 
 
 class Truth:
@@ -63,10 +115,19 @@ class Truth:
     Args:
       seed: draws by how much everything is off.
       rates, links: share that devices and links are faster or slower than they are called.
-      terms, plans: standard deviation of the logarithm that each term, and each plan, is off by besides.
+      terms, plans: standard deviation of the logarithm that each term, and each plan, is off by
+        besides.
     """
 
-    def __init__(self, seed: int, *, rates: float = 0.15, links: float = 0.3, terms: float = 0.1, plans: float = 0.02):
+    def __init__(
+        self,
+        seed: int,
+        *,
+        rates: float = 0.15,
+        links: float = 0.3,
+        terms: float = 0.1,
+        plans: float = 0.02,
+    ):
         random = np.random.default_rng(seed)
 
         def off(share: float) -> float:
@@ -85,9 +146,25 @@ class Truth:
         assert cluster.between is not None
         assert cluster.between.bytes_per_s is not None
         assert cluster.inside.bytes_per_s is not None
-        faster = replace(cluster, inside=replace(cluster.inside, bytes_per_s=cluster.inside.bytes_per_s * self._links[0]),
-                         between=replace(cluster.between, bytes_per_s=cluster.between.bytes_per_s * self._links[1]))
-        rates = replace(rates, matmul_flops_per_s=rates.matmul_flops_per_s * self._rates[0], memory_bytes_per_s=rates.memory_bytes_per_s * self._rates[1])
-        found = times(plan, (conditions or Conditions()).felt_by(plan).applied(replace(PRICING, cluster=faster, rates=rates)))
+        faster = replace(
+            cluster,
+            inside=replace(cluster.inside, bytes_per_s=cluster.inside.bytes_per_s * self._links[0]),
+            between=replace(
+                cluster.between, bytes_per_s=cluster.between.bytes_per_s * self._links[1]
+            ),
+        )
+        rates = replace(
+            rates,
+            matmul_flops_per_s=rates.matmul_flops_per_s * self._rates[0],
+            memory_bytes_per_s=rates.memory_bytes_per_s * self._rates[1],
+        )
+        found = times(
+            plan,
+            (conditions or Conditions())
+            .felt_by(plan)
+            .applied(replace(PRICING, cluster=faster, rates=rates)),
+        )
         own = np.random.default_rng([self._seed, int(plan.digest[:8], 16)]).standard_normal()
-        return math.log(sum(time_s * self._terms.get(name, 1.0) for name, time_s in found.items())) + self._plans * float(own)
+        return math.log(
+            sum(time_s * self._terms.get(name, 1.0) for name, time_s in found.items())
+        ) + self._plans * float(own)

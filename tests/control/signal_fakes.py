@@ -1,4 +1,6 @@
-"""Fakes that signals are injected through: a clock, NVIDIA's driver, devices, and processes that probe together."""
+"""Fakes that signals are injected through: a clock, NVIDIA's driver, devices, and processes that
+probe together.
+"""
 
 from types import ModuleType, SimpleNamespace
 
@@ -33,7 +35,9 @@ class NvmlError(Exception):
 
 
 def nvml(gpus):
-    """A fake of pynvml; `gpus` may be changed while it is in use, and what a GPU lacks its driver does not support."""
+    """A fake of pynvml; `gpus` may be changed while it is in use, and what a GPU lacks its driver
+    does not support.
+    """
     library = ModuleType("fake")
 
     def answer(key):
@@ -42,6 +46,7 @@ def nvml(gpus):
             if value is None:
                 raise NvmlError("Not Supported")
             return value
+
         return of
 
     def by_index(index):
@@ -50,13 +55,27 @@ def nvml(gpus):
         return index
 
     functions = {
-        "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetHandleByIndex": by_index,
-        "nvmlDeviceGetHandleByUUID": lambda uuid: next(index for index, gpu in enumerate(gpus) if gpu["uuid"] == uuid),
-        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=answer("busy")(handle), memory=0),
-        "nvmlDeviceGetClockInfo": answer("clock"), "nvmlDeviceGetMaxClockInfo": answer("max_clock"),
-        "nvmlDeviceGetCurrentClocksThrottleReasons": answer("reasons"), "nvmlDeviceGetPowerUsage": answer("power"),
-        "nvmlDeviceGetTemperature": answer("temperature"), "nvmlDeviceGetTotalEccErrors": answer("ecc")}
-    constants = {name: getattr(pynvml, name) for name in dir(pynvml) if name.startswith(("NVML_", "nvmlClocksThrottleReason"))}
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByIndex": by_index,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: next(
+            index for index, gpu in enumerate(gpus) if gpu["uuid"] == uuid
+        ),
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(
+            gpu=answer("busy")(handle), memory=0
+        ),
+        "nvmlDeviceGetClockInfo": answer("clock"),
+        "nvmlDeviceGetMaxClockInfo": answer("max_clock"),
+        "nvmlDeviceGetCurrentClocksThrottleReasons": answer("reasons"),
+        "nvmlDeviceGetPowerUsage": answer("power"),
+        "nvmlDeviceGetTemperature": answer("temperature"),
+        "nvmlDeviceGetTotalEccErrors": answer("ecc"),
+    }
+    constants = {
+        name: getattr(pynvml, name)
+        for name in dir(pynvml)
+        if name.startswith(("NVML_", "nvmlClocksThrottleReason"))
+    }
     for name, value in {"NVMLError": NvmlError, **constants, **functions}.items():
         setattr(library, name, value)
     return library
@@ -69,12 +88,17 @@ class FakePrograms:
 
     def __init__(self, clock, axes=("data",), *, latency_s=1e-4, s_per_byte=1e-9, compute_s=0.01):
         self.axes, self.compute_s = axes, compute_s
-        self.latency_s, self.s_per_byte = dict.fromkeys(axes, latency_s), dict.fromkeys(axes, s_per_byte)
+        self.latency_s, self.s_per_byte = (
+            dict.fromkeys(axes, latency_s),
+            dict.fromkeys(axes, s_per_byte),
+        )
         self.ran = []
         self._clock = clock
 
     def work(self, axis, num_bytes):
-        return AllReduce(axis_size=2, stride=1 + self.axes.index(axis), num_bytes=num_bytes, repeats=1)
+        return AllReduce(
+            axis_size=2, stride=1 + self.axes.index(axis), num_bytes=num_bytes, repeats=1
+        )
 
     def time_s(self, axis, num_bytes):
         self.ran.append((axis, num_bytes))
@@ -88,7 +112,10 @@ class FakePrograms:
 
 
 def with_others(*changes):
-    """Exchange with processes that find what this one does but for `changes`, each a function of a copy of its numbers."""
+    """Exchange with processes that find what this one does but for `changes`, each a function of a
+    copy of its numbers.
+    """
+
     def exchange(own):
         rows = [own]
         for change in changes:
@@ -96,4 +123,5 @@ def with_others(*changes):
             change(row)
             rows.append(row)
         return np.stack(rows)
+
     return exchange

@@ -14,11 +14,36 @@ from optimus_jax.simulation.setup import Setup, Truth
 from optimus_jax.simulation.simulator import Simulation
 
 CLUSTER = Cluster.parse("h100:2x8", ("between=6.25GB/s",))
-PRICING = Pricing(make_config("gpt2-xl", {"precision": "bf16", "global_batch": 128, "seq_len": 1024}), CLUSTER, Rates.of(CLUSTER.accelerator))
+PRICING = Pricing(
+    make_config("gpt2-xl", {"precision": "bf16", "global_batch": 128, "seq_len": 1024}),
+    CLUSTER,
+    Rates.of(CLUSTER.accelerator),
+)
 SEARCHER = PooledSearch()
-EXACT = {"links": 0, "rates": 0, "terms": 0, "plans": 0, "memory": 0, "noise": 0, "spikes": 0, "drift": 0, "probes": 0, "probe_bias": 0}
+EXACT = {
+    "links": 0,
+    "rates": 0,
+    "terms": 0,
+    "plans": 0,
+    "memory": 0,
+    "noise": 0,
+    "spikes": 0,
+    "drift": 0,
+    "probes": 0,
+    "probe_bias": 0,
+}
 """A truth that is what the planner is told, but for how much of exchanges is hidden."""
-QUICK = {"spread": 0, "compile_s": 8, "restart_s": 20, "checkpoint_every_s": 20, "detect_s": 5, "probe_s": 0.01, "move_s": 0.1, "verify_s": 0.1, "first_steps_s": 0.2}
+QUICK = {
+    "spread": 0,
+    "compile_s": 8,
+    "restart_s": 20,
+    "checkpoint_every_s": 20,
+    "detect_s": 5,
+    "probe_s": 0.01,
+    "move_s": 0.1,
+    "verify_s": 0.1,
+    "first_steps_s": 0.2,
+}
 """Switches that fit into minutes."""
 QUARTER = {"kind": "link", "link": "between", "factor": 0.25, "start_s": 30, "for_s": 60}
 
@@ -39,7 +64,9 @@ def truth(*events, seed=0, **fields):
 
 
 class Told(Policy):
-    """A policy that does what it is told: decisions by the step after which they are made; keeps what it hears."""
+    """A policy that does what it is told: decisions by the step after which they are made; keeps
+    what it hears.
+    """
 
     def __init__(self, decisions=()):
         self.decisions, self.heard, self.observations = dict(decisions), [], []

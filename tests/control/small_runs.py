@@ -1,4 +1,5 @@
-"""Whole runs of a tiny model on eight devices, in which programs that are alike are compiled once, and not for speed.
+"""Whole runs of a tiny model on eight devices, in which programs that are alike are compiled once,
+and not for speed.
 
 What a test compares bit for bit comes from the same executables or from such as are compiled alike.
 """
@@ -30,12 +31,26 @@ from optimus_jax.run import program as run
 from optimus_jax.training import step as step_module
 
 TINY = {
-    "global_batch": 8, "seq_len": 32, "lr": 1e-2, "eval_every": 0, "progress": "none", "controller.canary_steps": 2, "controller.probe_share": 0,
-    "model.num_layers": 1, "model.embed_dim": 32, "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 8, "model.mlp_dim": 64}
+    "global_batch": 8,
+    "seq_len": 32,
+    "lr": 1e-2,
+    "eval_every": 0,
+    "progress": "none",
+    "controller.canary_steps": 2,
+    "controller.probe_share": 0,
+    "model.num_layers": 1,
+    "model.embed_dim": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 8,
+    "model.mlp_dim": 64,
+}
 
 
 class AtOnce:
-    """Does in the foreground what a thread would do: these runs would be over before it has compiled."""
+    """Does in the foreground what a thread would do: these runs would be over before it has
+    compiled.
+    """
 
     def __init__(self, name):
         pass
@@ -48,7 +63,9 @@ class AtOnce:
 
 
 class Scripted:
-    """An advisor that decides what `script` says: decisions by the step at whose boundary they are made."""
+    """An advisor that decides what `script` says: decisions by the step at whose boundary they are
+    made.
+    """
 
     script: ClassVar[dict[int, Decision]] = {}
     told: ClassVar[list[str]] = []
@@ -82,8 +99,25 @@ class Scripted:
 
 
 def switch_at(step, plan, *, at_step=None, without=frozenset()):
-    chosen = Alternative(plan=plan, rung="remesh", step_time_s=1e3, gain_s=1.0, cost_s=0.1, probability=0.95, verdict=CHOSEN)
-    return Decision(step=step, action="switch", why="the script says so", plan=plan, rung="remesh", at_step=at_step, without=without, alternatives=(chosen,))
+    chosen = Alternative(
+        plan=plan,
+        rung="remesh",
+        step_time_s=1e3,
+        gain_s=1.0,
+        cost_s=0.1,
+        probability=0.95,
+        verdict=CHOSEN,
+    )
+    return Decision(
+        step=step,
+        action="switch",
+        why="the script says so",
+        plan=plan,
+        rung="remesh",
+        at_step=at_step,
+        without=without,
+        alternatives=(chosen,),
+    )
 
 
 def plan_on(mesh, **settings):
@@ -99,16 +133,31 @@ def _of_config(config, plan, mesh):
 
 
 def build_once(config, shapes, plan, mesh):
-    """`build_program`, but programs of configs that differ in nothing that they compute share what is compiled."""
-    alike = replace(config, checkpoint=CheckpointConfig(), log=LogConfig(), distributed=DistributedConfig(), controller=ControlConfig(), control="off",
-                    eval_every=0, parallel=replace(config.parallel, mesh="auto"))
+    """`build_program`, but programs of configs that differ in nothing that they compute share what
+    is compiled.
+    """
+    alike = replace(
+        config,
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+        distributed=DistributedConfig(),
+        controller=ControlConfig(),
+        control="off",
+        eval_every=0,
+        parallel=replace(config.parallel, mesh="auto"),
+    )
     return replace(_of_config(alike, plan, mesh), config=config)
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n" for n in range(300)))
+    path.write_text(
+        "".join(
+            f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n"
+            for n in range(300)
+        )
+    )
     return str(path)
 
 
@@ -129,9 +178,22 @@ def quick(tmp_path_factory):
 @pytest.fixture(scope="module")
 def slow_devices(quick, tmp_path_factory):
     """It is known how fast these are: so slow that their number is what counts."""
-    rates = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=1e6, f32_matmul_flops_per_s=1e6, memory_bytes_per_s=6e9, num_cores=0.0)
-    here = LocalCluster(cluster=replace(Cluster.of(discover()), inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=rates,
-                records=tmp_path_factory.mktemp("records") / "records.jsonl")
+    rates = Rates(
+        accelerator="cpu",
+        source="made up",
+        matmul_flops_per_s=1e6,
+        f32_matmul_flops_per_s=1e6,
+        memory_bytes_per_s=6e9,
+        num_cores=0.0,
+    )
+    here = LocalCluster(
+        cluster=replace(
+            Cluster.of(discover()),
+            inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"),
+        ),
+        rates=rates,
+        records=tmp_path_factory.mktemp("records") / "records.jsonl",
+    )
     quick.setattr(api, "known_devices", lambda _: here)
     return here
 
@@ -143,12 +205,18 @@ def run_tiny(run_dir, text, script=None, **settings):
 
 
 def losses(result):
-    assert [record.step for record in result.history] == list(range(1, len(result.history) + 1)), "each step once, in order"
+    assert [record.step for record in result.history] == list(range(1, len(result.history) + 1)), (
+        "each step once, in order"
+    )
     return [record.loss for record in result.history]
 
 
 def events(result, *names):
-    return [event for event in map(json.loads, (result.run_dir / "events.jsonl").read_text().splitlines()) if event["event"] in names]
+    return [
+        event
+        for event in map(json.loads, (result.run_dir / "events.jsonl").read_text().splitlines())
+        if event["event"] in names
+    ]
 
 
 def devices_of(tree):

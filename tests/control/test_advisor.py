@@ -1,4 +1,6 @@
-"""The advisor drives a run whose truth it is not told, and switches when that pays, and not otherwise."""
+"""The advisor drives a run whose truth it is not told, and switches when that pays, and not
+otherwise.
+"""
 
 import json
 import math
@@ -24,14 +26,34 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing, Ranking
 
 SLOW = Conditions(between=16.0)
-PLANS = [plan_on(mesh, remat=remat, microbatches=microbatches) for mesh in MESHES for remat in ("none", "full") for microbatches in (1, 2, 8)]
-SMALLER = [plan_on(mesh, microbatches=microbatches, remat=remat) for microbatches in (1, 8, 64) for remat in ("none", "full") for mesh in ("pipe=7,fsdp=8", "pipe=7,data=8", "fsdp=32", "data=4,fsdp=8", "pipe=2,fsdp=16", "fsdp=16", "fsdp=8")]
+PLANS = [
+    plan_on(mesh, remat=remat, microbatches=microbatches)
+    for mesh in MESHES
+    for remat in ("none", "full")
+    for microbatches in (1, 2, 8)
+]
+SMALLER = [
+    plan_on(mesh, microbatches=microbatches, remat=remat)
+    for microbatches in (1, 8, 64)
+    for remat in ("none", "full")
+    for mesh in (
+        "pipe=7,fsdp=8",
+        "pipe=7,data=8",
+        "fsdp=32",
+        "data=4,fsdp=8",
+        "pipe=2,fsdp=16",
+        "fsdp=16",
+        "fsdp=8",
+    )
+]
 
 
 def search(pricing: Pricing) -> Ranking:
     """The best of a few plans: a search over all takes long."""
     mesh = pricing.config.parallel.mesh
-    return ranked(pricing, [plan for plan in [*PLANS, *SMALLER] if mesh in ("auto", str(plan.axes))])
+    return ranked(
+        pricing, [plan for plan in [*PLANS, *SMALLER] if mesh in ("auto", str(plan.axes))]
+    )
 
 
 BEST = search(PRICING).best[0].plan
@@ -45,10 +67,26 @@ STRAGGLING = frozenset(range(16, 24))
 class Job:
     """A run: steps of a hidden truth, probes of its conditions, switches that take time."""
 
-    def __init__(self, start: Plan = BEST, *, seed: int = 0, num_steps: int = 3000, switch_s: float = 5.0, prepare_steps: int = 5,
-                 settings: ControlConfig | None = None, **fields) -> None:
+    def __init__(
+        self,
+        start: Plan = BEST,
+        *,
+        seed: int = 0,
+        num_steps: int = 3000,
+        switch_s: float = 5.0,
+        prepare_steps: int = 5,
+        settings: ControlConfig | None = None,
+        **fields,
+    ) -> None:
         self.truth, self.random, self.plan = Truth(seed), np.random.default_rng(seed), start
-        self.advisor = Advisor(pricing=PRICING, plan=start, num_steps=num_steps, settings=settings or ControlConfig(), searcher=search, **fields)
+        self.advisor = Advisor(
+            pricing=PRICING,
+            plan=start,
+            num_steps=num_steps,
+            settings=settings or ControlConfig(),
+            searcher=search,
+            **fields,
+        )
         self.step, self.time_s, self.switch_s, self.prepare_steps = 0, 0.0, switch_s, prepare_steps
         self.decisions: list[Decision] = []
         self.switches: list[tuple[int, Plan]] = []
@@ -58,22 +96,58 @@ class Job:
     def readings(self, said: Conditions | None, more: dict[str, float]) -> dict[str, Reading]:
         values = dict(more)
         if said is not None:
-            values |= {"link_slowdown/inside": said.inside, "link_slowdown/between": said.between, "compute_slowdown": said.compute, "process_skew": said.skew}
-        return {name: Reading(value=value, spread=0.0, count=5, time_s=self.time_s, quality="good") for name, value in values.items()}
+            values |= {
+                "link_slowdown/inside": said.inside,
+                "link_slowdown/between": said.between,
+                "compute_slowdown": said.compute,
+                "process_skew": said.skew,
+            }
+        return {
+            name: Reading(value=value, spread=0.0, count=5, time_s=self.time_s, quality="good")
+            for name, value in values.items()
+        }
 
-    def go(self, count: int, true: Conditions | None = None, said: Conditions | str | None = "truth", *, noise: float = 0.01,
-           lost: frozenset[int] = frozenset(), batch: tuple[int, int] = (512, 4096), factor: float = 1.0, **more: float) -> "Job":
+    def go(
+        self,
+        count: int,
+        true: Conditions | None = None,
+        said: Conditions | str | None = "truth",
+        *,
+        noise: float = 0.01,
+        lost: frozenset[int] = frozenset(),
+        batch: tuple[int, int] = (512, 4096),
+        factor: float = 1.0,
+        **more: float,
+    ) -> "Job":
         usual = true or Conditions()
         for _ in range(count):
             true = usual.without_skew() if self.without >= STRAGGLING else usual
-            step_time_s = factor * math.exp(self.truth.log_time(self.plan, true) + noise * self.random.standard_normal())
+            step_time_s = factor * math.exp(
+                self.truth.log_time(self.plan, true) + noise * self.random.standard_normal()
+            )
             self.step, self.time_s = self.step + 1, self.time_s + step_time_s
-            readings = self.readings(true if said == "truth" else said, {name.replace("_slowdown_", "_slowdown/"): value for name, value in more.items()})
-            decision = self.advisor.decide(Observation(step=self.step, time_s=self.time_s, step_times_s=(step_time_s,), readings=readings,
-                                                       global_batch=batch[0], seq_len=batch[1], lost_devices=lost))
+            readings = self.readings(
+                true if said == "truth" else said,
+                {name.replace("_slowdown_", "_slowdown/"): value for name, value in more.items()},
+            )
+            decision = self.advisor.decide(
+                Observation(
+                    step=self.step,
+                    time_s=self.time_s,
+                    step_times_s=(step_time_s,),
+                    readings=readings,
+                    global_batch=batch[0],
+                    seq_len=batch[1],
+                    lost_devices=lost,
+                )
+            )
             if decision is not None:
                 self.decisions.append(decision)
-                self.pending = (self.step + self.prepare_steps, decision) if decision.action == "switch" else None
+                self.pending = (
+                    (self.step + self.prepare_steps, decision)
+                    if decision.action == "switch"
+                    else None
+                )
             self.switch_if_ready()
         return self
 
@@ -157,7 +231,14 @@ def test_a_slow_link_is_answered_and_its_end_too():
 def test_a_switch_is_held_against_what_was_expected_of_it_on_links_as_they_were(monkeypatch):
     links = []
     learn = CostModel.learn
-    monkeypatch.setattr(CostModel, "learn", lambda self, rung, old, plan, pricing, **more: (links.append(pricing.cluster.between), learn(self, rung, old, plan, pricing, **more)))
+    monkeypatch.setattr(
+        CostModel,
+        "learn",
+        lambda self, rung, old, plan, pricing, **more: (
+            links.append(pricing.cluster.between),
+            learn(self, rung, old, plan, pricing, **more),
+        ),
+    )
     job = Job(num_steps=5000).go(200).go(400, SLOW).go(400)
     assert len(job.switches) == 2
     slow, whole = (link.bytes_per_s for link in links)
@@ -184,7 +265,15 @@ def test_flapping_is_sat_out():
     assert len(job.switches) <= 2
 
 
-@pytest.mark.parametrize("lie", [Conditions(between=10.0, inside=10.0), Conditions(between=0.3), Conditions(compute=3.0), Conditions(skew=2.0)])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Conditions(between=10.0, inside=10.0),
+        Conditions(between=0.3),
+        Conditions(compute=3.0),
+        Conditions(skew=2.0),
+    ],
+)
 @pytest.mark.parametrize("from_the_start", [True, False])
 def test_lies_are_harmless(lie, from_the_start):
     job = Job().go(1 if from_the_start else 100).go(500, said=lie)
@@ -205,7 +294,9 @@ def test_steps_that_changed_are_puzzling_until_readings_say_why():
     job = Job(num_steps=5000).go(100)
     assert not job.advisor.is_puzzled
     assert job.go(2, SLOW, said=None).advisor.is_puzzled, "two steps that look different"
-    assert job.go(40, SLOW, said=None).advisor.is_puzzled, "they are different, and nobody knows why"
+    assert job.go(40, SLOW, said=None).advisor.is_puzzled, (
+        "they are different, and nobody knows why"
+    )
     assert not job.go(20, SLOW).advisor.is_puzzled
 
 
@@ -220,8 +311,15 @@ def test_during_the_cool_down_nothing_is_switched():
     assert len(job.switches) == 2
 
 
-@pytest.mark.parametrize("settings", [ControlConfig(max_switches=0), ControlConfig(allow=("pipe=8,fsdp=8",)), ControlConfig(budget_share=1e-4),
-                                      ControlConfig(min_gain=0.9)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ControlConfig(max_switches=0),
+        ControlConfig(allow=("pipe=8,fsdp=8",)),
+        ControlConfig(budget_share=1e-4),
+        ControlConfig(min_gain=0.9),
+    ],
+)
 def test_settings_keep_the_plan(settings):
     assert all(plan.axes == POOR.axes for _, plan in Job(POOR, settings=settings).go(300).switches)
     assert Job(POOR, settings=ControlConfig(max_switches=0)).go(300).switches == []
@@ -244,7 +342,11 @@ def test_a_plan_that_failed_is_not_tried_again_at_once():
     assert failed is not None
     later = [each.plan for each in job.decisions[1:] if each.action == "switch"]
     assert failed not in later
-    assert any("did not compile" in each.verdict for decision in job.decisions[1:] for each in decision.alternatives)
+    assert any(
+        "did not compile" in each.verdict
+        for decision in job.decisions[1:]
+        for each in decision.alternatives
+    )
     assert job.plan != POOR  # another one was nearly as good
 
 
@@ -263,7 +365,9 @@ def test_a_plan_that_turns_out_slower_is_left_again_and_not_tried_soon():
     chosen = job.decisions[0].plan
     assert chosen is not None
     truth = job.truth.log_time
-    job.truth.log_time = lambda plan, conditions=None: truth(plan, conditions) + (1.0 if plan == chosen else 0.0)
+    job.truth.log_time = lambda plan, conditions=None: (
+        truth(plan, conditions) + (1.0 if plan == chosen else 0.0)
+    )
     job.go(60)
     assert [plan for _, plan in job.switches][:2] == [chosen, POOR]
     job.go(60)
@@ -296,13 +400,16 @@ def test_a_forced_move_that_fails_is_decided_anew():
 
 def test_a_straggler_for_hours_is_left_out():
     settings = ControlConfig(budget_share=0.02)
-    job = Job(num_steps=30000, switch_s=60.0, settings=settings, costs=SwitchCosts(restart_s=20.0)).go(100)
+    job = Job(
+        num_steps=30000, switch_s=60.0, settings=settings, costs=SwitchCosts(restart_s=20.0)
+    ).go(100)
     slow = Conditions(skew=3.0)
     job.go(400, slow, straggler=2.0)
     assert len(job.switches) == 1
     left_out = next(each for each in reversed(job.decisions) if each.action == "switch")
     assert left_out.without >= STRAGGLING
-    # The others are as fast as ever. The slow one is tried again once, after many times as long as it was known to be slow, and left out again.
+    # The others are as fast as ever. The slow one is tried again once, after many times as long as
+    # it was known to be slow, and left out again.
     job.go(250, slow)
     assert len(job.switches) == 1
     job.go(9000, slow)
@@ -311,8 +418,16 @@ def test_a_straggler_for_hours_is_left_out():
 
 
 def test_the_devices_of_the_slow_process_are_those_that_it_has_wherever_they_are():
-    """Tasks that are dealt out to nodes in turn: the first host has processes 0 and 2, the second 1 and 3, each other one of its own."""
-    dealt = [0] * 4 + [2] * 4 + [1] * 4 + [3] * 4 + [process for process in range(4, 10) for _ in range(8)]
+    """Tasks that are dealt out to nodes in turn: the first host has processes 0 and 2, the second 1
+    and 3, each other one of its own.
+    """
+    dealt = (
+        [0] * 4
+        + [2] * 4
+        + [1] * 4
+        + [3] * 4
+        + [process for process in range(4, 10) for _ in range(8)]
+    )
     job = Job(num_steps=200_000, process_of=dealt).go(300)
     job.go(30, Conditions(skew=1.5), straggler=2.0)
     assert job.advisor._straggling == {4, 5, 6, 7}
@@ -333,7 +448,9 @@ def test_a_slow_stage_gets_fewer_layers_and_its_own_again_when_it_has_recovered(
 
 
 def test_a_device_is_lost_while_a_stage_is_slow():
-    """The plan with stages that the run is under needs more devices than are left, and is not priced on those."""
+    """The plan with stages that the run is under needs more devices than are left, and is not
+    priced on those.
+    """
     slow = Conditions(skew=2.0, slow_part=(16 / 64, 24 / 64))
     job = Job(POOR, num_steps=8000, prepare_steps=10_000).go(100).go(60, slow, straggler=2.0)
     job.go(1, slow, straggler=2.0, lost=frozenset({60}))
@@ -348,12 +465,21 @@ def test_meshes_on_the_list_are_searched_for():
     listed = "pipe=2,fsdp=8,tensor=4"
     assert listed not in [str(each.plan.axes) for each in search(PRICING).best]
     job = Job(POOR, settings=ControlConfig(allow=(listed, "fsdp=16"))).go(40)
-    shown = {str(each.plan.axes) for decision in job.decisions for each in decision.alternatives if each.verdict != "not on the list of meshes that may be switched to"}
+    shown = {
+        str(each.plan.axes)
+        for decision in job.decisions
+        for each in decision.alternatives
+        if each.verdict != "not on the list of meshes that may be switched to"
+    }
     assert shown == {listed}  # the other one is too small for the devices that are there
 
 
 def test_a_mesh_that_is_not_on_the_list_is_better_than_devices_that_are_lost():
-    job = Job(settings=ControlConfig(allow=(str(BEST.axes),), max_switches=0)).go(30).go(1, lost=frozenset({60}))
+    job = (
+        Job(settings=ControlConfig(allow=(str(BEST.axes),), max_switches=0))
+        .go(30)
+        .go(1, lost=frozenset({60}))
+    )
     assert job.decisions[-1].mandatory
     assert job.decisions[-1].plan is not None
     assert job.decisions[-1].plan.num_devices <= 56
@@ -361,13 +487,15 @@ def test_a_mesh_that_is_not_on_the_list_is_better_than_devices_that_are_lost():
 
 def test_what_a_run_did_before_it_was_resumed_counts():
     """Time that was spent, switches that were made, and how long ago."""
+
     def resumed(**settings) -> Job:
         job = Job(POOR, settings=ControlConfig(**settings))
         job.step = 103
         return job
 
     job = resumed()
-    job.advisor.remember({"move_s": 50.0}, step=60, by_choice=False)  # had to be, and is not the budget's
+    # had to be, and is not the budget's
+    job.advisor.remember({"move_s": 50.0}, step=60, by_choice=False)
     job.advisor.remember({"move_s": 1.0, "compile_tax_s": 2.0}, step=100, by_choice=True)
     assert job.advisor._costs.spent_s == 3.0
     job.go(20)
@@ -388,20 +516,36 @@ def test_a_run_that_goes_on_from_a_checkpoint_does_not_cool_down_until_where_it_
     job.step -= 350
     left_at = job.step
     job.go(60)  # the device is back
-    blocked = [each.step for each in job.decisions if each.step > left_at and "cooling down" in each.why and "until step" in each.why]
+    blocked = [
+        each.step
+        for each in job.decisions
+        if each.step > left_at and "cooling down" in each.why and "until step" in each.why
+    ]
     assert all(step <= left_at + 40 for step in blocked)
     assert len(job.switches) > made + 1
 
 
 def test_a_phase_after_the_end_of_the_run_is_none():
-    phases = (Phase(first_step=1, global_batch=512, seq_len=4096), Phase(first_step=201, global_batch=1024, seq_len=4096))
-    assert any("the phase that begins at step 201" in each.trigger for each in Job(num_steps=201, phases=phases).go(199).decisions)
-    assert not any("phase" in each.trigger for each in Job(num_steps=200, phases=phases).go(199).decisions)
+    phases = (
+        Phase(first_step=1, global_batch=512, seq_len=4096),
+        Phase(first_step=201, global_batch=1024, seq_len=4096),
+    )
+    assert any(
+        "the phase that begins at step 201" in each.trigger
+        for each in Job(num_steps=201, phases=phases).go(199).decisions
+    )
+    assert not any(
+        "phase" in each.trigger for each in Job(num_steps=200, phases=phases).go(199).decisions
+    )
 
 
 def test_the_way_back_is_made_though_the_budget_is_spent():
     """What it was left for is over, and the way back was reserved."""
-    job = Job(num_steps=3000, switch_s=8.0, costs=SwitchCosts(stop_s=0.5, verify_s=0.1, first_steps_s=0.1, compile_tax_s=0.1))
+    job = Job(
+        num_steps=3000,
+        switch_s=8.0,
+        costs=SwitchCosts(stop_s=0.5, verify_s=0.1, first_steps_s=0.1, compile_tax_s=0.1),
+    )
     job.go(100).go(400, SLOW)
     assert len(job.switches) == 1
     assert job.advisor._costs.spent_s == 8.0
@@ -415,13 +559,22 @@ def test_memory_that_runs_short_makes_the_plan_smaller():
     needed = PRICING.memory(BEST).total / CLUSTER.accelerator.memory_bytes
     job.go(50, memory_peak_share=needed)
     for taken in np.linspace(0.0, 0.95 - needed, 30):
-        job.go(2, memory_peak_share=min(0.99, PRICING.memory(job.plan).total / CLUSTER.accelerator.memory_bytes + float(taken)))
+        job.go(
+            2,
+            memory_peak_share=min(
+                0.99,
+                PRICING.memory(job.plan).total / CLUSTER.accelerator.memory_bytes + float(taken),
+            ),
+        )
     assert job.switches
     assert PRICING.memory(job.plan).total < PRICING.memory(BEST).total
 
 
 def test_a_planned_phase_is_prepared_before_it_begins_and_switched_to_at_its_boundary():
-    phases = (Phase(first_step=1, global_batch=512, seq_len=4096), Phase(first_step=301, global_batch=32, seq_len=4096))
+    phases = (
+        Phase(first_step=1, global_batch=512, seq_len=4096),
+        Phase(first_step=301, global_batch=32, seq_len=4096),
+    )
     job = Job(BEST, num_steps=5000, phases=phases)
     assert not is_legal(BEST, replace(CONFIG, data=replace(CONFIG.data, global_batch=32)))
     job.go(300)
@@ -434,7 +587,10 @@ def test_a_planned_phase_is_prepared_before_it_begins_and_switched_to_at_its_bou
 
 
 def test_what_has_to_be_is_not_withdrawn_for_other_news():
-    phases = (Phase(first_step=1, global_batch=512, seq_len=4096), Phase(first_step=301, global_batch=32, seq_len=4096))
+    phases = (
+        Phase(first_step=1, global_batch=512, seq_len=4096),
+        Phase(first_step=301, global_batch=32, seq_len=4096),
+    )
     job = Job(BEST, num_steps=5000, phases=phases).go(280)
     assert job.pending is not None
     job.go(20, said=Conditions(between=10.0))  # which step times do not bear out
@@ -442,7 +598,10 @@ def test_what_has_to_be_is_not_withdrawn_for_other_news():
 
 
 def test_a_boundary_that_is_many_quick_steps_away_is_waited_for():
-    phases = (Phase(first_step=1, global_batch=512, seq_len=4096), Phase(first_step=1501, global_batch=32, seq_len=4096))
+    phases = (
+        Phase(first_step=1, global_batch=512, seq_len=4096),
+        Phase(first_step=1501, global_batch=32, seq_len=4096),
+    )
     job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
     decision = job.decisions[-1]
     assert (decision.action, decision.at_step) == ("switch", 1500)
@@ -468,7 +627,13 @@ def test_a_switch_that_is_no_longer_wanted_is_withdrawn():
 def test_a_search_in_the_background_delays_the_decision_only():
     answers = iter([None] * 7)
     job = Job(POOR)
-    job.advisor = Advisor(pricing=PRICING, plan=POOR, num_steps=3000, settings=ControlConfig(), searcher=lambda pricing: next(answers, search(pricing)))
+    job.advisor = Advisor(
+        pricing=PRICING,
+        plan=POOR,
+        num_steps=3000,
+        settings=ControlConfig(),
+        searcher=lambda pricing: next(answers, search(pricing)),
+    )
     job.go(16)
     assert job.decisions == []
     job.go(10)
@@ -478,9 +643,17 @@ def test_a_search_in_the_background_delays_the_decision_only():
 def test_what_has_to_be_is_not_forgotten_while_a_search_is_at_work():
     waits = iter([None] * 30)
     job = Job(num_steps=5000)
-    job.advisor = Advisor(pricing=PRICING, plan=BEST, num_steps=5000, settings=ControlConfig(), searcher=lambda pricing: next(waits, search(pricing)))
+    job.advisor = Advisor(
+        pricing=PRICING,
+        plan=BEST,
+        num_steps=5000,
+        settings=ControlConfig(),
+        searcher=lambda pricing: next(waits, search(pricing)),
+    )
     job.go(60, lost=frozenset({11}))
-    assert next(waits, "none left") == "none left", "news of step times came while the search was at work"
+    assert next(waits, "none left") == "none left", (
+        "news of step times came while the search was at work"
+    )
     assert [each.mandatory for each in job.decisions if each.action == "switch"] == [True]
     assert 11 in job.without
 
@@ -492,7 +665,9 @@ def test_when_everything_has_failed_it_waits_before_it_tries_again():
     tried = [(each.plan.digest, each.step) for each in job.decisions if each.plan is not None]
     for number, (digest, step) in enumerate(tried):
         earlier = [at for other, at in tried[:number] if other == digest]
-        assert all(step - at > ControlConfig().cooldown_steps for at in earlier), "left alone for a while"
+        assert all(step - at > ControlConfig().cooldown_steps for at in earlier), (
+            "left alone for a while"
+        )
     assert any(each.mandatory and each.action == "stay" for each in job.decisions)
     assert max(step for _, step in tried) > 500, "and tried again"
 
@@ -512,7 +687,9 @@ def test_a_search_that_finds_nothing_leaves_the_run_as_it_is():
         raise PlanError("no layout has what is fixed")
 
     job = Job(POOR)
-    job.advisor = Advisor(pricing=PRICING, plan=POOR, num_steps=3000, settings=ControlConfig(), searcher=nothing)
+    job.advisor = Advisor(
+        pricing=PRICING, plan=POOR, num_steps=3000, settings=ControlConfig(), searcher=nothing
+    )
     # What it can have without moving its state it still may.
     assert {plan.axes for _, plan in job.go(300).switches} <= {POOR.axes}
 
@@ -527,7 +704,9 @@ def test_every_decision_is_json_and_says_why():
 
 
 def test_the_same_run_is_decided_in_the_same_way():
-    assert [each.as_json() for each in Job(POOR).go(150).decisions] == [each.as_json() for each in Job(POOR).go(150).decisions]
+    assert [each.as_json() for each in Job(POOR).go(150).decisions] == [
+        each.as_json() for each in Job(POOR).go(150).decisions
+    ]
 
 
 def test_what_was_learnt_is_there_in_the_next_run(tmp_path):
@@ -540,15 +719,27 @@ def test_what_was_learnt_is_there_in_the_next_run(tmp_path):
     assert job.true_s(again.switches[0][1]) < 1.05 * job.true_s(job.plan)
 
 
-def test_what_earlier_runs_took_for_slow_exchanges_does_not_make_a_known_slow_link_slower_still(tmp_path):
-    """Hardware whose link is an eighth of what it is called: earlier runs learnt that exchanges take long, this one that the link is slow."""
+def test_what_earlier_runs_took_for_slow_exchanges_does_not_make_a_known_slow_link_slower_still(
+    tmp_path,
+):
+    """Hardware whose link is an eighth of what it is called: earlier runs learnt that exchanges
+    take long, this one that the link is slow.
+    """
     poor, earlier, truth = Conditions(between=8.0), Predictor(), Truth(2)
     for plan in PLANS[::6]:
-        earlier.learn(query(plan, PRICING, "512 x 4096 tokens"), log_time=truth.log_time(plan, poor), noise=0.02, count=20, step=5)
+        earlier.learn(
+            query(plan, PRICING, "512 x 4096 tokens"),
+            log_time=truth.log_time(plan, poor),
+            noise=0.02,
+            count=20,
+            step=5,
+        )
     earlier.save(tmp_path / "learnt.json")
     job = Job(seed=2, memory=tmp_path / "learnt.json").go(60, poor)
     assert job.decisions[-1].inputs["conditions"]["between"] == pytest.approx(8.0, rel=0.1)
-    foretold = [each.step_time_s / job.true_s(each.plan, poor) for each in job.decisions[-1].alternatives]
+    foretold = [
+        each.step_time_s / job.true_s(each.plan, poor) for each in job.decisions[-1].alternatives
+    ]
     assert foretold == pytest.approx([1.0] * len(foretold), abs=0.1)
 
 

@@ -1,11 +1,15 @@
-"""Caution grows with going to and fro, fades with time, and what had to be is not held against a run."""
+"""Caution grows with going to and fro, fades with time, and what had to be is not held against a
+run.
+"""
 
 import pytest
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.deciding.allowance import FORGOTTEN_S, FRO, Allowance
 
-SETTINGS = ControlConfig(cooldown_steps=30, window_steps=20, canary_steps=5, max_switches=2, budget_share=0.01)
+SETTINGS = ControlConfig(
+    cooldown_steps=30, window_steps=20, canary_steps=5, max_switches=2, budget_share=0.01
+)
 
 
 def test_switches_by_choice_are_counted():
@@ -48,6 +52,11 @@ def test_the_budget_is_a_share_of_the_run():
 def test_cooling_down_takes_fewer_steps_where_they_are_slow():
     allowance = Allowance(ControlConfig(cooldown_steps=30, window_steps=8, canary_steps=3))
     allowance.cool(100, by_choice=True)
-    assert [allowance.cool_until(slowed) for slowed in (0.5, 1.0, 2.0, 100.0)] == [130, 130, 115, 106]
+    assert [allowance.cool_until(slowed) for slowed in (0.5, 1.0, 2.0, 100.0)] == [
+        130,
+        130,
+        115,
+        106,
+    ]
     assert allowance.too_soon(120)
     assert not allowance.too_soon(120, 2.0)

@@ -1,4 +1,6 @@
-"""A question asked in the background: one at a time, its answer taken once, its error raised by who takes it."""
+"""A question asked in the background: one at a time, its answer taken once, its error raised by who
+takes it.
+"""
 
 import threading
 

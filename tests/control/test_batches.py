@@ -14,13 +14,18 @@ def test_lengths_are_those_of_each_part_of_a_row():
     assert document_lengths(segments).tolist() == [3, 2, 1, 6]
 
 
-@pytest.mark.parametrize(("segments", "counts", "padding"), [
-    ([0, 0, 0, 0], [YES, YES, YES, YES], 0),
-    ([0, 0, 1, 1], [YES, NO, YES, YES], 0),  # a document ends
-    ([0, 1, 1, 1], [NO, YES, YES, NO], 0),  # one of a single token, and one that ends with the window
-    ([0, 0, 0, 0], [YES, NO, NO, NO], 3),  # a row padded behind its only document
-    ([0, 0, 1, 1], [YES, NO, NO, NO], 2),  # padding as a document of its own
-    ([0, 0, 0, 0], [NO, NO, NO, NO], 4)])  # a row that is there for its place only
+@pytest.mark.parametrize(
+    ("segments", "counts", "padding"),
+    [
+        ([0, 0, 0, 0], [YES, YES, YES, YES], 0),
+        ([0, 0, 1, 1], [YES, NO, YES, YES], 0),  # a document ends
+        # one of a single token, and one that ends with the window
+        ([0, 1, 1, 1], [NO, YES, YES, NO], 0),
+        ([0, 0, 0, 0], [YES, NO, NO, NO], 3),  # a row padded behind its only document
+        ([0, 0, 1, 1], [YES, NO, NO, NO], 2),  # padding as a document of its own
+        ([0, 0, 0, 0], [NO, NO, NO, NO], 4),
+    ],
+)  # a row that is there for its place only
 def test_padding_does_not_count_and_ends_no_document(segments, counts, padding):
     assert padding_share(np.array([segments]), np.array([counts])) == padding / 4
 

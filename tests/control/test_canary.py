@@ -7,18 +7,29 @@ import pytest
 from optimus_jax.control.canary import is_clearly_slower, judge
 
 BEFORE_S = (1.0, 1.02, 0.98, 1.01, 0.99)
-GOOD = {"losses": (2.0,), "before_s": BEFORE_S, "predicted_s": 0.8, "steps_left": 1000, "back_s": 5.0}
+GOOD = {
+    "losses": (2.0,),
+    "before_s": BEFORE_S,
+    "predicted_s": 0.8,
+    "steps_left": 1000,
+    "back_s": 5.0,
+}
 
 
-@pytest.mark.parametrize(("times_s", "changes", "keep", "word"), [
-    ((3.0, 0.8, 0.82, 0.79), {}, True, "foretold"),  # the first step is not counted
-    ((3.0, 0.95, 0.95, 0.95), {}, True, "0.95 s per step, 0.8 s foretold"),  # the prediction was missed, and it is faster all the same
-    ((1.0, 1.3, 1.31, 1.29), {}, False, "1.3 s per step"),
-    ((1.0, 1.01, 0.99, 1.02), {}, True, "before"),  # noise
-    ((1.0, 1.3, 1.31, 1.29), {"steps_left": 3}, True, "going back would take"),
-    ((1.0, 0.8), {"losses": (2.0, math.nan)}, False, "not finite"),
-    ((1.3,), {}, False, "1.3"),
-    ((), {}, True, "no step")])
+@pytest.mark.parametrize(
+    ("times_s", "changes", "keep", "word"),
+    [
+        ((3.0, 0.8, 0.82, 0.79), {}, True, "foretold"),  # the first step is not counted
+        # the prediction was missed, and it is faster all the same
+        ((3.0, 0.95, 0.95, 0.95), {}, True, "0.95 s per step, 0.8 s foretold"),
+        ((1.0, 1.3, 1.31, 1.29), {}, False, "1.3 s per step"),
+        ((1.0, 1.01, 0.99, 1.02), {}, True, "before"),  # noise
+        ((1.0, 1.3, 1.31, 1.29), {"steps_left": 3}, True, "going back would take"),
+        ((1.0, 0.8), {"losses": (2.0, math.nan)}, False, "not finite"),
+        ((1.3,), {}, False, "1.3"),
+        ((), {}, True, "no step"),
+    ],
+)
 def test_verdicts(times_s, changes, keep, word):
     verdict = judge(times_s, **GOOD | changes)
     assert verdict.keep == keep
@@ -40,8 +51,16 @@ def test_what_had_to_be_left_is_no_measure():
     assert not judge((3.0, 9.0), **{**GOOD, "before_s": (), "losses": (math.inf, 2.0)}).keep
 
 
-@pytest.mark.parametrize(("times_s", "expected"), [
-    ((9.0, 1.6, 1.6), True), ((9.0, 1.6), False), ((9.0, 1.6, 1.5), False), ((9.0, 9.0, 1.0), False), ((), False)])
+@pytest.mark.parametrize(
+    ("times_s", "expected"),
+    [
+        ((9.0, 1.6, 1.6), True),
+        ((9.0, 1.6), False),
+        ((9.0, 1.6, 1.5), False),
+        ((9.0, 9.0, 1.0), False),
+        ((), False),
+    ],
+)
 def test_a_plan_that_is_clearly_slower_is_not_watched_to_the_end(times_s, expected):
     """The first step is not counted, and one slow step is an accident."""
     assert is_clearly_slower(times_s, BEFORE_S) == expected

@@ -1,4 +1,6 @@
-"""What could be switched to: other executables, what is left of a cluster, and what a switch has to touch."""
+"""What could be switched to: other executables, what is left of a cluster, and what a switch has to
+touch.
+"""
 
 from dataclasses import replace
 
@@ -21,9 +23,16 @@ from optimus_jax.planning.search.search import fits
 PLAN = plan_on("fsdp=64", microbatches=2)
 
 
-@pytest.mark.parametrize(("other", "rung"), [
-    (replace(PLAN, microbatches=4), "executable"), (replace(PLAN, remat="none"), "executable"), (replace(PLAN, zero=1), "remesh"),
-    (plan_on("data=2,fsdp=32"), "remesh"), (plan_on("pipe=2,fsdp=32"), "remesh")])
+@pytest.mark.parametrize(
+    ("other", "rung"),
+    [
+        (replace(PLAN, microbatches=4), "executable"),
+        (replace(PLAN, remat="none"), "executable"),
+        (replace(PLAN, zero=1), "remesh"),
+        (plan_on("data=2,fsdp=32"), "remesh"),
+        (plan_on("pipe=2,fsdp=32"), "remesh"),
+    ],
+)
 def test_the_rung_says_what_has_to_be_touched(other, rung):
     assert rung_of(PLAN, other, same_devices=True) == rung
     assert rung_of(PLAN, other, same_devices=False) == "subset"
@@ -33,8 +42,22 @@ def test_the_rung_says_what_has_to_be_touched(other, rung):
 def test_other_schedules_of_the_same_stages_move_nothing():
     staged = plan_on("pipe=2,fsdp=32")
     assert staged.pipeline is not None
-    assert rung_of(staged, replace(staged, pipeline=replace(staged.pipeline, schedule="gpipe")), same_devices=True) == "executable"
-    assert rung_of(staged, replace(staged, pipeline=replace(staged.pipeline, layers_per_stage=(15, 17))), same_devices=True) == "rebalance"
+    assert (
+        rung_of(
+            staged,
+            replace(staged, pipeline=replace(staged.pipeline, schedule="gpipe")),
+            same_devices=True,
+        )
+        == "executable"
+    )
+    assert (
+        rung_of(
+            staged,
+            replace(staged, pipeline=replace(staged.pipeline, layers_per_stage=(15, 17))),
+            same_devices=True,
+        )
+        == "rebalance"
+    )
 
 
 def test_executables_are_legal_fit_and_keep_the_state_where_it_is():
@@ -46,7 +69,9 @@ def test_executables_are_legal_fit_and_keep_the_state_where_it_is():
         assert is_legal(other, CONFIG)
         assert fits(PRICING.memory(other), CLUSTER)
     assert sum(times(found[0], PRICING).values()) <= sum(times(found[-1], PRICING).values())
-    fixed = replace(PRICING, config=CONFIG.with_values({"parallel.microbatches": 2, "parallel.remat": "full"}))
+    fixed = replace(
+        PRICING, config=CONFIG.with_values({"parallel.microbatches": 2, "parallel.remat": "full"})
+    )
     assert executables(PLAN, fixed) == []
 
 
@@ -56,13 +81,18 @@ def test_of_several_hosts_those_with_lost_devices_are_left_out(lost, hosts):
     assert (first.num_hosts, first.devices_per_host) == (hosts, 8)
     assert lost <= without
     assert len(without) == 64 - first.num_devices
-    assert [cluster.num_hosts for cluster, _ in others] == sorted([cluster.num_hosts for cluster, _ in others], reverse=True)
+    assert [cluster.num_hosts for cluster, _ in others] == sorted(
+        [cluster.num_hosts for cluster, _ in others], reverse=True
+    )
 
 
 def test_of_one_host_the_other_devices_are_used():
     one = replace(CLUSTER, num_hosts=1, between=None)
     found = list(leaving_out(one, frozenset({2}), CONFIG))
-    assert [(cluster.devices_per_host, sorted(without)) for cluster, without in found][:2] == [(7, [2]), (6, [2, 7])]
+    assert [(cluster.devices_per_host, sorted(without)) for cluster, without in found][:2] == [
+        (7, [2]),
+        (6, [2, 7]),
+    ]
 
 
 def test_sizes_that_nothing_divides_over_are_skipped():
@@ -104,4 +134,7 @@ def test_what_the_user_fixed_and_cannot_be_had_finds_nothing():
         raise PlanError("the mesh needs 64 devices")
 
     assert Searches(searcher).best("key", PRICING) == []
-    assert relaxed(CONFIG.with_values({"parallel.mesh": "fsdp=64", "parallel.zero": 3})).parallel.mesh == "auto"
+    assert (
+        relaxed(CONFIG.with_values({"parallel.mesh": "fsdp=64", "parallel.zero": 3})).parallel.mesh
+        == "auto"
+    )

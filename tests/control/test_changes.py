@@ -1,4 +1,5 @@
-"""Changes are found soon after they can be told from noise, and hardly ever where there are none."""
+"""Changes are found soon after they can be told from noise, and hardly ever where there are
+none."""
 
 import math
 
@@ -22,9 +23,12 @@ def changes(values: np.ndarray) -> list[int]:
     return [index for index, value in enumerate(values) if detector.add(float(value)) is not None]
 
 
-@pytest.mark.parametrize(("noise", "spikes"), [(0.005, 0.0), (0.02, 0.01), (0.05, 0.02), (0.1, 0.0)])
+@pytest.mark.parametrize(
+    ("noise", "spikes"), [(0.005, 0.0), (0.02, 0.01), (0.05, 0.02), (0.1, 0.0)]
+)
 def test_false_alarms_are_rare_on_stationary_noise(noise, spikes):
-    """In 60,000 steps of each kind; a tenth of noise is as much as the change that is looked for."""
+    """In 60,000 steps of each kind; a tenth of noise is as much as the change that is looked
+    for."""
     alarms = sum(len(changes(steps(seed, 2000, noise, spikes))) for seed in range(30))
     assert alarms <= (1 if noise < 0.1 else 6)
 
@@ -32,7 +36,9 @@ def test_false_alarms_are_rare_on_stationary_noise(noise, spikes):
 @pytest.mark.parametrize(("noise", "most_steps"), [(0.005, 6), (0.02, 6), (0.05, 14), (0.1, 50)])
 @pytest.mark.parametrize("shift", [1.1, 1 / 1.1, 1.5, 0.5])
 def test_a_sustained_change_is_found_within_a_few_steps(noise, most_steps, shift):
-    """A tenth is THRESHOLD / (shift^2 / 2 noise^2) steps from being distinguishable, and it takes VOTES, some of which noise may have cast before."""
+    """A tenth is THRESHOLD / (shift^2 / 2 noise^2) steps from being distinguishable, and it takes
+    VOTES, some of which noise may have cast before.
+    """
     delays = []
     for seed in range(40):
         values = steps(seed, 200, noise)
@@ -64,13 +70,15 @@ def test_fewer_spikes_in_a_row_than_votes_are_no_change():
 
 
 def test_what_was_there_before_is_told_sooner():
-    """A link that flaps: its slow times are over before a level that was never seen could be told from spikes."""
+    """A link that flaps: its slow times are over before a level that was never seen could be told
+    from spikes.
+    """
     noise = steps(1, 100, 0.01)
     noise[40:70] += 0.5
     assert changes(noise) == [40 + VOTES - 1, 70 + BACK - 1]
     fewer = steps(1, 100, 0.01)
     fewer[40:70] += 0.5
-    fewer[55:55 + BACK - 1] -= 0.5
+    fewer[55 : 55 + BACK - 1] -= 0.5
     assert changes(fewer) == [40 + VOTES - 1, 70 + BACK - 1]
 
 
@@ -93,7 +101,9 @@ def test_nothing_that_is_added_breaks_it(values):
 
 
 def test_before_anything_has_ended_it_is_ski_rental():
-    """What has lasted a third as long as it takes to earn a cost back is as likely as not to last that long."""
+    """What has lasted a third as long as it takes to earn a cost back is as likely as not to last
+    that long.
+    """
     durations = Durations(prior_s=1.0)
     assert durations.survival(99.0, 300.0) == pytest.approx(0.5)
     assert durations.wait_s(49.0, 300.0, 0.5) == pytest.approx(50.0)
@@ -112,7 +122,12 @@ def test_short_regimes_teach_caution_and_long_ones_confidence():
     assert lasting.expected_s(0.0, 1e6) == pytest.approx(3600.0 * 5 / 4.5, rel=0.05)
 
 
-@given(elapsed=st.floats(0, 1e6), more=st.floats(0, 1e5), horizon=st.floats(0, 1e6), past=st.lists(st.floats(0, 1e5), max_size=10))
+@given(
+    elapsed=st.floats(0, 1e6),
+    more=st.floats(0, 1e5),
+    horizon=st.floats(0, 1e6),
+    past=st.lists(st.floats(0, 1e5), max_size=10),
+)
 def test_durations_are_consistent(elapsed, more, horizon, past):
     durations = Durations(prior_s=10.0)
     for each in past:
@@ -123,7 +138,9 @@ def test_durations_are_consistent(elapsed, more, horizon, past):
     assert durations.survival(elapsed + more, 100.0) >= durations.survival(elapsed, 100.0)
     wait_s = durations.wait_s(elapsed, 100.0, 0.5)
     assert durations.survival(elapsed + wait_s, 100.0) >= 0.5 - 1e-9
-    assert durations.survival(elapsed, durations.over_s(elapsed, 0.9)) == pytest.approx(0.1, abs=1e-6)
+    assert durations.survival(elapsed, durations.over_s(elapsed, 0.9)) == pytest.approx(
+        0.1, abs=1e-6
+    )
 
 
 def test_expected_time_left_is_the_integral_of_survival():
@@ -131,5 +148,7 @@ def test_expected_time_left_is_the_integral_of_survival():
     for past in (20.0, 50.0):
         times = np.linspace(0, 300, 20001)
         survival = [durations.survival(5.0, float(time)) for time in times]
-        assert durations.expected_s(5.0, 300.0) == pytest.approx(np.trapezoid(survival, times), rel=1e-4)
+        assert durations.expected_s(5.0, 300.0) == pytest.approx(
+            np.trapezoid(survival, times), rel=1e-4
+        )
         durations.ended(past)

@@ -7,7 +7,13 @@ from plans import GPT, PLANS, make_config, make_plan
 from optimus_jax.control import commands as council_module
 from optimus_jax.control.commands import MOST_STEPS, Command, CommandBroadcast
 
-PREPARE = Command(kind="prepare", plan=make_plan(make_config(GPT, PLANS[0])), without=frozenset({3}), at_step=7, why="it is faster")
+PREPARE = Command(
+    kind="prepare",
+    plan=make_plan(make_config(GPT, PLANS[0])),
+    without=frozenset({3}),
+    at_step=7,
+    why="it is faster",
+)
 
 
 def test_alone_orders_are_heard_at_every_step():
@@ -45,17 +51,29 @@ def several(monkeypatch):
 
 def test_all_hear_what_the_first_has_given_and_when_they_meet_again(several):
     first, other = CommandBroadcast(), CommandBroadcast()
-    for command in (PREPARE, Command(kind="probe", anew=True), PREPARE, Command(kind="withdraw", why="it is not")):
+    for command in (
+        PREPARE,
+        Command(kind="probe", anew=True),
+        PREPARE,
+        Command(kind="withdraw", why="it is not"),
+    ):
         first.send(command)
     other.send(Command(kind="keep"))
     heard = first.receive(1, [0.3])
-    assert heard == (PREPARE, Command(kind="probe", anew=True), Command(kind="withdraw", why="it is not")), "the same is said once"
+    assert heard == (
+        PREPARE,
+        Command(kind="probe", anew=True),
+        Command(kind="withdraw", why="it is not"),
+    ), "the same is said once"
     assert other.receive(1, [5.0]) == heard
     for each in (first, other):
         assert [each.is_held(step) for step in (2, 4, 5, 6)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize(("step_times_s", "pause"), [([], MOST_STEPS), ([1e-9], MOST_STEPS), ([9.0, 0.3, 0.1], 4), ([2.0], 1)])
+@pytest.mark.parametrize(
+    ("step_times_s", "pause"),
+    [([], MOST_STEPS), ([1e-9], MOST_STEPS), ([9.0, 0.3, 0.1], 4), ([2.0], 1)],
+)
 def test_councils_are_about_a_second_apart(several, step_times_s, pause):
     commands = CommandBroadcast()
     commands.receive(10, step_times_s)

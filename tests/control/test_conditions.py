@@ -25,20 +25,43 @@ def reading(value: float, quality="good") -> Reading:
 
 def claimed(**readings: Reading) -> dict[str, float | None]:
     named = {name.replace("link_", "link_slowdown/"): each for name, each in readings.items()}
-    observation = Observation(step=1, time_s=1.0, step_times_s=(), readings=named, global_batch=8, seq_len=8, lost_devices=frozenset())
+    observation = Observation(
+        step=1,
+        time_s=1.0,
+        step_times_s=(),
+        readings=named,
+        global_batch=8,
+        seq_len=8,
+        lost_devices=frozenset(),
+    )
     return {name: each.value for name, each in claims(observation, CLUSTER, AXES).items()}
 
 
-@pytest.mark.parametrize(("conditions", "terms"), [
-    (Conditions(between=3.0), {"data"}), (Conditions(inside=3.0), {"tensor", "vocabulary"}),
-    (Conditions(compute=3.0), {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"}),
-    (Conditions(skew=3.0), {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"})])
+@pytest.mark.parametrize(
+    ("conditions", "terms"),
+    [
+        (Conditions(between=3.0), {"data"}),
+        (Conditions(inside=3.0), {"tensor", "vocabulary"}),
+        (
+            Conditions(compute=3.0),
+            {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"},
+        ),
+        (
+            Conditions(skew=3.0),
+            {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"},
+        ),
+    ],
+)
 def test_what_is_slower_makes_its_terms_longer_and_no_others_shorter(conditions, terms):
     plan = plan_on("data=8,tensor=8")
     before, after = times(plan, PRICING), times(plan, conditions.applied(PRICING))
     longer = {name for name in after if after[name] > 1.2 * before[name]}
     assert longer >= terms & before.keys()
-    assert all(after[name] >= before[name] * (1 - 1e-9) for name in before if name != "data" or conditions.between > 1)
+    assert all(
+        after[name] >= before[name] * (1 - 1e-9)
+        for name in before
+        if name != "data" or conditions.between > 1
+    )
 
 
 def test_normal_conditions_are_the_prices_themselves():
@@ -49,21 +72,31 @@ def probed_s(link: Link, num_members: int, platform: str) -> float:
     """Of the large message, as the cost model has it."""
     plan = AxisSizes.parse(f"data={num_members}")
     cluster = Cluster.parse(f"h100:{num_members}")
-    wires = Wires(plan, replace(cluster, inside=link), replace(PRICING.rates, collective_share=1.0, arrival_s=0.0))
+    wires = Wires(
+        plan,
+        replace(cluster, inside=link),
+        replace(PRICING.rates, collective_share=1.0, arrival_s=0.0),
+    )
     return wires.time(Exchange("all-reduce", ("data",), "step", messages_of(platform)[1], 1))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(3.6e9, 1.1e-3), (450e9, 2e-6), (0.6e9, 0.3e-3)])
+@pytest.mark.parametrize(
+    ("bytes_per_s", "latency_s"), [(3.6e9, 1.1e-3), (450e9, 2e-6), (0.6e9, 0.3e-3)]
+)
 @pytest.mark.parametrize("later", [1.5, 20.0, 1000.0])
-def test_a_link_is_slowed_so_that_its_probe_takes_what_it_took(platform, bytes_per_s, latency_s, later):
+def test_a_link_is_slowed_so_that_its_probe_takes_what_it_took(
+    platform, bytes_per_s, latency_s, later
+):
     link = Link(name="a link", bytes_per_s=bytes_per_s, latency_s=latency_s, source="a test")
     usual_s = probed_s(link, 4, platform)
     took_s = later * usual_s
     unit_s = byte_part_s(usual_s, 6 * latency_s)
     factor = (took_s - (usual_s - unit_s)) / unit_s
     assert probed_s(slowed(link, factor, 4, platform), 4, platform) == pytest.approx(took_s)
-    assert slowed(link, 0.5, 4, platform).bytes_per_s == 2 * bytes_per_s, "what is faster is no more so than was read"
+    assert slowed(link, 0.5, 4, platform).bytes_per_s == 2 * bytes_per_s, (
+        "what is faster is no more so than was read"
+    )
 
 
 def test_a_link_of_one_device_is_never_slow():
@@ -84,11 +117,27 @@ def test_the_grid_is_coarse_and_has_a_one():
 
 def test_the_link_itself_counts_before_axes_that_cross_it():
     assert claimed(link_between=reading(3.0), link_data=reading(9.0)) == {"between": 3.0}
-    assert claimed(link_data=reading(9.0), link_tensor=reading(2.0)) == {"between": 9.0, "inside": 2.0}
-    assert claimed(compute_slowdown=reading(1.2), process_skew=reading(1.5)) == {"compute": 1.2, "skew": 1.5}
+    assert claimed(link_data=reading(9.0), link_tensor=reading(2.0)) == {
+        "between": 9.0,
+        "inside": 2.0,
+    }
+    assert claimed(compute_slowdown=reading(1.2), process_skew=reading(1.5)) == {
+        "compute": 1.2,
+        "skew": 1.5,
+    }
 
 
-@pytest.mark.parametrize("useless", [reading(3.0, "stale"), UNKNOWN, reading(math.nan), reading(-1.0), reading(0.0), reading(math.inf)])
+@pytest.mark.parametrize(
+    "useless",
+    [
+        reading(3.0, "stale"),
+        UNKNOWN,
+        reading(math.nan),
+        reading(-1.0),
+        reading(0.0),
+        reading(math.inf),
+    ],
+)
 def test_what_is_stale_unknown_or_nonsense_claims_nothing(useless):
     assert claimed(link_between=useless, compute_slowdown=useless) == {}
     assert claimed(link_between=useless, link_data=reading(2.0)) == {"between": 2.0}
@@ -96,6 +145,13 @@ def test_what_is_stale_unknown_or_nonsense_claims_nothing(useless):
 
 def test_one_host_has_no_link_to_others():
     one = replace(CLUSTER, num_hosts=1, between=None)
-    observation = Observation(step=1, time_s=1.0, step_times_s=(), readings={"link_slowdown/between": reading(4.0)}, global_batch=8, seq_len=8,
-                              lost_devices=frozenset())
+    observation = Observation(
+        step=1,
+        time_s=1.0,
+        step_times_s=(),
+        readings={"link_slowdown/between": reading(4.0)},
+        global_batch=8,
+        seq_len=8,
+        lost_devices=frozenset(),
+    )
     assert claims(observation, one, AxisSizes.parse("tensor=8")) == {}

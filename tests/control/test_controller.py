@@ -1,4 +1,6 @@
-"""The controller in whole runs: decisions of a scripted advisor are carried out, kept or taken back, and nothing of the run is lost."""
+"""The controller in whole runs: decisions of a scripted advisor are carried out, kept or taken
+back, and nothing of the run is lost.
+"""
 
 import json
 import math
@@ -28,17 +30,42 @@ from optimus_jax.run import api
 
 STEPS = 24
 TINY = {
-    "steps": STEPS, "global_batch": 8, "seq_len": 32, "lr": 1e-2, "eval_every": 0, "progress": "none", "controller.canary_steps": 2,
-    "controller.probe_share": 0, "model.num_layers": 4, "model.embed_dim": 32, "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 8,
-    "model.mlp_dim": 64, "model.dropout": 0.1}
+    "steps": STEPS,
+    "global_batch": 8,
+    "seq_len": 32,
+    "lr": 1e-2,
+    "eval_every": 0,
+    "progress": "none",
+    "controller.canary_steps": 2,
+    "controller.probe_share": 0,
+    "model.num_layers": 4,
+    "model.embed_dim": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 8,
+    "model.mlp_dim": 64,
+    "model.dropout": 0.1,
+}
 START, OTHER = "data=8", "pipe=2,data=2,tensor=2"
-RATES = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
+RATES = Rates(
+    accelerator="cpu",
+    source="made up",
+    matmul_flops_per_s=5e10,
+    f32_matmul_flops_per_s=5e10,
+    memory_bytes_per_s=6e9,
+    num_cores=0.0,
+)
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n" for n in range(300)))
+    path.write_text(
+        "".join(
+            f"{n} bottles of beer on the wall, take {n % 7} down and pass them around.\n"
+            for n in range(300)
+        )
+    )
     return str(path)
 
 
@@ -84,7 +111,9 @@ class Advisor:
 
 
 class AtOnce:
-    """Does in the foreground what a thread would do: these runs would be over before it has compiled."""
+    """Does in the foreground what a thread would do: these runs would be over before it has
+    compiled.
+    """
 
     def __init__(self, name):
         pass
@@ -117,16 +146,37 @@ class Later:
 
 
 def switch_at(step: int, plan, *, predicted_s: float = 1e3, at_step: int | None = None) -> Decision:
-    alternative = Alternative(plan=plan, rung="remesh", step_time_s=predicted_s, gain_s=1.0, cost_s=0.1, probability=0.95, verdict=CHOSEN)
-    return Decision(step=step, action="switch", why="the script says so", plan=plan, rung="remesh", at_step=at_step, alternatives=(alternative,))
+    alternative = Alternative(
+        plan=plan,
+        rung="remesh",
+        step_time_s=predicted_s,
+        gain_s=1.0,
+        cost_s=0.1,
+        probability=0.95,
+        verdict=CHOSEN,
+    )
+    return Decision(
+        step=step,
+        action="switch",
+        why="the script says so",
+        plan=plan,
+        rung="remesh",
+        at_step=at_step,
+        alternatives=(alternative,),
+    )
 
 
 @pytest.fixture
 def devices(monkeypatch, tmp_path):
     """It is known how fast these are."""
     cluster = Cluster.of(discover())
-    here = LocalCluster(cluster=replace(cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")), rates=RATES,
-                records=tmp_path / "records.jsonl")
+    here = LocalCluster(
+        cluster=replace(
+            cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
+        ),
+        rates=RATES,
+        records=tmp_path / "records.jsonl",
+    )
     monkeypatch.setattr(api, "known_devices", lambda _: here)
     monkeypatch.setattr(assembly, "measurements_directory", lambda: tmp_path)
 
@@ -137,20 +187,38 @@ def scripted(monkeypatch, text, tmp_path, devices):
     monkeypatch.setattr(assembly, "Advisor", Advisor)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", AtOnce)
 
-    def run(script: dict[int, Decision], name: str = "run", *, control: str = "auto", resume: bool = False, **more):
+    def run(
+        script: dict[int, Decision],
+        name: str = "run",
+        *,
+        control: str = "auto",
+        resume: bool = False,
+        **more,
+    ):
         monkeypatch.setattr(Advisor, "script", script)
         own = {} if resume else TINY | {"mesh": START, "data": text}
-        return optimus_jax.train(None if resume else "gpt2-nano", run_dir=tmp_path / name, resume=resume, **own | {"control": control} | more)
+        return optimus_jax.train(
+            None if resume else "gpt2-nano",
+            run_dir=tmp_path / name,
+            resume=resume,
+            **own | {"control": control} | more,
+        )
 
     return run
 
 
 def events(result, *names):
-    return [event for event in map(json.loads, (result.run_dir / "events.jsonl").read_text().splitlines()) if event["event"] in names]
+    return [
+        event
+        for event in map(json.loads, (result.run_dir / "events.jsonl").read_text().splitlines())
+        if event["event"] in names
+    ]
 
 
 def losses(result):
-    assert [record.step for record in result.history] == list(range(1, len(result.history) + 1)), "each step once, in order"
+    assert [record.step for record in result.history] == list(range(1, len(result.history) + 1)), (
+        "each step once, in order"
+    )
     return [record.loss for record in result.history]
 
 
@@ -179,7 +247,9 @@ def test_the_run_moves_and_loses_nothing(scripted, patient):
     assert remesh["plan"] == plan.digest
     assert remesh["from_plan"] == first
     assert {"prepare", "move", "verify", "commit", "probe"} <= remesh["phases_s"].keys()
-    assert plans(result).index(last) == remesh["step"], "the first step under the new plan is the one after the switch"
+    assert plans(result).index(last) == remesh["step"], (
+        "the first step under the new plan is the one after the switch"
+    )
     assert (result.run_dir / "plan.json").read_text() == plan.to_json()
     assert [record.ending for record in switches(result.run_dir)] == ["kept"]
     assert Advisor.told_last == ["switched to pipe=2,data=2,tensor=2", "saved"]
@@ -192,14 +262,18 @@ def test_there_and_back_and_on(scripted, patient):
     """Going back costs no second compilation, and a plan may be entered twice."""
     there, back = other_plan(), other_plan(START)
     result = scripted({2: switch_at(2, there), 13: switch_at(13, back)}, steps=STEPS + 6)
-    assert [event["layout"] for event in events(result, "remesh")] == [there.describe(), back.describe()]
+    assert [event["layout"] for event in events(result, "remesh")] == [
+        there.describe(),
+        back.describe(),
+    ]
     assert result.plan == back
 
 
 def test_a_plan_that_is_slower_is_taken_back(scripted, monkeypatch):
     plan = other_plan()
     monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step is slow enough
-    monkeypatch.setattr("optimus_jax.control.coordinator.sum", lambda _: -1e9, raising=False)  # and going back is free
+    # and going back is free
+    monkeypatch.setattr("optimus_jax.control.coordinator.sum", lambda _: -1e9, raising=False)
     result = scripted({3: switch_at(3, plan)})
     assert result.plan.axes == AxisSizes.parse(START)
     assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)
@@ -226,7 +300,12 @@ def test_a_plan_that_cannot_be_prepared_is_left_alone(scripted):
 
 
 def test_a_switch_that_was_withdrawn_does_not_happen(scripted):
-    result = scripted({3: switch_at(3, other_plan(), at_step=STEPS - 4), 6: Decision(step=6, action="stay", why="conditions are back")})
+    result = scripted(
+        {
+            3: switch_at(3, other_plan(), at_step=STEPS - 4),
+            6: Decision(step=6, action="stay", why="conditions are back"),
+        }
+    )
     assert not events(result, "remesh")
 
 
@@ -244,9 +323,14 @@ def test_a_boundary_is_kept_though_no_council_is_held_there(scripted, patient, m
     assert (remesh["step"], remesh["plan"]) == (7, plan.digest)
 
 
-@pytest.mark.parametrize(("puzzled_until", "expected"), [(0, 6 + NEWEST_STEPS), (14, 14), (99, 6 + PUZZLED_STEPS)])
-def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_as_they_were(scripted, patient, monkeypatch, puzzled_until, expected):
+@pytest.mark.parametrize(
+    ("puzzled_until", "expected"), [(0, 6 + NEWEST_STEPS), (14, 14), (99, 6 + PUZZLED_STEPS)]
+)
+def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_as_they_were(
+    scripted, patient, monkeypatch, puzzled_until, expected
+):
     """Compiled by step 6; what the cores did meanwhile nobody has seen."""
+
     class Watching(Advisor):
         is_puzzled = True
 
@@ -258,13 +342,16 @@ def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    monkeypatch.setattr("optimus_jax.control.coordinator.STEADY", 1e-9)  # steps are never like those before
+    # steps are never like those before
+    monkeypatch.setattr("optimus_jax.control.coordinator.STEADY", 1e-9)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
 @pytest.mark.parametrize(("is_puzzled", "expected"), [(False, 6), (True, 6 + PUZZLED_STEPS)])
-def test_a_switch_is_made_at_once_if_steps_beside_the_compilation_were_as_before(scripted, patient, monkeypatch, is_puzzled, expected):
+def test_a_switch_is_made_at_once_if_steps_beside_the_compilation_were_as_before(
+    scripted, patient, monkeypatch, is_puzzled, expected
+):
     class Watching(Advisor):
         def decide(self, observation):
             self.is_puzzled = is_puzzled
@@ -292,8 +379,17 @@ def test_a_resumed_run_goes_on_under_its_new_plan(scripted, patient):
 
 
 def test_the_advisor_itself_is_asked_and_says_why(devices, text, tmp_path):
-    """A switch that costs seconds does not pay in a run this short, and the decision says so with everything that it rests on."""
-    result = optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", data=text, mesh=START, control="auto", **TINY | {"steps": 40})
+    """A switch that costs seconds does not pay in a run this short, and the decision says so with
+    everything that it rests on.
+    """
+    result = optimus_jax.train(
+        "gpt2-nano",
+        run_dir=tmp_path / "run",
+        data=text,
+        mesh=START,
+        control="auto",
+        **TINY | {"steps": 40},
+    )
     first, *_ = events(result, "decision")
     assert first["action"] == "stay"
     assert first["trigger"] == "step times are known"
@@ -301,7 +397,9 @@ def test_the_advisor_itself_is_asked_and_says_why(devices, text, tmp_path):
     assert first["inputs"]["steps_left"] == 40 - first["step"]
     assert first["inputs"]["document_lengths"]
     assert "device memory" in first["inputs"]["not_measured"]
-    assert any(f"--mesh {START} " not in each["flags"] for each in first["alternatives"]), "the run may leave its mesh"
+    assert any(f"--mesh {START} " not in each["flags"] for each in first["alternatives"]), (
+        "the run may leave its mesh"
+    )
     assert not events(result, "remesh", "rollback")
 
 
@@ -321,15 +419,32 @@ def test_a_mistake_in_the_advisor_ends_the_controller_and_not_the_run(scripted, 
 
 def test_the_advisor_hears_all_that_a_switch_has_taken(scripted, patient, monkeypatch):
     heard, charged = [], []
-    monkeypatch.setattr(Advisor, "switched", lambda self, plan, costs_s: heard.append(dict(costs_s)))
+    monkeypatch.setattr(
+        Advisor, "switched", lambda self, plan, costs_s: heard.append(dict(costs_s))
+    )
     monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
     decide = Advisor.decide
-    monkeypatch.setattr(Advisor, "decide", lambda self, observation: (Later.do() if observation.step == 9 else None, decide(self, observation))[1])
+    monkeypatch.setattr(
+        Advisor,
+        "decide",
+        lambda self, observation: (
+            Later.do() if observation.step == 9 else None,
+            decide(self, observation),
+        )[1],
+    )
     result = scripted({3: switch_at(3, other_plan())})
     (costs_s,) = heard
     (remesh,) = events(result, "remesh")
-    assert costs_s.keys() == {"agree_s", "probe_s", "move_s", "verify_s", "commit_s", "settle_s", "compile_tax_s"}
+    assert costs_s.keys() == {
+        "agree_s",
+        "probe_s",
+        "move_s",
+        "verify_s",
+        "commit_s",
+        "settle_s",
+        "compile_tax_s",
+    }
     assert remesh["compile_tax_s"] == costs_s.pop("compile_tax_s")
     assert remesh["step_delay_s"] == pytest.approx(sum(costs_s.values()))
     assert remesh["phases_s"]["settle"] == costs_s["settle_s"]
@@ -345,7 +460,9 @@ def test_what_was_withdrawn_is_charged(scripted, monkeypatch):
     charged = []
     monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    result = scripted({3: switch_at(3, other_plan()), 8: Decision(step=8, action="stay", why="changed its mind")})
+    result = scripted(
+        {3: switch_at(3, other_plan()), 8: Decision(step=8, action="stay", why="changed its mind")}
+    )
     assert events(result, "remesh") == []
     assert len(charged) == 1
     assert charged[0] >= 0

@@ -1,4 +1,6 @@
-"""A switch is a checkpoint and a restart, bit for bit; and within rounding as if the run had never switched. In a model with dropout."""
+"""A switch is a checkpoint and a restart, bit for bit; and within rounding as if the run had never
+switched. In a model with dropout.
+"""
 
 import os
 from functools import cache
@@ -17,8 +19,17 @@ from optimus_jax.reshard.reshard import Move
 from optimus_jax.reshard.shard_sums import ShardSums
 from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, to_stored
 
-JOURNEY = ("data", "fsdp, zero 3", "1f1b", "attention over tensor, feed-forward not", "gpipe, uneven", "interleaved, zero 1", "data")
-"""Every plan is left and reached: over each mesh axis, with and without stages; each kind of schedule, and ZeRO 0, 1 and 3."""
+JOURNEY = (
+    "data",
+    "fsdp, zero 3",
+    "1f1b",
+    "attention over tensor, feed-forward not",
+    "gpipe, uneven",
+    "interleaved, zero 1",
+    "data",
+)
+"""Every plan is left and reached: over each mesh axis, with and without stages; each kind of
+schedule, and ZeRO 0, 1 and 3."""
 STEPS_EACH = 2
 BUDGET_BYTES = 2**20
 
@@ -54,7 +65,9 @@ def saved(state, source, directory, step):
 def restored_from(directory, target, step):
     """The state that was saved under one plan, restored under another, as a run does."""
     checkpoints = Checkpoints(directory, CheckpointConfig())
-    wanted = abstract_stored_state(target.shapes, target.optimizer, target.config.precision, target.plan, target.mesh)
+    wanted = abstract_stored_state(
+        target.shapes, target.optimizer, target.config.precision, target.plan, target.mesh
+    )
     stored = checkpoints.restore(wanted, step, paddable=may_be_padded).state
     checkpoints.close()
     return from_stored(stored, target.shapes, target.plan, target.state_shardings)
@@ -88,23 +101,33 @@ def test_switching_is_restarting_and_as_if_nothing_had_happened(tmp_path):
         assert_same_state(state, restored, target)
         seen, done, name, program = seen + losses, done + STEPS_EACH, other, target
     np.testing.assert_allclose(seen, expected, rtol=F32_RELATIVE)
-    assert seen != expected, "other plans add in another order: the same bits would mean the same plan"
+    assert seen != expected, (
+        "other plans add in another order: the same bits would mean the same plan"
+    )
     assert jax.tree.structure(state) == jax.tree.structure(stayed)
 
 
 @pytest.mark.skipif(not os.environ.get("ALL_PAIRS"), reason="a quarter of an hour: set ALL_PAIRS")
 @pytest.mark.parametrize("name", PLANS)
 def test_from_every_plan_to_every_other(name, tmp_path):
-    """Every ordered pair: the switch is the restart, bit for bit, and losses are those of a run that stays."""
+    """Every ordered pair: the switch is the restart, bit for bit, and losses are those of a run
+    that stays.
+    """
     program = built(name).program
     state, _ = trained(program, step_of(name), random_state(program), 1)
     saved(state, program, tmp_path, STEPS_EACH)
     _, expected = trained(program, step_of(name), copied(state), STEPS_EACH + 1)
     for other in [each for each in PLANS if each != name]:
         target = built(other).program
-        moved = Move(layout_of(program), layout_of(target), budget_bytes=BUDGET_BYTES).run(copied(state))
+        moved = Move(layout_of(program), layout_of(target), budget_bytes=BUDGET_BYTES).run(
+            copied(state)
+        )
         moved, losses = trained(target, step_of(other), moved, STEPS_EACH + 1)
-        restored, losses_restored = trained(target, step_of(other), restored_from(tmp_path, target, STEPS_EACH), STEPS_EACH + 1)
+        restored, losses_restored = trained(
+            target, step_of(other), restored_from(tmp_path, target, STEPS_EACH), STEPS_EACH + 1
+        )
         assert losses == losses_restored, f"{name} -> {other}"
         assert_same_state(moved, restored, target)
-        np.testing.assert_allclose(losses, expected, rtol=F32_RELATIVE, err_msg=f"{name} -> {other}")
+        np.testing.assert_allclose(
+            losses, expected, rtol=F32_RELATIVE, err_msg=f"{name} -> {other}"
+        )

@@ -15,7 +15,8 @@ NORMAL = Known(plan=PLANS[0], batch=BATCH, conditions=Conditions(), regime=0)
 
 
 def learnt(*levels):
-    """What a predictor has been told of NORMAL, seconds, after levels of so many seconds and steps."""
+    """What a predictor has been told of NORMAL, seconds, after levels of so many seconds and
+    steps."""
     predictor = Predictor()
     experience = Experience(predictor, Prices(PRICING))
     for step, (time_s, count) in enumerate(levels):
@@ -30,7 +31,9 @@ def test_a_level_replaces_the_one_before():
 
 
 def test_a_few_steps_that_took_more_than_twice_as_long_were_done_in_other_conditions():
-    """They are called so because a reading is newer than the steps: were they believed, any other plan would look better."""
+    """They are called so because a reading is newer than the steps: were they believed, any other
+    plan would look better.
+    """
     assert learnt((3.0, 30), (8.0, 10)) == pytest.approx(3.0)
 
 

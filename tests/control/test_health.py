@@ -1,4 +1,6 @@
-"""What the driver says of this process's GPUs: the worst of them, in a thread, and whatever it does not say is left out."""
+"""What the driver says of this process's GPUs: the worst of them, in a thread, and whatever it does
+not say is left out.
+"""
 
 import pytest
 from signal_fakes import NvmlError, at_once, nvml
@@ -6,22 +8,49 @@ from signal_fakes import NvmlError, at_once, nvml
 from optimus_jax.control.guard import Absent
 from optimus_jax.control.health import SLOWED_BY, GpuHealth, visible_gpus
 
-GOOD = {"busy": 100, "clock": 1980, "max_clock": 1980, "reasons": 0, "power": 600_000, "temperature": 60, "ecc": 0, "uuid": "GPU-a"}
+GOOD = {
+    "busy": 100,
+    "clock": 1980,
+    "max_clock": 1980,
+    "reasons": 0,
+    "power": 600_000,
+    "temperature": 60,
+    "ecc": 0,
+    "uuid": "GPU-a",
+}
 POWER_CAP, GPU_IDLE, HARDWARE_HEAT = 0x4, 0x1, 0x40
 
 
 def health(gpus, names=None):
-    return GpuHealth(list(range(len(gpus))) if names is None else names, library=nvml(gpus), start=at_once)
+    return GpuHealth(
+        list(range(len(gpus))) if names is None else names, library=nvml(gpus), start=at_once
+    )
 
 
 def test_the_worst_gpu_counts_and_power_is_summed():
-    hot = GOOD | {"busy": 50, "clock": 990, "reasons": HARDWARE_HEAT | GPU_IDLE, "temperature": 90, "uuid": "GPU-b"}
+    hot = GOOD | {
+        "busy": 50,
+        "clock": 990,
+        "reasons": HARDWARE_HEAT | GPU_IDLE,
+        "temperature": 90,
+        "uuid": "GPU-b",
+    }
     source = health([GOOD, hot])
-    assert source.poll(1, 0.0) == {"utilisation": 0.5, "clock_share": 0.5, "throttled_share": 0.5, "power_w": 1200.0, "temperature_c": 90.0, "ecc_errors": 0.0}
+    assert source.poll(1, 0.0) == {
+        "utilisation": 0.5,
+        "clock_share": 0.5,
+        "throttled_share": 0.5,
+        "power_w": 1200.0,
+        "temperature_c": 90.0,
+        "ecc_errors": 0.0,
+    }
     assert source.slowed_by == {"heat (hardware)"}
 
 
-@pytest.mark.parametrize(("reasons", "share"), [(0, 0.0), (GPU_IDLE, 0.0), (POWER_CAP, 1.0), (GPU_IDLE | HARDWARE_HEAT, 1.0)])
+@pytest.mark.parametrize(
+    ("reasons", "share"),
+    [(0, 0.0), (GPU_IDLE, 0.0), (POWER_CAP, 1.0), (GPU_IDLE | HARDWARE_HEAT, 1.0)],
+)
 def test_idleness_is_no_throttling(reasons, share):
     assert health([GOOD | {"reasons": reasons}]).poll(1, 0.0)["throttled_share"] == share
 
@@ -40,14 +69,21 @@ def test_errors_are_counted_from_the_first_answer():
 
 
 def test_what_one_gpu_does_not_say_the_other_says():
-    samples = health([GOOD | {"power": None, "busy": None}, GOOD | {"power": 100_000, "ecc": None, "busy": None}]).poll(1, 0.0)
+    samples = health(
+        [GOOD | {"power": None, "busy": None}, GOOD | {"power": 100_000, "ecc": None, "busy": None}]
+    ).poll(1, 0.0)
     assert samples["power_w"] == 100.0
     assert "utilisation" not in samples
 
 
 def test_only_this_process_s_gpus_are_asked():
     assert health([GOOD, GOOD | {"temperature": 99}], names=[0]).poll(1, 0.0)["temperature_c"] == 60
-    assert health([GOOD, GOOD | {"temperature": 99, "uuid": "GPU-b"}], names=["GPU-b"]).poll(1, 0.0)["temperature_c"] == 99
+    assert (
+        health([GOOD, GOOD | {"temperature": 99, "uuid": "GPU-b"}], names=["GPU-b"]).poll(1, 0.0)[
+            "temperature_c"
+        ]
+        == 99
+    )
 
 
 def test_without_a_driver_or_the_gpu_there_is_a_reason():
@@ -83,6 +119,9 @@ def test_closing_lets_the_driver_go():
     assert ended == [True]
 
 
-@pytest.mark.parametrize(("visible", "names"), [("", [0, 1]), ("2,3", [2, 3]), ("GPU-b, GPU-a", ["GPU-b", "GPU-a"]), ("5", [5])])
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [("", [0, 1]), ("2,3", [2, 3]), ("GPU-b, GPU-a", ["GPU-b", "GPU-a"]), ("5", [5])],
+)
 def test_the_driver_counts_gpus_that_cuda_hides(visible, names):
     assert visible_gpus([0, 1], visible) == names

@@ -1,4 +1,6 @@
-"""Whatever a run dies in, it goes on under the plan from before or the new one, as the records say; and no switch is forgotten."""
+"""Whatever a run dies in, it goes on under the plan from before or the new one, as the records say;
+and no switch is forgotten.
+"""
 
 import json
 import os
@@ -37,7 +39,13 @@ def switch(journal, ending):
     """All that a switch writes."""
     journal.begin(OLD, NEW, step=7, why="it is faster", by_choice=True)
     journal.commit(NEW, step=7, costs_s={"move_s": 0.1})
-    journal.end(ending, step=12, why="", costs_s=COSTS_S, back_to=None if ending in ("kept", "stopped") else OLD)
+    journal.end(
+        ending,
+        step=12,
+        why="",
+        costs_s=COSTS_S,
+        back_to=None if ending in ("kept", "stopped") else OLD,
+    )
 
 
 def test_a_switch_is_recorded(run):
@@ -45,7 +53,12 @@ def test_a_switch_is_recorded(run):
     switch(Journal(run), "kept")
     [record] = switches(run.path)
     assert (record.source, record.target, record.step, record.ended_step) == (OLD, NEW, 7, 12)
-    assert (record.ending, record.costs_s, record.why, record.is_failure) == ("kept", COSTS_S, "it is faster", False)
+    assert (record.ending, record.costs_s, record.why, record.is_failure) == (
+        "kept",
+        COSTS_S,
+        "it is faster",
+        False,
+    )
     assert plan_to_resume(run.path) == NEW.to_json() == run.plan_text()
     assert Journal(run).recover(12) is None
 
@@ -67,7 +80,9 @@ class Killed(BaseException):
 
 
 def die_at(monkeypatch, number):
-    """Die instead of doing the numbered one of all writes, renames and syncs; returns how many were done."""
+    """Die instead of doing the numbered one of all writes, renames and syncs; returns how many were
+    done.
+    """
     done = []
 
     def mortal(function):
@@ -76,6 +91,7 @@ def die_at(monkeypatch, number):
                 raise Killed
             done.append(function.__name__)
             return function(*args, **kwargs)
+
         return call
 
     for name in ("fsync", "replace"):
@@ -107,7 +123,11 @@ def test_dying_at_any_instant_leaves_one_plan_or_the_other(run, monkeypatch, end
         Journal(RunDirectory(copy)).recover(9)
         recovered = switches(copy)
         assert unfinished(copy) is None
-        assert Plan.from_json(plan_to_resume(copy)) == left == Plan.from_json((copy / "plan.json").read_text())
+        assert (
+            Plan.from_json(plan_to_resume(copy))
+            == left
+            == Plan.from_json((copy / "plan.json").read_text())
+        )
         assert len(recovered) == len(records), "a switch that began is not forgotten"
         assert (again is not None) == bool(recovered and recovered[0].ending == "died")
         fates.append((bool(records), recovered[0].ending if recovered else None))
@@ -149,9 +169,13 @@ def test_a_torn_line_spoils_no_other(run):
         path.write_bytes(whole[:length])
         before = switches(run.path)
         Journal(run).begin(NEW, OLD, step=20, why="back", by_choice=True)
-        assert switches(run.path)[:-1] == before, "what is written next does not change what the record says"
+        assert switches(run.path)[:-1] == before, (
+            "what is written next does not change what the record says"
+        )
         assert [record.step for record in switches(run.path)][-1] == 20
-        assert all(isinstance(json.loads(line), dict) for line in path.read_bytes().splitlines()[-1:])
+        assert all(
+            isinstance(json.loads(line), dict) for line in path.read_bytes().splitlines()[-1:]
+        )
 
 
 def test_a_process_that_does_not_write_writes_nothing(run):

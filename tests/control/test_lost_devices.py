@@ -17,13 +17,22 @@ BAD = 3
 STEPS, LOST_AFTER, BACK_AFTER = 24, 4, 12
 BATCH = 24
 """Goes over 8 devices, and 6, and 4, but not 7."""
-SETTINGS = {"steps": STEPS, "global_batch": BATCH, "eval_every": 3, "eval_batches": 1, "data.eval_fraction": 0.3, "controller.cooldown_steps": 1,
-            "controller.window_steps": 4}
+SETTINGS = {
+    "steps": STEPS,
+    "global_batch": BATCH,
+    "eval_every": 3,
+    "eval_batches": 1,
+    "data.eval_fraction": 0.3,
+    "controller.cooldown_steps": 1,
+    "controller.window_steps": 4,
+}
 
 
 @pytest.fixture
 def foretold(slow_devices, monkeypatch):  # noqa: F811
-    """To the controller, steps take as long as they are predicted to, on a clock that only they move."""
+    """To the controller, steps take as long as they are predicted to, on a clock that only they
+    move.
+    """
     clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
     monkeypatch.setattr(live, "time", clock)
     plain = Controller.step
@@ -52,7 +61,9 @@ def used(monkeypatch):
 
 @pytest.fixture
 def lost(monkeypatch, tmp_path):
-    """The file names the device after some steps, and is gone after others; what lay on the device meanwhile."""
+    """The file names the device after some steps, and is gone after others; what lay on the device
+    meanwhile.
+    """
     monkeypatch.setattr(reported, "POLL_S", 0.0)
     lying, others = [], jax.live_arrays()  # of tests before this one
     known = set(map(id, others))
@@ -64,25 +75,52 @@ def lost(monkeypatch, tmp_path):
         elif record.step == BACK_AFTER:
             path.unlink()
         if LOST_AFTER + 2 < record.step <= BACK_AFTER:
-            lying.append([array for array in jax.live_arrays() if id(array) not in known and BAD in {device.id for device in array.sharding.device_set}])
+            lying.append(
+                [
+                    array
+                    for array in jax.live_arrays()
+                    if id(array) not in known
+                    and BAD in {device.id for device in array.sharding.device_set}
+                ]
+            )
 
     monkeypatch.setattr(Display, "step", show)
     yield lying
     assert len(others) == len(known), "kept until here, so that nothing else has got their places"
 
 
-def test_the_run_goes_on_without_the_device_and_takes_it_back(foretold, lost, used, text, tmp_path, monkeypatch):  # noqa: F811
+def test_the_run_goes_on_without_the_device_and_takes_it_back(
+    foretold, lost, used, text, tmp_path, monkeypatch
+):  # noqa: F811
     result = run_tiny(tmp_path / "run", text, mesh="data=8", control="auto", **SETTINGS)
     away, back = events(result, "remesh")
-    assert (away["step"], back["step"]) == (LOST_AFTER + 1, BACK_AFTER), "the file is seen when the step that was under way is done"
-    assert [event["why"].partition(":")[0] for event in (away, back)] == ["devices are lost", "devices are back"]
-    assert [(record.ending, record.target.num_devices) for record in switches(result.run_dir)] == [("kept", 6), ("kept", 8)], "and not taken back for being slower"
+    assert (away["step"], back["step"]) == (LOST_AFTER + 1, BACK_AFTER), (
+        "the file is seen when the step that was under way is done"
+    )
+    assert [event["why"].partition(":")[0] for event in (away, back)] == [
+        "devices are lost",
+        "devices are back",
+    ]
+    assert [(record.ending, record.target.num_devices) for record in switches(result.run_dir)] == [
+        ("kept", 6),
+        ("kept", 8),
+    ], "and not taken back for being slower"
     without = [ids for ids in used if BAD not in ids]
-    assert len(without) == BACK_AFTER - LOST_AFTER - 1 + 3, "each step and evaluation on the others, and no other batch"
+    assert len(without) == BACK_AFTER - LOST_AFTER - 1 + 3, (
+        "each step and evaluation on the others, and no other batch"
+    )
     assert {len(ids) for ids in without} == {6}
     assert devices_of(result.state) == set(range(8))
-    of_state = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(result.state) if leaf.ndim > 1}
+    of_state = {
+        leaf.sharding.shard_shape(leaf.shape)
+        for leaf in jax.tree.leaves(result.state)
+        if leaf.ndim > 1
+    }
     assert lost
-    assert not [array.shape for arrays in lost for array in arrays if array.shape in of_state], "nothing of the state is left there"
+    assert not [array.shape for arrays in lost for array in arrays if array.shape in of_state], (
+        "nothing of the state is left there"
+    )
     monkeypatch.undo()
-    assert losses(result) == pytest.approx(losses(run_tiny(tmp_path / "whole", text, mesh="data=8", **SETTINGS)), rel=F32_RELATIVE)
+    assert losses(result) == pytest.approx(
+        losses(run_tiny(tmp_path / "whole", text, mesh="data=8", **SETTINGS)), rel=F32_RELATIVE
+    )

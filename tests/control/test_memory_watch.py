@@ -1,4 +1,6 @@
-"""Memory that something else takes is noticed in time, and estimates that are a little off are not taken for it."""
+"""Memory that something else takes is noticed in time, and estimates that are a little off are not
+taken for it.
+"""
 
 import numpy as np
 import pytest
@@ -9,16 +11,45 @@ from optimus_jax.control.deciding.memory_watch import AHEAD, LEAD_S, MemoryWatch
 from optimus_jax.control.signals import Observation, Reading
 
 
-def observed(watch: MemoryWatch, used: float | None, *, needed: float | None = 0.6, time_s: float = 0.0, quality="good", spread: float = 0.0):
-    readings = {} if used is None else {"memory_peak_share": Reading(value=used, spread=spread, count=5, time_s=time_s, quality=quality)}
-    return watch.observe(Observation(step=1, time_s=time_s, step_times_s=(), readings=readings, global_batch=8, seq_len=8, lost_devices=frozenset()), needed)
+def observed(
+    watch: MemoryWatch,
+    used: float | None,
+    *,
+    needed: float | None = 0.6,
+    time_s: float = 0.0,
+    quality="good",
+    spread: float = 0.0,
+):
+    readings = (
+        {}
+        if used is None
+        else {
+            "memory_peak_share": Reading(
+                value=used, spread=spread, count=5, time_s=time_s, quality=quality
+            )
+        }
+    )
+    return watch.observe(
+        Observation(
+            step=1,
+            time_s=time_s,
+            step_times_s=(),
+            readings=readings,
+            global_batch=8,
+            seq_len=8,
+            lost_devices=frozenset(),
+        ),
+        needed,
+    )
 
 
 @pytest.mark.parametrize("used", [0.5, 0.6, 0.9, 0.97])
 def test_a_plan_that_needs_much_is_not_pressed(used):
     """Nothing else takes anything: an estimate is off by as much as the first reading says."""
     watch = MemoryWatch()
-    assert [observed(watch, used, needed=used / 1.1, time_s=10.0 * number) for number in range(20)] == [None] * 20
+    assert [
+        observed(watch, used, needed=used / 1.1, time_s=10.0 * number) for number in range(20)
+    ] == [None] * 20
     assert watch.taken == 0.0
 
 
@@ -35,11 +66,14 @@ def test_what_grows_is_noticed_before_it_is_too_late():
             break
     assert said[-1] == "pressed"
     assert 0.7 < used < 0.9
-    # What is left is what will be left if it goes on for as long as it has: else the next plan is pressed as soon as it runs.
+    # What is left is what will be left if it goes on for as long as it has: else the next plan is
+    # pressed as soon as it runs.
     assert used - 0.6 > 0.001 * LEAD_S
     assert watch.taken == pytest.approx(2 * (used - 0.6), abs=0.03)
     less = watch.applied(PRICING).cluster.accelerator.memory_bytes
-    assert less == pytest.approx(PRICING.cluster.accelerator.memory_bytes * (1 - watch.taken), rel=1e-6)
+    assert less == pytest.approx(
+        PRICING.cluster.accelerator.memory_bytes * (1 - watch.taken), rel=1e-6
+    )
 
 
 def test_a_median_that_lags_behind_does_not_hide_it():
@@ -102,8 +136,12 @@ def test_readings_right_after_a_switch_do_not_count():
     watch = MemoryWatch()
     observed(watch, 0.6)
     watch.restart()
-    assert [observed(watch, 0.9, needed=0.3, time_s=10.0 * number) for number in range(2)] == [None] * 2
-    assert [observed(watch, 0.3, needed=0.3, time_s=30.0 + 10.0 * number) for number in range(20)] == [None] * 20
+    assert [observed(watch, 0.9, needed=0.3, time_s=10.0 * number) for number in range(2)] == [
+        None
+    ] * 2
+    assert [
+        observed(watch, 0.3, needed=0.3, time_s=30.0 + 10.0 * number) for number in range(20)
+    ] == [None] * 20
 
 
 def test_what_was_taken_is_still_taken_under_another_plan():
@@ -114,7 +152,10 @@ def test_what_was_taken_is_still_taken_under_another_plan():
     assert said[0] == "pressed"
     watch.restart()
     # 0.03 more than is estimated.
-    assert [observed(watch, 0.34 + 0.33, needed=0.3, time_s=1000.0 + 10.0 * number) for number in range(20)] == [None] * 20
+    assert [
+        observed(watch, 0.34 + 0.33, needed=0.3, time_s=1000.0 + 10.0 * number)
+        for number in range(20)
+    ] == [None] * 20
     assert watch.taken == pytest.approx(0.34, abs=0.1)
     assert observed(watch, 0.34 + 0.33 + 0.29, needed=0.3, time_s=1200.0) == "pressed"
     assert watch.taken >= 0.34 + 0.29
@@ -122,19 +163,38 @@ def test_what_was_taken_is_still_taken_under_another_plan():
 
 def test_a_peak_from_before_the_switch_says_nothing_of_the_plan_after():
     """JAX counts the peak of a process, and never begins anew."""
+
     def readings(watch, now, peak, time_s, needed):
-        values = {name: Reading(value=value, spread=0.0, count=5, time_s=time_s, quality="good") for name, value in (("memory_share", now), ("memory_peak_share", peak))}
-        return watch.observe(Observation(step=1, time_s=time_s, step_times_s=(), readings=values, global_batch=8, seq_len=8, lost_devices=frozenset()), needed)
+        values = {
+            name: Reading(value=value, spread=0.0, count=5, time_s=time_s, quality="good")
+            for name, value in (("memory_share", now), ("memory_peak_share", peak))
+        }
+        return watch.observe(
+            Observation(
+                step=1,
+                time_s=time_s,
+                step_times_s=(),
+                readings=values,
+                global_batch=8,
+                seq_len=8,
+                lost_devices=frozenset(),
+            ),
+            needed,
+        )
 
     watch = MemoryWatch()
     readings(watch, 0.5, 0.94, 0.0, 0.94)
     watch.restart()
-    assert [readings(watch, 0.3, 0.94, 10.0 * number, 0.3) for number in range(1, 20)] == [None] * 19
+    assert [readings(watch, 0.3, 0.94, 10.0 * number, 0.3) for number in range(1, 20)] == [
+        None
+    ] * 19
     assert readings(watch, 0.3, 0.97, 300.0, 0.3) == "pressed"
 
 
 def test_jumps_in_a_row_are_growth():
-    """An eighth of 0.7 of the memory each 75 s, a plan that needs 0.6: it has to have moved when the fifth comes."""
+    """An eighth of 0.7 of the memory each 75 s, a plan that needs 0.6: it has to have moved when
+    the fifth comes.
+    """
     watch, time_s, said = MemoryWatch(), 0.0, None
     for _ in range(30):
         observed(watch, 0.6, time_s=time_s)
@@ -158,7 +218,17 @@ def test_where_no_plan_does_without_so_much_less_is_asked_for():
     assert not watch.settle_for_less()
 
 
-@pytest.mark.parametrize(("used", "quality", "needed"), [(1.3, "good", 0.6), (0.97, "stale", 0.6), (0.97, "few", 0.6), (None, "good", 0.6), (0.97, "good", None), (0.0, "good", 0.6)])
+@pytest.mark.parametrize(
+    ("used", "quality", "needed"),
+    [
+        (1.3, "good", 0.6),
+        (0.97, "stale", 0.6),
+        (0.97, "few", 0.6),
+        (None, "good", 0.6),
+        (0.97, "good", None),
+        (0.0, "good", 0.6),
+    ],
+)
 def test_what_is_missing_stale_or_nonsense_presses_nobody(used, quality, needed):
     watch = MemoryWatch()
     observed(watch, 0.6)

@@ -1,4 +1,6 @@
-"""Programs of live probes run along the mesh axis that they name, on all devices, and computing waits for nobody."""
+"""Programs of live probes run along the mesh axis that they name, on all devices, and computing
+waits for nobody.
+"""
 
 import hlo
 import jax
@@ -13,11 +15,22 @@ from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.profiles.cluster import Cluster
 
-TWO_HOSTS = Cluster.of(Topology(num_devices=8, num_processes=2, num_hosts=2, platform="cpu", device_kind="cpu", bytes_per_device=None))
+TWO_HOSTS = Cluster.of(
+    Topology(
+        num_devices=8,
+        num_processes=2,
+        num_hosts=2,
+        platform="cpu",
+        device_kind="cpu",
+        bytes_per_device=None,
+    )
+)
 
 
 def mesh_of(*sizes):
-    return jax.make_mesh(sizes, MESH_AXES, devices=jax.devices(), axis_types=(jax.sharding.AxisType.Auto,) * 4)
+    return jax.make_mesh(
+        sizes, MESH_AXES, devices=jax.devices(), axis_types=(jax.sharding.AxisType.Auto,) * 4
+    )
 
 
 @pytest.fixture
@@ -45,7 +58,16 @@ def programs(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("sizes", "axis"), [((1, 8, 1, 1), "data"), ((2, 2, 1, 2), "pipe"), ((2, 2, 1, 2), "data"), ((2, 2, 1, 2), "tensor"), ((1, 1, 4, 2), "fsdp")])
+@pytest.mark.parametrize(
+    ("sizes", "axis"),
+    [
+        ((1, 8, 1, 1), "data"),
+        ((2, 2, 1, 2), "pipe"),
+        ((2, 2, 1, 2), "data"),
+        ((2, 2, 1, 2), "tensor"),
+        ((1, 1, 4, 2), "fsdp"),
+    ],
+)
 def test_an_all_reduce_runs_along_its_axis_with_its_message(programs, sizes, axis):
     probes = MeshProbes(mesh_of(*sizes))
     for num_bytes in probes.messages:
@@ -99,7 +121,10 @@ def test_rounds_know_which_axis_leaves_the_host_and_keep_what_was_compiled(progr
     num_programs = len(programs)
     probes.on(mesh_of(1, 2, 1, 4))
     assert len(programs) == num_programs
-    assert probes.on(mesh_of(1, 1, 1, 8)).run(9, step_time_s=0.1, data_wait_s=0.0).keys() >= {"link_slowdown/between", "link_slowdown/tensor"}
+    assert probes.on(mesh_of(1, 1, 1, 8)).run(9, step_time_s=0.1, data_wait_s=0.0).keys() >= {
+        "link_slowdown/between",
+        "link_slowdown/tensor",
+    }
 
 
 def test_a_share_of_none_compiles_nothing(programs):
@@ -111,7 +136,9 @@ def test_a_share_of_none_compiles_nothing(programs):
 
 def test_a_run_on_cpus_has_signals_and_says_what_is_missing(tmp_path):
     told = []
-    signals = live_signals(ControlConfig(), global_batch=8, seq_len=16, rounds=None, heartbeats=None, warn=told.append)
+    signals = live_signals(
+        ControlConfig(), global_batch=8, seq_len=16, rounds=None, heartbeats=None, warn=told.append
+    )
     signals.observe(1)
     signals.close()
     assert signals.missing == {"device memory": "the devices do not say how much memory is in use"}

@@ -8,7 +8,13 @@ import pytest
 from optimus_jax.simulation.comparison import POLICIES, run_all, run_policy
 from optimus_jax.simulation.contenders import contenders
 from optimus_jax.simulation.moving_costs import layout
-from optimus_jax.simulation.oracle import Scripted, best_static, run_oracle, run_static, shortest_path
+from optimus_jax.simulation.oracle import (
+    Scripted,
+    best_static,
+    run_oracle,
+    run_static,
+    shortest_path,
+)
 from optimus_jax.simulation.world import Place
 from tests.control.simulated import QUARTER, QUICK, SEARCHER, run, truth
 
@@ -20,57 +26,109 @@ def plans_of(made):
     return contenders(made.setup, made.timeline, SEARCHER)
 
 
-@pytest.mark.parametrize("events", [(), (QUARTER,), (LOST,), ({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 30},)])
+@pytest.mark.parametrize(
+    "events",
+    [(), (QUARTER,), (LOST,), ({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 30},)],
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_never_worse_than_any_static_plan_and_never_better_than_possible(events, seed):
     made = truth(*events, seed=seed)
     plans = plans_of(made)
     _, static = best_static(made, plans)
     oracle = run_oracle(made, plans, [static])
-    assert oracle.total_s <= static.total_s <= min(run_static(made, plan).total_s for plan in plans[:5])
+    assert (
+        oracle.total_s
+        <= static.total_s
+        <= min(run_static(made, plan).total_s for plan in plans[:5])
+    )
     # No step can be done sooner than by the fastest plan in the best of all conditions.
-    least_s = min(made.world.step_time_s(Place(plan, devices), made.timeline.conditions(index), 0) for plan in plans
-                  for index in range(len(made.timeline.bounds_s)) if (devices := made.world.devices_for(plan, made.timeline.conditions(index))))
+    least_s = min(
+        made.world.step_time_s(Place(plan, devices), made.timeline.conditions(index), 0)
+        for plan in plans
+        for index in range(len(made.timeline.bounds_s))
+        if (devices := made.world.devices_for(plan, made.timeline.conditions(index)))
+    )
     assert oracle.total_s >= least_s * made.noise.sum()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_as_good_as_trying_every_path(seed):
     """Six steps, three plans: each sequence of plans is run, and none is faster."""
-    cheap = QUICK | {"compile_s": 0.2, "move_share": 9.0, "move_s": 0.05, "verify_s": 0.05, "quiesce_s": 0.05, "first_steps_s": 0.05, "compile_slowdown": 1.01}
-    made = truth({"kind": "link", "link": "between", "factor": 0.2, "start_s": 0.5, "for_s": 1000}, seed=seed, steps=6, start="default", switching=cheap)
+    cheap = QUICK | {
+        "compile_s": 0.2,
+        "move_share": 9.0,
+        "move_s": 0.05,
+        "verify_s": 0.05,
+        "quiesce_s": 0.05,
+        "first_steps_s": 0.05,
+        "compile_slowdown": 1.01,
+    }
+    made = truth(
+        {"kind": "link", "link": "between", "factor": 0.2, "start_s": 0.5, "for_s": 1000},
+        seed=seed,
+        steps=6,
+        start="default",
+        switching=cheap,
+    )
     plans = plans_of(made)
     slow = made.timeline.at(5.0)
-    fastest = sorted(plans, key=lambda plan: made.world.step_time_s(Place(plan, made.world.devices_for(plan, slow)), slow, 0))
+    fastest = sorted(
+        plans,
+        key=lambda plan: made.world.step_time_s(
+            Place(plan, made.world.devices_for(plan, slow)), slow, 0
+        ),
+    )
     chosen = [made.setup.start, *[plan for plan in fastest if plan != made.setup.start][:2]]
     times_s = []
     for sequence in itertools.product(chosen, repeat=5):
-        path = {step: plan for step, (before, plan) in enumerate(itertools.pairwise((made.setup.start, *sequence)), start=1) if plan != before}
-        times_s.append(run(made, Scripted(path), every=None, asked_at=tuple(path), canary=False, foresight=True).total_s)
+        path = {
+            step: plan
+            for step, (before, plan) in enumerate(
+                itertools.pairwise((made.setup.start, *sequence)), start=1
+            )
+            if plan != before
+        }
+        times_s.append(
+            run(
+                made, Scripted(path), every=None, asked_at=tuple(path), canary=False, foresight=True
+            ).total_s
+        )
     path = shortest_path(made, chosen)
-    walked = run(made, Scripted(path), every=None, asked_at=tuple(sorted(path)), canary=False, foresight=True).total_s
+    walked = run(
+        made, Scripted(path), every=None, asked_at=tuple(sorted(path)), canary=False, foresight=True
+    ).total_s
     assert walked == pytest.approx(min(times_s), rel=1e-9)
     assert path, "moving would have paid"
 
 
 def test_nothing_is_moved_at_a_price_that_is_too_high():
-    cheap, dear = (truth(SLOW_FROM_8, start="default", switching=QUICK | {"move_s": move_s, "move_share": 9.0}) for move_s in (0.1, 1e4))
+    cheap, dear = (
+        truth(SLOW_FROM_8, start="default", switching=QUICK | {"move_s": move_s, "move_share": 9.0})
+        for move_s in (0.1, 1e4)
+    )
     assert shortest_path(cheap, plans_of(cheap))
     # Another executable for the same state does not move it.
-    assert {layout(plan) for plan in shortest_path(dear, plans_of(dear)).values()} <= {layout(dear.setup.start)}
+    assert {layout(plan) for plan in shortest_path(dear, plans_of(dear)).values()} <= {
+        layout(dear.setup.start)
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("auto", "checkpoint-restart")])
+@pytest.mark.parametrize(
+    "name", [name for name in POLICIES if name not in ("auto", "checkpoint-restart")]
+)
 def test_nobody_is_faster_than_the_oracle(name):
     made = truth(QUARTER, seed=5)
     oracle = run_oracle(made, plans_of(made), [best_static(made, plans_of(made))[1]])
-    # The oracle looks at the best few plans of each of the conditions, so others may be ahead by what they differ.
+    # The oracle looks at the best few plans of each of the conditions, so others may be ahead by
+    # what they differ.
     assert run_policy(name, made, SEARCHER).total_s >= 0.99 * oracle.total_s
 
 
 def test_all_ways_meet_the_same_truth():
     setup = truth(QUARTER).setup
-    first, again = (run_all(setup, 0, SEARCHER, ("stay", "default", "best static", "oracle")) for _ in range(2))
+    first, again = (
+        run_all(setup, 0, SEARCHER, ("stay", "default", "best static", "oracle")) for _ in range(2)
+    )
     assert first == again
     assert list(first) == ["stay", "default", "best static", "oracle"]
     assert np.ptp([outcome.total_s for outcome in first.values()]) > 0

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.deciding.changes import Durations
-from optimus_jax.control.policy import LOOK_AGAIN, RUNGS, Candidate, Decision, Regime, Situation, decide
+from optimus_jax.control.policy import (
+    LOOK_AGAIN,
+    RUNGS,
+    Candidate,
+    Decision,
+    Regime,
+    Situation,
+    decide,
+)
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 
@@ -20,17 +28,40 @@ LASTING = Regime(elapsed_s=100.0, durations=None)
 
 
 def plan(number: int = 1) -> Plan:
-    return Plan(axes=AxisSizes(data=number), rules=(), zero=0, microbatches=1, pipeline=None, remat="none", precision="f32", attention="xla",
-                loss_chunk_tokens=128)
+    return Plan(
+        axes=AxisSizes(data=number),
+        rules=(),
+        zero=0,
+        microbatches=1,
+        pipeline=None,
+        remat="none",
+        precision="f32",
+        attention="xla",
+        loss_chunk_tokens=128,
+    )
 
 
 def situation(**fields) -> Situation:
-    given = {"step": 100, "trigger": "conditions changed", "step_time_s": 1.0, "horizon_s": 3000.0, "regime": LASTING, "budget_s": 1e9}
+    given = {
+        "step": 100,
+        "trigger": "conditions changed",
+        "step_time_s": 1.0,
+        "horizon_s": 3000.0,
+        "regime": LASTING,
+        "budget_s": 1e9,
+    }
     return Situation(**{**given, **fields})
 
 
 def candidate(gain: float = 0.3, number: int = 2, **fields) -> Candidate:
-    given = {"plan": plan(number), "rung": "remesh", "log_ratio": math.log(1 - gain), "deviation": 0.05, "cost_s": 10.0, "return_s": 10.0}
+    given = {
+        "plan": plan(number),
+        "rung": "remesh",
+        "log_ratio": math.log(1 - gain),
+        "deviation": 0.05,
+        "cost_s": 10.0,
+        "return_s": 10.0,
+    }
     return Candidate(**{**given, **fields})
 
 
@@ -43,13 +74,25 @@ def decided(*candidates: Candidate, settings: ControlConfig = SETTINGS, **fields
 
 
 CANDIDATES = st.builds(
-    candidate, gain=st.floats(-1.0, 0.9) | st.floats(0.1, 0.7), deviation=st.floats(0.0, 0.5) | st.floats(0.0, 0.1),
-    cost_s=st.floats(0.01, 1000.0) | st.floats(0.01, 20.0), return_s=st.floats(0.0, 20.0),
-    rung=st.sampled_from(RUNGS), barred=st.sampled_from(["", "", "it failed"]), was_left=st.booleans(), likely=st.floats(0.1, 1.0),
-    number=st.integers(2, 5), log_ratio_after=st.none() | st.floats(-1.0, 1.0))
+    candidate,
+    gain=st.floats(-1.0, 0.9) | st.floats(0.1, 0.7),
+    deviation=st.floats(0.0, 0.5) | st.floats(0.0, 0.1),
+    cost_s=st.floats(0.01, 1000.0) | st.floats(0.01, 20.0),
+    return_s=st.floats(0.0, 20.0),
+    rung=st.sampled_from(RUNGS),
+    barred=st.sampled_from(["", "", "it failed"]),
+    was_left=st.booleans(),
+    likely=st.floats(0.1, 1.0),
+    number=st.integers(2, 5),
+    log_ratio_after=st.none() | st.floats(-1.0, 1.0),
+)
 SITUATIONS = st.builds(
-    situation, horizon_s=st.floats(0.0, 1e5), budget_s=st.floats(-10.0, 1000.0) | st.just(1e9), step_time_s=st.floats(0.01, 10.0),
-    regime=st.just(LASTING) | st.builds(unknown_duration, st.floats(0.0, 1e4)))
+    situation,
+    horizon_s=st.floats(0.0, 1e5),
+    budget_s=st.floats(-10.0, 1000.0) | st.just(1e9),
+    step_time_s=st.floats(0.01, 10.0),
+    regime=st.just(LASTING) | st.builds(unknown_duration, st.floats(0.0, 1e4)),
+)
 
 
 def test_a_large_sure_and_lasting_gain_is_taken():
@@ -60,24 +103,32 @@ def test_a_large_sure_and_lasting_gain_is_taken():
 
 
 def test_a_budget_is_looked_at_again_where_the_run_may_become_longer():
-    """The longer slow steps have lasted, the longer the run is expected to take, and with it what its switches may take."""
-    assert decided(candidate(), budget_s=9.0, regime=unknown_duration(500.0)).wait_s == LOOK_AGAIN * 500.0
+    """The longer slow steps have lasted, the longer the run is expected to take, and with it what
+    its switches may take.
+    """
+    assert (
+        decided(candidate(), budget_s=9.0, regime=unknown_duration(500.0)).wait_s
+        == LOOK_AGAIN * 500.0
+    )
     assert decided(candidate(), budget_s=9.0).wait_s is None
 
 
-@pytest.mark.parametrize(("fields", "about", "reason"), [
-    ({"gain": 0.04, "deviation": 0.0}, {}, "the least"),
-    ({"deviation": 0.5}, {}, "probability"),
-    ({"cost_s": 500.0}, {}, "2 times is the least"),
-    ({"barred": "failed 1 times"}, {}, "failed 1 times"),
-    ({}, {"budget_s": 9.0}, "left for switches"),
-    ({}, {"horizon_s": 30.0}, "cannot earn back"),
-    ({"prepare_s": 1e6}, {}, "the run ends before"),
-    ({}, {"blocked": "cooling down"}, "cooling down"),
-    ({}, {"regime": unknown_duration(10.0)}, "may not last"),
-    ({"gain": 0.08, "deviation": 0.0, "was_left": True}, {}, "the least"),
-    ({"likely": 0.5}, {}, "probability"),
-])
+@pytest.mark.parametrize(
+    ("fields", "about", "reason"),
+    [
+        ({"gain": 0.04, "deviation": 0.0}, {}, "the least"),
+        ({"deviation": 0.5}, {}, "probability"),
+        ({"cost_s": 500.0}, {}, "2 times is the least"),
+        ({"barred": "failed 1 times"}, {}, "failed 1 times"),
+        ({}, {"budget_s": 9.0}, "left for switches"),
+        ({}, {"horizon_s": 30.0}, "cannot earn back"),
+        ({"prepare_s": 1e6}, {}, "the run ends before"),
+        ({}, {"blocked": "cooling down"}, "cooling down"),
+        ({}, {"regime": unknown_duration(10.0)}, "may not last"),
+        ({"gain": 0.08, "deviation": 0.0, "was_left": True}, {}, "the least"),
+        ({"likely": 0.5}, {}, "probability"),
+    ],
+)
 def test_each_reason_to_stay_holds_by_itself_and_is_named(fields, about, reason):
     assert decided(candidate()).action == "switch"
     decision = decided(candidate(**fields), **about)
@@ -85,13 +136,22 @@ def test_each_reason_to_stay_holds_by_itself_and_is_named(fields, about, reason)
     assert reason in decision.why
 
 
-@given(SITUATIONS, st.lists(CANDIDATES, max_size=5), st.sampled_from([0.05, 0.2]), st.sampled_from([0.9, 0.99]))
+@given(
+    SITUATIONS,
+    st.lists(CANDIDATES, max_size=5),
+    st.sampled_from([0.05, 0.2]),
+    st.sampled_from([0.9, 0.99]),
+)
 def test_whatever_is_chosen_has_passed_every_test(about, candidates, min_gain, min_probability):
     settings = replace(SETTINGS, min_gain=min_gain, min_probability=min_probability)
     decision = decide(about, candidates, settings)
     if decision.action == "stay":
         return
-    chosen = next(each for each in candidates if each.plan == decision.plan and each.rung == decision.rung and not each.barred)
+    chosen = next(
+        each
+        for each in candidates
+        if each.plan == decision.plan and each.rung == decision.rung and not each.barred
+    )
     shown = decision.alternatives[0]
     assert shown.probability >= min_probability
     assert shown.gain_s >= settings.gain_over_cost * shown.cost_s
@@ -108,7 +168,11 @@ def test_what_is_blocked_stays_and_what_has_no_gain_stays(about, candidates):
 
 @given(SITUATIONS, CANDIDATES, st.floats(0.0, 0.5))
 def test_more_gain_never_turns_a_switch_into_staying(about, one, more):
-    better = replace(one, log_ratio=one.log_ratio - more, log_ratio_after=None if one.log_ratio_after is None else one.log_ratio_after - more)
+    better = replace(
+        one,
+        log_ratio=one.log_ratio - more,
+        log_ratio_after=None if one.log_ratio_after is None else one.log_ratio_after - more,
+    )
     if decide(about, [one], SETTINGS).action == "switch":
         assert decide(about, [better], SETTINGS).action == "switch"
 
@@ -131,13 +195,18 @@ def test_it_is_a_function_of_its_arguments_and_its_record_is_json(about, candida
 
 
 def test_a_cheaper_rung_wins_where_it_gains_about_as_much():
-    dear, cheap = candidate(0.30, 2), candidate(0.29, 3, rung="executable", cost_s=2.0, return_s=2.0)
+    dear, cheap = (
+        candidate(0.30, 2),
+        candidate(0.29, 3, rung="executable", cost_s=2.0, return_s=2.0),
+    )
     assert decided(dear, cheap).rung == "executable"
     assert decided(candidate(0.45, 2), cheap).rung == "remesh"
 
 
 def test_while_the_duration_is_unknown_it_waits_until_staying_has_cost_as_much():
-    """There and back 20 s, saved 30% of the time: the way there is earned back after 33 s, which a third of that makes as likely as not."""
+    """There and back 20 s, saved 30% of the time: the way there is earned back after 33 s, which a
+    third of that makes as likely as not.
+    """
     early = decided(candidate(), regime=unknown_duration(2.0))
     assert early.action == "stay"
     assert early.wait_s == pytest.approx(10 / 0.3 / 3 - 3.0, rel=0.1)
@@ -146,7 +215,9 @@ def test_while_the_duration_is_unknown_it_waits_until_staying_has_cost_as_much()
 
 
 def test_what_ends_while_a_switch_is_prepared_withdraws_it_so_it_may_be_prepared_early():
-    """A switch that takes 20 s to prepare may be decided 20 s earlier, if it is likely to last these 20 s."""
+    """A switch that takes 20 s to prepare may be decided 20 s earlier, if it is likely to last
+    these 20 s.
+    """
     sooner = decided(candidate(prepare_s=20.0), regime=unknown_duration(6.0))
     later = decided(candidate(), regime=unknown_duration(6.0))
     assert (sooner.action, later.action) == ("switch", "stay")
@@ -158,6 +229,7 @@ def test_what_ends_while_a_switch_is_prepared_withdraws_it_so_it_may_be_prepared
 
 def test_a_restart_has_to_be_surer_of_lasting_conditions():
     """It takes as long again to undo."""
+
     def waits_s(rung):
         return decided(candidate(rung=rung), regime=unknown_duration(2.0)).wait_s
 
@@ -214,7 +286,9 @@ def test_a_decision_for_a_boundary_says_which_and_which_devices_are_left_out():
 
 
 def test_every_field_of_a_record_is_there():
-    record = decided(candidate(), inputs={"step_time_s": 1.23456789, "link_slowdown/between": None}).as_json()
+    record = decided(
+        candidate(), inputs={"step_time_s": 1.23456789, "link_slowdown/between": None}
+    ).as_json()
     assert set(record) == {each.name for each in dataclasses.fields(Decision)} - {"step"}
     assert record["inputs"] == {"step_time_s": 1.235, "link_slowdown/between": None}
 

@@ -1,4 +1,5 @@
-"""Predictions become better by measuring, say how sure they are, and are not moved far by nonsense."""
+"""Predictions become better by measuring, say how sure they are, and are not moved far by
+nonsense."""
 
 import json
 import math
@@ -20,25 +21,41 @@ NOISE = 0.02
 SEEDS = range(240)
 
 
-def learn(predictor: Predictor, which: Query, log_time: float, *, step: int = 100, count: int = 20) -> None:
+def learn(
+    predictor: Predictor, which: Query, log_time: float, *, step: int = 100, count: int = 20
+) -> None:
     predictor.learn(which, log_time=log_time, noise=NOISE, count=count, step=step)
 
 
-def after(num_plans: int, seed: int, **truths: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """True and predicted logarithms after some plans were measured, deviations, and the plans that were not."""
+def after(
+    num_plans: int, seed: int, **truths: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    """True and predicted logarithms after some plans were measured, deviations, and the plans that
+    were not.
+    """
     random, truth = np.random.default_rng([seed, 1]), Truth(seed, **truths)
     true = np.array([truth.log_time(plan) for plan in PLANS])
     seen = random.choice(len(PLANS), num_plans, replace=False).tolist()
     predictor = Predictor()
     for place in seen:
-        learn(predictor, QUERIES[place], true[place] + NOISE / math.sqrt(20) * random.standard_normal())
+        learn(
+            predictor,
+            QUERIES[place],
+            true[place] + NOISE / math.sqrt(20) * random.standard_normal(),
+        )
     forecast = predictor.foretell(QUERIES)
-    return true, forecast.mean, np.sqrt(np.diag(forecast.covariance)), [place for place in range(len(PLANS)) if place not in seen]
+    return (
+        true,
+        forecast.mean,
+        np.sqrt(np.diag(forecast.covariance)),
+        [place for place in range(len(PLANS)) if place not in seen],
+    )
 
 
 @pytest.mark.parametrize("num_plans", [1, 2, 4])
 def test_nine_in_ten_intervals_cover_what_they_say(num_plans):
-    """Rates 15% off, links 30%, terms by a tenth, over 240 truths: between 85 and 95 in a hundred."""
+    """Rates 15% off, links 30%, terms by a tenth, over 240 truths: between 85 and 95 in a
+    hundred."""
     inside = []
     for seed in SEEDS:
         true, mean, deviation, unseen = after(num_plans, seed)
@@ -52,6 +69,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def test_intervals_widen_where_the_cost_model_is_seen_to_fit_badly(monkeypatch):
     """Every plan off by an eighth of its own, as on virtual devices: what was measured says so."""
+
     def inside() -> float:
         found = []
         for seed in SEEDS:
@@ -66,7 +84,9 @@ def test_intervals_widen_where_the_cost_model_is_seen_to_fit_badly(monkeypatch):
 
 
 def test_it_beats_the_cost_model_alone():
-    """Ablation over the same truths: what was not measured is missed by less than half as much, and is ranked better."""
+    """Ablation over the same truths: what was not measured is missed by less than half as much, and
+    is ranked better.
+    """
     alone, learnt, rank_alone, rank_learnt = [], [], [], []
     for seed in SEEDS:
         true, mean, _, unseen = after(4, seed)
@@ -129,7 +149,9 @@ def test_a_few_wild_plans_do_not_move_the_others_far(factor):
     moved = np.abs(spoilt.foretell(QUERIES).mean - good.foretell(QUERIES).mean)[2:]
     assert moved.max() < 0.1  # of 2.3, the logarithm of 10
     # Of the wild plans themselves what was measured holds: that is how they run.
-    assert spoilt.foretell(QUERIES).mean[0] == pytest.approx(truth.log_time(PLANS[0]) + math.log(factor), abs=0.2)
+    assert spoilt.foretell(QUERIES).mean[0] == pytest.approx(
+        truth.log_time(PLANS[0]) + math.log(factor), abs=0.2
+    )
 
 
 def test_an_unexplained_regime_is_taken_to_hit_every_plan():
@@ -142,7 +164,8 @@ def test_an_unexplained_regime_is_taken_to_hit_every_plan():
     hit = [query(plan, regime=1) for plan in PLANS[:2]]
     learn(predictor, hit[0], math.log(1.5 * base))
     during, deviation = predictor.foretell(hit).ratio(1, 0)
-    assert during == pytest.approx(before, abs=0.05)  # plan 1 is not 1.5 times as fast as plan 0 now
+    # plan 1 is not 1.5 times as fast as plan 0 now
+    assert during == pytest.approx(before, abs=0.05)
     assert deviation > 2 * deviation_before
     assert predictor.foretell(QUERIES).mean == pytest.approx(known.mean, abs=0.05)
     predictor.forget_regime(1)
@@ -151,10 +174,13 @@ def test_an_unexplained_regime_is_taken_to_hit_every_plan():
 
 def test_old_evidence_counts_for_less():
     """A plan measured long ago and another one now: the newer pulls harder."""
+
     def common(step: int) -> float:
         predictor = Predictor()
         predictor.learn(QUERIES[0], log_time=COST_MODEL[0] + 0.4, noise=0.3, count=4, step=step)
-        predictor.learn(QUERIES[1], log_time=COST_MODEL[1], noise=0.3, count=4, step=int(6 * HALF_LIFE))
+        predictor.learn(
+            QUERIES[1], log_time=COST_MODEL[1], noise=0.3, count=4, step=int(6 * HALF_LIFE)
+        )
         return float(predictor.foretell(QUERIES).mean[2] - COST_MODEL[2])
 
     assert common(int(6 * HALF_LIFE)) > 2 * common(0) > 0
@@ -170,15 +196,35 @@ def test_evidence_is_replaced_and_bounded():
 
 
 def test_earlier_runs_are_the_prior():
-    records = [Record(model="m", plan="p", measured_at="", measured_s=1.3 * each.predicted_s, terms_s=dict(each.terms_s)) for each in QUERIES[:6]] * 3
+    records = [
+        Record(
+            model="m",
+            plan="p",
+            measured_at="",
+            measured_s=1.3 * each.predicted_s,
+            terms_s=dict(each.terms_s),
+        )
+        for each in QUERIES[:6]
+    ] * 3
     forecast = Predictor(calibration_of(records)).foretell(QUERIES)
     assert (forecast.mean - COST_MODEL)[:6] == pytest.approx(math.log(1.3), abs=0.03)
-    assert math.sqrt(forecast.covariance[0, 0]) < math.sqrt(Predictor().foretell(QUERIES).covariance[0, 0])
+    assert math.sqrt(forecast.covariance[0, 0]) < math.sqrt(
+        Predictor().foretell(QUERIES).covariance[0, 0]
+    )
 
 
 def test_what_earlier_runs_have_taught_can_be_forgotten():
     """Hardware that is not what it was taken for: this run's own steps still count."""
-    records = [Record(model="m", plan=each.plan, measured_at="", measured_s=2 * each.predicted_s, terms_s=dict(each.terms_s)) for each in QUERIES[:6]]
+    records = [
+        Record(
+            model="m",
+            plan=each.plan,
+            measured_at="",
+            measured_s=2 * each.predicted_s,
+            terms_s=dict(each.terms_s),
+        )
+        for each in QUERIES[:6]
+    ]
     taught, alone = Predictor(calibration_of(records)), Predictor()
     for predictor in (taught, alone):
         learn(predictor, QUERIES[2], COST_MODEL[2])
@@ -194,7 +240,8 @@ def test_it_is_kept_as_readable_json_and_read_again(tmp_path):
     learn(predictor, query(PLANS[1], regime=4), 5.0)
     predictor.save(path)
     kept = json.loads(path.read_text())["evidence"]
-    assert [each["plan"] for each in kept] == [PLANS[0].digest, PLANS[3].digest]  # regimes are of one run
+    # regimes are of one run
+    assert [each["plan"] for each in kept] == [PLANS[0].digest, PLANS[3].digest]
     assert kept[0]["measured_s"] == pytest.approx(math.exp(COST_MODEL[0] + 0.5))
     later = Predictor()
     later.load(path)
@@ -205,7 +252,19 @@ def test_it_is_kept_as_readable_json_and_read_again(tmp_path):
     assert later.foretell(QUERIES).covariance[0, 0] > predictor.foretell(QUERIES).covariance[0, 0]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"evidence": [{"plan": 1}]}', '{"evidence": [{"plan": "p", "setting": "", "measured_s": -1.0, "deviation": 0.1, "terms_s": {"a": 1.0}}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"evidence": [{"plan": 1}]}',
+        (
+            '{"evidence": [{"plan": "p", "setting": "", "measured_s": -1.0, "deviation": 0.1,'
+            ' "terms_s": {"a": 1.0}}]}'
+        ),
+    ],
+)
 def test_a_damaged_file_is_left_alone_with_a_warning(tmp_path, text):
     path = tmp_path / "learnt.json"
     path.write_text(text)

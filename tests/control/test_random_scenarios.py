@@ -1,4 +1,6 @@
-"""Whatever happens to a cluster, a run that the advisor steers ends, and says why it did what it did."""
+"""Whatever happens to a cluster, a run that the advisor steers ends, and says why it did what it
+did.
+"""
 
 import math
 from dataclasses import replace
@@ -24,15 +26,26 @@ def sometimes(values):
 @st.composite
 def times(draw):
     """When something holds: from then on, for a while, or again and again."""
-    value = {"start_s": draw(st.floats(0, DURATION_S)), "for_s": draw(sometimes(st.floats(1, DURATION_S))), "ramp_s": draw(st.sampled_from([0, 0, 20]))}
+    value = {
+        "start_s": draw(st.floats(0, DURATION_S)),
+        "for_s": draw(sometimes(st.floats(1, DURATION_S))),
+        "ramp_s": draw(st.sampled_from([0, 0, 20])),
+    }
     if value["for_s"] is not None and draw(st.booleans()):
-        value |= {"every_s": value["for_s"] * draw(st.floats(1.2, 4)), "jitter": draw(st.floats(0, 0.4))}
+        value |= {
+            "every_s": value["for_s"] * draw(st.floats(1.2, 4)),
+            "jitter": draw(st.floats(0, 0.4)),
+        }
     return value
 
 
-DEVICES = st.fixed_dictionaries({"host": st.integers(0, 1)}) | st.fixed_dictionaries({"devices": st.lists(st.integers(0, 15), min_size=1, max_size=3, unique=True)})
+DEVICES = st.fixed_dictionaries({"host": st.integers(0, 1)}) | st.fixed_dictionaries(
+    {"devices": st.lists(st.integers(0, 15), min_size=1, max_size=3, unique=True)}
+)
 SLOWED = DEVICES | st.just({})
-SIZES = st.fixed_dictionaries({"seq_len": st.sampled_from([512, 2048])}) | st.fixed_dictionaries({"global_batch": st.sampled_from([64, 96, 256])})
+SIZES = st.fixed_dictionaries({"seq_len": st.sampled_from([512, 2048])}) | st.fixed_dictionaries(
+    {"global_batch": st.sampled_from([64, 96, 256])}
+)
 
 
 @st.composite
@@ -40,10 +53,17 @@ def events(draw):
     """Any kind of event."""
     kind = draw(st.sampled_from(["link", "compute", "memory", "data", "lost", "metrics", "switch"]))
     if kind == "switch":
-        return {"kind": kind, "phase": draw(st.sampled_from(["prepare", "move", "verify", "canary"])), "count": draw(st.integers(1, 4))}
+        return {
+            "kind": kind,
+            "phase": draw(st.sampled_from(["prepare", "move", "verify", "canary"])),
+            "count": draw(st.integers(1, 4)),
+        }
     value = {"kind": kind, **draw(times())}
     if kind == "link":
-        return value | {"link": draw(st.sampled_from(["inside", "between"])), "factor": draw(st.sampled_from([0.1, 0.25, 0.5, 2.0]))}
+        return value | {
+            "link": draw(st.sampled_from(["inside", "between"])),
+            "factor": draw(st.sampled_from([0.1, 0.25, 0.5, 2.0])),
+        }
     if kind == "compute":
         return value | {"factor": draw(st.sampled_from([1.1, 1.5, 4.0])), **draw(SLOWED)}
     if kind == "memory":
@@ -52,17 +72,47 @@ def events(draw):
         return value | {"wait_s": draw(st.floats(0.01, 2))}
     if kind == "lost":
         once = {name: value[name] for name in ("kind", "start_s", "for_s")}
-        return once | draw(DEVICES) | {"notice_s": draw(st.sampled_from([0, 10, 40])), "during": draw(st.sampled_from(["none", "prepare", "move", "verify", "canary"]))}
-    return value | {"names": [draw(st.sampled_from(["*", "link*", "memory*", "step_times"]))], "fault": draw(st.sampled_from(["missing", "stale", "lying"])), "factor": draw(st.sampled_from([0.1, 2.0]))}
+        return (
+            once
+            | draw(DEVICES)
+            | {
+                "notice_s": draw(st.sampled_from([0, 10, 40])),
+                "during": draw(st.sampled_from(["none", "prepare", "move", "verify", "canary"])),
+            }
+        )
+    return value | {
+        "names": [draw(st.sampled_from(["*", "link*", "memory*", "step_times"]))],
+        "fault": draw(st.sampled_from(["missing", "stale", "lying"])),
+        "factor": draw(st.sampled_from([0.1, 2.0])),
+    }
 
 
 @st.composite
 def scenarios(draw):
     """Up to four events, and a change of the batch."""
-    phases = [{"kind": "phase", "start_share": draw(st.floats(0.1, 0.9)), **draw(SIZES)}] if draw(st.booleans()) else []
-    happens = [{name: value for name, value in event.items() if value is not None} for event in draw(st.lists(events(), min_size=1, max_size=4))]
-    prior = {name: draw(st.sampled_from([0.5, 2.0])) for name in draw(sometimes(st.sampled_from([("inside",), ("between",), ("compute",)]))) or ()}
-    return scenario(*happens, *phases, steps=None, duration_s=DURATION_S, start=draw(st.sampled_from([BEST, DEFAULT])), prior=prior, switching=QUICK)
+    phases = (
+        [{"kind": "phase", "start_share": draw(st.floats(0.1, 0.9)), **draw(SIZES)}]
+        if draw(st.booleans())
+        else []
+    )
+    happens = [
+        {name: value for name, value in event.items() if value is not None}
+        for event in draw(st.lists(events(), min_size=1, max_size=4))
+    ]
+    prior = {
+        name: draw(st.sampled_from([0.5, 2.0]))
+        for name in draw(sometimes(st.sampled_from([("inside",), ("between",), ("compute",)])))
+        or ()
+    }
+    return scenario(
+        *happens,
+        *phases,
+        steps=None,
+        duration_s=DURATION_S,
+        start=draw(st.sampled_from([BEST, DEFAULT])),
+        prior=prior,
+        switching=QUICK,
+    )
 
 
 @settings(max_examples=25)
@@ -79,6 +129,11 @@ def test_a_run_ends_whatever_happens(made, seed):
 
 
 def test_nothing_left_to_run_on_is_said():
-    made = replace(scenario({"kind": "lost", "host": 0, "start_s": 10}, {"kind": "lost", "host": 1, "start_s": 10}), duration_s=DURATION_S)
+    made = replace(
+        scenario(
+            {"kind": "lost", "host": 0, "start_s": 10}, {"kind": "lost", "host": 1, "start_s": 10}
+        ),
+        duration_s=DURATION_S,
+    )
     with pytest.raises(PlanError, match="nothing can train the model on what is left"):
         run_all(Setup.of(made, PRICING), 0, SEARCHER, (AUTO,))

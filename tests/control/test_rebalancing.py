@@ -1,4 +1,6 @@
-"""Where a process is slow, its stages get fewer layers, and what is left of the skew is what the slowest stage has."""
+"""Where a process is slow, its stages get fewer layers, and what is left of the skew is what the
+slowest stage has.
+"""
 
 from dataclasses import replace
 
@@ -26,14 +28,27 @@ def test_the_slow_stage_gets_fewer_layers():
     other = rebalanced(STAGED, FIRST_EIGHTH, 1.5)
     assert layers(other) == (5, 9, 9, 9)
     assert is_legal(other, CONFIG)
-    # 9 layers on sound devices, 5 that count 1.5 times: the slowest takes as long as 9, and no longer as 12.
+    # 9 layers on sound devices, 5 that count 1.5 times: the slowest takes as long as 9, and no
+    # longer as 12.
     assert felt_skew(other, FIRST_EIGHTH, 1.5) == 1.0
     assert felt_skew(STAGED, FIRST_EIGHTH, 1.5) == 1.5
 
 
-@pytest.mark.parametrize(("part", "slow"), [((0.0, 0.125), {0}), ((0.125, 0.25), {0}), ((0.25, 0.375), {1}), ((0.875, 1.0), {3}), ((0.2, 0.3), {0, 1}), ((0.0, 1.0), {0, 1, 2, 3})])
+@pytest.mark.parametrize(
+    ("part", "slow"),
+    [
+        ((0.0, 0.125), {0}),
+        ((0.125, 0.25), {0}),
+        ((0.25, 0.375), {1}),
+        ((0.875, 1.0), {3}),
+        ((0.2, 0.3), {0, 1}),
+        ((0.0, 1.0), {0, 1, 2, 3}),
+    ],
+)
 def test_stages_are_slow_that_have_some_of_the_slow_devices(part, slow):
-    assert {stage for stage, factor in enumerate(stage_factors(STAGED, part, 2.0)) if factor > 1} == slow
+    assert {
+        stage for stage, factor in enumerate(stage_factors(STAGED, part, 2.0)) if factor > 1
+    } == slow
 
 
 def test_what_cannot_be_helped_is_left_alone():
@@ -47,7 +62,12 @@ def test_what_cannot_be_helped_is_left_alone():
 
 def test_devices_that_are_visited_again_have_several_stages():
     assert STAGED.pipeline is not None
-    twice = replace(STAGED, pipeline=replace(STAGED.pipeline, layers_per_stage=(4,) * 8, repeats=2, schedule="interleaved"))
+    twice = replace(
+        STAGED,
+        pipeline=replace(
+            STAGED.pipeline, layers_per_stage=(4,) * 8, repeats=2, schedule="interleaved"
+        ),
+    )
     other = rebalanced(twice, FIRST_EIGHTH, 2.0)
     assert layers(other)[0] < 4
     assert layers(other)[4] < 4
@@ -66,9 +86,13 @@ def test_no_layer_elsewhere_would_help(pipe, stage, skew):
     assert slowest == pytest.approx(max(dealt) * felt_skew(other or plan, part, skew))
     for source in range(pipe):
         for target in range(pipe):
-            moved = [number + (place == target) - (place == source) for place, number in enumerate(dealt)]
+            moved = [
+                number + (place == target) - (place == source) for place, number in enumerate(dealt)
+            ]
             if min(moved) >= 1 and source != target:
-                assert max(number * factor for number, factor in zip(moved, factors, strict=True)) >= slowest * (1 - 1e-9)
+                assert max(
+                    number * factor for number, factor in zip(moved, factors, strict=True)
+                ) >= slowest * (1 - 1e-9)
 
 
 def test_conditions_are_felt_less_by_a_plan_that_spares_the_slow_stage():

@@ -8,7 +8,13 @@ from optimus_jax.control.reported import FILE, ReportedDevices
 class Reported:
     def __init__(self, directory, *, can_leave=True):
         self.path, self.told, self.now_s = directory / FILE, [], 0.0
-        self.devices = ReportedDevices(directory, devices=range(8), can_leave=can_leave, warn=self.told.append, clock=lambda: self.now_s)
+        self.devices = ReportedDevices(
+            directory,
+            devices=range(8),
+            can_leave=can_leave,
+            warn=self.told.append,
+            clock=lambda: self.now_s,
+        )
 
     def says(self, text):
         self.path.write_text(text)
@@ -42,7 +48,10 @@ def test_what_is_no_list_changes_nothing_and_is_told_once(reported, text):
 def test_a_device_that_nobody_has_is_told_and_left_out(reported):
     assert reported.says("[3, 99]") == {3}
     (told,) = reported.told
-    assert "names 99, which no device of this run has (they have 0 to 7), and is followed for [3]" in told
+    assert (
+        "names 99, which no device of this run has (they have 0 to 7), and is followed for [3]"
+        in told
+    )
     reported.says("[3]")
     assert len(reported.told) == 1
     reported.says("[99]")

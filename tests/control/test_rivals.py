@@ -1,4 +1,5 @@
-"""Other ways to steer: each does what its rule says, and what it lacks can be told from its runs."""
+"""Other ways to steer: each does what its rule says, and what it lacks can be told from its
+runs."""
 
 from dataclasses import replace
 
@@ -17,8 +18,21 @@ OTHER = default_plans(PRICING, 16)[0]
 
 
 def observed(step=100, lost=(), **readings):
-    made = {name.replace("link_", "link_slowdown/"): Reading(value=value, spread=0.0, count=9, time_s=1.0, quality="good") for name, value in readings.items()}
-    return Observation(step=step, time_s=float(step), step_times_s=(0.3,), readings=made, global_batch=128, seq_len=1024, lost_devices=frozenset(lost))
+    made = {
+        name.replace("link_", "link_slowdown/"): Reading(
+            value=value, spread=0.0, count=9, time_s=1.0, quality="good"
+        )
+        for name, value in readings.items()
+    }
+    return Observation(
+        step=step,
+        time_s=float(step),
+        step_times_s=(0.3,),
+        readings=made,
+        global_batch=128,
+        seq_len=1024,
+        lost_devices=frozenset(lost),
+    )
 
 
 def test_static_goes_back_when_it_can():
@@ -61,12 +75,18 @@ def test_the_cost_model_asks_whether_a_switch_is_earned_back():
     assert policy.decide(observed(step=110, **slow)) is None, "it has just decided"
 
 
-@pytest.mark.parametrize(("throughput", "memory", "utilisation", "tensor"), [
-    (95.0, 0.95, 0.3, None), (80.0, 0.95, 0.3, 8), (80.0, 0.5, 0.3, 2), (80.0, 0.5, 0.9, None)])
+@pytest.mark.parametrize(
+    ("throughput", "memory", "utilisation", "tensor"),
+    [(95.0, 0.95, 0.3, None), (80.0, 0.95, 0.3, 8), (80.0, 0.5, 0.3, 2), (80.0, 0.5, 0.9, None)],
+)
 def test_thresholds(throughput, memory, utilisation, tensor):
     # 25 heads divide by no power of two: only the feed-forward is split.
-    pricing = replace(PRICING, config=PRICING.config.with_values({"parallel.rules": ("heads=none",)}))
-    fixed = replace(pricing, config=pricing.config.with_values({"parallel.mesh": "data=4,tensor=4"}))
+    pricing = replace(
+        PRICING, config=PRICING.config.with_values({"parallel.rules": ("heads=none",)})
+    )
+    fixed = replace(
+        pricing, config=pricing.config.with_values({"parallel.mesh": "data=4,tensor=4"})
+    )
     setup = replace(SETUP, told=(pricing,), start=search(fixed, top=1).best[0].plan)
     assert tensor_after(setup, throughput, memory, utilisation) == tensor
 
@@ -80,5 +100,14 @@ def tensor_after(setup, throughput, memory, utilisation):
     policy = Threshold(setup)
     for step in range(1, 10):
         assert policy.decide(observed(step, tokens_per_s=100.0)) is None
-    decision = policy.decide(observed(100, **{signals.TOKENS_PER_S: throughput, signals.MEMORY_SHARE: memory, signals.UTILISATION: utilisation}))
+    decision = policy.decide(
+        observed(
+            100,
+            **{
+                signals.TOKENS_PER_S: throughput,
+                signals.MEMORY_SHARE: memory,
+                signals.UTILISATION: utilisation,
+            },
+        )
+    )
     return decision and decision.plan.axes.tensor

@@ -1,4 +1,6 @@
-"""Rounds of probes: in all processes at the same steps, within their budget, and what they say is what was injected."""
+"""Rounds of probes: in all processes at the same steps, within their budget, and what they say is
+what was injected.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,14 @@ LINKS = {"pipe": "between", "data": "between", "tensor": "inside"}
 
 
 def rounds_on(programs, clock, *, baselines=None, budget=None, exchange=None):
-    return Rounds(programs, LINKS, baselines or Baselines(None), budget or Budget(0.01), clock=clock, exchange=exchange)
+    return Rounds(
+        programs,
+        LINKS,
+        baselines or Baselines(None),
+        budget or Budget(0.01),
+        clock=clock,
+        exchange=exchange,
+    )
 
 
 def settled(axes=("data", "tensor"), exchange=None, **speeds):
@@ -38,7 +47,13 @@ def run(rounds, *, step_time_s=0.5, data_wait_s=0.0):
 def test_when_nothing_has_changed_nothing_is_slow():
     _, rounds = settled()
     samples = run(rounds)
-    names = {"link_slowdown/data", "link_slowdown/tensor", "link_slowdown/between", "link_slowdown/inside", "compute_slowdown"}
+    names = {
+        "link_slowdown/data",
+        "link_slowdown/tensor",
+        "link_slowdown/between",
+        "link_slowdown/inside",
+        "compute_slowdown",
+    }
     assert samples == pytest.approx(dict.fromkeys(names, 1.0), rel=FLOAT32)
     assert rounds.skew is None, "there is one process"
 
@@ -56,8 +71,16 @@ def test_a_slow_link_is_told_by_its_axis_and_by_where_it_leads(slower):
     programs, rounds = settled(latency_s=0.0)
     programs.s_per_byte["data"] *= slower
     samples = run(rounds)
-    assert samples["link_slowdown/data"] == samples["link_slowdown/between"] == pytest.approx(slower, rel=FLOAT32)
-    assert samples["link_slowdown/tensor"] == samples["link_slowdown/inside"] == pytest.approx(1.0, rel=FLOAT32)
+    assert (
+        samples["link_slowdown/data"]
+        == samples["link_slowdown/between"]
+        == pytest.approx(slower, rel=FLOAT32)
+    )
+    assert (
+        samples["link_slowdown/tensor"]
+        == samples["link_slowdown/inside"]
+        == pytest.approx(1.0, rel=FLOAT32)
+    )
 
 
 def test_on_a_link_that_was_cut_no_large_message_is_sent_and_its_time_is_found_from_a_small_one():
@@ -109,13 +132,18 @@ def test_a_straggler_among_emulated_processes_is_named_and_does_not_count_as_slo
 
 def test_a_process_that_waits_for_its_data_is_a_straggler_too():
     _, rounds = settled(exchange=with_others(lambda own: None))
-    rounds._exchange = lambda own: np.stack([own, own * np.array([1] * (len(own) - 3) + [0, 1, 1])]) if len(own) > 3 else np.stack([own, own])
+    rounds._exchange = lambda own: (
+        np.stack([own, own * np.array([1] * (len(own) - 3) + [0, 1, 1])])
+        if len(own) > 3
+        else np.stack([own, own])
+    )
     found = run(rounds, step_time_s=1.0, data_wait_s=0.5)
     assert (found["straggler"], found["process_skew"]) == (0, pytest.approx(2.0, rel=FLOAT32))
 
 
 def test_who_came_last_to_a_collective_tells_its_time():
     """The others have waited in it for that process."""
+
     def late(own):
         if len(own) == 1:
             own[:] /= 50  # the small message
@@ -128,10 +156,15 @@ def test_who_came_last_to_a_collective_tells_its_time():
 
 
 class Together:
-    """Processes as threads that exchange arrays; whoever exchanges another number of times or of values than the others fails."""
+    """Processes as threads that exchange arrays; whoever exchanges another number of times or of
+    values than the others fails.
+    """
 
     def __init__(self, num_processes):
-        self._barrier, self._rows = threading.Barrier(num_processes, timeout=20), [None] * num_processes
+        self._barrier, self._rows = (
+            threading.Barrier(num_processes, timeout=20),
+            [None] * num_processes,
+        )
 
     def exchange(self, process):
         def exchanged(own):
@@ -140,6 +173,7 @@ class Together:
             rows = np.stack(self._rows)
             self._barrier.wait()
             return rows
+
         return exchanged
 
     def run(self, work):
@@ -153,20 +187,32 @@ def test_all_processes_run_the_same_probes_at_the_same_steps():
 
     def process(number):
         clock = FakeClock()
-        programs = FakePrograms(clock, ("data", "tensor"), s_per_byte=(1e-9, 40e-9, 900e-9)[number], compute_s=(0.01, 0.02, 0.03)[number])
+        programs = FakePrograms(
+            clock,
+            ("data", "tensor"),
+            s_per_byte=(1e-9, 40e-9, 900e-9)[number],
+            compute_s=(0.01, 0.02, 0.03)[number],
+        )
         rounds = rounds_on(programs, clock, budget=Budget(0.5), exchange=together.exchange(number))
         rounds.settle()
         # From here on the link is slow for all of them, to whom it seems best too.
         programs.s_per_byte["data"] = (60e-9, 70e-9, 900e-9)[number]
-        steps = [step for step in range(1, 2000)
-                 if rounds.budget.is_due(step) and rounds.run(step, step_time_s=0.1 + 0.01 * number, data_wait_s=0.01 * number)]
+        steps = [
+            step
+            for step in range(1, 2000)
+            if rounds.budget.is_due(step)
+            and rounds.run(step, step_time_s=0.1 + 0.01 * number, data_wait_s=0.01 * number)
+        ]
         return steps, programs.ran, rounds.skew
 
     first, *others = together.run(process)
     assert others == [first, first]
     steps, ran, skew = first
     assert len(steps) > 3
-    assert ran[-1] == ("tensor", LARGE_BYTES), "the large message along the other axis was left out by all"
+    assert ran[-1] == (
+        "tensor",
+        LARGE_BYTES,
+    ), "the large message along the other axis was left out by all"
     assert skew.slowest == 2
 
 
@@ -204,7 +250,9 @@ def test_an_asked_round_waits_for_its_step_and_for_all_but_one_loan():
     assert budget.is_due(2), "the first is still owed for"
     budget.spent(2, 1 / 16, 0.5)
     budget.ask(3)
-    assert next(step for step in range(3, 1000) if budget.is_due(step)) == 9, "when no more than one is owed for"
+    assert next(step for step in range(3, 1000) if budget.is_due(step)) == 9, (
+        "when no more than one is owed for"
+    )
     budget.ask(3, urgent=True)
     assert budget.is_due(3), "whatever is owed"
     budget.spent(3, 1 / 16, 0.5)
@@ -227,39 +275,62 @@ def test_what_a_round_is_worth_no_budget_has_to_pay():
     assert not budget.is_due(9), "one second is left of what it was worth"
 
 
-PROBED = SimpleNamespace(launch_s=1e-3, matmuls=(MatmulTime(m=512, k=256, n=256, dtype="f32", time_s=4e-3),))
+PROBED = SimpleNamespace(
+    launch_s=1e-3, matmuls=(MatmulTime(m=512, k=256, n=256, dtype="f32", time_s=4e-3),)
+)
 
 
 def profile(latency_s=2e-3, bytes_per_s=1e9):
-    fit = CollectiveFit(kind="all-reduce", axis_size=2, stride=1, latency_s=latency_s, bytes_per_s=bytes_per_s)
-    return SimpleNamespace(probed=PROBED, fit=lambda kind, axis_size, stride: fit if (kind, axis_size, stride) == ("all-reduce", 2, 1) else None)
+    fit = CollectiveFit(
+        kind="all-reduce", axis_size=2, stride=1, latency_s=latency_s, bytes_per_s=bytes_per_s
+    )
+    return SimpleNamespace(
+        probed=PROBED,
+        fit=lambda kind, axis_size, stride: (
+            fit if (kind, axis_size, stride) == ("all-reduce", 2, 1) else None
+        ),
+    )
 
 
 def test_what_was_measured_on_a_slow_link_before_speaks_for_itself_later():
     baselines = Baselines(None)
-    same, other = (AllReduce(axis_size=size, stride=4, num_bytes=LARGE_BYTES, repeats=1) for size in (2, 4))
+    same, other = (
+        AllReduce(axis_size=size, stride=4, num_bytes=LARGE_BYTES, repeats=1) for size in (2, 4)
+    )
     assert baselines.gauged(same, 28.0) == pytest.approx(28.0)
     baselines.gauge(same, 200.0, 28.0)
     baselines.gauge(other, 40.0, 28.0)
-    assert baselines.gauged(same, 200.0) == pytest.approx(200.0), "the same work: the link became slower"
+    assert baselines.gauged(same, 200.0) == pytest.approx(200.0), (
+        "the same work: the link became slower"
+    )
     assert baselines.gauged(other, 40.0) == pytest.approx(28.0), "other work over the same link"
 
 
 def test_a_profile_is_the_baseline_with_the_launch_and_that_is_said():
     clock = FakeClock()
-    programs = FakePrograms(clock, ("data", "tensor"), latency_s=0.0, s_per_byte=4e-3 / LARGE_BYTES, compute_s=0.01)
+    programs = FakePrograms(
+        clock, ("data", "tensor"), latency_s=0.0, s_per_byte=4e-3 / LARGE_BYTES, compute_s=0.01
+    )
     rounds = rounds_on(programs, clock, baselines=Baselines(profile()))
     rounds.settle()
     samples = run(rounds)
     half_s = 0.5 * (1e-3 + 2e-3 + LARGE_BYTES / 1e9)
-    assert samples["link_slowdown/data"] == pytest.approx((4e-3 - half_s) / half_s, rel=FLOAT32), "no more than half of a large message's time counts as latency"
+    assert samples["link_slowdown/data"] == pytest.approx((4e-3 - half_s) / half_s, rel=FLOAT32), (
+        "no more than half of a large message's time counts as latency"
+    )
     assert samples["compute_slowdown"] == pytest.approx(0.01 / 5e-3, rel=FLOAT32)
-    assert rounds.sources() == {"link_slowdown/data": PROFILE, "link_slowdown/tensor": FIRST_ROUNDS, "compute_slowdown": PROFILE}
+    assert rounds.sources() == {
+        "link_slowdown/data": PROFILE,
+        "link_slowdown/tensor": FIRST_ROUNDS,
+        "compute_slowdown": PROFILE,
+    }
 
 
 def test_a_repeated_collective_is_launched_once():
     work = AllReduce(axis_size=2, stride=1, num_bytes=LARGE_BYTES, repeats=8)
-    assert Baselines(profile()).of(work).time_s == pytest.approx(1e-3 + 8 * (2e-3 + LARGE_BYTES / 1e9))
+    assert Baselines(profile()).of(work).time_s == pytest.approx(
+        1e-3 + 8 * (2e-3 + LARGE_BYTES / 1e9)
+    )
 
 
 def test_without_a_baseline_there_is_no_reading():
@@ -267,7 +338,10 @@ def test_without_a_baseline_there_is_no_reading():
     rounds = rounds_on(FakePrograms(clock, ("data",)), clock)
     found = [run(rounds) for _ in range(4)]
     assert found[0] == found[1] == {}
-    assert found[2] == pytest.approx({"link_slowdown/data": 1.0, "link_slowdown/between": 1.0, "compute_slowdown": 1.0}, rel=FLOAT32)
+    assert found[2] == pytest.approx(
+        {"link_slowdown/data": 1.0, "link_slowdown/between": 1.0, "compute_slowdown": 1.0},
+        rel=FLOAT32,
+    )
     assert rounds.sources()["compute_slowdown"] == FIRST_ROUNDS
 
 
@@ -281,12 +355,16 @@ def test_a_link_that_is_slow_stays_slow_on_another_mesh():
     before.s_per_byte["data"] *= 4
     assert run(rounds)["link_slowdown/between"] == pytest.approx(4, rel=FLOAT32)
     after = FakePrograms(clock, ("data",), latency_s=0.0, s_per_byte=4e-9)
-    after.work = lambda axis, num_bytes: AllReduce(axis_size=4, stride=1, num_bytes=num_bytes, repeats=1)
+    after.work = lambda axis, num_bytes: AllReduce(
+        axis_size=4, stride=1, num_bytes=num_bytes, repeats=1
+    )
     rounds = rounds_on(after, clock, baselines=baselines)
     rounds.settle()
     assert run(rounds)["link_slowdown/between"] == pytest.approx(4, rel=FLOAT32)
     after.s_per_byte["data"] /= 4
-    assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=FLOAT32), "until it is mended"
+    assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=FLOAT32), (
+        "until it is mended"
+    )
 
 
 def test_settling_where_all_is_known_runs_each_probe_once_unless_a_link_has_changed():
@@ -295,17 +373,23 @@ def test_settling_where_all_is_known_runs_each_probe_once_unless_a_link_has_chan
     rounds = rounds_on(programs, clock, baselines=baselines)
     rounds.settle()
     assert programs.ran == [("data", SMALL_BYTES), ("data", LARGE_BYTES)]
-    assert rounds.at_first == [pytest.approx({"link_slowdown/data": 1.0, "link_slowdown/between": 1.0}, rel=FLOAT32)]
+    assert rounds.at_first == [
+        pytest.approx({"link_slowdown/data": 1.0, "link_slowdown/between": 1.0}, rel=FLOAT32)
+    ]
     assert rounds.budget.is_due(1), "settling is no round"
     programs.s_per_byte["data"] *= 8
     for count in (3, 1):
         rounds.settle()
-        assert [sample["link_slowdown/between"] for sample in rounds.at_first] == pytest.approx([rounds.at_first[0]["link_slowdown/between"]] * count)
+        assert [sample["link_slowdown/between"] for sample in rounds.at_first] == pytest.approx(
+            [rounds.at_first[0]["link_slowdown/between"]] * count
+        )
         assert rounds.at_first[0]["link_slowdown/between"] > 4
 
 
 def test_what_is_known_of_a_link_holds_on_another_mesh_that_feels_it_less():
-    """Devices of a host share what leads to others: on the second mesh fewer of them send over it at once."""
+    """Devices of a host share what leads to others: on the second mesh fewer of them send over it
+    at once.
+    """
     clock, baselines = FakeClock(), Baselines(profile(latency_s=0.0, bytes_per_s=1e9))
     before = FakePrograms(clock, ("data",), latency_s=1e-3, s_per_byte=81e-9)
     rounds = rounds_on(before, clock, baselines=baselines)
@@ -313,14 +397,20 @@ def test_what_is_known_of_a_link_holds_on_another_mesh_that_feels_it_less():
     known = run(rounds)["link_slowdown/between"]
     assert known > 20
     after = FakePrograms(clock, ("pipe",), latency_s=1e-3, s_per_byte=40e-9)
-    after.work = lambda axis, num_bytes: AllReduce(axis_size=2, stride=1, num_bytes=num_bytes, repeats=2)
+    after.work = lambda axis, num_bytes: AllReduce(
+        axis_size=2, stride=1, num_bytes=num_bytes, repeats=2
+    )
     rounds = rounds_on(after, clock, baselines=baselines)
     rounds.settle()
-    assert rounds.at_first == [pytest.approx({"link_slowdown/pipe": known, "link_slowdown/between": known}, rel=FLOAT32)]
+    assert rounds.at_first == [
+        pytest.approx({"link_slowdown/pipe": known, "link_slowdown/between": known}, rel=FLOAT32)
+    ]
     after.s_per_byte["pipe"] = 120e-9
     assert run(rounds)["link_slowdown/between"] > 2 * known
     after.s_per_byte["pipe"], after.latency_s["pipe"] = 2e-9, 1e-3  # two repeats
-    assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=0.05), "a sound link is sound"
+    assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=0.05), (
+        "a sound link is sound"
+    )
 
 
 def test_one_device_has_computing_only():
@@ -333,9 +423,16 @@ def test_one_device_has_computing_only():
 
 def test_the_process_that_a_round_costs_most_and_the_shortest_steps_count_for_the_budget():
     _, alone = settled()
-    _, together = settled(exchange=with_others(lambda own: own.put([-2, -1], [own[-2] / 2, own[-1] * 3]) if len(own) > 3 else None))
+    _, together = settled(
+        exchange=with_others(
+            lambda own: own.put([-2, -1], [own[-2] / 2, own[-1] * 3]) if len(own) > 3 else None
+        )
+    )
     for rounds in (alone, together):
         run(rounds)
     assert together.budget.interval_s == pytest.approx(3 * alone.budget.interval_s, rel=FLOAT32)
-    due = [next(step for step in range(11, 10_000) if rounds.budget.is_due(step)) - 10 for rounds in (alone, together)]
+    due = [
+        next(step for step in range(11, 10_000) if rounds.budget.is_due(step)) - 10
+        for rounds in (alone, together)
+    ]
     assert due[1] == pytest.approx(6 * due[0], abs=6)

@@ -1,4 +1,6 @@
-"""Scenarios: what users write is read or refused with the field's name, and means what it says at every moment."""
+"""Scenarios: what users write is read or refused with the field's name, and means what it says at
+every moment.
+"""
 
 import json
 import math
@@ -12,7 +14,14 @@ from tests.control.simulated import PRICING, scenario
 
 
 def timeline(*events, seed=0, began_s=None, num_devices=16):
-    return Timeline(scenario(*events), num_devices=num_devices, devices_per_host=8, horizon_s=1000.0, seed=seed, began_s=began_s)
+    return Timeline(
+        scenario(*events),
+        num_devices=num_devices,
+        devices_per_host=8,
+        horizon_s=1000.0,
+        seed=seed,
+        began_s=began_s,
+    )
 
 
 @pytest.mark.parametrize("name", library())
@@ -21,37 +30,96 @@ def test_the_library_survives_json(name):
 
 
 def test_issue_scenarios_are_there():
-    assert {"stationary", "short", "wrong-prior", "link-quarter", "link-flapping", "straggler-10-minutes", "straggler-for-ever", "memory-pressure",
-            "longer-sequences", "batch-ramp", "device-lost", "host-lost-in-switch", "lying-metrics", "missing-metrics"} <= set(library())
+    assert {
+        "stationary",
+        "short",
+        "wrong-prior",
+        "link-quarter",
+        "link-flapping",
+        "straggler-10-minutes",
+        "straggler-for-ever",
+        "memory-pressure",
+        "longer-sequences",
+        "batch-ramp",
+        "device-lost",
+        "host-lost-in-switch",
+        "lying-metrics",
+        "missing-metrics",
+    } <= set(library())
     quarter = library()["link-quarter"].events[0]
     assert (quarter.factor, quarter.for_s) == (0.25, 24 * 60)
 
 
-@pytest.mark.parametrize(("value", "message"), [
-    ({"name": "x", "event": []}, r"scenario.event'[\s\S]*did you mean 'events'"),
-    ({"name": "x", "events": [{"kind": "lnk", "factor": 0.5}]}, r"events\[0\] is of no known kind[\s\S]*did you mean 'link'"),
-    ({"name": "x", "events": [{"kind": "link", "factr": 0.5}]}, r"events\[0\] is not complete[\s\S]*give factor"),
-    ({"name": "x", "events": [{"kind": "link", "factor": 0.5, "for": 3}]}, r"unknown setting 'events\[0\].for'"),
-    ({"name": "x", "events": [{"kind": "link", "factor": 0}]}, "factor must be positive"),
-    ({"name": "x", "events": [{"kind": "link", "factor": "half"}]}, r"events\[0\].factor has the wrong type"),
-    ({"name": "x", "events": [{"kind": "link", "factor": 0.5, "start_s": -1}]}, "cannot be negative"),
-    ({"name": "x", "events": [{"kind": "link", "factor": 0.5, "for_s": 9, "every_s": 5}]}, "comes again before it has gone"),
-    ({"name": "x", "events": [{"kind": "memory", "share": 1.5}]}, "is a share"),
-    ({"name": "x", "events": [{"kind": "lost"}]}, "which devices are lost"),
-    ({"name": "x", "events": [{"kind": "phase", "start_share": 0.5}, {"kind": "phase", "start_share": 0.2}]}, "in rising order"),
-    ({"name": "x", "events": [{"kind": "data", "wait_s": -5}]}, "wait_s cannot be negative"),
-    ({"name": "x", "events": [{"kind": "metrics", "names": ["*"], "fault": "lying", "factor": -3}]}, "factor must be positive"),
-    ({"name": "x", "events": [{"kind": "switch", "phase": "move", "count": -1}]}, "count must be positive"),
-    ({"name": "x", "prior": {"between": 0}}, "between must be positive"),
-    ({"name": "x", "misfit": {"links": 2.0}}, "misfit.links is a share"),
-    ({"name": "x", "misfit": {"rates": -1}}, "rates cannot be negative"),
-    ({"name": "x", "switching": {"compile_s": -1}}, "compile_s cannot be negative"),
-    ({"name": "x", "switching": {"checkpoint_every_s": 0}}, "checkpoint_every_s must be positive"),
-    ({"name": "x", "steps": 0}, "at least one step"),
-    ({"name": "x", "misfit": {"link": 0.1}}, r"scenario.misfit.link[\s\S]*did you mean 'links'"),
-    ({"events": []}, "give name"),
-    ([], "a JSON object"),
-])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"name": "x", "event": []}, r"scenario.event'[\s\S]*did you mean 'events'"),
+        (
+            {"name": "x", "events": [{"kind": "lnk", "factor": 0.5}]},
+            r"events\[0\] is of no known kind[\s\S]*did you mean 'link'",
+        ),
+        (
+            {"name": "x", "events": [{"kind": "link", "factr": 0.5}]},
+            r"events\[0\] is not complete[\s\S]*give factor",
+        ),
+        (
+            {"name": "x", "events": [{"kind": "link", "factor": 0.5, "for": 3}]},
+            r"unknown setting 'events\[0\].for'",
+        ),
+        ({"name": "x", "events": [{"kind": "link", "factor": 0}]}, "factor must be positive"),
+        (
+            {"name": "x", "events": [{"kind": "link", "factor": "half"}]},
+            r"events\[0\].factor has the wrong type",
+        ),
+        (
+            {"name": "x", "events": [{"kind": "link", "factor": 0.5, "start_s": -1}]},
+            "cannot be negative",
+        ),
+        (
+            {"name": "x", "events": [{"kind": "link", "factor": 0.5, "for_s": 9, "every_s": 5}]},
+            "comes again before it has gone",
+        ),
+        ({"name": "x", "events": [{"kind": "memory", "share": 1.5}]}, "is a share"),
+        ({"name": "x", "events": [{"kind": "lost"}]}, "which devices are lost"),
+        (
+            {
+                "name": "x",
+                "events": [
+                    {"kind": "phase", "start_share": 0.5},
+                    {"kind": "phase", "start_share": 0.2},
+                ],
+            },
+            "in rising order",
+        ),
+        ({"name": "x", "events": [{"kind": "data", "wait_s": -5}]}, "wait_s cannot be negative"),
+        (
+            {
+                "name": "x",
+                "events": [{"kind": "metrics", "names": ["*"], "fault": "lying", "factor": -3}],
+            },
+            "factor must be positive",
+        ),
+        (
+            {"name": "x", "events": [{"kind": "switch", "phase": "move", "count": -1}]},
+            "count must be positive",
+        ),
+        ({"name": "x", "prior": {"between": 0}}, "between must be positive"),
+        ({"name": "x", "misfit": {"links": 2.0}}, "misfit.links is a share"),
+        ({"name": "x", "misfit": {"rates": -1}}, "rates cannot be negative"),
+        ({"name": "x", "switching": {"compile_s": -1}}, "compile_s cannot be negative"),
+        (
+            {"name": "x", "switching": {"checkpoint_every_s": 0}},
+            "checkpoint_every_s must be positive",
+        ),
+        ({"name": "x", "steps": 0}, "at least one step"),
+        (
+            {"name": "x", "misfit": {"link": 0.1}},
+            r"scenario.misfit.link[\s\S]*did you mean 'links'",
+        ),
+        ({"events": []}, "give name"),
+        ([], "a JSON object"),
+    ],
+)
 def test_what_cannot_be_read_is_named(value, message):
     with pytest.raises(ConfigError, match=message):
         Scenario.from_json(json.dumps(value))
@@ -71,7 +139,11 @@ def test_files(tmp_path):
 
 def test_phases_have_positions_for_the_longest():
     configs = library()["longer-sequences"].configs(PRICING.config)
-    assert [(share, config.seq_len, config.data.global_batch) for share, config in configs] == [(0.0, 2048, 1024), (0.33, 8192, 256), (0.67, 32768, 64)]
+    assert [(share, config.seq_len, config.data.global_batch) for share, config in configs] == [
+        (0.0, 2048, 1024),
+        (0.33, 8192, 256),
+        (0.67, 32768, 64),
+    ]
     assert {config.model.max_length for _, config in configs} == {32768}
 
 
@@ -84,22 +156,45 @@ def test_an_event_holds_from_start_to_end():
 
 
 def test_events_add_up():
-    line = timeline({"kind": "link", "factor": 0.5}, {"kind": "link", "factor": 0.5, "start_s": 10}, {"kind": "link", "link": "inside", "factor": 0.8},
-                    {"kind": "compute", "factor": 1.5, "devices": [3]}, {"kind": "compute", "factor": 1.2, "host": 0, "start_s": 10},
-                    {"kind": "memory", "share": 0.5}, {"kind": "memory", "share": 0.5, "start_s": 10}, {"kind": "data", "wait_s": 0.2})
-    assert line.at(0.0) == Conditions(between=0.5, inside=0.8, slow=((3, 1.5),), taken=0.5, wait_s=0.2)
+    line = timeline(
+        {"kind": "link", "factor": 0.5},
+        {"kind": "link", "factor": 0.5, "start_s": 10},
+        {"kind": "link", "link": "inside", "factor": 0.8},
+        {"kind": "compute", "factor": 1.5, "devices": [3]},
+        {"kind": "compute", "factor": 1.2, "host": 0, "start_s": 10},
+        {"kind": "memory", "share": 0.5},
+        {"kind": "memory", "share": 0.5, "start_s": 10},
+        {"kind": "data", "wait_s": 0.2},
+    )
+    assert line.at(0.0) == Conditions(
+        between=0.5, inside=0.8, slow=((3, 1.5),), taken=0.5, wait_s=0.2
+    )
     late = line.at(10.0)
-    assert (late.between, late.taken, dict(late.slow)[3], len(late.slow)) == (0.25, 0.75, pytest.approx(1.8), 8)
+    assert (late.between, late.taken, dict(late.slow)[3], len(late.slow)) == (
+        0.25,
+        0.75,
+        pytest.approx(1.8),
+        8,
+    )
 
 
 def test_what_flaps_comes_back_until_it_stops():
-    line = timeline({"kind": "link", "factor": 0.25, "start_s": 100, "for_s": 20, "every_s": 40, "until_s": 200})
+    line = timeline(
+        {"kind": "link", "factor": 0.25, "start_s": 100, "for_s": 20, "every_s": 40, "until_s": 200}
+    )
     slow = [time_s for time_s in range(0, 400, 10) if line.at(time_s).between < 1]
     assert slow == [100, 110, 140, 150, 180, 190]
 
 
 def test_jitter_is_drawn_by_the_seed():
-    event = {"kind": "link", "factor": 0.25, "start_s": 100, "for_s": 20, "every_s": 60, "jitter": 0.3}
+    event = {
+        "kind": "link",
+        "factor": 0.25,
+        "start_s": 100,
+        "for_s": 20,
+        "every_s": 60,
+        "jitter": 0.3,
+    }
     assert timeline(event).bounds_s == timeline(event).bounds_s != timeline(event, seed=1).bounds_s
     assert timeline(event).bounds_s[1] == 100.0
 
@@ -107,15 +202,27 @@ def test_jitter_is_drawn_by_the_seed():
 def test_a_ramp_grows_to_its_full_size():
     line = timeline({"kind": "memory", "share": 0.6, "start_s": 100, "ramp_s": 80, "for_s": 200})
     taken = [line.at(100 + 10 * level).taken for level in range(RAMP_LEVELS)]
-    assert taken == pytest.approx([0.6 * level / RAMP_LEVELS for level in range(1, RAMP_LEVELS + 1)])
+    assert taken == pytest.approx(
+        [0.6 * level / RAMP_LEVELS for level in range(1, RAMP_LEVELS + 1)]
+    )
     assert (line.at(299).taken, line.at(300).taken) == (0.6, 0.0)
 
 
 def test_lost_devices_are_reported_before_if_there_is_notice():
-    line = timeline({"kind": "lost", "devices": [3, 99], "host": 1, "start_s": 100, "for_s": 50, "notice_s": 30})
+    line = timeline(
+        {"kind": "lost", "devices": [3, 99], "host": 1, "start_s": 100, "for_s": 50, "notice_s": 30}
+    )
     gone = frozenset({3, *range(8, 16)})
-    assert (line.at(69).reported, line.at(70).reported, line.at(150).reported) == (frozenset(), gone, frozenset())
-    assert (line.at(99).lost, line.at(100).lost, line.at(150).lost) == (frozenset(), gone, frozenset())
+    assert (line.at(69).reported, line.at(70).reported, line.at(150).reported) == (
+        frozenset(),
+        gone,
+        frozenset(),
+    )
+    assert (line.at(99).lost, line.at(100).lost, line.at(150).lost) == (
+        frozenset(),
+        gone,
+        frozenset(),
+    )
 
 
 def test_a_loss_may_come_early():

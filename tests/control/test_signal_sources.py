@@ -1,4 +1,6 @@
-"""Each signal's injection test: a known delay or value goes in where it arises, the reading comes out."""
+"""Each signal's injection test: a known delay or value goes in where it arises, the reading comes
+out.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -38,16 +40,36 @@ class Source:
 
 
 def signals(clock, sources=(), told=None, rounds=None):
-    return Signals(ControlConfig(window_steps=10), global_batch=4, seq_len=16, sources=sources, rounds=rounds, clock=clock,
-                   warn=(lambda text: pytest.fail(text)) if told is None else told.append)
+    return Signals(
+        ControlConfig(window_steps=10),
+        global_batch=4,
+        seq_len=16,
+        sources=sources,
+        rounds=rounds,
+        clock=clock,
+        warn=(lambda text: pytest.fail(text)) if told is None else told.append,
+    )
 
 
 def record(step, *, step_time_s=0.5, loss=3.0, mfu=None, skipped=False):
-    return StepRecord(step=step, loss=loss, grad_norm=1.0, lr=1e-3, tokens=1000, step_time_s=step_time_s, tokens_per_s=1000 / step_time_s, mfu=mfu,
-                      plan="a plan", peak_bytes=None, skipped=skipped)
+    return StepRecord(
+        step=step,
+        loss=loss,
+        grad_norm=1.0,
+        lr=1e-3,
+        tokens=1000,
+        step_time_s=step_time_s,
+        tokens_per_s=1000 / step_time_s,
+        mfu=mfu,
+        plan="a plan",
+        peak_bytes=None,
+        skipped=skipped,
+    )
 
 
-def train(found, clock, num_steps, *, load_s=0.0, dispatch_s=0.0, rest_s=0.01, batch=BATCH, first=1):
+def train(
+    found, clock, num_steps, *, load_s=0.0, dispatch_s=0.0, rest_s=0.01, batch=BATCH, first=1
+):
     """What the trainer does with its clock; returns the last observation."""
     observation = None
     for step in range(first, first + num_steps):
@@ -65,8 +87,19 @@ def train(found, clock, num_steps, *, load_s=0.0, dispatch_s=0.0, rest_s=0.01, b
 def test_a_slow_loader_and_a_slow_dispatch_are_seen():
     clock = FakeClock()
     observation = train(signals(clock), clock, 12, load_s=0.3, dispatch_s=0.1, rest_s=0.6)
-    values = {name: observation.reading(name).value for name in ("data_wait_s", "dispatch_s", "step_time_s", "tokens_per_s", "mfu")}
-    assert values == pytest.approx({"data_wait_s": 0.3, "dispatch_s": 0.1, "step_time_s": 1.0, "tokens_per_s": 1000.0, "mfu": 0.4})
+    values = {
+        name: observation.reading(name).value
+        for name in ("data_wait_s", "dispatch_s", "step_time_s", "tokens_per_s", "mfu")
+    }
+    assert values == pytest.approx(
+        {
+            "data_wait_s": 0.3,
+            "dispatch_s": 0.1,
+            "step_time_s": 1.0,
+            "tokens_per_s": 1000.0,
+            "mfu": 0.4,
+        }
+    )
     reading = observation.reading("data_wait_s")
     assert (reading.count, reading.quality) == (10, "good")
     assert reading.time_s == pytest.approx(clock.now_s - 0.6)
@@ -77,7 +110,9 @@ def test_a_change_comes_out_within_half_a_window():
     clock = FakeClock()
     found = signals(clock)
     train(found, clock, 10, load_s=0.1)
-    assert train(found, clock, 6, load_s=0.4, first=11).reading("data_wait_s").value == pytest.approx(0.4)
+    assert train(found, clock, 6, load_s=0.4, first=11).reading(
+        "data_wait_s"
+    ).value == pytest.approx(0.4)
 
 
 def test_step_times_are_handed_over_once():
@@ -100,7 +135,13 @@ def test_the_slope_of_the_loss_is_found_under_spikes():
     clock = FakeClock()
     found = signals(clock)
     for step in range(1, 21):
-        found.step(record(step, loss=5.0 - 0.02 * step + (4.0 if step in (13, 16) else 0.0), skipped=step == 17))
+        found.step(
+            record(
+                step,
+                loss=5.0 - 0.02 * step + (4.0 if step in (13, 16) else 0.0),
+                skipped=step == 17,
+            )
+        )
     reading = found.observe(20).reading("loss_slope")
     assert reading.value == pytest.approx(-0.02)
     assert reading.count == 5
@@ -115,11 +156,18 @@ def test_a_run_that_goes_back_has_its_slope_from_there():
 
 
 def test_memory_is_that_of_the_fullest_device():
-    full = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 60, "peak_bytes_in_use": 90, "bytes_limit": 100})
-    other = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 20, "peak_bytes_in_use": 30, "bytes_limit": 100})
+    full = SimpleNamespace(
+        memory_stats=lambda: {"bytes_in_use": 60, "peak_bytes_in_use": 90, "bytes_limit": 100}
+    )
+    other = SimpleNamespace(
+        memory_stats=lambda: {"bytes_in_use": 20, "peak_bytes_in_use": 30, "bytes_limit": 100}
+    )
     clock = FakeClock()
     observation = train(signals(clock, [DeviceMemory([other, full])]), clock, 1)
-    assert (observation.reading("memory_share").value, observation.reading("memory_peak_share").value) == (0.6, 0.9)
+    assert (
+        observation.reading("memory_share").value,
+        observation.reading("memory_peak_share").value,
+    ) == (0.6, 0.9)
 
 
 def test_a_cpu_has_no_device_memory_to_speak_of():
@@ -134,8 +182,13 @@ def test_a_cpu_has_no_device_memory_to_speak_of():
 def test_what_the_driver_says_arrives():
     gpus = [{"busy": 93, "clock": 1200, "max_clock": 1500, "power": 650_000, "temperature": 84}]
     clock = FakeClock()
-    observation = train(signals(clock, [GpuHealth([0], library=nvml(gpus), start=at_once)]), clock, 3, rest_s=1.0)
-    values = [observation.reading(name).value for name in ("utilisation", "clock_share", "power_w", "temperature_c")]
+    observation = train(
+        signals(clock, [GpuHealth([0], library=nvml(gpus), start=at_once)]), clock, 3, rest_s=1.0
+    )
+    values = [
+        observation.reading(name).value
+        for name in ("utilisation", "clock_share", "power_w", "temperature_c")
+    ]
     assert values == [0.93, 0.8, 650.0, 84.0]
     assert observation.reading("ecc_errors") is UNKNOWN
     assert observation.reading("throttled_share") is UNKNOWN
@@ -168,7 +221,10 @@ def test_a_source_with_nothing_new_is_asked_again_at_the_next_boundary_and_goes_
     source.samples = None
     observation = train(found, clock, 30, rest_s=0.5)
     assert observation.time_s - observation.reading("power_w").time_s > STALE_POLLS
-    assert (observation.reading("power_w").quality, observation.reading("power_w").value) == ("stale", 7.0)
+    assert (observation.reading("power_w").quality, observation.reading("power_w").value) == (
+        "stale",
+        7.0,
+    )
 
 
 def test_in_slow_steps_a_sample_lives_longer():
@@ -189,7 +245,10 @@ def test_a_broken_source_is_unknown_told_once_and_never_raises():
     observation = train(found, clock, 5, rest_s=1.0)
     assert observation.reading("power_w") is observation.reading("link_slowdown/data") is UNKNOWN
     assert observation.reading("step_time_s").quality == "good", "others are not affected"
-    assert told == ["the fake cannot be measured (OSError: the cable is out); power_w, link_slowdown/ stay unknown until it can"]
+    assert told == [
+        "the fake cannot be measured (OSError: the cable is out); power_w, link_slowdown/ stay"
+        " unknown until it can"
+    ]
     assert found.missing == {"the fake": "OSError: the cable is out, said at 12:03"}
     source.error = None
     assert train(found, clock, 1, rest_s=1.0).reading("power_w").value == 7.0
@@ -211,7 +270,13 @@ def test_a_batch_without_what_is_needed_breaks_that_signal_only():
 
 def test_by_default_a_broken_source_is_logged(caplog):
     clock = FakeClock()
-    found = Signals(ControlConfig(), global_batch=4, seq_len=16, sources=[Source(error=ValueError("nonsense"))], clock=clock)
+    found = Signals(
+        ControlConfig(),
+        global_batch=4,
+        seq_len=16,
+        sources=[Source(error=ValueError("nonsense"))],
+        clock=clock,
+    )
     with caplog.at_level(logging.WARNING):
         train(found, clock, 3, rest_s=1.0)
     assert len(caplog.records) == 1
@@ -237,7 +302,13 @@ def test_another_plan_forgets_steps_and_axes_but_not_devices_or_links():
     found.enter(global_batch=4, seq_len=16, rounds=None)
     observation = found.observe(10)
     known = {name for name, reading in observation.readings.items() if reading is not UNKNOWN}
-    assert known == {"power_w", "link_slowdown/between", "loss_slope", "padding_share", "length_median"}
+    assert known == {
+        "power_w",
+        "link_slowdown/between",
+        "loss_slope",
+        "padding_share",
+        "length_median",
+    }
     assert observation.step_times_s == ()
 
 
@@ -250,7 +321,9 @@ def test_another_phase_is_told_and_has_its_own_losses():
     found.enter(global_batch=8, seq_len=32, rounds=None)
     observation = found.observe(10, frozenset({3}))
     assert (observation.global_batch, observation.seq_len, observation.lost_devices) == (8, 32, {3})
-    assert {name for name, reading in observation.readings.items() if reading is not UNKNOWN} == set()
+    assert {
+        name for name, reading in observation.readings.items() if reading is not UNKNOWN
+    } == set()
 
 
 def probed(clock, told=None, *, share=0.01):
@@ -274,7 +347,9 @@ def test_a_slow_link_and_slow_computing_arrive_once_probes_have_settled():
     assert observation.reading("link_slowdown/between").value == pytest.approx(3, rel=1e-6)
     assert observation.reading("link_slowdown/inside") is UNKNOWN
     assert observation.reading("compute_slowdown").value == pytest.approx(1.5, rel=1e-6)
-    assert observation.reading("process_skew") is observation.reading("straggler") is UNKNOWN, "one process"
+    assert observation.reading("process_skew") is observation.reading("straggler") is UNKNOWN, (
+        "one process"
+    )
     assert not found.is_probe_due(6), "the budget is spent"
 
 
@@ -304,10 +379,16 @@ def test_what_probes_find_before_the_first_step_on_a_mesh_counts():
     assert found.observe(1).reading("link_slowdown/data") is UNKNOWN
     found.enter(global_batch=8, seq_len=32, rounds=rounds)
     reading = found.observe(1).reading("link_slowdown/between")
-    assert (reading.value, reading.count, reading.quality) == (pytest.approx(3, rel=1e-6), 3, "good"), "it is news"
+    assert (reading.value, reading.count, reading.quality) == (
+        pytest.approx(3, rel=1e-6),
+        3,
+        "good",
+    ), "it is news"
     rounds.settle()
     found.enter(global_batch=8, seq_len=32, rounds=rounds)
-    assert found.observe(1).reading("link_slowdown/between").quality == "good", "what was known stays known"
+    assert found.observe(1).reading("link_slowdown/between").quality == "good", (
+        "what was known stays known"
+    )
 
 
 def test_probes_that_break_are_given_up_without_harm():

@@ -27,7 +27,9 @@ def test_value_and_spread_are_the_median_and_the_median_deviation_of_the_newest(
     assert reading.count == len(kept)
     assert reading.time_s == len(samples) - 1
     if len(kept) > 1:
-        assert reading.spread == pytest.approx(1.4826 * statistics.median(abs(each - middle) for each in kept))
+        assert reading.spread == pytest.approx(
+            1.4826 * statistics.median(abs(each - middle) for each in kept)
+        )
     else:
         assert reading.spread is None
 
@@ -45,7 +47,12 @@ def test_quality_tells_few_good_and_stale_apart():
     for number in range(FEW):
         assert number == 0 or window.reading(0.0).quality == "few"
         window.add(1.0, 5.0, stale_s=10.0)
-    assert [window.reading(now_s).quality for now_s in (5.0, 15.0, 15.1, 5.0)] == ["good", "good", "stale", "good"]
+    assert [window.reading(now_s).quality for now_s in (5.0, 15.0, 15.1, 5.0)] == [
+        "good",
+        "good",
+        "stale",
+        "good",
+    ]
     window.add(2.0, 30.0, stale_s=10.0)
     assert window.reading(30.0).quality == "good"
     assert window.reading(30.0).count == FEW + 1
@@ -55,10 +62,22 @@ def test_quality_tells_few_good_and_stale_apart():
 
 def test_a_window_of_one_is_full_with_one():
     window = window_of([3.0, 4.0], size=1)
-    assert (window.reading(1.0).value, window.reading(1.0).quality, window.reading(1.0).count) == (4.0, "good", 1)
+    assert (window.reading(1.0).value, window.reading(1.0).quality, window.reading(1.0).count) == (
+        4.0,
+        "good",
+        1,
+    )
 
 
 def test_what_is_missing_is_unknown():
-    observation = Observation(step=1, time_s=0.0, step_times_s=(), readings={}, global_batch=8, seq_len=32, lost_devices=frozenset())
+    observation = Observation(
+        step=1,
+        time_s=0.0,
+        step_times_s=(),
+        readings={},
+        global_batch=8,
+        seq_len=32,
+        lost_devices=frozenset(),
+    )
     assert observation.reading("no such signal") is UNKNOWN
     assert (UNKNOWN.value, UNKNOWN.quality, UNKNOWN.count) == (None, "unknown", 0)

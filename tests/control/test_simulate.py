@@ -1,4 +1,6 @@
-"""Comparisons, replays and the command line: figures are what runs say, and a user's mistakes end with one message."""
+"""Comparisons, replays and the command line: figures are what runs say, and a user's mistakes end
+with one message.
+"""
 
 import importlib.util
 import json
@@ -28,32 +30,62 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "simulate.py"
 
 
 def outcome(total_s, *kinds):
-    moments = tuple(Moment(kind=kind, step=1, time_s=1.0, plan=PLAN, delay_s={}, why="") for kind in kinds)
+    moments = tuple(
+        Moment(kind=kind, step=1, time_s=1.0, plan=PLAN, delay_s={}, why="") for kind in kinds
+    )
     return Outcome(total_s=total_s, moments=moments, probes_s=0.0, plan=PLAN)
 
 
 # Comparisons
 
+
 def test_rows_say_what_runs_say():
-    runs = [{"auto": outcome(80.0, "switch", "rollback"), "stay": outcome(100.0), "default": outcome(160.0), "best static": outcome(90.0), "oracle": outcome(75.0)},
-            {"auto": outcome(100.0), "stay": outcome(100.0), "default": outcome(160.0), "best static": outcome(100.0), "oracle": outcome(95.0)}]
+    runs = [
+        {
+            "auto": outcome(80.0, "switch", "rollback"),
+            "stay": outcome(100.0),
+            "default": outcome(160.0),
+            "best static": outcome(90.0),
+            "oracle": outcome(75.0),
+        },
+        {
+            "auto": outcome(100.0),
+            "stay": outcome(100.0),
+            "default": outcome(160.0),
+            "best static": outcome(100.0),
+            "oracle": outcome(95.0),
+        },
+    ]
     auto, stay, *_ = rows(runs)
     assert auto.total_s.value == 90.0
     assert auto.saved.value == pytest.approx(1 - 180 / 320)
     assert auto.share.value == pytest.approx(20 / 30)
     assert auto.regret.value == pytest.approx((80 / 90 + 1) / 2 - 1)
-    assert (auto.switches, auto.most_switches, auto.rollbacks, stay.most_switches) == (0.5, 1, 0.5, 0)
+    assert (auto.switches, auto.most_switches, auto.rollbacks, stay.most_switches) == (
+        0.5,
+        1,
+        0.5,
+        0,
+    )
     assert auto.total_s.low == 80.0
     assert auto.total_s.high == 100.0
 
 
 def test_there_is_no_share_of_no_gain():
-    runs = [{"auto": outcome(100.0), "stay": outcome(100.0), "oracle": outcome(100.0 * (1 - LEAST_GAIN / 2))}]
+    runs = [
+        {
+            "auto": outcome(100.0),
+            "stay": outcome(100.0),
+            "oracle": outcome(100.0 * (1 - LEAST_GAIN / 2)),
+        }
+    ]
     assert [row.share for row in rows(runs)] == [None] * 3
 
 
 def test_intervals_cover_as_they_say():
-    """Of 200 samples of 30 normal draws, the interval of the mean holds the truth in about 95%: 3 deviations of a share of 200 are 5%."""
+    """Of 200 samples of 30 normal draws, the interval of the mean holds the truth in about 95%: 3
+    deviations of a share of 200 are 5%.
+    """
     random = np.random.default_rng(0)
     covered = 0
     for _ in range(200):
@@ -65,11 +97,15 @@ def test_intervals_cover_as_they_say():
 
 # Replays
 
+
 def record(path, times_s, plans):
     path.mkdir()
     (path / "config.json").write_text(PRICING.config.to_json())
     (path / "plan.json").write_text(PLAN.to_json())
-    lines = [json.dumps({"step": step, "step_time_s": time_s, "plan": plan}) for step, (time_s, plan) in enumerate(zip(times_s, plans, strict=True), start=1)]
+    lines = [
+        json.dumps({"step": step, "step_time_s": time_s, "plan": plan})
+        for step, (time_s, plan) in enumerate(zip(times_s, plans, strict=True), start=1)
+    ]
     (path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 99, "st')
     return path
 
@@ -77,16 +113,26 @@ def record(path, times_s, plans):
 def test_a_replay_under_the_recorded_plan_takes_what_was_recorded(tmp_path):
     times_s = [0.5] * 30 + [1.5] * 10 + [0.5] * 20
     made = recorded(record(tmp_path / "run", times_s, [PLAN.digest] * 60))
-    truth = Truth(Setup.of(made.scenario, replace(PRICING, config=made.config), start=made.start), 0)
+    truth = Truth(
+        Setup.of(made.scenario, replace(PRICING, config=made.config), start=made.start), 0
+    )
     assert truth.setup.start == PLAN
     assert truth.setup.num_steps == 60
     policy = Told()
     assert run(truth, policy, every=1).total_s == pytest.approx(sum(times_s))
-    assert [observation.step_times_s[0] for observation in policy.observations] == pytest.approx(times_s[:59])
+    assert [observation.step_times_s[0] for observation in policy.observations] == pytest.approx(
+        times_s[:59]
+    )
 
 
 def test_a_recording_with_two_plans_has_the_noise_of_each(tmp_path):
-    made = recorded(record(tmp_path / "run", [0.5] * 20 + [0.3] * 10 + [0.6] * 5 + [0.3] * 5, [PLAN.digest] * 20 + ["another"] * 20))
+    made = recorded(
+        record(
+            tmp_path / "run",
+            [0.5] * 20 + [0.3] * 10 + [0.6] * 5 + [0.3] * 5,
+            [PLAN.digest] * 20 + ["another"] * 20,
+        )
+    )
     assert made.scenario.step_factors == pytest.approx([1.0] * 30 + [2.0] * 5 + [1.0] * 5)
     assert made.scenario.step_time_s == 0.5
 
@@ -94,7 +140,14 @@ def test_a_recording_with_two_plans_has_the_noise_of_each(tmp_path):
 def test_a_recording_with_a_switch_begins_with_the_plan_before_it(tmp_path):
     run_dir = record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 10 + ["another"] * 10)
     (run_dir / "plan.json").write_text(replace(PLAN, remat="none").to_json())
-    begun = {"record": "begin", "step": 10, "source": asdict(PLAN), "target": asdict(replace(PLAN, remat="none")), "why": "", "by_choice": True}
+    begun = {
+        "record": "begin",
+        "step": 10,
+        "source": asdict(PLAN),
+        "target": asdict(replace(PLAN, remat="none")),
+        "why": "",
+        "by_choice": True,
+    }
     (run_dir / "switches.jsonl").write_text(json.dumps(begun) + "\n")
     assert recorded(run_dir).start == PLAN
 
@@ -103,7 +156,11 @@ def test_a_batch_that_the_recorded_plan_cannot_deal_out_is_refused(tmp_path):
     made = recorded(record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 20))
     config = made.config.with_values({"data.global_batch": made.start.axes.num_devices + 1})
     with pytest.raises(PlanError):
-        Setup.of(replace(made.scenario, global_batch=None), replace(PRICING, config=config), start=made.start)
+        Setup.of(
+            replace(made.scenario, global_batch=None),
+            replace(PRICING, config=config),
+            start=made.start,
+        )
 
 
 def test_what_is_no_recording(tmp_path):
@@ -117,8 +174,15 @@ def test_what_is_no_recording(tmp_path):
 
 # Set-ups
 
+
 def test_the_default_is_fsdp_over_everything_with_all_computed_again():
-    assert (PLAN.axes.fsdp, PLAN.microbatches, PLAN.remat, PLAN.zero, PLAN.pipeline) == (16, 1, "full", 3, None)
+    assert (PLAN.axes.fsdp, PLAN.microbatches, PLAN.remat, PLAN.zero, PLAN.pipeline) == (
+        16,
+        1,
+        "full",
+        3,
+        None,
+    )
 
 
 def test_steps_and_first_plan_are_the_scenarios():
@@ -130,6 +194,7 @@ def test_steps_and_first_plan_are_the_scenarios():
 
 # The command line
 
+
 def loaded(path):
     """A script, as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -139,7 +204,13 @@ def loaded(path):
 
 
 def simulate(*arguments, **options):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )
 
 
 def test_help_fits_a_screen_and_shows_defaults():
@@ -150,23 +221,57 @@ def test_help_fits_a_screen_and_shows_defaults():
 
 
 def test_a_scenario_from_a_file_as_json(tmp_path):
-    (tmp_path / "mine.json").write_text(json.dumps({"name": "mine", "steps": 60, "events": [{"kind": "link", "factor": 0.5, "start_s": 3}]}))
-    ran = simulate("--scenario", tmp_path / "mine.json", "--model", "gpt2", "--cluster", "h100:2x8", "--global-batch", 64, "--seeds", 2,
-                   "--policy", "auto", "--policy", "greedy", "--json")
+    (tmp_path / "mine.json").write_text(
+        json.dumps(
+            {"name": "mine", "steps": 60, "events": [{"kind": "link", "factor": 0.5, "start_s": 3}]}
+        )
+    )
+    ran = simulate(
+        "--scenario",
+        tmp_path / "mine.json",
+        "--model",
+        "gpt2",
+        "--cluster",
+        "h100:2x8",
+        "--global-batch",
+        64,
+        "--seeds",
+        2,
+        "--policy",
+        "auto",
+        "--policy",
+        "greedy",
+        "--json",
+    )
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
-    assert (report["simulated"], report["scenario"], report["steps"], len(report["runs"])) == (True, "mine", 60, 2)
-    assert [row["method"] for row in report["methods"]] == ["auto", "stay", "default", "best static", "oracle", "greedy"]
+    assert (report["simulated"], report["scenario"], report["steps"], len(report["runs"])) == (
+        True,
+        "mine",
+        60,
+        2,
+    )
+    assert [row["method"] for row in report["methods"]] == [
+        "auto",
+        "stay",
+        "default",
+        "best static",
+        "oracle",
+        "greedy",
+    ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--scenario", "link-quartr"), "did you mean 'link-quarter'"),
-    (("--policy", "atuo"), "did you mean 'auto'"),
-    (("--seeds", "0"), "at least one seed"),
-    (("--cluster", "h100:8by8"), "numbers of hosts and devices"),
-    (("--replay", "no-such-run"), "a run cannot be read"),
-    (("--set", "controller.min_gin=1"), "did you mean 'controller.min_gain'"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--scenario", "link-quartr"), "did you mean 'link-quarter'"),
+        (("--policy", "atuo"), "did you mean 'auto'"),
+        (("--seeds", "0"), "at least one seed"),
+        (("--cluster", "h100:8by8"), "numbers of hosts and devices"),
+        (("--replay", "no-such-run"), "a run cannot be read"),
+        (("--set", "controller.min_gin=1"), "did you mean 'controller.min_gain'"),
+    ],
+)
 def test_the_users_mistakes_end_with_one_message(arguments, message):
     failed = simulate(*arguments)
     assert failed.returncode == 2
@@ -177,34 +282,61 @@ def test_the_users_mistakes_end_with_one_message(arguments, message):
 def test_a_run_on_virtual_devices_is_replayed_on_as_many_of_them(tmp_path):
     run_dir = tmp_path / "run"
     config = make_config("gpt2-nano", {"cpu_devices": "4", "global_batch": "8", "seq_len": "32"})
-    plan = plan_for(config, AxisSizes(fsdp=4), Topology(num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None))
+    plan = plan_for(
+        config,
+        AxisSizes(fsdp=4),
+        Topology(
+            num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None
+        ),
+    )
     record(run_dir, [0.5] * 20, [plan.digest] * 20)
     (run_dir / "config.json").write_text(config.to_json())
     (run_dir / "plan.json").write_text(plan.to_json())
     script = loaded(SCRIPT)
     assert script.with_cluster({}, recorded(run_dir)) == {"cluster": "here", "cpu_devices": 4}
-    assert script.with_cluster({"cluster": "h100:1x4"}, recorded(run_dir)) == {"cluster": "h100:1x4"}
+    assert script.with_cluster({"cluster": "h100:1x4"}, recorded(run_dir)) == {
+        "cluster": "h100:1x4"
+    }
     assert script.with_cluster({}, None) == {"cluster": "h100:8x8"}
-    ran = simulate("--replay", run_dir, "--seeds", 1, "--policy", "auto", "--json", "--cluster", "h100:1x4")
+    ran = simulate(
+        "--replay", run_dir, "--seeds", 1, "--policy", "auto", "--json", "--cluster", "h100:1x4"
+    )
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
-    assert (report["model"], report["steps"], report["start"], report["tried"]) == ("gpt2-nano", 20, plan.describe(), [plan.describe()])
+    assert (report["model"], report["steps"], report["start"], report["tried"]) == (
+        "gpt2-nano",
+        20,
+        plan.describe(),
+        [plan.describe()],
+    )
 
 
 def test_devices_that_are_not_there_are_named(tmp_path):
-    (tmp_path / "mine.json").write_text('{"name": "mine", "events": [{"kind": "lost", "devices": [3, 999]}]}')
+    (tmp_path / "mine.json").write_text(
+        '{"name": "mine", "events": [{"kind": "lost", "devices": [3, 999]}]}'
+    )
     failed = simulate("--scenario", tmp_path / "mine.json")
     assert failed.returncode == 2
     assert re.search(r"devices=\[999\][\s\S]*name devices 0 to 63, or hosts 0 to 7", failed.stderr)
 
 
 def test_a_recording_of_another_number_of_devices_names_the_cluster_to_ask_for(tmp_path):
-    failed = simulate("--replay", record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 20), "--cluster", "h100:1x2")
+    failed = simulate(
+        "--replay",
+        record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 20),
+        "--cluster",
+        "h100:1x2",
+    )
     assert failed.returncode == 2
-    assert re.search(rf"starts on {PLAN.num_devices} devices, and the cluster has 2[\s\S]*--cluster NAME:1x{PLAN.num_devices}", failed.stderr)
+    assert re.search(
+        rf"starts on {PLAN.num_devices} devices, and the cluster has 2[\s\S]*--cluster"
+        rf" NAME:1x{PLAN.num_devices}",
+        failed.stderr,
+    )
 
 
 # The benchmark
+
 
 @pytest.fixture
 def benchmark():
@@ -216,14 +348,23 @@ def test_the_benchmark_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeyp
 
     def run_chunk(scenario, setting, seeds):
         done.extend(seeds)
-        return {seed: {name: Result.of(outcome(100.0 + seed, "switch", "failed")) for name in ("auto", "oracle")} for seed in seeds}
+        return {
+            seed: {
+                name: Result.of(outcome(100.0 + seed, "switch", "failed"))
+                for name in ("auto", "oracle")
+            }
+            for seed in seeds
+        }
 
     monkeypatch.setattr(benchmark, "ProcessPoolExecutor", ThreadPoolExecutor)
     monkeypatch.setattr(benchmark, "run_chunk", run_chunk)
     jobs = {("llama-a100", "test"): scenario()}
     assert benchmark.kept(file) == {}
     benchmark.run_jobs(jobs, 3, 1, file)
-    file.write_text(file.read_text() + '{"setting": "llama-a100", "scenario": "te', encoding="utf-8")  # it was stopped here
+    # it was stopped here
+    file.write_text(
+        file.read_text() + '{"setting": "llama-a100", "scenario": "te', encoding="utf-8"
+    )
     found = benchmark.run_jobs(jobs, 7, 1, file)[("llama-a100", "test")]
     assert sorted(done) == list(range(7))
     assert [found[seed]["auto"].total_s for seed in range(7)] == [100.0 + seed for seed in range(7)]
@@ -231,10 +372,21 @@ def test_the_benchmark_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeyp
 
 
 def test_the_benchmark_says_which_targets_are_met(benchmark):
-    runs = [{"auto": outcome(auto_s, *["switch"] * 3), "stay": outcome(100.0), "default": outcome(150.0), "best static": outcome(95.0), "oracle": outcome(80.0)}
-            for auto_s in (84.0, 86.0)]
+    runs = [
+        {
+            "auto": outcome(auto_s, *["switch"] * 3),
+            "stay": outcome(100.0),
+            "default": outcome(150.0),
+            "best static": outcome(95.0),
+            "oracle": outcome(80.0),
+        }
+        for auto_s in (84.0, 86.0)
+    ]
     auto, _, _, _, oracle = rows(runs)
-    assert benchmark.verdicts("link-quarter", auto, oracle) == ["70% of oracle", "20% below default"]
+    assert benchmark.verdicts("link-quarter", auto, oracle) == [
+        "70% of oracle",
+        "20% below default",
+    ]
     assert benchmark.verdicts("link-flapping", auto, oracle)[0] == "NOT 2 switches"
     assert benchmark.verdicts("stationary", auto, oracle)[0] == "NOT no switch"
     table = benchmark.markdown({("llama-a100", "link-quarter"): rows(runs)}, 2, "python benchmark")

@@ -1,4 +1,6 @@
-"""The simulated cluster: a truth that differs from what is told, signals late and noisy, switches that cost and fail."""
+"""The simulated cluster: a truth that differs from what is told, signals late and noisy, switches
+that cost and fail.
+"""
 
 import statistics
 from dataclasses import replace
@@ -18,7 +20,18 @@ from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL
 from optimus_jax.simulation.world import Place
-from tests.control.simulated import CLUSTER, EXACT, PRICING, QUARTER, QUICK, Told, run, scenario, setup_of, truth
+from tests.control.simulated import (
+    CLUSTER,
+    EXACT,
+    PRICING,
+    QUARTER,
+    QUICK,
+    Told,
+    run,
+    scenario,
+    setup_of,
+    truth,
+)
 
 BEST = search(PRICING, top=2).best
 START, SECOND = (candidate.plan for candidate in BEST)
@@ -36,9 +49,15 @@ def static_s(made, plan=START):
 
 # The truth
 
+
 def test_the_truth_is_as_far_off_as_the_scenario_says():
     worlds = [truth(seed=seed).world for seed in range(8)]
-    for name, share in (("inside", 0.3), ("between", 0.3), ("matmul", 0.15), ("memory_speed", 0.15)):
+    for name, share in (
+        ("inside", 0.3),
+        ("between", 0.3),
+        ("matmul", 0.15),
+        ("memory_speed", 0.15),
+    ):
         offs = {round(getattr(world, name), 6) for world in worlds}
         assert offs == {1 - share, 1 + share}
     times_s = [world.step_time_s(Place(START, tuple(range(16))), NORMAL, 0) for world in worlds]
@@ -52,7 +71,9 @@ def test_without_misfit_the_planner_is_right_but_for_overlap():
     place = Place(OTHER, tuple(range(16)))
     told = replace(PRICING, rates=replace(PRICING.rates, overlap_share=world._rates.overlap_share))
     assert world.step_time_s(place, NORMAL, 0) == pytest.approx(told.step_time_s(OTHER), rel=1e-12)
-    assert static_s(truth(misfit=EXACT)) == pytest.approx(400 * world.step_time_s(Place(START, tuple(range(16))), NORMAL, 0), rel=1e-9)
+    assert static_s(truth(misfit=EXACT)) == pytest.approx(
+        400 * world.step_time_s(Place(START, tuple(range(16))), NORMAL, 0), rel=1e-9
+    )
 
 
 def test_the_planner_may_be_told_something_wrong():
@@ -71,13 +92,23 @@ def test_the_same_seed_gives_the_same_run():
 
 
 def test_links_are_probed_before_the_first_step_under_another_plan():
-    """Several times if they are not what they were: else what was read before the switch would be believed of the steps after it."""
-    made, policy = truth(QUARTER, misfit=EXACT, steps=2000, switching={**QUICK, "probe_s": 1.0}), Told()
+    """Several times if they are not what they were: else what was read before the switch would be
+    believed of the steps after it.
+    """
+    made, policy = (
+        truth(QUARTER, misfit=EXACT, steps=2000, switching={**QUICK, "probe_s": 1.0}),
+        Told(),
+    )
     first = made.world.step_time_s(Place(made.setup.start, tuple(range(16))), NORMAL, 0)
-    step = int((QUARTER["start_s"] - 0.95 * QUICK["compile_s"]) / first)  # it is compiled when the link has just become slow
+    # it is compiled when the link has just become slow
+    step = int((QUARTER["start_s"] - 0.95 * QUICK["compile_s"]) / first)
     policy.decisions = switch(step, SECOND)
     outcome = run(made, policy, probes=True)
-    after = next(observation for observation in policy.observations if observation.step > outcome.moments[0].step)
+    after = next(
+        observation
+        for observation in policy.observations
+        if observation.step > outcome.moments[0].step
+    )
     assert after.reading("link_slowdown/between").value == pytest.approx(4.0, rel=0.01)
     assert after.reading("link_slowdown/between").quality == "good"
 
@@ -91,19 +122,46 @@ def test_noise_has_spikes_and_drift():
 
 @cache
 def worst_and_normal(name):
-    """Step times of the first plan in a scenario of the library: the slowest that occurs (infinite: it cannot go on), and undisturbed."""
+    """Step times of the first plan in a scenario of the library: the slowest that occurs (infinite:
+    it cannot go on), and undisturbed.
+    """
     given = library()[name]
-    batches = {"seq_len": given.seq_len and given.seq_len // 2, "global_batch": given.global_batch and max(16, given.global_batch // 8)}
-    events = tuple(replace(event, global_batch=event.global_batch and max(16, event.global_batch // 8)) if isinstance(event, PhaseEvent) else event for event in given.events)
+    batches = {
+        "seq_len": given.seq_len and given.seq_len // 2,
+        "global_batch": given.global_batch and max(16, given.global_batch // 8),
+    }
+    events = tuple(
+        replace(event, global_batch=event.global_batch and max(16, event.global_batch // 8))
+        if isinstance(event, PhaseEvent)
+        else event
+        for event in given.events
+    )
     made = Truth(Setup.of(replace(given, events=events, **batches), PRICING), 0)
     place = Place(made.setup.start, tuple(range(16)))
-    times_s = [made.world.step_time_s(place, made.timeline.conditions(index), phase)
-               for index in range(len(made.timeline.bounds_s)) for phase in range(len(made.setup.nominal))]
+    times_s = [
+        made.world.step_time_s(place, made.timeline.conditions(index), phase)
+        for index in range(len(made.timeline.bounds_s))
+        for phase in range(len(made.setup.nominal))
+    ]
     return max(times_s), made.world.step_time_s(place, NORMAL, 0)
 
 
-@pytest.mark.parametrize("name", ["link-quarter", "link-flapping", "straggler-10-minutes", "straggler-for-ever", "longer-sequences",
-                                  "batch-ramp", "device-lost", "host-lost-in-switch", "missing-metrics", "failing-switch", "slow-data"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "link-quarter",
+        "link-flapping",
+        "straggler-10-minutes",
+        "straggler-for-ever",
+        "longer-sequences",
+        "batch-ramp",
+        "device-lost",
+        "host-lost-in-switch",
+        "missing-metrics",
+        "failing-switch",
+        "slow-data",
+    ],
+)
 def test_what_disturbs_is_felt(name):
     worst, normal = worst_and_normal(name)
     assert worst > 1.1 * normal
@@ -116,8 +174,12 @@ def test_what_does_not_disturb_is_not(name):
 
 
 def test_a_straggler_holds_up_all_unless_its_host_is_left_out():
-    made = truth({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}, misfit=EXACT).world
-    slow = truth({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}).timeline.at(20.0)
+    made = truth(
+        {"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}, misfit=EXACT
+    ).world
+    slow = truth({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}).timeline.at(
+        20.0
+    )
     assert made.slowness(Place(OTHER, tuple(range(16))), slow) == 1.5
     half = default_plans(PRICING, 8)[0]
     assert made.devices_for(half, slow) == tuple(range(8, 16))
@@ -125,7 +187,11 @@ def test_a_straggler_holds_up_all_unless_its_host_is_left_out():
 
 
 def test_a_straggler_in_a_stage_with_fewer_layers_costs_less():
-    pipelined = next(candidate.plan for candidate in search(PRICING, top=20).best if candidate.plan.axes.pipe == 2 and candidate.plan.pipeline.repeats == 1)
+    pipelined = next(
+        candidate.plan
+        for candidate in search(PRICING, top=20).best
+        if candidate.plan.axes.pipe == 2 and candidate.plan.pipeline.repeats == 1
+    )
     uneven = replace(pipelined, pipeline=replace(pipelined.pipeline, layers_per_stage=(20, 28)))
     world, devices = truth().world, tuple(range(16))
     early = replace(NORMAL, slow=((3, 1.5),))
@@ -135,22 +201,31 @@ def test_a_straggler_in_a_stage_with_fewer_layers_costs_less():
 
 # Time
 
+
 def test_a_stretch_is_its_steps():
     """Skipping from change to change gives what going step by step does."""
-    made = truth(QUARTER, {"kind": "compute", "factor": 1.3, "start_s": 50, "for_s": 7, "every_s": 20})
+    made = truth(
+        QUARTER, {"kind": "compute", "factor": 1.3, "start_s": 50, "for_s": 7, "every_s": 20}
+    )
     by_step = run(made, Told(), every=1).total_s
     assert static_s(made) == pytest.approx(by_step, rel=1e-12)
 
 
 def test_a_slow_link_costs_what_it_should():
     made = truth(QUARTER, misfit=EXACT)
-    normal_s, slow_s = (made.world.step_time_s(Place(START, tuple(range(16))), conditions, 0) for conditions in (NORMAL, made.timeline.at(60.0)))
+    normal_s, slow_s = (
+        made.world.step_time_s(Place(START, tuple(range(16))), conditions, 0)
+        for conditions in (NORMAL, made.timeline.at(60.0))
+    )
     assert slow_s > 1.3 * normal_s
     # For 60 s steps do less; a step at either border is off by one at most.
-    assert static_s(made) == pytest.approx(400 * normal_s + 60 * (1 - normal_s / slow_s), abs=slow_s)
+    assert static_s(made) == pytest.approx(
+        400 * normal_s + 60 * (1 - normal_s / slow_s), abs=slow_s
+    )
 
 
 # Signals
+
 
 def observations(*events, every=1, **fields):
     made, policy = truth(*events, **fields), Told()
@@ -167,7 +242,9 @@ def test_step_times_come_with_every_step():
 
 def test_a_probe_is_late_noisy_and_near():
     seen = observations(QUARTER, misfit={"links": 0, "probe_bias": 0})
-    between = [(each.time_s, each.reading("link_slowdown/between")) for each in seen if each.step > 3]
+    between = [
+        (each.time_s, each.reading("link_slowdown/between")) for each in seen if each.step > 3
+    ]
     before = [reading.value for time_s, reading in between if 10 < time_s < 30]
     late = next(time_s for time_s, reading in between if reading.value > 2)
     within = [reading.value for time_s, reading in between if late <= time_s < 90]
@@ -184,27 +261,55 @@ def test_probes_keep_to_their_budget():
 
 @pytest.mark.parametrize(("fault", "expected"), [("missing", None), ("lying", 10.0)])
 def test_metrics_that_are_missing_or_lie(fault, expected):
-    event = {"kind": "metrics", "names": ["link_slowdown/*"], "fault": fault, "factor": 10, "start_s": 20, "for_s": 20}
+    event = {
+        "kind": "metrics",
+        "names": ["link_slowdown/*"],
+        "fault": fault,
+        "factor": 10,
+        "start_s": 20,
+        "for_s": 20,
+    }
     seen = observations(event, misfit=EXACT)
-    told = {time_s: next(each.reading("link_slowdown/between").value for each in seen if each.time_s > time_s) for time_s in (15, 25, 45)}
-    assert told == {15: pytest.approx(1.0), 25: expected and pytest.approx(expected), 45: pytest.approx(1.0)}
+    told = {
+        time_s: next(
+            each.reading("link_slowdown/between").value for each in seen if each.time_s > time_s
+        )
+        for time_s in (15, 25, 45)
+    }
+    assert told == {
+        15: pytest.approx(1.0),
+        25: expected and pytest.approx(expected),
+        45: pytest.approx(1.0),
+    }
     assert all(each.reading("step_time_s").value for each in seen)
 
 
 def test_stale_metrics_keep_their_age():
-    event = {"kind": "metrics", "names": ["step_time_s", "step_times"], "fault": "stale", "start_s": 40, "for_s": 40}
+    event = {
+        "kind": "metrics",
+        "names": ["step_time_s", "step_times"],
+        "fault": "stale",
+        "start_s": 40,
+        "for_s": 40,
+    }
     seen = [each for each in observations(QUARTER, event, misfit=EXACT) if 42 < each.time_s < 78]
     assert len({each.reading("step_time_s") for each in seen}) == 1
     assert seen[-1].time_s - seen[-1].reading("step_time_s").time_s > 30
 
 
 def test_step_times_may_be_missing_too():
-    seen = observations({"kind": "metrics", "names": ["step_times"], "fault": "missing", "start_s": 40})
+    seen = observations(
+        {"kind": "metrics", "names": ["step_times"], "fault": "missing", "start_s": 40}
+    )
     assert all(bool(each.step_times_s) == (each.time_s < 40) for each in seen)
 
 
 def test_memory_and_stragglers_are_told():
-    seen = observations({"kind": "memory", "share": 0.3, "start_s": 50, "for_s": 500}, {"kind": "compute", "factor": 1.5, "devices": [9], "start_s": 50}, misfit=EXACT)
+    seen = observations(
+        {"kind": "memory", "share": 0.3, "start_s": 50, "for_s": 500},
+        {"kind": "compute", "factor": 1.5, "devices": [9], "start_s": 50},
+        misfit=EXACT,
+    )
     early, late = (next(each for each in seen if each.time_s > time_s) for time_s in (45, 100))
     assert late.reading("memory_share").value > early.reading("memory_share").value + 0.1
     assert early.reading("process_skew").value == pytest.approx(1.0, abs=0.05)
@@ -214,6 +319,7 @@ def test_memory_and_stragglers_are_told():
 
 # Switches
 
+
 def test_a_switch_costs_its_phases():
     made = truth(misfit=EXACT)
     policy = Told(switch(100, OTHER))
@@ -221,13 +327,20 @@ def test_a_switch_costs_its_phases():
     [moment] = outcome.moments
     assert (moment.kind, moment.plan, outcome.plan) == ("switch", OTHER, OTHER)
     assert set(moment.delay_s) == set(PHASES)
-    first_s, second_s = (made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0) for plan in (START, OTHER))
-    expected_s = moment.step * first_s + (400 - moment.step) * second_s + sum(moment.delay_s.values())
+    first_s, second_s = (
+        made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0) for plan in (START, OTHER)
+    )
+    expected_s = (
+        moment.step * first_s + (400 - moment.step) * second_s + sum(moment.delay_s.values())
+    )
     # Steps while programs are compiled overshoot its end by a part of one.
     assert outcome.total_s == pytest.approx(expected_s, abs=0.04 * first_s)
     assert moment.time_s - moment.decided_s >= QUICK["compile_s"]
     told = {name: time_s for name, time_s in moment.delay_s.items() if name != "first_steps"}
-    assert policy.heard == [("switched", OTHER, told), ("charged", moment.delay_s["first_steps"])], "first steps come later"
+    assert policy.heard == [
+        ("switched", OTHER, told),
+        ("charged", moment.delay_s["first_steps"]),
+    ], "first steps come later"
 
 
 def test_another_executable_moves_nothing():
@@ -247,15 +360,22 @@ def test_going_back_compiles_nothing():
 
 
 def test_costs_differ_from_what_the_scenario_says():
-    made = [MovingCosts(truth(seed=seed, switching=QUICK | {"spread": 0.4}).world) for seed in range(5)]
+    made = [
+        MovingCosts(truth(seed=seed, switching=QUICK | {"spread": 0.4}).world) for seed in range(5)
+    ]
     assert len({each.compile_s for each in made}) == 5
 
 
 def test_a_slow_link_makes_moving_slow():
     world = truth(misfit=EXACT).world
     places = Place(START, tuple(range(16))), Place(OTHER, tuple(range(16)))
-    costs = [MovingCosts(world).switch_s(*places, replace(NORMAL, between=between), 0)["move"] for between in (1.0, 0.5, 0.25)]
-    assert costs[2] - costs[1] == pytest.approx(2 * (costs[1] - costs[0])), "what crosses it takes as much longer as it is slower"
+    costs = [
+        MovingCosts(world).switch_s(*places, replace(NORMAL, between=between), 0)["move"]
+        for between in (1.0, 0.5, 0.25)
+    ]
+    assert costs[2] - costs[1] == pytest.approx(2 * (costs[1] - costs[0])), (
+        "what crosses it takes as much longer as it is slower"
+    )
     assert costs[2] > 2 * costs[0]
 
 
@@ -264,15 +384,29 @@ def test_a_slower_plan_is_taken_back():
     policy = Told(switch(50, slow))
     outcome = run(truth(misfit=EXACT), policy)
     assert [moment.kind for moment in outcome.moments] == ["switch", "rollback"]
-    assert outcome.moments[1].step == outcome.moments[0].step + 1 + CLEAR_STEPS, "it is so slow that nobody has to see more"
+    assert outcome.moments[1].step == outcome.moments[0].step + 1 + CLEAR_STEPS, (
+        "it is so slow that nobody has to see more"
+    )
     assert (outcome.plan, policy.heard[2][:2]) == (START, ("failed", slow))
     assert policy.heard[3] == ("charged", sum(outcome.moments[1].delay_s.values()))
 
 
 def test_a_plan_that_is_little_slower_is_watched_to_the_end_and_taken_back():
-    made, slower = truth(misfit=EXACT), replace(START, remat="full" if START.remat == "none" else "none", microbatches=2 * START.microbatches)
-    plans = sorted((START, slower), key=lambda plan: made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0))
-    fast_s, slow_s = (made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0) for plan in plans)
+    made, slower = (
+        truth(misfit=EXACT),
+        replace(
+            START,
+            remat="full" if START.remat == "none" else "none",
+            microbatches=2 * START.microbatches,
+        ),
+    )
+    plans = sorted(
+        (START, slower),
+        key=lambda plan: made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0),
+    )
+    fast_s, slow_s = (
+        made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0) for plan in plans
+    )
     assert 1.02 < slow_s / fast_s < CLEARLY
     outcome = Simulation(made, Told(switch(50, plans[1])), Habits(probes=False), plans[0]).run()
     there, back = outcome.moments
@@ -290,17 +424,23 @@ def test_a_switch_that_fails_leaves_the_old_plan_and_costs_more_the_later(phase)
     assert outcome.num_switches == 1
     before = {"prepare": -1.0, "move": "prepare", "verify": "move", "canary": "verify"}[phase]
     if phase != "prepare":
-        earlier = run(truth({"kind": "switch", "phase": before}, misfit=EXACT), Told(switch(50, SECOND)))
+        earlier = run(
+            truth({"kind": "switch", "phase": before}, misfit=EXACT), Told(switch(50, SECOND))
+        )
         assert outcome.total_s > earlier.total_s
     assert outcome.total_s > static_s(made)
 
 
 def test_a_stay_withdraws_what_is_being_prepared():
-    policy = Told(switch(50, OTHER) | {55: Decision(step=55, action="stay", why="changed its mind")})
+    policy = Told(
+        switch(50, OTHER) | {55: Decision(step=55, action="stay", why="changed its mind")}
+    )
     outcome = run(truth(misfit=EXACT), policy)
     assert [moment.kind for moment in outcome.moments] == ["withdrawn"]
     assert outcome.num_switches == 0
-    assert policy.heard == [("charged", pytest.approx(outcome.moments[0].delay_s["prepare"]))], "what compiling has taken from steps"
+    assert policy.heard == [("charged", pytest.approx(outcome.moments[0].delay_s["prepare"]))], (
+        "what compiling has taken from steps"
+    )
 
 
 def test_a_planned_switch_waits_for_its_step():
@@ -312,7 +452,19 @@ def test_too_much_memory_is_found_out_before_moving():
     policy, capacity = Told(switch(50, SECOND)), CLUSTER.accelerator.memory_bytes
     needed, present = (PRICING.memory(plan).total for plan in (SECOND, OTHER))
     assert needed > present
-    outcome = run(truth({"kind": "memory", "share": 1 - (needed + present) / 2 / capacity, "start_s": 0.0, "for_s": 1e4}, misfit=EXACT, start="default"), policy)
+    outcome = run(
+        truth(
+            {
+                "kind": "memory",
+                "share": 1 - (needed + present) / 2 / capacity,
+                "start_s": 0.0,
+                "for_s": 1e4,
+            },
+            misfit=EXACT,
+            start="default",
+        ),
+        policy,
+    )
     assert policy.heard[0][0] == "failed"
     assert "memory" in policy.heard[0][2]
     assert outcome.plan == OTHER
@@ -321,7 +473,9 @@ def test_too_much_memory_is_found_out_before_moving():
 def test_policies_that_always_switch_are_punished():
     class Restless(Told):
         def decide(self, observation):
-            return switch(observation.step, SECOND if observation.step % 80 < 40 else START)[observation.step]
+            return switch(observation.step, SECOND if observation.step % 80 < 40 else START)[
+                observation.step
+            ]
 
     outcome = run(truth(), Restless(), canary=False)
     assert outcome.num_switches >= 8
@@ -329,6 +483,7 @@ def test_policies_that_always_switch_are_punished():
 
 
 # Faults
+
 
 def test_a_lost_device_ends_the_run_which_restarts_on_what_is_left_and_comes_back():
     made = truth({"kind": "lost", "devices": [11], "start_s": 40, "for_s": 60}, misfit=EXACT)
@@ -347,7 +502,13 @@ def test_a_policy_says_what_to_restart_with():
 
     class Advised(Told):
         def decide(self, observation):
-            return Decision(step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True) if observation.lost_devices else None
+            return (
+                Decision(
+                    step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True
+                )
+                if observation.lost_devices
+                else None
+            )
 
     outcome = run(truth({"kind": "lost", "devices": [11], "start_s": 40}, misfit=EXACT), Advised())
     assert outcome.plan == wanted
@@ -355,7 +516,9 @@ def test_a_policy_says_what_to_restart_with():
 
 @pytest.mark.parametrize("during", ["move", "verify", "canary"])
 def test_what_was_decided_and_never_done_is_asked_again_at_a_restart(during):
-    """The policy says once what to do, and the run ends before that can be done: it does not restart with the default."""
+    """The policy says once what to do, and the run ends before that can be done: it does not
+    restart with the default.
+    """
     wanted = replace(default_plans(PRICING, 8)[0], remat="none", microbatches=4)
 
     class SaysOnce(Told):
@@ -367,14 +530,24 @@ def test_what_was_decided_and_never_done_is_asked_again_at_a_restart(during):
             if self.has_said:
                 return None
             self.has_said = True
-            return Decision(step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True)
+            return Decision(
+                step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True
+            )
 
         def dropped(self):
             self.has_said = False
 
     # Reported before it happens: the switch away from it is the one that it happens in.
-    event = {"kind": "lost", "host": 1, "start_s": 60, "notice_s": 0 if during == "canary" else 30, "during": during}
-    outcome = run(truth(event, misfit=EXACT), SaysOnce(switch(20, OTHER) if during == "canary" else {}))
+    event = {
+        "kind": "lost",
+        "host": 1,
+        "start_s": 60,
+        "notice_s": 0 if during == "canary" else 30,
+        "during": during,
+    }
+    outcome = run(
+        truth(event, misfit=EXACT), SaysOnce(switch(20, OTHER) if during == "canary" else {})
+    )
     assert outcome.moments[-1].kind == "restart"
     assert outcome.plan == wanted
 
@@ -396,7 +569,17 @@ def test_notice_lets_a_run_leave_before():
     class Careful(Told):
         def decide(self, observation):
             leaves = observation.lost_devices and not self.heard
-            return Decision(step=observation.step, action="switch", plan=eight, why="reported", without=observation.lost_devices) if leaves else None
+            return (
+                Decision(
+                    step=observation.step,
+                    action="switch",
+                    plan=eight,
+                    why="reported",
+                    without=observation.lost_devices,
+                )
+                if leaves
+                else None
+            )
 
     outcome = run(truth(event, misfit=EXACT), Careful())
     assert [moment.kind for moment in outcome.moments] == ["switch"]
@@ -411,14 +594,22 @@ def test_memory_that_is_gone_ends_the_run():
 
 
 def test_a_phase_that_the_plan_cannot_have_is_a_restart():
-    made = truth({"kind": "phase", "start_share": 0.5, "global_batch": 24}, {"kind": "phase", "start_share": 0.75, "global_batch": 128}, misfit=EXACT, start="data=16")
+    made = truth(
+        {"kind": "phase", "start_share": 0.5, "global_batch": 24},
+        {"kind": "phase", "start_share": 0.75, "global_batch": 128},
+        misfit=EXACT,
+        start="data=16",
+    )
     outcome = run(made, Static(made.setup.start, 16), every=None)
     assert outcome.moments[0].why == "the new phase's batch does not divide"
     assert outcome.moments[0].step == 200
 
 
 def test_times_are_those_of_links_that_the_event_names():
-    inside, between = (static_s(truth({"kind": "link", "link": link, "factor": 0.1}, misfit=EXACT)) for link in ("inside", "between"))
+    inside, between = (
+        static_s(truth({"kind": "link", "link": link, "factor": 0.1}, misfit=EXACT))
+        for link in ("inside", "between")
+    )
     assert between > 1.1 * inside > 1.1 * static_s(truth(misfit=EXACT))
 
 
@@ -436,14 +627,20 @@ def test_memory_is_told_anew_after_a_switch():
     run(truth(misfit=EXACT), policy, probes=True)
     world = truth(misfit=EXACT).world
     told = [each.reading("memory_peak_share").value for each in policy.observations]
-    needed = [world.memory_bytes(plan, 0) / CLUSTER.accelerator.memory_bytes for plan in (START, SECOND)]
+    needed = [
+        world.memory_bytes(plan, 0) / CLUSTER.accelerator.memory_bytes for plan in (START, SECOND)
+    ]
     assert needed[0] != pytest.approx(needed[1])
     # A median of both would lie between them.
-    assert [value for value in dict.fromkeys(told) if value is not None] == [pytest.approx(each) for each in needed]
+    assert [value for value in dict.fromkeys(told) if value is not None] == [
+        pytest.approx(each) for each in needed
+    ]
 
 
 class Late(Told):
-    """Decides 7 s before the link becomes slow at 30 s, so that a plan that takes 8 s to compile is tried a moment after."""
+    """Decides 7 s before the link becomes slow at 30 s, so that a plan that takes 8 s to compile is
+    tried a moment after.
+    """
 
     knows = True
 
@@ -455,14 +652,20 @@ class Late(Told):
         self.observations.append(observation)
         is_due = observation.time_s >= 23 and not self.decisions
         self.decisions |= {0: None} if is_due else {}
-        return Decision(step=observation.step, action="switch", plan=SECOND, why="a test") if is_due else None
+        return (
+            Decision(step=observation.step, action="switch", plan=SECOND, why="a test")
+            if is_due
+            else None
+        )
 
 
 class Ignorant(Late):
     knows = False
 
 
-@pytest.mark.parametrize(("policy", "kinds"), [(Late, ["switch"]), (Ignorant, ["switch", "rollback"])])
+@pytest.mark.parametrize(
+    ("policy", "kinds"), [(Late, ["switch"]), (Ignorant, ["switch", "rollback"])]
+)
 def test_a_new_plan_is_compared_with_steps_in_the_same_conditions_only(policy, kinds):
     """Those before the link became slow were faster than any plan can be now."""
     outcome = run(truth({**QUARTER, "for_s": 1000}, misfit=EXACT), policy())
@@ -472,5 +675,14 @@ def test_a_new_plan_is_compared_with_steps_in_the_same_conditions_only(policy, k
 def test_what_could_not_be_had_is_asked_for_again():
     """By one that is asked at one step only, and foresees everything but that."""
     again = Decision(step=101, action="switch", plan=SECOND, why="a test")
-    outcome = run(truth({"kind": "switch", "phase": "prepare"}, misfit=EXACT), Told(switch(100, SECOND) | {101: again}), every=None, asked_at=(100,), foresight=True)
-    assert [(moment.kind, moment.step) for moment in outcome.moments] == [("failed", 100), ("switch", 101)]
+    outcome = run(
+        truth({"kind": "switch", "phase": "prepare"}, misfit=EXACT),
+        Told(switch(100, SECOND) | {101: again}),
+        every=None,
+        asked_at=(100,),
+        foresight=True,
+    )
+    assert [(moment.kind, moment.step) for moment in outcome.moments] == [
+        ("failed", 100),
+        ("switch", 101),
+    ]

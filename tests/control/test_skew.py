@@ -1,4 +1,6 @@
-"""Processes that wait for one another: what each needs for itself is found from what it can measure alone."""
+"""Processes that wait for one another: what each needs for itself is found from what it can measure
+alone.
+"""
 
 import math
 
@@ -9,9 +11,14 @@ from hypothesis import strategies as st
 from optimus_jax.control.skew import skew_of
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 0.5), st.floats(0.5, 3.0)), min_size=2, max_size=9), st.floats(0.1, 10.0))
+@given(
+    st.lists(st.tuples(st.floats(0.0, 0.5), st.floats(0.5, 3.0)), min_size=2, max_size=9),
+    st.floats(0.1, 10.0),
+)
 def test_own_times_go_in_and_come_out(processes, shared_s):
-    """A step lasts as long as its slowest process: from that, waits for data and speeds, everyone's own time follows."""
+    """A step lasts as long as its slowest process: from that, waits for data and speeds, everyone's
+    own time follows.
+    """
     waits_s, factors = zip(*processes, strict=True)
     typical = sorted(factors)[(len(factors) - 1) // 2]
     own_s = [wait + factor / typical * shared_s for wait, factor in processes]

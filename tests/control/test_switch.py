@@ -1,4 +1,6 @@
-"""A switch keeps the state bit for bit, or everything stays as it was, whatever goes wrong and whenever."""
+"""A switch keeps the state bit for bit, or everything stays as it was, whatever goes wrong and
+whenever.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -43,17 +45,23 @@ def quickly():
 @pytest.fixture(scope="module")
 def executables():
     """Of a plan without stages, and of one with uneven ones."""
+
     def compiled(text):
         config = make_config(MODEL, text)
         return compile_plan(config, make_plan(config))
 
-    return compiled(case("data=2,fsdp=4", zero=1)), compiled(case("pipe=2,tensor=4", microbatches=4, layers_per_stage=(2, 1)))
+    return compiled(case("data=2,fsdp=4", zero=1)), compiled(
+        case("pipe=2,tensor=4", microbatches=4, layers_per_stage=(2, 1))
+    )
 
 
 @pytest.fixture(scope="module")
 def prepared(executables):
     old, new = executables
-    there, back = (Move(*ends, budget_bytes=SETTINGS.move_bytes) for ends in ((old.layout, new.layout), (new.layout, old.layout)))
+    there, back = (
+        Move(*ends, budget_bytes=SETTINGS.move_bytes)
+        for ends in ((old.layout, new.layout), (new.layout, old.layout))
+    )
     there.compile()
     back.compile()
     assert len(there.groups) > 3
@@ -123,7 +131,8 @@ def test_a_switch_that_is_taken_back_after_a_step(switcher, prepared, state, run
 def test_a_run_that_ends_on_trial_does_not_blame_the_plan(switcher, prepared, state, run):
     switched = switcher.switch(state, prepared, step=1, why="", by_choice=False)
     before = switches(run.path)[0].costs_s
-    assert before.keys() == {"agree_s", "probe_s", "move_s", "verify_s", "commit_s"}  # as far as is known when it dies now
+    # as far as is known when it dies now
+    assert before.keys() == {"agree_s", "probe_s", "move_s", "verify_s", "commit_s"}
     switcher.stop(step=2, costs_s=switched.costs_s)
     [record] = switches(run.path)
     assert (record.is_failure, record.by_choice, record.costs_s) == (False, False, switched.costs_s)
@@ -167,26 +176,45 @@ def assert_stayed(switched, switcher, prepared, run, before):
     assert switcher.running is switched.executable is prepared.source
     assert sums_of(prepared.source, switched.state) == before
     for path, leaf in named_leaves(switched.state).items():
-        assert leaf.sharding.is_equivalent_to(prepared.source.layout.named[path].sharding, leaf.ndim)
+        assert leaf.sharding.is_equivalent_to(
+            prepared.source.layout.named[path].sharding, leaf.ndim
+        )
     assert plan_on_disk(run) == prepared.source.plan
     assert [record.ending for record in switches(run.path)] == ["failed"]
     prepared.source.program.train_step(switched.state, batch(prepared.source.program, 2))
 
 
 @pytest.mark.parametrize("number", [0, 2, -1])
-@pytest.mark.parametrize(("spoil", "why"), [(a_bit, "hold different bits|checksum"), (no_memory, "RESOURCE_EXHAUSTED")])
-def test_what_arrives_wrong_is_seen_and_nothing_is_lost(switcher, prepared, state, run, monkeypatch, number, spoil, why):
+@pytest.mark.parametrize(
+    ("spoil", "why"), [(a_bit, "hold different bits|checksum"), (no_memory, "RESOURCE_EXHAUSTED")]
+)
+def test_what_arrives_wrong_is_seen_and_nothing_is_lost(
+    switcher, prepared, state, run, monkeypatch, number, spoil, why
+):
     before = sums_of(prepared.source, state)
-    moving = [group for group in prepared.there.groups if any(not prepared.there.exchange(path).is_nothing for path in group.paths)]
+    moving = [
+        group
+        for group in prepared.there.groups
+        if any(not prepared.there.exchange(path).is_nothing for path in group.paths)
+    ]
     wrong_after(monkeypatch, prepared, prepared.there.groups.index(moving[number]) + 1, spoil)
     switched = switcher.switch(state, prepared, step=1, why="")
     assert_stayed(switched, switcher, prepared, run, before)
     assert any(word in switched.why_not for word in why.split("|"))
 
 
-@pytest.mark.parametrize(("before", "after", "is_same"), [
-    (4.0, 4.00003, True), (4.0, 4.00005, False), (1e-4, 1.001e-4, True), (1e-4, 1.3e-4, False), (float("nan"), float("nan"), True),
-    (4.0, float("nan"), False), (None, None, True)])
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [
+        (4.0, 4.00003, True),
+        (4.0, 4.00005, False),
+        (1e-4, 1.001e-4, True),
+        (1e-4, 1.3e-4, False),
+        (float("nan"), float("nan"), True),
+        (4.0, float("nan"), False),
+        (None, None, True),
+    ],
+)
 def test_losses_are_the_same_within_rounding(before, after, is_same):
     with nullcontext() if is_same else pytest.raises(Exception, match="the loss of a batch was"):
         switch_module._check_loss(before, after, "f32")
@@ -202,20 +230,30 @@ def test_trouble_after_the_move_brings_it_back(switcher, prepared, state, run, m
     elif what == "step":
         step = 2
     else:
+
         def fail(*args, **kwargs):
             raise RunDirectoryError("the disk is full")
+
         monkeypatch.setattr(Journal, "commit", fail)
     switched = switcher.switch(state, prepared, step=step, why="")
     assert_stayed(switched, switcher, prepared, run, before)
-    assert {"loss": "2.0001", "step": "of step 1", "commit": "disk is full"}[what] in switched.why_not
+    assert {"loss": "2.0001", "step": "of step 1", "commit": "disk is full"}[
+        what
+    ] in switched.why_not
 
 
-def test_a_state_that_cannot_be_brought_back_is_a_fault_that_a_restart_mends(switcher, prepared, state, monkeypatch):
+def test_a_state_that_cannot_be_brought_back_is_a_fault_that_a_restart_mends(
+    switcher, prepared, state, monkeypatch
+):
     carry = Move.carry
 
     def spoiled(self, group, leaves):
         arrived = carry(self, group, leaves)
-        return a_bit(arrived) if self is prepared.back or group is prepared.there.groups[-1] else arrived
+        return (
+            a_bit(arrived)
+            if self is prepared.back or group is prepared.there.groups[-1]
+            else arrived
+        )
 
     monkeypatch.setattr(Move, "carry", spoiled)
     with pytest.raises(StateLostError, match="--resume") as caught:
@@ -223,13 +261,19 @@ def test_a_state_that_cannot_be_brought_back_is_a_fault_that_a_restart_mends(swi
     assert isinstance(caught.value, FaultError)
 
 
-def test_a_journal_that_cannot_be_begun_stops_the_switch_before_anything(switcher, prepared, state, run, monkeypatch):
+def test_a_journal_that_cannot_be_begun_stops_the_switch_before_anything(
+    switcher, prepared, state, run, monkeypatch
+):
     def fail(*args, **kwargs):
         raise RunDirectoryError("the disk is full")
 
     monkeypatch.setattr(Journal, "begin", fail)
     switched = switcher.switch(state, prepared, step=1, why="")
-    assert (switched.is_done, switched.why_not, switched.executable) == (False, "the disk is full", switcher.running)
+    assert (switched.is_done, switched.why_not, switched.executable) == (
+        False,
+        "the disk is full",
+        switcher.running,
+    )
     assert switched.state is state
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert switches(run.path) == []
@@ -286,7 +330,11 @@ def test_what_goes_wrong_while_preparing_is_told_and_not_raised(executables, wha
         plan = replace(plan, microbatches=5)
     elif what == "too large":
         bytes_per_device = new.step_bytes // 2
-        compiled = replace(new.program, train_step=Compiled(new.program.train_step), eval_step=Compiled(new.program.eval_step))
+        compiled = replace(
+            new.program,
+            train_step=Compiled(new.program.train_step),
+            eval_step=Compiled(new.program.eval_step),
+        )
         monkeypatch.setattr(executables_module, "build_program", lambda *args: compiled)
     else:
         bytes_per_device = max(old.layout.num_bytes(), new.layout.num_bytes())
@@ -315,14 +363,23 @@ def test_the_shelf_forgets_what_was_used_longest_ago(executables):
 @pytest.fixture
 def detour(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
-    yield Detour(checkpoints, lambda program, step: {"plan": program.plan.to_json(), "next_step": step + 1})
+    yield Detour(
+        checkpoints, lambda program, step: {"plan": program.plan.to_json(), "next_step": step + 1}
+    )
     checkpoints.close()
 
 
 @pytest.fixture
 def cramped(executables, run, detour):
     """On devices that have room for each state, and for no move."""
-    return Switcher(running=executables[0], settings=SETTINGS, journal=Journal(run), probe=batch, bytes_per_device=1, detour=detour)
+    return Switcher(
+        running=executables[0],
+        settings=SETTINGS,
+        journal=Journal(run),
+        probe=batch,
+        bytes_per_device=1,
+        detour=detour,
+    )
 
 
 @pytest.fixture
@@ -350,12 +407,22 @@ def test_a_state_without_room_to_move_goes_over_the_disk_and_back(cramped, over_
 
 
 @pytest.mark.parametrize("fails", ["put", "fetch", "accept"])
-def test_a_detour_that_fails_leaves_the_state_where_it_was(cramped, over_disk, state, run, detour, monkeypatch, fails):
+def test_a_detour_that_fails_leaves_the_state_where_it_was(
+    cramped, over_disk, state, run, detour, monkeypatch, fails
+):
     before, fetch = sums_of(over_disk.source, copied(state)), Detour.fetch
     if fails == "put":
         monkeypatch.setattr(detour, "put", failing(OSError("the disk is full")))
     elif fails == "fetch":
-        monkeypatch.setattr(Detour, "fetch", lambda self, target, step: fetch(self, target, step) if target is over_disk.source else failing(OSError("no"))())
+        monkeypatch.setattr(
+            Detour,
+            "fetch",
+            lambda self, target, step: (
+                fetch(self, target, step)
+                if target is over_disk.source
+                else failing(OSError("no"))()
+            ),
+        )
     else:
         monkeypatch.setattr(cramped, "_commit", failing(RunDirectoryError("no")))
     switched = cramped.switch(state, over_disk, step=1, why="")
@@ -373,6 +440,7 @@ def test_a_detour_without_a_way_back_says_so(cramped, over_disk, state, monkeypa
 def failing(error):
     def fail(*_, **__):
         raise error
+
     return fail
 
 
@@ -380,5 +448,9 @@ def test_batches_are_what_the_step_was_compiled_for(executables):
     for executable in executables:
         program = executable.program
         real = batch(program)
-        assert {name: (array.shape, array.dtype, array.sharding) for name, array in real.items()} == {
-            name: (array.shape, array.dtype, array.sharding) for name, array in abstract_batch(program).items()}
+        assert {
+            name: (array.shape, array.dtype, array.sharding) for name, array in real.items()
+        } == {
+            name: (array.shape, array.dtype, array.sharding)
+            for name, array in abstract_batch(program).items()
+        }

@@ -16,7 +16,9 @@ PLAN, WHOLE = plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
 """The second has eight times as much of the state on each device."""
 
 
-def expected(model: CostModel, rung: Rung = "remesh", plan: Plan = PLAN, *, compiled: bool = False) -> float:
+def expected(
+    model: CostModel, rung: Rung = "remesh", plan: Plan = PLAN, *, compiled: bool = False
+) -> float:
     return model.expected_s(rung, PLAN, plan, PRICING, compiled=compiled)
 
 
@@ -33,15 +35,23 @@ def test_dearer_rungs_cost_more():
 def test_how_long_preparing_takes_is_learnt():
     model = CostModel(SwitchCosts(prepare_s=30.0))
     assert model.prepare_s("remesh", compiled=False) == 30.0
-    assert model.prepare_s("remesh", compiled=True) == model.prepare_s("restart", compiled=False) == 0.0
+    assert (
+        model.prepare_s("remesh", compiled=True)
+        == model.prepare_s("restart", compiled=False)
+        == 0.0
+    )
     for time_s in (80.0, 90.0, 2000.0, -1.0, math.inf):
         model.prepared(time_s)
     assert model.prepare_s("executable", compiled=False) == 90.0
 
 
 def test_a_host_writes_what_its_devices_hold_once():
-    """With ZeRO 1 all eight of a host hold the same parameters; with ZeRO 3 each holds its own part."""
-    free = SwitchCosts(failure=0.0, restart_s=0.0, compile_tax_s=0.0, stop_s=0.0, verify_s=0.0, first_steps_s=0.0)
+    """With ZeRO 1 all eight of a host hold the same parameters; with ZeRO 3 each holds its own
+    part.
+    """
+    free = SwitchCosts(
+        failure=0.0, restart_s=0.0, compile_tax_s=0.0, stop_s=0.0, verify_s=0.0, first_steps_s=0.0
+    )
 
     def host_bytes(plan: Plan) -> float:
         return expected(CostModel(free), "restart", plan) * CHECKPOINT_BYTES_PER_S / 2
@@ -60,15 +70,24 @@ def test_what_moves_more_costs_more_and_what_is_compiled_less():
 
 def test_what_is_on_each_host_already_does_not_wait_for_a_slow_link():
     slow = Conditions(between=100.0).applied(PRICING)
-    times_s = {mesh: [CostModel().expected_s("remesh", plan_on(mesh), PLAN, pricing, compiled=True) for pricing in (PRICING, slow)]
-               for mesh in ("fsdp=64", "data=8,fsdp=8", "pipe=8,data=8")}
-    assert times_s["data=8,fsdp=8"][1] == pytest.approx(times_s["data=8,fsdp=8"][0]), "every host holds a whole copy"
+    times_s = {
+        mesh: [
+            CostModel().expected_s("remesh", plan_on(mesh), PLAN, pricing, compiled=True)
+            for pricing in (PRICING, slow)
+        ]
+        for mesh in ("fsdp=64", "data=8,fsdp=8", "pipe=8,data=8")
+    }
+    assert times_s["data=8,fsdp=8"][1] == pytest.approx(times_s["data=8,fsdp=8"][0]), (
+        "every host holds a whole copy"
+    )
     for mesh in ("fsdp=64", "pipe=8,data=8"):
         assert times_s[mesh][1] > 2 * times_s[mesh][0]
 
 
 def test_the_risk_of_failure_is_part_of_it():
-    assert expected(CostModel(SwitchCosts(failure=0.5))) == pytest.approx(expected(CostModel(SwitchCosts(failure=0.0))) * 1.5)
+    assert expected(CostModel(SwitchCosts(failure=0.5))) == pytest.approx(
+        expected(CostModel(SwitchCosts(failure=0.0))) * 1.5
+    )
 
 
 def test_measured_switches_soon_replace_what_was_expected():
@@ -101,8 +120,14 @@ def test_the_budget_pays_for_switches_by_choice_only():
 
 
 def test_a_link_of_unknown_speed_still_has_a_cost():
-    unknown = replace(PRICING.cluster, inside=replace(PRICING.cluster.inside, bytes_per_s=None), between=None)
-    assert math.isfinite(CostModel().expected_s("remesh", PLAN, PLAN, replace(PRICING, cluster=unknown), compiled=False))
+    unknown = replace(
+        PRICING.cluster, inside=replace(PRICING.cluster.inside, bytes_per_s=None), between=None
+    )
+    assert math.isfinite(
+        CostModel().expected_s(
+            "remesh", PLAN, PLAN, replace(PRICING, cluster=unknown), compiled=False
+        )
+    )
 
 
 def test_a_plan_that_failed_is_left_alone_longer_each_time():
@@ -112,6 +137,8 @@ def test_a_plan_that_failed_is_left_alone_longer_each_time():
     for step in (100, 1000, 10000):
         quarantine.add(plan, step, "no memory")
         assert "no memory" in quarantine.why(plan, step)
-        lasts.append(next(further for further in range(10**4) if not quarantine.why(plan, step + further)))
+        lasts.append(
+            next(further for further in range(10**4) if not quarantine.why(plan, step + further))
+        )
     assert lasts == [60, 120, 240]
     assert quarantine.why(other, 100) == ""

@@ -1,4 +1,5 @@
-"""From layers that are split in one way to layers that are split in another, and from stages to other stages, in whole runs.
+"""From layers that are split in one way to layers that are split in another, and from stages to
+other stages, in whole runs.
 
 After each the run is what a restart from its checkpoint would be, bit for bit.
 """
@@ -6,7 +7,18 @@ After each the run is what a restart from its checkpoint would be, bit for bit.
 import jax
 import numpy as np
 import pytest
-from small_runs import Scripted, devices_of, events, losses, plan_on, quick, run_tiny, slow_devices, switch_at, text  # noqa: F401
+from small_runs import (
+    Scripted,
+    devices_of,
+    events,
+    losses,
+    plan_on,
+    quick,
+    run_tiny,
+    slow_devices,
+    switch_at,
+    text,
+)  # noqa: F401
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig, Config
@@ -31,16 +43,28 @@ def scripted(slow_devices, monkeypatch):  # noqa: F811
 
 
 def restarted(result, plan, without):
-    """State and losses of the steps after AT, from the checkpoint of that step, under a plan and in the phase that begins there."""
+    """State and losses of the steps after AT, from the checkpoint of that step, under a plan and in
+    the phase that begins there.
+    """
     devices = [device for device in jax.devices() if device.id not in without]
     whole = Config.from_json((result.run_dir / "config.json").read_text())
     config, inputs = in_phase(whole, phase_after(whole, AT)), Inputs.of(whole)
     program = compile_plan(config, plan, devices=devices, rest=False).program
-    wanted = abstract_stored_state(program.shapes, program.optimizer, config.precision, plan, program.mesh)
-    stored = Checkpoints(result.run_dir / "checkpoints", CheckpointConfig()).restore(wanted, AT, paddable=may_be_padded).state
+    wanted = abstract_stored_state(
+        program.shapes, program.optimizer, config.precision, plan, program.mesh
+    )
+    stored = (
+        Checkpoints(result.run_dir / "checkpoints", CheckpointConfig())
+        .restore(wanted, AT, paddable=may_be_padded)
+        .state
+    )
     state, found = from_stored(stored, program.shapes, plan, program.state_shardings), []
     for step in range(AT + 1, STEPS + 1):
-        batch = put_batch(inputs.dealt(program, AT).loader.batch(step), program.batch_sharding, config.data.global_batch)
+        batch = put_batch(
+            inputs.dealt(program, AT).loader.batch(step),
+            program.batch_sharding,
+            config.data.global_batch,
+        )
         state, metrics = program.train_step(state, batch)
         found.append(float(metrics["loss"]))
     return state, found
@@ -53,22 +77,37 @@ def assert_is_a_restart(result, plan, without=frozenset()):
     leaves = named_leaves(state)
     for path, leaf in named_leaves(result.state).items():
         assert leaf.sharding == leaves[path].sharding, path
-        np.testing.assert_array_equal(np.asarray(leaf).view(np.uint32), np.asarray(leaves[path]).view(np.uint32), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(leaf).view(np.uint32), np.asarray(leaves[path]).view(np.uint32), err_msg=path
+        )
 
 
 FEED_FORWARD_WHOLE = {"parallel.rules": "mlp=none"}
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["to attention over tensor alone", "and back to both"])
+@pytest.mark.parametrize(
+    "there", [True, False], ids=["to attention over tensor alone", "and back to both"]
+)
 def test_layers_are_split_in_another_way(text, tmp_path, there):  # noqa: F811
-    """Attention over tensor, and the feed-forward block whole on every device, which shares the sequence out instead."""
+    """Attention over tensor, and the feed-forward block whole on every device, which shares the
+    sequence out instead.
+    """
     settings = ({}, FEED_FORWARD_WHOLE) if there else (FEED_FORWARD_WHOLE, {})
     plan = plan_on("data=2,tensor=4", **settings[1])
-    result = run_tiny(tmp_path / "run", text, {AT: switch_at(AT, plan)}, mesh="data=2,tensor=4", **SAVED, **settings[0])
+    result = run_tiny(
+        tmp_path / "run",
+        text,
+        {AT: switch_at(AT, plan)},
+        mesh="data=2,tensor=4",
+        **SAVED,
+        **settings[0],
+    )
     (remesh,) = events(result, "remesh")
     assert (remesh["bytes_moved"] > 0) == there, "who has the whole has every part of it"
     assert_is_a_restart(result, plan)
-    spec = {path: str(leaf.sharding.spec) for path, leaf in named_leaves(result.state.params).items()}
+    spec = {
+        path: str(leaf.sharding.spec) for path, leaf in named_leaves(result.state.params).items()
+    }
     assert ("tensor" in spec["layers/mlp/up"]) != there
     assert "tensor" in spec["layers/attention/query"]
 
@@ -78,7 +117,14 @@ def test_four_stages_become_three(text, tmp_path):  # noqa: F811
     plan = plan_on("pipe=3,data=2", **LAYERS)
     assert plan.pipeline.layers_per_stage == (1, 2, 2)
     without = frozenset({2, 5})
-    result = run_tiny(tmp_path / "run", text, {AT: switch_at(AT, plan, without=without)}, mesh="pipe=4,data=2", **SAVED, **LAYERS)
+    result = run_tiny(
+        tmp_path / "run",
+        text,
+        {AT: switch_at(AT, plan, without=without)},
+        mesh="pipe=4,data=2",
+        **SAVED,
+        **LAYERS,
+    )
     assert devices_of(result.state) == set(range(8)) - without
     assert_is_a_restart(result, plan, without)
 
@@ -86,18 +132,38 @@ def test_four_stages_become_three(text, tmp_path):  # noqa: F811
 def test_tensor_becomes_data_when_the_batch_grows(text, tmp_path):  # noqa: F811
     """Planned before the boundary, for batches that the run has from there on."""
     plan = plan_on("data=8", global_batch=16)
-    result = run_tiny(tmp_path / "run", text, {1: switch_at(1, plan, at_step=AT)}, mesh="tensor=4,data=2", phases=f"{AT}:16", **SAVED)
+    result = run_tiny(
+        tmp_path / "run",
+        text,
+        {1: switch_at(1, plan, at_step=AT)},
+        mesh="tensor=4,data=2",
+        phases=f"{AT}:16",
+        **SAVED,
+    )
     assert [event["step"] for event in events(result, "remesh")] == [AT]
-    assert [(event["step"], event["plan"]) for event in events(result, "phase")] == [(AT, plan.digest)]
+    assert [(event["step"], event["plan"]) for event in events(result, "phase")] == [
+        (AT, plan.digest)
+    ]
     assert [record.tokens for record in result.history] == [8 * 32] * AT + [16 * 32] * (STEPS - AT)
-    assert [record.ending for record in switches(result.run_dir)] == ["kept"], "steps with other batches are not compared"
+    assert [record.ending for record in switches(result.run_dir)] == ["kept"], (
+        "steps with other batches are not compared"
+    )
     assert Scripted.told == ["switched to data=8"]
     assert_is_a_restart(result, plan)
 
 
 def test_what_is_prepared_for_batches_that_end_is_dropped(text, tmp_path):  # noqa: F811
-    """A switch that was decided at the very boundary does not happen, and the advisor is told to think again."""
-    result = run_tiny(tmp_path / "run", text, {AT: switch_at(AT, plan_on("data=8"))}, mesh="tensor=4,data=2", phases=f"{AT}:16", **SAVED)
+    """A switch that was decided at the very boundary does not happen, and the advisor is told to
+    think again.
+    """
+    result = run_tiny(
+        tmp_path / "run",
+        text,
+        {AT: switch_at(AT, plan_on("data=8"))},
+        mesh="tensor=4,data=2",
+        phases=f"{AT}:16",
+        **SAVED,
+    )
     assert not events(result, "remesh")
     assert Scripted.told == ["dropped"]
     assert_is_a_restart(result, plan_on("tensor=4,data=2", global_batch=16))

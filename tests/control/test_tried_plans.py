@@ -20,12 +20,23 @@ def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, mon
 
     def trial(config, plan, **_):
         tried[plan] = 1.0 / (1 + len(tried))
-        return Trial(plan=plan, step_time_s=tried[plan], shortest_s=tried[plan], cpu_s=1.0, compile_s=1.0, step_bytes=1)
+        return Trial(
+            plan=plan,
+            step_time_s=tried[plan],
+            shortest_s=tried[plan],
+            cpu_s=1.0,
+            compile_s=1.0,
+            step_bytes=1,
+        )
 
     def measured(ranked, run, *, num_steps, **more):
         return measure(ranked, run, num_steps=10**9, **more)
 
-    for module, name, value in ((assembly, "Advisor", Listening), (first_plan, "run_trial", trial), (first_plan, "measure", measured)):
+    for module, name, value in (
+        (assembly, "Advisor", Listening),
+        (first_plan, "run_trial", trial),
+        (first_plan, "measure", measured),
+    ):
         monkeypatch.setattr(module, name, value)
     result = run_tiny(tmp_path / "run", text, mesh="auto", control="advise", steps=2)
     assert len(tried) == 3

@@ -25,14 +25,34 @@ def run(run_dir, text, script, keep=True):
     """What each process has to say at its end; losses by step; events."""
     address = f"127.0.0.1:{free_port()}"
     told = json.dumps({"mesh": "fsdp=4", "steps": STEPS, "script": script, "keep": keep})
-    processes = [subprocess.Popen([sys.executable, PROCESS, str(number), address, run_dir, text, told], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                  env={"PYTHONPATH": f"{TESTS}:{PROCESS.parent}", "PATH": "", "HOME": str(run_dir.parent), "JAX_PLATFORMS": "cpu"})
-                 for number in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, PROCESS, str(number), address, run_dir, text, told],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                "PYTHONPATH": f"{TESTS}:{PROCESS.parent}",
+                "PATH": "",
+                "HOME": str(run_dir.parent),
+                "JAX_PLATFORMS": "cpu",
+            },
+        )
+        for number in range(2)
+    ]
     said = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], [errors[-2000:] for _, errors in said]
-    losses = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [process.returncode for process in processes] == [0, 0], [
+        errors[-2000:] for _, errors in said
+    ]
+    losses = [
+        json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [json.loads(output.splitlines()[-1]) for output, _ in said], losses, [event for event in events if event["event"] in ("remesh", "rollback")]
+    return (
+        [json.loads(output.splitlines()[-1]) for output, _ in said],
+        losses,
+        [event for event in events if event["event"] in ("remesh", "rollback")],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +64,9 @@ def stayed(tmp_path_factory, text):
 
 def test_both_move_at_the_same_boundary_and_on(tmp_path, text, stayed):
     said, losses, moves = run(tmp_path / "run", text, {"4": THERE, "20": BACK})
-    assert [(move["event"], move["layout"].split(", ")[0]) for move in moves] == [("remesh", f"mesh {mesh}") for mesh in (THERE, BACK)]
+    assert [(move["event"], move["layout"].split(", ")[0]) for move in moves] == [
+        ("remesh", f"mesh {mesh}") for mesh in (THERE, BACK)
+    ]
     assert moves[0]["step"] < moves[1]["step"] < STEPS
     assert said[0]["plan"] == said[1]["plan"]
     assert said[0]["plan"].startswith("mesh data=4")

@@ -1,6 +1,8 @@
-"""One process of a run whose controller follows a script: python two_processes.py NUMBER ADDRESS RUN_DIR TEXT JSON.
+"""One process of a run whose controller follows a script: python two_processes.py NUMBER ADDRESS
+RUN_DIR TEXT JSON.
 
-The JSON says `mesh`, `steps`, `script` (mesh to switch to, by the step at which that is decided) and `keep`, what the canary says.
+The JSON says `mesh`, `steps`, `script` (mesh to switch to, by the step at which that is decided)
+and `keep`, what the canary says.
 """
 
 import json
@@ -31,11 +33,20 @@ from optimus_jax.planning.profiles.cluster import Cluster  # noqa: E402
 from optimus_jax.planning.profiles.links import Link  # noqa: E402
 from optimus_jax.planning.search.assemble import plan_for  # noqa: E402
 
-RATES = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
+RATES = Rates(
+    accelerator="cpu",
+    source="made up",
+    matmul_flops_per_s=5e10,
+    f32_matmul_flops_per_s=5e10,
+    memory_bytes_per_s=6e9,
+    num_cores=0.0,
+)
 
 
 class Script(Scripted):
-    """Which makes its plans when devices are there; and to ask for them is for all processes together."""
+    """Which makes its plans when devices are there; and to ask for them is for all processes
+    together.
+    """
 
     def decide(self, observation):
         if (mesh := told["script"].get(str(observation.step))) is None:
@@ -47,7 +58,11 @@ class Script(Scripted):
 def known_devices(topology):
     there.append(topology)
     link = Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
-    return LocalCluster(cluster=replace(Cluster.of(topology), inside=link), rates=RATES, records=Path(run_dir).parent / "records.jsonl")
+    return LocalCluster(
+        cluster=replace(Cluster.of(topology), inside=link),
+        rates=RATES,
+        records=Path(run_dir).parent / "records.jsonl",
+    )
 
 
 # What threads compile beside steps is compiled in a step here, and both processes share the cores.
@@ -57,8 +72,16 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr(assembly, "Advisor", Script)
     patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
     patch.setattr(coordinator, "STEADY", 1e9)  # steps of this size are noise
-    patch.setattr(coordinator, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"]))
+    patch.setattr(
+        coordinator, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"])
+    )
     result = optimus_jax.train(
-        "gpt2-nano", run_dir=run_dir, data=text, mesh=told["mesh"], steps=told["steps"], control="auto",
-        **TINY | settings | {"coordinator": address, "num_processes": 2, "process_id": int(number)})
+        "gpt2-nano",
+        run_dir=run_dir,
+        data=text,
+        mesh=told["mesh"],
+        steps=told["steps"],
+        control="auto",
+        **TINY | settings | {"coordinator": address, "num_processes": 2, "process_id": int(number)},
+    )
 print(json.dumps({"plan": result.plan.describe(), "told": Scripted.told}))

@@ -25,16 +25,24 @@ def text_file(tmp_path):
 
 @pytest.fixture
 def token_file(tmp_path):
-    write_token_file(tmp_path / "a.bin", encode_documents(ByteTokenizer(), ["0123456789" * 5, "abc"]), ByteTokenizer())
+    write_token_file(
+        tmp_path / "a.bin",
+        encode_documents(ByteTokenizer(), ["0123456789" * 5, "abc"]),
+        ByteTokenizer(),
+    )
     return tmp_path / "a.bin"
 
 
 def test_text_is_tokenized_and_split(text_file):
     data = load(text_file, eval_fraction=0.2)
     assert data.held_out is not None
-    assert data.tokenizer.decode([*data.train.tokens, *data.held_out.tokens]) == text_file.read_text()
-    assert data.description == (f"{text_file}: 101 tokens (202 bytes as uint16) in 1 documents; "
-                                "20 examples of 4 tokens to train on, 20 tokens held out")
+    assert (
+        data.tokenizer.decode([*data.train.tokens, *data.held_out.tokens]) == text_file.read_text()
+    )
+    assert data.description == (
+        f"{text_file}: 101 tokens (202 bytes as uint16) in 1 documents; "
+        "20 examples of 4 tokens to train on, 20 tokens held out"
+    )
 
 
 def test_a_token_file_stays_on_disk(token_file):
@@ -55,24 +63,39 @@ def test_several_sources_become_one_stream(text_file):
 
 def test_tokens_that_cannot_be_trained_on(text_file, token_file):
     for other in (text_file, "stdlib"):
-        with pytest.raises(DataError, match=r"a.bin holds tokens, not text(.|\n)*train on .bin files alone, one or several"):
+        with pytest.raises(
+            DataError,
+            match=r"a.bin holds tokens, not text(.|\n)*train on .bin files alone, one or several",
+        ):
             load(token_file, other)
-    with pytest.raises(DataError, match=r"a.txt has a token that tiny does not know\n  given: token id 256"):
+    with pytest.raises(
+        DataError, match=r"a.txt has a token that tiny does not know\n  given: token id 256"
+    ):
         load(text_file, vocab_size=100 + 156)
 
 
 def test_several_token_files_are_one_stream_that_stays_on_disk(tmp_path, token_file):
     (tmp_path / "parts").mkdir()
     for name, texts in {"1.bin": ["0123456789" * 5], "2.bin": ["abc"]}.items():
-        write_token_file(tmp_path / "parts" / name, encode_documents(ByteTokenizer(), texts), ByteTokenizer())
+        write_token_file(
+            tmp_path / "parts" / name, encode_documents(ByteTokenizer(), texts), ByteTokenizer()
+        )
     whole = load(token_file, eval_fraction=0.1)
-    for parts in ([tmp_path / "parts"], [tmp_path / "parts" / "*.bin"], [tmp_path / "parts" / "1.bin", tmp_path / "parts" / "2.bin"]):
+    for parts in (
+        [tmp_path / "parts"],
+        [tmp_path / "parts" / "*.bin"],
+        [tmp_path / "parts" / "1.bin", tmp_path / "parts" / "2.bin"],
+    ):
         data = load(*parts, eval_fraction=0.1)
         assert data.identity == whole.identity
         assert np.array_equal(data.train.tokens, whole.train.tokens)
         assert np.array_equal(data.held_out.tokens, whole.held_out.tokens)
-        assert all(isinstance(stream.tokens, np.memmap) for stream in (data.train, data.held_out)), "each lies in one file, and none is copied"
-    assert load(tmp_path / "parts" / "2.bin", tmp_path / "parts" / "1.bin").identity != whole.identity, "the order of files is that of the batches"
+        assert all(
+            isinstance(stream.tokens, np.memmap) for stream in (data.train, data.held_out)
+        ), "each lies in one file, and none is copied"
+    assert (
+        load(tmp_path / "parts" / "2.bin", tmp_path / "parts" / "1.bin").identity != whole.identity
+    ), "the order of files is that of the batches"
 
 
 def test_the_same_text_is_the_same_data_in_every_file(tmp_path):
@@ -86,10 +109,14 @@ def test_the_same_text_is_the_same_data_in_every_file(tmp_path):
     for name in ("b.jsonl.gz", "c.json", "d.bin"):
         data = load(tmp_path / name, eval_fraction=0.1, by="documents")
         assert data.identity == first.identity
-        assert np.array_equal(data.train.tokens, first.train.tokens), "what a run that began with texts held out"
+        assert np.array_equal(data.train.tokens, first.train.tokens), (
+            "what a run that began with texts held out"
+        )
     cut = load(tmp_path / "d.bin", eval_fraction=0.1)
     assert cut.identity == first.identity | {"held_out_by": "end"}
-    assert np.array_equal(load(tmp_path / "a.jsonl", eval_fraction=0.1, by="end").train.tokens, cut.train.tokens)
+    assert np.array_equal(
+        load(tmp_path / "a.jsonl", eval_fraction=0.1, by="end").train.tokens, cut.train.tokens
+    )
 
 
 def test_every_token_counts_however_many_there_are(tmp_path, monkeypatch):
@@ -101,13 +128,24 @@ def test_every_token_counts_however_many_there_are(tmp_path, monkeypatch):
     found = {}
     for name, content in {"same": text, "other": text[:50] + "x" + text[51:]}.items():
         (tmp_path / f"{name}.txt").write_text(content)
-        write_token_file(tmp_path / f"{name}.bin", encode_documents(ByteTokenizer(), [content]), ByteTokenizer())
-        found[name] = [load(tmp_path / f"{name}.txt").identity, load(tmp_path / f"{name}.bin").identity]
+        write_token_file(
+            tmp_path / f"{name}.bin", encode_documents(ByteTokenizer(), [content]), ByteTokenizer()
+        )
+        found[name] = [
+            load(tmp_path / f"{name}.txt").identity,
+            load(tmp_path / f"{name}.bin").identity,
+        ]
         with monkeypatch.context() as patch:
             patch.setattr(dataset, "CHECKED_TOKENS", 50)  # too long to be read at every start
             found[name].append(load(tmp_path / f"{name}.bin").identity)
-    assert dataset.differences(found["same"][0], found["same"][1]) == dataset.differences(found["same"][1], found["same"][2]) == []
-    assert [dataset.differences(*pair) for pair in zip(found["same"], found["other"], strict=True)] == [["every_token"], ["every_token"], ["files"]]
+    assert (
+        dataset.differences(found["same"][0], found["same"][1])
+        == dataset.differences(found["same"][1], found["same"][2])
+        == []
+    )
+    assert [
+        dataset.differences(*pair) for pair in zip(found["same"], found["other"], strict=True)
+    ] == [["every_token"], ["every_token"], ["files"]]
 
 
 def test_data_is_known_by_its_content(text_file, token_file):
@@ -117,4 +155,6 @@ def test_data_is_known_by_its_content(text_file, token_file):
     assert load(text_file, eval_fraction=0.5).identity == identity
     assert load(token_file).identity.keys() == identity.keys()
     text_file.write_text("0123456789" * 9 + "012345678_")
-    assert {name for name, value in load(text_file).identity.items() if identity[name] != value} == {"content"}
+    assert {
+        name for name, value in load(text_file).identity.items() if identity[name] != value
+    } == {"content"}

@@ -17,8 +17,16 @@ SPEAK = "<speak>Hello</s> world</speak>"
 
 
 def unigram(*, as_special=True, **parts):
-    """As SentencePiece makes them: special tokens are pieces too, and likelier than any other spelling."""
-    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -5.0) for letter in ("\u2581", *LETTERS)), ("Hello", -3.0)]
+    """As SentencePiece makes them: special tokens are pieces too, and likelier than any other
+    spelling.
+    """
+    pieces = [
+        ("<unk>", 0.0),
+        ("<s>", 0.0),
+        ("</s>", 0.0),
+        *((letter, -5.0) for letter in ("\u2581", *LETTERS)),
+        ("Hello", -3.0),
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     if as_special:
@@ -29,19 +37,32 @@ def unigram(*, as_special=True, **parts):
 
 
 def byte_bpe(added=(), *, merges=()):
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     for first, second in merges:
         vocabulary[first + second] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer.add_tokens(list(added))
     return tokenizer
 
 
 def word_piece():
-    vocabulary = {token: number for number, token in enumerate(["[UNK]", "[SEP]", *LETTERS, *("##" + letter for letter in LETTERS)])}
+    vocabulary = {
+        token: number
+        for number, token in enumerate(
+            ["[UNK]", "[SEP]", *LETTERS, *("##" + letter for letter in LETTERS)]
+        )
+    }
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.WhitespaceSplit(),
+        decoders.WordPiece(),
+    )
     tokenizer.add_tokens([AddedToken("[SEP]", special=False)])
     return tokenizer
 
@@ -50,12 +71,27 @@ DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 KINDS = {
     "a piece of Unigram": (unigram, SPEAK),
     "a piece of Unigram that is not called special": (lambda: unigram(as_special=False), SPEAK),
-    "what a normalizer makes": (lambda: unigram(normalizer=normalizers.Replace("\u00a7", "</s>")), "Hello \u00a7 world"),
+    "what a normalizer makes": (
+        lambda: unigram(normalizer=normalizers.Replace("\u00a7", "</s>")),
+        "Hello \u00a7 world",
+    ),
     "what merges form": (lambda: byte_bpe(merges=[("<", "/"), ("</", "s"), ("</s", ">")]), SPEAK),
-    "an added token that is not called special": (lambda: byte_bpe([AddedToken("</s>", special=False)]), SPEAK),
-    "an added token of other characters": (lambda: byte_bpe([AddedToken(DEEPSEEK, special=False)]), f"Hello{DEEPSEEK} world"),
-    "an added special token": (lambda: byte_bpe([AddedToken("<|endoftext|>", special=True)]), "a<|endoftext|>b<|endoftext|>"),
-    "a token that may have spaces before it": (lambda: byte_bpe([AddedToken("</s>", special=False, lstrip=True, rstrip=True)]), SPEAK),
+    "an added token that is not called special": (
+        lambda: byte_bpe([AddedToken("</s>", special=False)]),
+        SPEAK,
+    ),
+    "an added token of other characters": (
+        lambda: byte_bpe([AddedToken(DEEPSEEK, special=False)]),
+        f"Hello{DEEPSEEK} world",
+    ),
+    "an added special token": (
+        lambda: byte_bpe([AddedToken("<|endoftext|>", special=True)]),
+        "a<|endoftext|>b<|endoftext|>",
+    ),
+    "a token that may have spaces before it": (
+        lambda: byte_bpe([AddedToken("</s>", special=False, lstrip=True, rstrip=True)]),
+        SPEAK,
+    ),
     "a piece of WordPiece": (word_piece, "Hello [SEP] world"),
 }
 
@@ -84,35 +120,50 @@ def test_what_was_done_with_ends_inside_of_documents_is_counted(tmp_path):
     assert tokenizer.respelled.notes() == []
     tokenizer.encode_batch([SPEAK, "Hello", "</s></s><s>Hello"])
     assert tokenizer.respelled.notes() == [
-        "2 document(s) contain the text of a special token, such as the end of a document: 4 such token(s) were written by ordinary ones"]
+        "2 document(s) contain the text of a special token, such as the end of a document: 4 such"
+        " token(s) were written by ordinary ones"
+    ]
     assert ByteTokenizer().respelled.notes() == []
 
 
 def test_an_end_that_a_normalizer_changes_is_written_as_it_would_be(tmp_path):
-    """The name of the token itself never comes out of NFKC, which makes its wide characters plain."""
+    """The name of the token itself never comes out of NFKC, which makes its wide characters
+    plain."""
     made = byte_bpe([AddedToken(DEEPSEEK, special=False)])
     made.normalizer = normalizers.NFKC()
     tokenizer = loaded(made, tmp_path)
-    assert tokenizer.decode(tokenizer.encode(f"a{DEEPSEEK} b")) == "a<|end\u2581of\u2581sentence|> b"
+    assert (
+        tokenizer.decode(tokenizer.encode(f"a{DEEPSEEK} b")) == "a<|end\u2581of\u2581sentence|> b"
+    )
     assert "other text" not in tokenizer.notes[0]
     vocabulary = [("<unk>", 0.0), ("</s>", 0.0), ("s", -5.0), ("/", -5.0), (">", -5.0)]  # and no <
     tokenizer = loaded(Tokenizer(models.Unigram(vocabulary, unk_id=0)), tmp_path)
     assert tokenizer.decode(tokenizer.encode("s</s>s")) == "s <unk> / s > s"
     assert tokenizer.notes[0].endswith(
-        "1 such token(s) were written by ordinary ones (1 of them with other text than the document has, as the vocabulary cannot write it)")
+        "1 such token(s) were written by ordinary ones (1 of them with other text than the document"
+        " has, as the vocabulary cannot write it)"
+    )
 
 
 def test_an_end_that_cannot_be_written_otherwise_is_left_out(tmp_path):
-    words = models.WordLevel({"</s>": 0, "Hello": 1, "world": 2}, unk_token="</s>")  # and so is every word that it does not know
+    # and so is every word that it does not know
+    words = models.WordLevel({"</s>": 0, "Hello": 1, "world": 2}, unk_token="</s>")
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = loaded(tokenizer, tmp_path)
     assert tokenizer.encode("Hello big </s> world").tolist() == [1, 2]
-    assert tokenizer.respelled.notes()[0].endswith("2 left out, as the vocabulary cannot write them otherwise")
+    assert tokenizer.respelled.notes()[0].endswith(
+        "2 left out, as the vocabulary cannot write them otherwise"
+    )
 
 
 @settings(deadline=None, max_examples=60)
-@given(text=st.lists(st.sampled_from([*LETTERS, " ", "</s>", "<s>", "<unk>", "</", "s>", "\u00e9"]), max_size=12).map("".join), kind=st.integers(0, 1))
+@given(
+    text=st.lists(
+        st.sampled_from([*LETTERS, " ", "</s>", "<s>", "<unk>", "</", "s>", "\u00e9"]), max_size=12
+    ).map("".join),
+    kind=st.integers(0, 1),
+)
 def test_any_text_is_free_of_ends(tmp_path_factory, text, kind):
     if not (folder := tmp_path_factory.getbasetemp() / f"any{kind}").exists():
         folder.mkdir()
@@ -122,14 +173,23 @@ def test_any_text_is_free_of_ends(tmp_path_factory, text, kind):
 
 
 def test_the_token_that_ends_documents_is_chosen_by_name(tmp_path):
-    made = byte_bpe([AddedToken(token, special=True) for token in ("<|endoftext|>", "</s>", "<|im_end|>", "<eos>")])
+    made = byte_bpe(
+        [
+            AddedToken(token, special=True)
+            for token in ("<|endoftext|>", "</s>", "<|im_end|>", "<eos>")
+        ]
+    )
     assert loaded(made, tmp_path).end == "'<|endoftext|>', id 256 (the usual name)"
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "</s>"}})
+    )
     assert loaded(made, tmp_path).end == "'</s>', id 257 (special_tokens_map.json)"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     assert loaded(made, tmp_path).end == "'<|im_end|>', id 258 (tokenizer_config.json)"
     assert loaded(made, tmp_path, eos="<eos>").end == "'<eos>', id 259 (data.eos)"
-    assert loaded(made, tmp_path, by_list=True).eos == 256, "as in runs of before files beside it were asked"
+    assert loaded(made, tmp_path, by_list=True).eos == 256, (
+        "as in runs of before files beside it were asked"
+    )
     again = tmp_path / "again"
     again.mkdir()
     for name, content in loaded(made, tmp_path, eos="<eos>").files.items():
@@ -138,11 +198,25 @@ def test_the_token_that_ends_documents_is_chosen_by_name(tmp_path):
     assert load_tokenizer(str(again)).digest == loaded(made, tmp_path).digest
 
 
-@pytest.mark.parametrize(("content", "named", "message"), [
-    ("{}", {"eos": "<|end|>"}, r"has no token '<\|end\|>'\n  given: data.eos=<\|end\|>\n.*such as <unk>, <s>, </s>"),
-    ('{"eos_token": "<gone>"}', {}, r"names an end of documents that tokenizer.json does not have\n  given: '<gone>'(.|\n)*--set data.eos=TOKEN"),
-    ("nope", {}, r"tokenizer_config.json cannot be read, which may name the end"),
-])
+@pytest.mark.parametrize(
+    ("content", "named", "message"),
+    [
+        (
+            "{}",
+            {"eos": "<|end|>"},
+            r"has no token '<\|end\|>'\n  given: data.eos=<\|end\|>\n.*such as <unk>, <s>, </s>",
+        ),
+        (
+            '{"eos_token": "<gone>"}',
+            {},
+            (
+                r"names an end of documents that tokenizer.json does not have\n  given:"
+                r" '<gone>'(.|\n)*--set data.eos=TOKEN"
+            ),
+        ),
+        ("nope", {}, r"tokenizer_config.json cannot be read, which may name the end"),
+    ],
+)
 def test_an_end_that_is_not_there(tmp_path, content, named, message):
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=message):
@@ -155,8 +229,13 @@ def test_bytes_have_no_token_to_choose():
 
 
 def test_a_text_that_a_tokenizer_cannot_write(tmp_path):
-    tokenizer = loaded(Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="<unk>")), tmp_path)
-    with pytest.raises(DataError, match=r"the tokenizer cannot write a document\n  given: 'b'(.|\n)*has an unknown token"):
+    tokenizer = loaded(
+        Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="<unk>")), tmp_path
+    )
+    with pytest.raises(
+        DataError,
+        match=r"the tokenizer cannot write a document\n  given: 'b'(.|\n)*has an unknown token",
+    ):
         tokenizer.encode_batch(["a", "b"])
 
 
@@ -167,8 +246,14 @@ def test_no_tokenizer_file_ends_in_anything_but_an_error_in_words(tmp_path_facto
     place = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 20))
     path = tmp_path_factory.getbasetemp() / "mutated.json"
-    path.write_bytes((text[:place] + data.draw(st.sampled_from(["", "null", "-1", "[", "1e400", "\"", "99999999999"])) + text[place + cut:]).encode()
-                     + data.draw(st.sampled_from([b"", b"\xff", b"\0"])))
+    path.write_bytes(
+        (
+            text[:place]
+            + data.draw(st.sampled_from(["", "null", "-1", "[", "1e400", '"', "99999999999"]))
+            + text[place + cut :]
+        ).encode()
+        + data.draw(st.sampled_from([b"", b"\xff", b"\0"]))
+    )
     said = None
     try:
         tokenizer = load_tokenizer(str(path))

@@ -14,13 +14,21 @@ from optimus_jax.errors import DataError
 
 def stream_of(length, eos=65535):
     """Tokens 0, 1, 2, ..., so that a token tells its place."""
-    return TokenStream(name="numbers", tokens=np.arange(length, dtype=np.uint16), eos=eos, vocab_size=65536)
+    return TokenStream(
+        name="numbers", tokens=np.arange(length, dtype=np.uint16), eos=eos, vocab_size=65536
+    )
 
 
 def loader_of(length=101, *, rows=None, global_batch=6, seq_len=4, seed=3):
     rows = np.arange(global_batch) if rows is None else np.array(rows, int)
-    return BatchLoader(stream_of(length), seq_len=seq_len, global_batch=global_batch, seed=seed, rows=rows,
-                       respect_documents=True)
+    return BatchLoader(
+        stream_of(length),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        seed=seed,
+        rows=rows,
+        respect_documents=True,
+    )
 
 
 def assert_same(batch, other):
@@ -36,23 +44,40 @@ def loader_threads():
 
 def test_a_phase_deals_on_where_the_steps_before_have_stopped():
     """Two steps of 6, then steps of 9 of the same deck; step numbers go on."""
-    ramped = BatchLoader(stream_of(101), seq_len=4, global_batch=9, seed=3, rows=np.arange(9), respect_documents=True, steps_before=2, examples_before=12)
+    ramped = BatchLoader(
+        stream_of(101),
+        seq_len=4,
+        global_batch=9,
+        seed=3,
+        rows=np.arange(9),
+        respect_documents=True,
+        steps_before=2,
+        examples_before=12,
+    )
     small = np.concatenate([loader_of().batch(step)["tokens"] for step in range(1, 6)])
-    assert np.array_equal(np.concatenate([ramped.batch(step)["tokens"] for step in (3, 4)]), small[12:30])
+    assert np.array_equal(
+        np.concatenate([ramped.batch(step)["tokens"] for step in (3, 4)]), small[12:30]
+    )
     [(step, batch)] = itertools.islice(ramped.iterate(4), 1)
     assert step == 4
     assert_same(batch, ramped.batch(4))
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.permutations(range(6)), cuts=st.lists(st.integers(0, 6), max_size=4), step=st.integers(1, 30))
+@given(
+    rows=st.permutations(range(6)),
+    cuts=st.lists(st.integers(0, 6), max_size=4),
+    step=st.integers(1, 30),
+)
 def test_any_partition_of_the_rows_makes_the_same_global_batch(rows, cuts, step):
     whole = loader_of().batch(step)
     edges = [0, *sorted(cuts), 6]
     parts = [loader_of(rows=rows[a:b]).batch(step) for a, b in itertools.pairwise(edges)]
     union = {name: np.concatenate([part[name] for part in parts]) for name in whole}
     assert union["examples"].tolist() == list(rows)
-    assert_same({name: array[np.argsort(union["examples"])] for name, array in union.items()}, whole)
+    assert_same(
+        {name: array[np.argsort(union["examples"])] for name, array in union.items()}, whole
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,7 +85,9 @@ def test_any_partition_of_the_rows_makes_the_same_global_batch(rows, cuts, step)
 def test_an_epoch_shows_every_token_once(length, global_batch, seq_len):
     loader = loader_of(length, global_batch=global_batch, seq_len=seq_len)
     steps = -(-loader.num_examples // global_batch)
-    rows = np.concatenate([loader.batch(step)["tokens"] for step in range(1, steps + 1)])[: loader.num_examples]
+    rows = np.concatenate([loader.batch(step)["tokens"] for step in range(1, steps + 1)])[
+        : loader.num_examples
+    ]
     assert sorted(rows.ravel()) == list(range(loader.tokens_per_epoch))
 
 
@@ -73,7 +100,9 @@ def test_the_next_epoch_has_another_order():
 
 
 def test_the_seed_changes_the_order():
-    assert not np.array_equal(loader_of(seed=3).batch(1)["tokens"], loader_of(seed=4).batch(1)["tokens"])
+    assert not np.array_equal(
+        loader_of(seed=3).batch(1)["tokens"], loader_of(seed=4).batch(1)["tokens"]
+    )
 
 
 def test_rows_are_cut_as_examples_are():
@@ -131,8 +160,10 @@ def test_data_shorter_than_an_example():
     assert loader_of(5).num_examples == 1
     with pytest.raises(DataError) as error:
         loader_of(4)
-    assert str(error.value) == ("numbers is shorter than one example\n  given: 4 tokens; seq_len=4 needs 5\n"
-                                "  do:    give more data, or use a smaller --seq-len")
+    assert str(error.value) == (
+        "numbers is shorter than one example\n  given: 4 tokens; seq_len=4 needs 5\n"
+        "  do:    give more data, or use a smaller --seq-len"
+    )
 
 
 def test_rows_outside_the_batch_are_our_mistake():
@@ -141,12 +172,22 @@ def test_rows_outside_the_batch_are_our_mistake():
 
 
 def evaluate(length, num_examples=48, rows=range(6), num_rows=6):
-    return list(eval_batches(stream_of(length), seq_len=4, num_rows=num_rows, rows=np.array(rows, int),
-                             respect_documents=True, num_examples=num_examples))
+    return list(
+        eval_batches(
+            stream_of(length),
+            seq_len=4,
+            num_rows=num_rows,
+            rows=np.array(rows, int),
+            respect_documents=True,
+            num_examples=num_examples,
+        )
+    )
 
 
 @given(length=st.integers(5, 150), num_examples=st.integers(1, 50), num_rows=st.integers(1, 9))
-def test_evaluation_counts_the_same_held_out_tokens_once_and_in_order(length, num_examples, num_rows):
+def test_evaluation_counts_the_same_held_out_tokens_once_and_in_order(
+    length, num_examples, num_rows
+):
     """However many rows a batch has."""
     batches = evaluate(length, num_examples, range(num_rows), num_rows)
     found = min(num_examples, (length - 1) // 4)
@@ -179,7 +220,12 @@ def test_held_out_data_shorter_than_an_example_fails_at_the_call():
 def test_held_out_data_of_which_no_token_counts_is_found_before_a_run():
     """Documents of one token: each is the last of its own, and has nothing to predict."""
     ends = TokenStream(name="ends", tokens=np.full(41, 7, np.uint16), eos=7, vocab_size=8)
-    with pytest.raises(DataError, match=r"no token of ends counts(.|\n)*10 examples of 4 tokens(.|\n)*eval_every=0"):
+    with pytest.raises(
+        DataError, match=r"no token of ends counts(.|\n)*10 examples of 4 tokens(.|\n)*eval_every=0"
+    ):
         check_held_out(ends, seq_len=4, respect_documents=True, num_examples=50)
     assert check_held_out(ends, seq_len=4, respect_documents=False, num_examples=50) == 10
-    assert check_held_out(stream_of(4 * 40 + 1), seq_len=4, respect_documents=True, num_examples=17) == 17
+    assert (
+        check_held_out(stream_of(4 * 40 + 1), seq_len=4, respect_documents=True, num_examples=17)
+        == 17
+    )

@@ -11,7 +11,9 @@ TOKENS = st.lists(st.integers(0, EOS), min_size=2, max_size=60)
 
 
 def stream_of(tokens, eos=EOS):
-    return TokenStream(name="digits", tokens=np.array(tokens, np.uint16), eos=eos, vocab_size=max(tokens) + 1)
+    return TokenStream(
+        name="digits", tokens=np.array(tokens, np.uint16), eos=eos, vocab_size=max(tokens) + 1
+    )
 
 
 def cut(tokens, seq_len, respect_documents=True):
@@ -26,7 +28,8 @@ def test_every_token_is_in_one_window_and_followed_by_its_target(length, seq_len
     used = batch["tokens"].size
     assert batch["tokens"].ravel().tolist() == list(range(used))
     assert batch["targets"].ravel().tolist() == list(range(1, used + 1))
-    assert length - 1 - seq_len < used <= length - 1  # what is left over is less than one window and its target
+    # what is left over is less than one window and its target
+    assert length - 1 - seq_len < used <= length - 1
 
 
 @given(tokens=TOKENS, seq_len=st.integers(1, 12))
@@ -52,7 +55,8 @@ def test_without_documents_a_window_is_one(tokens, seq_len):
 def test_shapes_and_types():
     batch = cut_examples(stream_of(range(8)), np.array([1, 0]), seq_len=3, respect_documents=True)
     assert {name: (array.dtype, array.shape) for name, array in batch.items()} == dict.fromkeys(
-        ("tokens", "targets", "positions", "segments"), (np.int32, (2, 3))) | {"loss_mask": (np.bool_, (2, 3))}
+        ("tokens", "targets", "positions", "segments"), (np.int32, (2, 3))
+    ) | {"loss_mask": (np.bool_, (2, 3))}
 
 
 @pytest.mark.parametrize(("length", "count"), [(4, 0), (5, 1), (8, 1), (9, 2)])

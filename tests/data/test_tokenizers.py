@@ -21,8 +21,11 @@ def save_tokenizer(path, special_tokens):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special_tokens, show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocab_size=300,
+        special_tokens=special_tokens,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(["the cat and the hat and the mat"], trainer)
     # Files of chat models come with both; neither may cut or fill a document.
     tokenizer.enable_truncation(4)
@@ -72,7 +75,9 @@ def test_a_document_cannot_spell_its_own_end(hugging_face):
 
 def test_vocab_size_counts_ids_with_gaps(tmp_path):
     path = tmp_path / "tokenizer.json"
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 7, "</s>": 70_000}, unk_token="a")).save(str(path))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 7, "</s>": 70_000}, unk_token="a")).save(
+        str(path)
+    )
     tokenizer = load_tokenizer(str(path))
     assert (tokenizer.vocab_size, tokenizer.eos) == (70_001, 70_000)
     assert tokenizer.encode("a").dtype == np.uint32
@@ -88,8 +93,13 @@ def test_a_text_has_the_same_ids_each_time(tmp_path):
     assert len({tuple(made.encode(text).ids) for _ in range(20)}) > 1
     tokenizer = load_tokenizer(str(path))
     assert len({tuple(tokenizer.encode(text).tolist()) for _ in range(20)}) == 1
-    assert tokenizer.notes == ["the tokenizer's dropout of 0.5 is switched off, as token ids must not differ from one reading of the data to the next"]
-    assert tokenizer.files["tokenizer.json"] == path.read_bytes(), "what a run keeps is the file itself"
+    assert tokenizer.notes == [
+        "the tokenizer's dropout of 0.5 is switched off, as token ids must not differ from one"
+        " reading of the data to the next"
+    ]
+    assert tokenizer.files["tokenizer.json"] == path.read_bytes(), (
+        "what a run keeps is the file itself"
+    )
 
 
 def test_digests_tell_tokenizers_apart(tmp_path, hugging_face):
@@ -99,7 +109,9 @@ def test_digests_tell_tokenizers_apart(tmp_path, hugging_face):
     assert all(len(tokenizer.digest) == 16 for tokenizer in (hugging_face, other, ByteTokenizer()))
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, np.uint16), (65536, np.uint16), (65537, np.uint32)])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(257, np.uint16), (65536, np.uint16), (65537, np.uint32)]
+)
 def test_token_dtype_is_the_smaller_that_fits(vocab_size, dtype):
     assert token_dtype(vocab_size) is dtype
 
@@ -130,17 +142,28 @@ def test_tokenizers_is_an_extra(monkeypatch):
 
 
 def test_a_tokenizer_that_cannot_be_used(tmp_path):
-    with pytest.raises(DataError, match=r"a tokenizer file cannot be read\n.*No such file(.|\n)*`bytes`"):
+    with pytest.raises(
+        DataError, match=r"a tokenizer file cannot be read\n.*No such file(.|\n)*`bytes`"
+    ):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "a\0b", "n" * 300):
-        with pytest.raises((DataError, PathError), match=r"a tokenizer file cannot be read|--tokenizer (holds a NUL|is too long)"):
+        with pytest.raises(
+            (DataError, PathError),
+            match=r"a tokenizer file cannot be read|--tokenizer (holds a NUL|is too long)",
+        ):
             load_tokenizer(str(tmp_path / name))
     (tmp_path / "spiece.model").write_bytes(b"\n\x0e\xff")
-    with pytest.raises(DataError, match=r"spiece.model is not a tokenizer(.|\n)*AutoTokenizer.from_pretrained"):
+    with pytest.raises(
+        DataError, match=r"spiece.model is not a tokenizer(.|\n)*AutoTokenizer.from_pretrained"
+    ):
         load_tokenizer(str(tmp_path / "spiece.model"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer.json is not a tokenizer of the tokenizers library"):
+    with pytest.raises(
+        DataError, match=r"tokenizer.json is not a tokenizer of the tokenizers library"
+    ):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"no token that ends a document\n.*\n  do:    add one of <\|endoftext\|>, "):
+    with pytest.raises(
+        DataError, match=r"no token that ends a document\n.*\n  do:    add one of <\|endoftext\|>, "
+    ):
         load_tokenizer(save_tokenizer(tmp_path / "tokenizer.json", ["<|pad|>"]))

@@ -1,4 +1,6 @@
-"""A tiny run that an engine starts and the tests watch: its flags, its environment, its run directory."""
+"""A tiny run that an engine starts and the tests watch: its flags, its environment, its run
+directory.
+"""
 
 import contextlib
 import json
@@ -24,17 +26,53 @@ class Watched:
         text = there / "text.txt"
         text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(500)))
         self.flags = [
-            "--model", "gpt2-nano", "--steps", str(steps), "--global-batch", "12", "--seq-len", "32", "--eval-every", "0", "--checkpoint-every", str(EVERY),
-            "--cpu-devices", "1", "--progress", "plain", "--data", str(text), "--set", "model.num_layers=2", "--set", "model.embed_dim=32",
-            "--set", "model.mlp_dim=64", "--set", "model.head_dim=4"]
+            "--model",
+            "gpt2-nano",
+            "--steps",
+            str(steps),
+            "--global-batch",
+            "12",
+            "--seq-len",
+            "32",
+            "--eval-every",
+            "0",
+            "--checkpoint-every",
+            str(EVERY),
+            "--cpu-devices",
+            "1",
+            "--progress",
+            "plain",
+            "--data",
+            str(text),
+            "--set",
+            "model.num_layers=2",
+            "--set",
+            "model.embed_dim=32",
+            "--set",
+            "model.mlp_dim=64",
+            "--set",
+            "model.head_dim=4",
+        ]
         self.environment = without_engines() | {
-            "RUN_DIR": str(self.run_dir), "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "JAX_COMPILATION_CACHE_DIR": str(there / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            "RUN_DIR": str(self.run_dir),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "JAX_COMPILATION_CACHE_DIR": str(there / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
 
     def lines(self, name: str) -> list[dict]:
         """Of a log, as far as it is written."""
         path = self.run_dir / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        return (
+            [
+                json.loads(line)
+                for line in path.read_text().splitlines(keepends=True)
+                if line.endswith("\n")
+            ]
+            if path.exists()
+            else []
+        )
 
     def events(self, *names: str) -> list[dict]:
         """Those of these names."""
@@ -51,13 +89,21 @@ class Watched:
 
     def has_started(self, times: int, tell: Callable[[], str]) -> dict:
         """Wait until the run has begun so many times; the event of the last."""
-        until(lambda: len(self.events("start", "resume")) >= times, f"the run begins for the {times}. time", tell)
+        until(
+            lambda: len(self.events("start", "resume")) >= times,
+            f"the run begins for the {times}. time",
+            tell,
+        )
         return self.events("start", "resume")[-1]
 
 
 def without_engines() -> dict[str, str]:
     """The environment without what an engine that runs the tests has put there."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "OPTIMUS_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "OMPI_", "OPTIMUS_"))
+    }
 
 
 def until(happens: Callable[[], bool], what: str, tell: Callable[[], str]) -> None:
@@ -80,5 +126,8 @@ def environments() -> Iterator[tuple[int, dict[str, str]]]:
 def python_of(environment: dict[str, str], pid: int) -> bool:
     """Whether a process is one of the run's programs, and not a shell that has started it."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(sys.executable.encode()) and environment.get("PYTHON") == sys.executable
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().startswith(sys.executable.encode())
+            and environment.get("PYTHON") == sys.executable
+        )
     return False

@@ -1,7 +1,9 @@
-"""A SLURM of three nodes on this machine, without systemd: one controller and three daemons that each say they are a node.
+"""A SLURM of three nodes on this machine, without systemd: one controller and three daemons that
+each say they are a node.
 
-Everything it writes is in a folder of its own, with a key and a socket of its own. It needs root, and Debian's packages slurm-wlm
-and munge. Its nodes are called after addresses of this machine (127.0.0.1 to .3), so that names resolve without /etc/hosts.
+Everything it writes is in a folder of its own, with a key and a socket of its own. It needs root,
+and Debian's packages slurm-wlm and munge. Its nodes are called after addresses of this machine
+(127.0.0.1 to .3), so that names resolve without /etc/hosts.
 """
 
 import contextlib
@@ -18,11 +20,22 @@ from typing import Self
 
 from jobs import PATIENCE_S, environments, python_of, until, without_engines
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "sinfo", "scancel")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "sbatch",
+    "scontrol",
+    "squeue",
+    "sinfo",
+    "scancel",
+)
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
-# KillWait, SlurmdTimeout and the others are small, so that tests are short; 5 is the least cred_expire that SLURM takes: a job that
-# is put back waits a second longer than that, and by default two minutes.
+# KillWait, SlurmdTimeout and the others are small, so that tests are short; 5 is the least
+# cred_expire that SLURM takes: a job that is put back waits a second longer than that, and by
+# default two minutes.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -81,16 +94,28 @@ class Slurm:
     """
 
     def __init__(self, *, requeue_exit: int = 75) -> None:
-        # Names of its sockets may not be longer than 107 characters, which a test's own folder can use up.
+        # Names of its sockets may not be longer than 107 characters, which a test's own folder can
+        # use up.
         self._folder = tempfile.TemporaryDirectory(prefix="slurm-")
         self.there = there = Path(self._folder.name)
         self._path = there / "slurm.conf"
         self._environment = without_engines() | {"SLURM_CONF": str(self._path)}
         ports = _free_ports(1 + len(NODES))
-        nodes = (f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000 State=UNKNOWN"
-                 for name, port in zip(NODES, ports[1:], strict=True))
-        self._path.write_text(CONFIGURATION.format(
-            there=there, host=socket.gethostname(), ports=ports, requeue_exit=requeue_exit, nodes="\n".join(nodes), names=",".join(NODES)))
+        nodes = (
+            f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port}"
+            " CPUs=2 RealMemory=1000 State=UNKNOWN"
+            for name, port in zip(NODES, ports[1:], strict=True)
+        )
+        self._path.write_text(
+            CONFIGURATION.format(
+                there=there,
+                host=socket.gethostname(),
+                ports=ports,
+                requeue_exit=requeue_exit,
+                nodes="\n".join(nodes),
+                names=",".join(NODES),
+            )
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -100,7 +125,12 @@ class Slurm:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._stop()
 
     def _start(self) -> None:
@@ -109,24 +139,54 @@ class Slurm:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         own = {name: self.there / f"munge.{name}" for name in ("socket", "log", "pid", "seed")}
-        self._call("munged", "--force", f"--socket={own['socket']}", f"--key-file={key}", f"--log-file={own['log']}", f"--pid-file={own['pid']}",
-                   f"--seed-file={own['seed']}")
+        self._call(
+            "munged",
+            "--force",
+            f"--socket={own['socket']}",
+            f"--key-file={key}",
+            f"--log-file={own['log']}",
+            f"--pid-file={own['pid']}",
+            f"--seed-file={own['seed']}",
+        )
         self._call("slurmctld", "-i", "-f", str(self._path))
         for name in NODES:
             self._call("slurmd", "-N", name, "-f", str(self._path))
-        self.until(lambda: self.run("sinfo", "--noheader", "--states=idle", "--partition=main", "--format=%D").stdout.strip() == str(len(NODES)), "the nodes are idle")
+        self.until(
+            lambda: (
+                self.run(
+                    "sinfo", "--noheader", "--states=idle", "--partition=main", "--format=%D"
+                ).stdout.strip()
+                == str(len(NODES))
+            ),
+            "the nodes are idle",
+        )
 
     def _stop(self) -> None:
-        """End the daemons and whatever they have started: every process with our configuration in its environment."""
-        while pids := [pid for pid, environment in environments() if environment.get("SLURM_CONF") == str(self._path)]:
+        """End the daemons and whatever they have started: every process with our configuration in
+        its environment.
+        """
+        while pids := [
+            pid
+            for pid, environment in environments()
+            if environment.get("SLURM_CONF") == str(self._path)
+        ]:
             for pid in pids:  # more than once: a daemon may be about to start something
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._folder.cleanup()
 
-    def run(self, *command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """A command of SLURM's to its end."""
-        return subprocess.run(command, env=self._environment | (environment or {}), capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+        return subprocess.run(
+            command,
+            env=self._environment | (environment or {}),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
 
     def state(self, job: str) -> dict[str, str]:
         """What `scontrol show job` says."""
@@ -137,7 +197,12 @@ class Slurm:
         """Pids of a job's tasks, by the number of the task."""
         found = {}
         for pid, environment in environments():
-            if environment.get("SLURM_CONF") == str(self._path) and environment.get("SLURM_JOB_ID") == job and "SLURM_STEP_NODELIST" in environment and python_of(environment, pid):
+            if (
+                environment.get("SLURM_CONF") == str(self._path)
+                and environment.get("SLURM_JOB_ID") == job
+                and "SLURM_STEP_NODELIST" in environment
+                and python_of(environment, pid)
+            ):
                 found[int(environment["SLURM_PROCID"])] = pid
         return found
 
@@ -147,21 +212,38 @@ class Slurm:
 
     def logs(self) -> str:
         """The last of what daemons and jobs have written."""
-        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.there.glob("*.log")))
+        return "\n".join(
+            f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.there.glob("*.log"))
+        )
 
     def lose(self, node: str) -> None:
-        """A node dies with all that it runs, and the controller is told, which would otherwise wait for SlurmdTimeout."""
+        """A node dies with all that it runs, and the controller is told, which would otherwise wait
+        for SlurmdTimeout.
+        """
         for pid, environment in environments():
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            is_daemon = environment.get("SLURM_CONF") == str(self._path) and command.split("\0")[:3] == ["slurmd", "-N", node]
-            if is_daemon or (environment.get("SLURMD_NODENAME") == node and environment.get("SLURM_CONF") == str(self._path)):
+            is_daemon = environment.get("SLURM_CONF") == str(self._path) and command.split("\0")[
+                :3
+            ] == ["slurmd", "-N", node]
+            if is_daemon or (
+                environment.get("SLURMD_NODENAME") == node
+                and environment.get("SLURM_CONF") == str(self._path)
+            ):
                 os.kill(pid, signal.SIGKILL)
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def _call(self, *command: str) -> None:
         # The daemons keep their standard streams: a pipe would never end.
-        subprocess.run(command, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                       timeout=PATIENCE_S, check=True)
+        subprocess.run(
+            command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=PATIENCE_S,
+            check=True,
+        )
 
 
 def _free_ports(count: int) -> list[int]:

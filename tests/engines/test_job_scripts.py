@@ -1,4 +1,6 @@
-"""What the job scripts do with signals and exit codes, with programs of ours in place of the engine's."""
+"""What the job scripts do with signals and exit codes, with programs of ours in place of the
+engine's.
+"""
 
 import os
 import signal
@@ -27,8 +29,26 @@ def script(tmp_path):
             (programs / program).chmod(0o755)
         process = subprocess.Popen(
             # These tests may run under nohup, or in a shell's background.
-            ["env", "--default-signal=INT", f"--{on_hangup}-signal=HUP", "bash", DEPLOY / name, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=without_engines() | {"PATH": f"{programs}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run"), "PYTHON": sys.executable} | (environment or {}))
+            [
+                "env",
+                "--default-signal=INT",
+                f"--{on_hangup}-signal=HUP",
+                "bash",
+                DEPLOY / name,
+                *arguments,
+            ],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=without_engines()
+            | {
+                "PATH": f"{programs}:{os.environ['PATH']}",
+                "RUN_DIR": str(tmp_path / "run"),
+                "PYTHON": sys.executable,
+            }
+            | (environment or {}),
+        )
         started.append(process)
         return process
 
@@ -39,7 +59,15 @@ def script(tmp_path):
 
 
 def mpirun(script, **options):
-    return script("mpirun.sh", "-n", "2", "--", "--a-flag", mpirun=f'[ "${{*: -2:1}}" = -c ] && exit 0  # whether Python can be started\n{WAITS}', **options)
+    return script(
+        "mpirun.sh",
+        "-n",
+        "2",
+        "--",
+        "--a-flag",
+        mpirun=f'[ "${{*: -2:1}}" = -c ] && exit 0  # whether Python can be started\n{WAITS}',
+        **options,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -62,11 +90,25 @@ def test_under_nohup_mpirun_is_told_nothing_of_a_terminal_that_closes(script, tm
 
 def slurm(script, *, srun, python=sys.executable, restarts=0, **programs):
     """In a cluster that knows nothing of 75, so that the script asks for another start."""
-    return script("slurm.sbatch", "--a-flag", environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": str(restarts), "PYTHON": str(python)}, srun=srun,
-                  scontrol='echo "$@" >> $there/asked', squeue="echo RUNNING", **programs)
+    return script(
+        "slurm.sbatch",
+        "--a-flag",
+        environment={
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "PYTHON": str(python),
+        },
+        srun=srun,
+        scontrol='echo "$@" >> $there/asked',
+        squeue="echo RUNNING",
+        **programs,
+    )
 
 
-@pytest.mark.parametrize(("mode", "code"), [(None, 127), (0o644, 126)], ids=["not there", "no program"])
+@pytest.mark.parametrize(
+    ("mode", "code"), [(None, 127), (0o644, 126)], ids=["not there", "no program"]
+)
 def test_a_python_that_cannot_be_started_is_a_mistake(script, tmp_path, mode, code):
     python = tmp_path / "python"
     if mode is not None:
@@ -86,16 +128,26 @@ def test_what_a_restart_would_only_repeat_is_not_started_again(script, tmp_path,
     python = tmp_path / "python"
     python.write_text(f"#!/bin/bash\nexit {code}\n")
     python.chmod(0o755)
-    process = slurm(script, python=python, srun='while [ "$1" != bash ]; do shift; done\n"$@"\nexit 137')
+    process = slurm(
+        script, python=python, srun='while [ "$1" != bash ]; do shift; done\n"$@"\nexit 137'
+    )
     said = process.communicate(timeout=20)[0]
     assert (process.returncode, (tmp_path / "asked").exists()) == (code, False), said
     assert not list(tmp_path.glob("*.mistake-*"))
 
 
 def test_a_python_that_was_there_before_is_on_a_node_that_lacks_a_mount(script, tmp_path):
-    process = slurm(script, python=tmp_path / "python", srun='while [ "$1" != bash ]; do shift; done\n"$@"', restarts=3)
+    process = slurm(
+        script,
+        python=tmp_path / "python",
+        srun='while [ "$1" != bash ]; do shift; done\n"$@"',
+        restarts=3,
+    )
     said = process.communicate(timeout=20)[0]
-    assert (process.returncode, (tmp_path / "asked").read_text().splitlines()[-1]) == (75, "requeue 7"), said
+    assert (process.returncode, (tmp_path / "asked").read_text().splitlines()[-1]) == (
+        75,
+        "requeue 7",
+    ), said
     assert f"cannot start {tmp_path / 'python'}" in said
 
 

@@ -1,4 +1,6 @@
-"""Kubernetes, as far as it goes without a cluster: what the manifest has to say, and JAX's detection against an API server of ours."""
+"""Kubernetes, as far as it goes without a cluster: what the manifest has to say, and JAX's
+detection against an API server of ours.
+"""
 
 import json
 import re
@@ -23,8 +25,16 @@ from optimus_jax.errors import ConfigError
 from optimus_jax.faults.stopping import EXIT_MISTAKE, EXIT_NOT_LEARNING
 
 NAMESPACE, JOB, JOBSET = "research", "optimus-train-0", "optimus"
-POD = {"metadata": {"name": f"{JOB}-1-abcde", "labels": {"job-name": JOB}, "ownerReferences": [
-    {"apiVersion": "batch/v1", "kind": "Job", "name": JOB, "uid": "1", "controller": True}]}, "spec": {"containers": []}}
+POD = {
+    "metadata": {
+        "name": f"{JOB}-1-abcde",
+        "labels": {"job-name": JOB},
+        "ownerReferences": [
+            {"apiVersion": "batch/v1", "kind": "Job", "name": JOB, "uid": "1", "controller": True}
+        ],
+    },
+    "spec": {"containers": []},
+}
 
 
 def documents():
@@ -32,30 +42,57 @@ def documents():
 
 
 def test_the_manifest_says_what_detection_needs():
-    """JAX takes the pods of one indexed Job for the processes of a run, as many as its parallelism."""
+    """JAX takes the pods of one indexed Job for the processes of a run, as many as its
+    parallelism."""
     by_kind = {document["kind"]: document for document in documents()}
     [replicated] = by_kind["JobSet"]["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert replicated["replicas"] == 1
-    assert (job["completionMode"], job["parallelism"], job["backoffLimit"]) == ("Indexed", job["completions"], 0)
+    assert (job["completionMode"], job["parallelism"], job["backoffLimit"]) == (
+        "Indexed",
+        job["completions"],
+        0,
+    )
     account = job["template"]["spec"]["serviceAccountName"]
-    assert account == by_kind["ServiceAccount"]["metadata"]["name"] == by_kind["RoleBinding"]["subjects"][0]["name"]
+    assert (
+        account
+        == by_kind["ServiceAccount"]["metadata"]["name"]
+        == by_kind["RoleBinding"]["subjects"][0]["name"]
+    )
     assert by_kind["RoleBinding"]["roleRef"]["name"] == by_kind["Role"]["metadata"]["name"]
-    allowed = {(resource, verb) for rule in by_kind["Role"]["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    allowed = {
+        (resource, verb)
+        for rule in by_kind["Role"]["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
     assert allowed >= {("pods", "list"), ("jobs", "get"), ("services", "list")}
 
 
 def test_the_users_mistakes_are_not_started_again():
     job_set = documents()[-1]["spec"]
     [rule] = job_set["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == ("FailJob", "In", [EXIT_MISTAKE, EXIT_NOT_LEARNING])
-    assert rule["onExitCodes"]["containerName"] == job_set["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["name"]
+    assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == (
+        "FailJob",
+        "In",
+        [EXIT_MISTAKE, EXIT_NOT_LEARNING],
+    )
+    assert (
+        rule["onExitCodes"]["containerName"]
+        == job_set["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0][
+            "name"
+        ]
+    )
     assert job_set["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
 
 
-JOB_SET_FIELDS = {"failurePolicy": {"maxRestarts", "rules", "restartStrategy"}, "replicatedJobs": {"name", "groupName", "replicas", "template", "dependsOn"},
-                  "rules": {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"}}
-"""Of JobSet v1alpha2, as far as the manifest has them: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/."""
+JOB_SET_FIELDS = {
+    "failurePolicy": {"maxRestarts", "rules", "restartStrategy"},
+    "replicatedJobs": {"name", "groupName", "replicas", "template", "dependsOn"},
+    "rules": {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"},
+}
+"""Of JobSet v1alpha2, as far as the manifest has them:
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/."""
 
 
 def unknown_fields(kind, value):
@@ -65,7 +102,9 @@ def unknown_fields(kind, value):
     if (model := getattr(kubernetes.client, kind, None)) is None:  # a number, a text, a mapping
         return []
     kinds = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
-    return [name for name in value if name not in kinds] + [each for name in value.keys() & kinds for each in unknown_fields(kinds[name], value[name])]
+    return [name for name in value if name not in kinds] + [
+        each for name in value.keys() & kinds for each in unknown_fields(kinds[name], value[name])
+    ]
 
 
 def test_kubernetes_knows_every_field():
@@ -80,8 +119,12 @@ def test_kubernetes_knows_every_field():
     assert job_set["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     assert job_set["spec"].keys() == {"failurePolicy", "replicatedJobs"}
     assert job_set["spec"]["failurePolicy"].keys() <= JOB_SET_FIELDS["failurePolicy"]
-    assert all(rule.keys() <= JOB_SET_FIELDS["rules"] for rule in job_set["spec"]["failurePolicy"]["rules"])
-    assert all(job.keys() <= JOB_SET_FIELDS["replicatedJobs"] for job in job_set["spec"]["replicatedJobs"])
+    assert all(
+        rule.keys() <= JOB_SET_FIELDS["rules"] for rule in job_set["spec"]["failurePolicy"]["rules"]
+    )
+    assert all(
+        job.keys() <= JOB_SET_FIELDS["replicatedJobs"] for job in job_set["spec"]["replicatedJobs"]
+    )
 
 
 class Api(BaseHTTPRequestHandler):
@@ -93,11 +136,22 @@ class Api(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         if self.refuses or self.headers["Authorization"].lower() != "bearer a-token":
             return self._answer(403, {"kind": "Status", "reason": "Forbidden"})
-        if url.path == f"/api/v1/namespaces/{NAMESPACE}/pods" and parse_qs(url.query)["fieldSelector"] == ["status.podIP=127.0.0.1"]:
+        if url.path == f"/api/v1/namespaces/{NAMESPACE}/pods" and parse_qs(url.query)[
+            "fieldSelector"
+        ] == ["status.podIP=127.0.0.1"]:
             return self._answer(200, {"kind": "PodList", "items": [POD]})
         if url.path == f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/{JOB}":
-            return self._answer(200, {"kind": "Job", "metadata": {"name": JOB, "labels": {"jobset.sigs.k8s.io/jobset-name": JOBSET}},
-                                      "spec": {"parallelism": self.parallelism, "template": {"spec": {"containers": []}}}})
+            return self._answer(
+                200,
+                {
+                    "kind": "Job",
+                    "metadata": {"name": JOB, "labels": {"jobset.sigs.k8s.io/jobset-name": JOBSET}},
+                    "spec": {
+                        "parallelism": self.parallelism,
+                        "template": {"spec": {"containers": []}},
+                    },
+                },
+            )
         return self._answer(404, {"kind": "Status", "reason": "NotFound"})
 
     def _answer(self, code, body):
@@ -115,12 +169,36 @@ class Api(BaseHTTPRequestHandler):
 @pytest.fixture
 def api(tmp_path, monkeypatch):
     """An API server, in the environment of pod 1 of a Job; the class that answers."""
-    incluster = pytest.importorskip("kubernetes.config.incluster_config", reason="the package `kubernetes` is not installed")
+    incluster = pytest.importorskip(
+        "kubernetes.config.incluster_config", reason="the package `kubernetes` is not installed"
+    )
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here, to make the API server's certificate")
     key, certificate, token = tmp_path / "key.pem", tmp_path / "ca.crt", tmp_path / "token"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=api", "-addext", "subjectAltName=IP:127.0.0.1",
-                    "-addext", "keyUsage=digitalSignature,keyCertSign", "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=api",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-addext",
+            "keyUsage=digitalSignature,keyCertSign",
+            "-keyout",
+            str(key),
+            "-out",
+            str(certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
     token.write_text("a-token")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
@@ -132,11 +210,18 @@ def api(tmp_path, monkeypatch):
     monkeypatch.setattr(incluster, "SERVICE_TOKEN_FILENAME", str(token))
     monkeypatch.setattr(incluster, "SERVICE_CERT_FILENAME", str(certificate))
     cluster = k8s_cluster.K8sCluster
-    for name in ("_pod", "_job", "_headless_svc", "_controller"):  # answers are kept for as long as a process lives
-        monkeypatch.setattr(cluster, name, classmethod(cache(getattr(cluster, name).__func__.__wrapped__)))
+    # answers are kept for as long as a process lives
+    for name in ("_pod", "_job", "_headless_svc", "_controller"):
+        monkeypatch.setattr(
+            cluster, name, classmethod(cache(getattr(cluster, name).__func__.__wrapped__))
+        )
     monkeypatch.setattr(cluster, "_namespace", classmethod(lambda cls: NAMESPACE))
-    for name, value in {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.server_address[1]), "HOSTNAME": "localhost",
-                        "JOB_COMPLETION_INDEX": "1"}.items():
+    for name, value in {
+        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": str(server.server_address[1]),
+        "HOSTNAME": "localhost",
+        "JOB_COMPLETION_INDEX": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert socket.gethostbyname("localhost") == "127.0.0.1"
     yield handler
@@ -158,5 +243,7 @@ def test_the_only_pod_of_a_job_is_alone(api):
 
 def test_an_account_that_may_not_look_is_told_so(api):
     api.refuses = True
-    with pytest.raises(ConfigError, match=r"Kubernetes has started this process, and does not say(.|\n)*permission"):
+    with pytest.raises(
+        ConfigError, match=r"Kubernetes has started this process, and does not say(.|\n)*permission"
+    ):
         find_launch(DistributedConfig())

@@ -1,4 +1,6 @@
-"""Open MPI's mpirun starts the training script, by the script that we ship: no distributed flags anywhere."""
+"""Open MPI's mpirun starts the training script, by the script that we ship: no distributed flags
+anywhere.
+"""
 
 import os
 import shutil
@@ -8,25 +10,40 @@ import subprocess
 import pytest
 from jobs import DEPLOY, EVERY, ROOT, Watched, environments, python_of
 
-pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here (Debian: apt-get install openmpi-bin)")
+pytestmark = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="no mpirun here (Debian: apt-get install openmpi-bin)"
+)
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def ranks(run):
     """Pids by rank."""
-    return {int(environment["OMPI_COMM_WORLD_RANK"]): pid for pid, environment in environments()
-            if environment.get("RUN_DIR") == str(run.run_dir) and "OMPI_COMM_WORLD_RANK" in environment and python_of(environment, pid)}
+    return {
+        int(environment["OMPI_COMM_WORLD_RANK"]): pid
+        for pid, environment in environments()
+        if environment.get("RUN_DIR") == str(run.run_dir)
+        and "OMPI_COMM_WORLD_RANK" in environment
+        and python_of(environment, pid)
+    }
 
 
 def test_a_run_outlives_a_killed_process_and_saves_when_asked_to_end(tmp_path):
     run = Watched(tmp_path, steps=100_000)
     with (tmp_path / "log").open("w") as log:
-        script = subprocess.Popen([DEPLOY / "mpirun.sh", "--oversubscribe", "-n", "2", "--", *run.flags], cwd=ROOT, env=run.environment | AS_ROOT,
-                                  stdout=log, stderr=subprocess.STDOUT)
+        script = subprocess.Popen(
+            [DEPLOY / "mpirun.sh", "--oversubscribe", "-n", "2", "--", *run.flags],
+            cwd=ROOT,
+            env=run.environment | AS_ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     said = (tmp_path / "log").read_text
     try:
         start = run.has_started(1, said)
-        assert (start["engine"], start["launch"].partition(" (")[0]) == ("Open MPI", "process 0 of 2")
+        assert (start["engine"], start["launch"].partition(" (")[0]) == (
+            "Open MPI",
+            "process 0 of 2",
+        )
         run.comes_to(EVERY + 5, said)
         os.kill(ranks(run)[1], signal.SIGKILL)
         resumed = run.has_started(2, said)
@@ -45,6 +62,8 @@ def test_a_run_outlives_a_killed_process_and_saves_when_asked_to_end(tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["-n", "2"], ["--"]])
 def test_how_it_is_called(arguments):
     environment = {name: value for name, value in os.environ.items() if name != "RUN_DIR"}
-    shown = subprocess.run([DEPLOY / "mpirun.sh", *arguments], env=environment, capture_output=True, text=True)
+    shown = subprocess.run(
+        [DEPLOY / "mpirun.sh", *arguments], env=environment, capture_output=True, text=True
+    )
     assert shown.returncode == 2
     assert shown.stderr.startswith("usage: ")

@@ -1,4 +1,6 @@
-"""The life of a job on a real SLURM of three nodes, started by the job script that we ship: no distributed flags anywhere."""
+"""The life of a job on a real SLURM of three nodes, started by the job script that we ship: no
+distributed flags anywhere.
+"""
 
 import os
 import signal
@@ -22,8 +24,16 @@ class Job(Watched):
     def __init__(self, slurm, there, *options, steps):
         super().__init__(there, steps=steps)
         self.slurm = slurm
-        self.id = slurm.run("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={slurm.there}/job-%j.log", *options, str(DEPLOY / "slurm.sbatch"), *self.flags,
-                            environment=self.environment).stdout.strip()
+        self.id = slurm.run(
+            "sbatch",
+            "--parsable",
+            f"--chdir={ROOT}",
+            f"--output={slurm.there}/job-%j.log",
+            *options,
+            str(DEPLOY / "slurm.sbatch"),
+            *self.flags,
+            environment=self.environment,
+        ).stdout.strip()
 
     def comes_to(self, step):
         super().comes_to(step, self.slurm.logs)
@@ -35,8 +45,12 @@ class Job(Watched):
 def test_a_job_outlives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--nodes=1-3", steps=100_000)
     start = job.has_started(1)
-    assert (start["engine"], start["launch"]) == ("SLURM", f"process 0 of 3 of step {job.id}.0 on 127.0.0.[1-3]")
-    assert start["devices"] == "3 x cpu (cpu) in 3 processes"  # on one host, whatever SLURM calls it
+    assert (start["engine"], start["launch"]) == (
+        "SLURM",
+        f"process 0 of 3 of step {job.id}.0 on 127.0.0.[1-3]",
+    )
+    # on one host, whatever SLURM calls it
+    assert start["devices"] == "3 x cpu (cpu) in 3 processes"
 
     job.comes_to(EVERY + 5)
     os.kill(slurm.tasks(job.id)[1], signal.SIGKILL)
@@ -44,7 +58,15 @@ def test_a_job_outlives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_p
     assert (resumed["step"] > 0, resumed["step"] % EVERY) == (True, 0)
 
     job.comes_to(resumed["step"] + 5)
-    urgent = slurm.run("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--output=/dev/null", "--wrap", "true").stdout.strip()
+    urgent = slurm.run(
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=3",
+        "--output=/dev/null",
+        "--wrap",
+        "true",
+    ).stdout.strip()
     slurm.until(lambda: slurm.state(urgent)["JobState"] == "COMPLETED", "the urgent job is done")
     [ended] = job.events("end")
     assert ended["reason"] == "terminate"
@@ -75,12 +97,21 @@ def program(tmp_path):
         path.write_text(f"#!/bin/bash\nagain=$SLURM_RESTART_COUNT there={tmp_path}\n{body}\n")
         path.chmod(0o755)
         return {"PYTHON": str(path), "RUN_DIR": str(tmp_path / "run")}
+
     return write
 
 
 def submit(slurm, environment, nodes=1):
-    return slurm.run("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={slurm.there}/job-%j.log", f"--nodes={nodes}", str(DEPLOY / "slurm.sbatch"), "--a-flag",
-                     environment=environment).stdout.strip()
+    return slurm.run(
+        "sbatch",
+        "--parsable",
+        f"--chdir={ROOT}",
+        f"--output={slurm.there}/job-%j.log",
+        f"--nodes={nodes}",
+        str(DEPLOY / "slurm.sbatch"),
+        "--a-flag",
+        environment=environment,
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (2, "FAILED")])
@@ -91,22 +122,32 @@ def test_what_is_done_or_a_mistake_is_not_started_again(slurm, program, code, st
 
 
 def test_a_mistake_of_the_first_task_is_one_though_the_others_are_killed_for_it(slurm, program):
-    """As with a typo: who is still importing when the first task has ended is told to end, which for itself would be worth another start."""
-    job = submit(slurm, program("""
+    """As with a typo: who is still importing when the first task has ended is told to end, which
+    for itself would be worth another start.
+    """
+    job = submit(
+        slurm,
+        program("""
         trap 'exit 75' TERM USR1
         [ "$SLURM_PROCID" = 1 ] && exit 2
-        while :; do sleep 0.1; done""") | {"RUN_DIR": "of-no-folder"}, nodes=2)
+        while :; do sleep 0.1; done""")
+        | {"RUN_DIR": "of-no-folder"},
+        nodes=2,
+    )
     slurm.until(lambda: slurm.state(job)["JobState"] == "FAILED", "the job has failed")
     assert (slurm.state(job)["Restarts"], slurm.state(job)["ExitCode"]) == ("0", "2:0")
 
 
 def test_a_warning_ends_in_another_start_on_a_cluster_that_knows_nothing_of_75(tmp_path, program):
     with Slurm(requeue_exit=99) as slurm:
-        job = submit(slurm, program("""
+        job = submit(
+            slurm,
+            program("""
             [ "$again" ] && exit 0
             trap 'exit 75' USR1
             touch $there/ready
-            while :; do sleep 0.1; done"""))
+            while :; do sleep 0.1; done"""),
+        )
         slurm.until((tmp_path / "ready").exists, "the program is there")
         slurm.run("scancel", "--batch", "--signal=USR1", job)
         slurm.until(lambda: slurm.state(job)["JobState"] == "COMPLETED", "the job is done")

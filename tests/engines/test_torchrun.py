@@ -1,4 +1,5 @@
-"""The real torchrun, of the torch that is installed: its two processes find each other as one run."""
+"""The real torchrun, of the torch that is installed: its two processes find each other as one
+run."""
 
 import subprocess
 import sys
@@ -26,7 +27,13 @@ leave()
 def test_two_processes_of_torchrun_are_one_run(tmp_path: Path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)], capture_output=True, text=True,
-                          timeout=300, cwd=tmp_path, env=without_engines() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=without_engines() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n").count("torchrun [0, 1] 127.0.0.1") == 2

@@ -19,23 +19,43 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", everyones)
-    with pytest.raises(ConfigError, match=r"do not agree on the plan\n.*process 2 differs from process 0; here it is data=8") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"do not agree on the plan\n.*process 2 differs from process 0; here it is data=8",
+    ) as caught:
         assert_same_everywhere({"the config": "{}", "the plan": "data=8"})
     assert caught.value.is_everyones
     with pytest.raises(FaultError, match="do not agree on the plan"):
         assert_same_everywhere({"the config": "{}", "the plan": "data=8"}, may_become=True)
-    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own] * 3))
+    monkeypatch.setattr(
+        distributed.multihost_utils, "process_allgather", lambda own: np.stack([own] * 3)
+    )
     assert_same_everywhere({"the config": "{}", "the plan": "data=8"})
 
 
-@pytest.mark.parametrize(("here", "there", "raised", "is_everyones"), [
-    (None, None, None, None), (DataError("no file"), None, DataError, True), (None, DataError("no file"), OptimusError, True), (ValueError("a mistake of ours"), None, ValueError, None),
-    (None, ValueError("a mistake of ours"), FaultError, None), (DataError("no file"), ValueError("a mistake of ours"), DataError, False)])
+@pytest.mark.parametrize(
+    ("here", "there", "raised", "is_everyones"),
+    [
+        (None, None, None, None),
+        (DataError("no file"), None, DataError, True),
+        (None, DataError("no file"), OptimusError, True),
+        (ValueError("a mistake of ours"), None, ValueError, None),
+        (None, ValueError("a mistake of ours"), FaultError, None),
+        (DataError("no file"), ValueError("a mistake of ours"), DataError, False),
+    ],
+)
 def test_an_error_of_one_process_is_one_of_all(monkeypatch, here, there, raised, is_everyones):
-    """Who may end in order, and wait for the others to do so too, is who knows that all have an error which a user can mend."""
+    """Who may end in order, and wait for the others to do so too, is who knows that all have an
+    error which a user can mend.
+    """
+
     def outcome_of(error):
         said = []
-        monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: said.append(own) or np.stack([own] * 2))
+        monkeypatch.setattr(
+            distributed.multihost_utils,
+            "process_allgather",
+            lambda own: said.append(own) or np.stack([own] * 2),
+        )
         with suppress(Exception), all_or_none():
             if error is not None:
                 raise error
@@ -43,7 +63,9 @@ def test_an_error_of_one_process_is_one_of_all(monkeypatch, here, there, raised,
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     other = outcome_of(there)
-    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, other]))
+    monkeypatch.setattr(
+        distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, other])
+    )
     caught = None
     try:
         with all_or_none():
@@ -62,12 +84,41 @@ def caused(error, cause):
     return error
 
 
-@pytest.mark.parametrize(("error", "expected"), [
-    (jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), True), (caused(TimeoutError("barrier"), jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")), True),
-    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False), (TimeoutError("a file server"), False),
-    (ValueError("UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:55471"), True),
-    (caused(TimeoutError("a save"), ValueError("INTERNAL: NCCL operation ncclAllGather failed: remote error")), True),
-    (ValueError("UNKNOWN: Error writing a file"), False), (ValueError("Gloo is no word of a status"), False),
-    (caused(DataError("no file"), jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")), False)])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), True),
+        (
+            caused(
+                TimeoutError("barrier"), jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
+            ),
+            True,
+        ),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        (TimeoutError("a file server"), False),
+        (
+            ValueError(
+                "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547]"
+                " Connection closed by peer [127.0.0.1]:55471"
+            ),
+            True,
+        ),
+        (
+            caused(
+                TimeoutError("a save"),
+                ValueError("INTERNAL: NCCL operation ncclAllGather failed: remote error"),
+            ),
+            True,
+        ),
+        (ValueError("UNKNOWN: Error writing a file"), False),
+        (ValueError("Gloo is no word of a status"), False),
+        (
+            caused(
+                DataError("no file"), jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
+            ),
+            False,
+        ),
+    ],
+)
 def test_what_the_loss_of_another_process_looks_like(error, expected):
     assert has_lost_another(error) is expected

@@ -9,12 +9,21 @@ from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import AxisSizes, check_devices
 from optimus_jax.mesh.build import discover
 
-NEWER_FRACTION, FRACTION, HOST_LIMIT_GIB = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+NEWER_FRACTION, FRACTION, HOST_LIMIT_GIB = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
+)
 
 
 def test_the_devices_of_the_tests():
     found = discover()
-    assert (found.num_devices, found.num_processes, found.num_hosts, found.platform) == (8, 1, 1, "cpu")
+    assert (found.num_devices, found.num_processes, found.num_hosts, found.platform) == (
+        8,
+        1,
+        1,
+        "cpu",
+    )
 
 
 def test_gpus_may_be_used_almost_whole_unless_the_user_says_otherwise(monkeypatch):
@@ -58,7 +67,9 @@ def test_most_of_the_host_is_there_for_its_gpus_unless_the_user_says_otherwise(m
     assert discover().host_bytes_per_device == int(HOST_MEMORY_SHARE * host_bytes / 8)
 
 
-@pytest.mark.parametrize(("said", "capability"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("gfx942", None), (None, None)])
+@pytest.mark.parametrize(
+    ("said", "capability"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("gfx942", None), (None, None)]
+)
 def test_the_compute_capability_is_what_the_driver_says(said, capability, monkeypatch):
     class Device:
         process_index, platform, device_kind = 0, "gpu", "some GPU"

@@ -17,8 +17,12 @@ index = st.tuples(*(st.integers(0, size - 1) for size in SHAPE))
 
 
 def sharded(values, num_devices, spec):
-    mesh = jax.make_mesh((num_devices // 2 or 1, min(2, num_devices)), ("a", "b"),
-                         axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:num_devices])
+    mesh = jax.make_mesh(
+        (num_devices // 2 or 1, min(2, num_devices)),
+        ("a", "b"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[:num_devices],
+    )
     return jax.device_put(values, NamedSharding(mesh, spec))
 
 
@@ -39,6 +43,7 @@ def as_dtype(bits, dtype):
 
 def by_definition(bits):
     """The module's docstring again, in NumPy and one element at a time."""
+
     def scramble(x):
         x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
         x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
@@ -63,9 +68,20 @@ def test_is_what_checkpoints_on_disk_have():
     assert checksum(np.arange(24, dtype=np.float32).reshape(2, 3, 4)) == 1692453027
 
 
-@pytest.mark.parametrize(("num_devices", "spec"), [
-    (8, P()), (8, P("a")), (8, P("a", "b")), (8, P(("a", "b"))), (8, P(None, "b", "a")),
-    (4, P("b", None, "a")), (4, P("a")), (2, P(None, "b")), (1, P())])
+@pytest.mark.parametrize(
+    ("num_devices", "spec"),
+    [
+        (8, P()),
+        (8, P("a")),
+        (8, P("a", "b")),
+        (8, P(("a", "b"))),
+        (8, P(None, "b", "a")),
+        (4, P("b", None, "a")),
+        (4, P("a")),
+        (2, P(None, "b")),
+        (1, P()),
+    ],
+)
 def test_is_the_same_for_every_layout(num_devices, spec):
     values = as_dtype(words("float32"), "float32")
     leaf = sharded(values, num_devices, spec)
@@ -82,7 +98,9 @@ def test_gathers_nothing():
 
 
 @settings(deadline=None, max_examples=50)
-@given(dtype=st.sampled_from(DTYPES[:-1]), place=index, bit=st.integers(0, 31), seed=st.integers(0, 9))
+@given(
+    dtype=st.sampled_from(DTYPES[:-1]), place=index, bit=st.integers(0, 31), seed=st.integers(0, 9)
+)
 def test_one_flipped_bit_changes_it(dtype, place, bit, seed):
     bits = words(dtype, seed)
     flipped = bits.copy()
@@ -94,7 +112,8 @@ def test_one_flipped_bit_changes_it(dtype, place, bit, seed):
 @given(first=index, second=index, seed=st.integers(0, 9), negated=st.booleans())
 def test_two_elements_that_change_places_change_it(first, second, seed, negated):
     values = as_dtype(words("int32", seed), "int32").copy()
-    if negated:  # differs in the sign bit alone, which a plain sum of bits times odd weights cannot tell
+    # differs in the sign bit alone, which a plain sum of bits times odd weights cannot tell
+    if negated:
         values[second] = values[first] ^ np.int32(-(2**31))
     assume(values[first] != values[second])
     swapped = values.copy()

@@ -27,7 +27,9 @@ def plan(mesh, **parallel):
     return build(GPT, case(mesh, **parallel)).plan
 
 
-@pytest.mark.parametrize("option", [*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL], ids=lambda option: option.name)
+@pytest.mark.parametrize(
+    "option", [*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL], ids=lambda option: option.name
+)
 def test_xla_knows_the_name_and_takes_the_value(option):
     assert jax.jit(lambda x: x + 1, compiler_options={option.name: option.value})(1.0) == 2.0
 
@@ -37,18 +39,21 @@ def test_a_name_that_xla_does_not_know_is_refused_by_it():
         jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such_thing": True})(1.0)
 
 
-@pytest.mark.parametrize(("device", "mesh", "settings", "wanted"), [
-    (GPU, "data=1", {}, []),
-    (GPU, "data=1", {"offload": "optimizer"}, [HIDING]),
-    (GPU, "data=8", {}, [HIDING]),
-    (GPU, "fsdp=8", {"zero": 3}, [HIDING, GATHERING_AHEAD]),
-    (GPU, "fsdp=8", {"zero": 1}, [HIDING]),
-    (GPU, "fsdp=8", {"zero": 3, "microbatches": 2}, [HIDING]),
-    (GPU, "pipe=2,fsdp=4", {"zero": 3, "microbatches": 1, "schedule": "gpipe"}, [HIDING]),
-    (B200, "data=1", {}, [ON_BLACKWELL]),
-    (("cpu", "cpu"), "fsdp=8", {}, list(ON_CPU)),
-    (("tpu", "TPU v5"), "fsdp=8", {}, []),
-])
+@pytest.mark.parametrize(
+    ("device", "mesh", "settings", "wanted"),
+    [
+        (GPU, "data=1", {}, []),
+        (GPU, "data=1", {"offload": "optimizer"}, [HIDING]),
+        (GPU, "data=8", {}, [HIDING]),
+        (GPU, "fsdp=8", {"zero": 3}, [HIDING, GATHERING_AHEAD]),
+        (GPU, "fsdp=8", {"zero": 1}, [HIDING]),
+        (GPU, "fsdp=8", {"zero": 3, "microbatches": 2}, [HIDING]),
+        (GPU, "pipe=2,fsdp=4", {"zero": 3, "microbatches": 1, "schedule": "gpipe"}, [HIDING]),
+        (B200, "data=1", {}, [ON_BLACKWELL]),
+        (("cpu", "cpu"), "fsdp=8", {}, list(ON_CPU)),
+        (("tpu", "TPU v5"), "fsdp=8", {}, []),
+    ],
+)
 def test_options_are_chosen_by_device_and_plan(device, mesh, settings, wanted):
     assert list(options_for(*device, plan(mesh, **settings))) == wanted
 
@@ -59,7 +64,9 @@ def test_what_the_user_says_is_left_to_the_user(monkeypatch):
     assert list(options_for(*GPU, fsdp)) == [GATHERING_AHEAD]
 
 
-@pytest.mark.parametrize("name", ["xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather"])
+@pytest.mark.parametrize(
+    "name", ["xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather"]
+)
 def test_gathering_ahead_is_left_to_the_user_under_either_name(name, monkeypatch):
     assert name in (GATHERING_AHEAD.name, GATHERING_AHEAD.other_name)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=anything")
@@ -67,27 +74,43 @@ def test_gathering_ahead_is_left_to_the_user_under_either_name(name, monkeypatch
 
 
 def test_options_are_shown_as_xla_flags_takes_them():
-    assert GATHERING_AHEAD.text in ("xla_gpu_enable_pipelined_all_gather=true", "xla_gpu_pipeline_all_gather=on")
+    assert GATHERING_AHEAD.text in (
+        "xla_gpu_enable_pipelined_all_gather=true",
+        "xla_gpu_pipeline_all_gather=on",
+    )
     assert ON_BLACKWELL.text == "xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
     text = "import jax; print(jax.numpy.ones(1) + 1)"
-    flags = " ".join(f"--{option.text}" for option in (*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL))
-    subprocess.run([sys.executable, "-c", text], env={**os.environ, "XLA_FLAGS": flags}, check=True, capture_output=True)
+    flags = " ".join(
+        f"--{option.text}" for option in (*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL)
+    )
+    subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "XLA_FLAGS": flags},
+        check=True,
+        capture_output=True,
+    )
 
 
 def test_xla_refuses_the_other_name_of_gathering_ahead():
     """Both are needed as long as both versions of JAX are."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-        jax.jit(lambda x: x + 1, compiler_options={GATHERING_AHEAD.other_name: GATHERING_AHEAD.value})(1.0)
+        jax.jit(
+            lambda x: x + 1, compiler_options={GATHERING_AHEAD.other_name: GATHERING_AHEAD.value}
+        )(1.0)
 
 
 def test_programs_are_compiled_with_them():
     program = build(GPT, case("fsdp=8")).program
     assert program.options == ON_CPU
-    assert all(option.why and option.source and option.text.startswith(option.name) for option in (*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL))
+    assert all(
+        option.why and option.source and option.text.startswith(option.name)
+        for option in (*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL)
+    )
 
 
 def test_xla_is_told_of_the_memory_that_there_is(monkeypatch):
-    """80% of an H200 less the state, times the factor, is what the run may have beside the state."""
+    """80% of an H200 less the state, times the factor, is what the run may have beside the
+    state."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     limit = memory_limit("NVIDIA H200", 64 * 10**9)
     assert limit is not None
@@ -106,7 +129,9 @@ def test_xla_is_told_of_the_memory_that_there_is(monkeypatch):
 
 
 def test_a_gpu_that_is_here_tells_how_much_it_has(monkeypatch):
-    """XLA's 80% are of the driver's bytes: with a factor from the data sheet's it would count on more than JAX's pool."""
+    """XLA's 80% are of the driver's bytes: with a factor from the data sheet's it would count on
+    more than JAX's pool.
+    """
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     driver, state = 150_754_820_096, 100 * 10**9
@@ -131,6 +156,10 @@ def test_what_jax_may_use_is_asked_of_a_device_that_is_here(monkeypatch):
             self.memory_stats = lambda: stats
 
     elsewhere, silent, here = Device(), Device(), Device({"bytes_limit": 123})
-    for local, devices, found in (([here], [elsewhere, here], 123), ([silent], [silent], None), ([here], [elsewhere], None)):
+    for local, devices, found in (
+        ([here], [elsewhere, here], 123),
+        ([silent], [silent], None),
+        ([here], [elsewhere], None),
+    ):
         monkeypatch.setattr("jax.local_devices", lambda local=local: local)
         assert usable_bytes(SimpleNamespace(devices=np.array(devices, object))) == found

@@ -1,4 +1,6 @@
-"""An exchange, acted out in NumPy, gives every device what indexing says; and nobody sends or gets more than needed."""
+"""An exchange, acted out in NumPy, gives every device what indexing says; and nobody sends or gets
+more than needed.
+"""
 
 import collections
 import itertools
@@ -14,7 +16,9 @@ from optimus_jax.reshard.exchange import Lying, make_exchange, matchings
 
 
 def whole_of(lying, num_rows, rest):
-    """A whole array whose elements are all different and not zero; rows by number, zeros in rows that are empty."""
+    """A whole array whose elements are all different and not zero; rows by number, zeros in rows
+    that are empty.
+    """
     numbered = np.arange(1, num_rows * math.prod(rest) + 1).reshape(num_rows, *rest)
     rows = np.array(lying.rows)
     return np.where((rows == EMPTY).reshape(-1, *[1] * len(rest)), 0, numbered[np.maximum(rows, 0)])
@@ -22,55 +26,93 @@ def whole_of(lying, num_rows, rest):
 
 def shards_of(lying, whole):
     """What each device holds; zeros where it has nothing."""
-    return [np.zeros(lying.local, int) if block is None else
-            whole[tuple(slice(place * size, (place + 1) * size) for place, size in zip(block, lying.local, strict=True))]
-            for block in lying.blocks]
+    return [
+        np.zeros(lying.local, int)
+        if block is None
+        else whole[
+            tuple(
+                slice(place * size, (place + 1) * size)
+                for place, size in zip(block, lying.local, strict=True)
+            )
+        ]
+        for block in lying.blocks
+    ]
 
 
 def indices(place, shape):
     """What a piece is in a shard, for NumPy."""
     rows = np.concatenate([np.arange(first, first + count) for first, count in place.rows])
     assert len(rows) == shape[0]
-    return (rows, *(slice(start, start + size) for start, size in zip(place.starts, shape[1:], strict=True)))
+    return (
+        rows,
+        *(slice(start, start + size) for start, size in zip(place.starts, shape[1:], strict=True)),
+    )
 
 
 def acted_out(exchange, shards):
     new = [np.zeros(exchange.new, int) for _ in shards]
     for part in exchange.rounds:
-        routes = part.routes or [(device, device) for device, place in enumerate(part.put) if place is not None]
+        routes = part.routes or [
+            (device, device) for device, place in enumerate(part.put) if place is not None
+        ]
         assert len({start for start, _ in routes}) == len({end for _, end in routes}) == len(routes)
-        assert {end for _, end in routes} == {device for device, place in enumerate(part.put) if place is not None}
+        assert {end for _, end in routes} == {
+            device for device, place in enumerate(part.put) if place is not None
+        }
         for start, end in routes:
             there = new[end][indices(part.put[end], part.shape)]
             assert there.shape == part.shape
             assert not there.any(), "nothing is written twice"
-            new[end][indices(part.put[end], part.shape)] = shards[start][indices(part.take[start], part.shape)]
+            new[end][indices(part.put[end], part.shape)] = shards[start][
+                indices(part.take[start], part.shape)
+            ]
     return new
 
 
 @st.composite
 def ways_to_lie(draw, num_devices, sizes):
-    """Any grid over any of the devices, with replicas or without; rows in any slots, with empty ones."""
+    """Any grid over any of the devices, with replicas or without; rows in any slots, with empty
+    ones.
+    """
     rows, rest = sizes
-    ways = [draw(st.sampled_from([n for n in range(1, num_devices + 1) if size % n == 0])) for size in rest]
-    ways = [way if math.prod(ways[:place + 1]) <= num_devices else 1 for place, way in enumerate(ways)]
+    ways = [
+        draw(st.sampled_from([n for n in range(1, num_devices + 1) if size % n == 0]))
+        for size in rest
+    ]
+    ways = [
+        way if math.prod(ways[: place + 1]) <= num_devices else 1 for place, way in enumerate(ways)
+    ]
     if math.prod(ways) > num_devices:
         ways = [1] * len(ways)
     first = draw(st.integers(1, num_devices // math.prod(ways)))
     room = -(-(rows + draw(st.integers(0, 3))) // first) * first
-    order = draw(st.permutations([*range(rows), *[EMPTY] * (room - rows)]) | st.just([*range(rows), *[EMPTY] * (room - rows)]))
+    order = draw(
+        st.permutations([*range(rows), *[EMPTY] * (room - rows)])
+        | st.just([*range(rows), *[EMPTY] * (room - rows)])
+    )
     grid = list(itertools.product(range(first), *map(range, ways)))
     replicas = draw(st.integers(1, num_devices // len(grid)))
-    blocks = draw(st.permutations([*grid * replicas, *[None] * (num_devices - replicas * len(grid))]))
-    return Lying(local=(room // first, *(size // way for size, way in zip(rest, ways, strict=True))), blocks=tuple(blocks), rows=tuple(order))
+    blocks = draw(
+        st.permutations([*grid * replicas, *[None] * (num_devices - replicas * len(grid))])
+    )
+    return Lying(
+        local=(room // first, *(size // way for size, way in zip(rest, ways, strict=True))),
+        blocks=tuple(blocks),
+        rows=tuple(order),
+    )
 
 
 @given(st.data())
 def test_gives_every_device_what_indexing_says(data):
     num_devices = data.draw(st.integers(1, 8))
-    sizes = data.draw(st.integers(1, 6)), data.draw(st.lists(st.sampled_from([1, 2, 4, 6, 12]), max_size=2))
+    sizes = (
+        data.draw(st.integers(1, 6)),
+        data.draw(st.lists(st.sampled_from([1, 2, 4, 6, 12]), max_size=2)),
+    )
     source, target = (data.draw(ways_to_lie(num_devices, sizes)) for _ in range(2))
-    exchange = make_exchange(source, target, processes=(0,) * num_devices, most=data.draw(st.sampled_from([1, 5, 10**6])))
+    exchange = make_exchange(
+        source, target, processes=(0,) * num_devices, most=data.draw(st.sampled_from([1, 5, 10**6]))
+    )
     new = acted_out(exchange, shards_of(source, whole_of(source, *sizes)))
     for device, expected in enumerate(shards_of(target, whole_of(target, *sizes))):
         if target.blocks[device] is not None:
@@ -86,7 +128,11 @@ def test_matchings_are_as_few_as_the_busiest_device_has_routes(routes):
     for part in parts:
         for side in (0, 1):
             assert len({routes[route][side] for route in part}) == len(part)
-    counts = [count for side in (0, 1) for count in collections.Counter(route[side] for route in routes).values()]
+    counts = [
+        count
+        for side in (0, 1)
+        for count in collections.Counter(route[side] for route in routes).values()
+    ]
     degree = max(counts, default=0)
     assert len(parts) == degree
 
@@ -106,9 +152,17 @@ def received(exchange):
     return got
 
 
-@pytest.mark.parametrize(("source", "target", "rounds", "elements"), [
-    (over(8, 8), over(8, 1), 7, 42), (over(8, 1), over(8, 8), 0, 0), (over(8, 8), over(8, 8), 0, 0),
-    (over(8, 2, 4), over(8, 2), 1, 24), (over(8, 4, 2), over(8, 4), 1, 12), (over(8, 8), over(8, 4, 2), 1, 6)])
+@pytest.mark.parametrize(
+    ("source", "target", "rounds", "elements"),
+    [
+        (over(8, 8), over(8, 1), 7, 42),
+        (over(8, 1), over(8, 8), 0, 0),
+        (over(8, 8), over(8, 8), 0, 0),
+        (over(8, 2, 4), over(8, 2), 1, 24),
+        (over(8, 4, 2), over(8, 4), 1, 12),
+        (over(8, 8), over(8, 4, 2), 1, 6),
+    ],
+)
 def test_gets_only_what_it_lacks(source, target, rounds, elements):
     exchange = make_exchange(source, target, processes=(0,) * 8, most=10**6)
     assert sum(bool(part.routes) for part in exchange.rounds) == rounds

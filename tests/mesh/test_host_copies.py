@@ -1,4 +1,6 @@
-"""Pieces copied in one memory make up the shards that the exchange says, of every dtype; old shards stay as they were."""
+"""Pieces copied in one memory make up the shards that the exchange says, of every dtype; old shards
+stay as they were.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,18 @@ DEVICES = 4
 def test_shards_are_what_the_exchange_says(dtype, data):
     sizes = data.draw(st.sampled_from([(6, (4,)), (5, ()), (4, (2, 6))]))
     source, target = (data.draw(ways_to_lie(DEVICES, sizes)) for _ in range(2))
-    exchange = make_exchange(source, target, processes=(0,) * DEVICES, most=data.draw(st.sampled_from([2, 100])))
+    exchange = make_exchange(
+        source, target, processes=(0,) * DEVICES, most=data.draw(st.sampled_from([2, 100]))
+    )
     devices = jax.devices()[:DEVICES]
-    shards = [np.arange(1, 1 + np.prod(exchange.old)).reshape(exchange.old) * (place + 1) % 251 for place in range(DEVICES)]
-    old = {device: jax.device_put(shard.astype(dtype), device) for device, shard in zip(devices, shards, strict=True)}
+    shards = [
+        np.arange(1, 1 + np.prod(exchange.old)).reshape(exchange.old) * (place + 1) % 251
+        for place in range(DEVICES)
+    ]
+    old = {
+        device: jax.device_put(shard.astype(dtype), device)
+        for device, shard in zip(devices, shards, strict=True)
+    }
     new = copied(old, exchange, np.dtype(dtype), devices, Mesh(np.array(devices), (ROW,)))
     for device, shard, expected in zip(devices, shards, acted_out(exchange, shards), strict=True):
         assert new[device].dtype == dtype
@@ -35,12 +45,20 @@ def test_shards_are_what_the_exchange_says(dtype, data):
 
 
 def test_what_is_copied_may_be_donated():
-    """It is memory of JAX's own, as the state has to be: what is not is copied before a step may write there."""
+    """It is memory of JAX's own, as the state has to be: what is not is copied before a step may
+    write there.
+    """
     devices = jax.devices()[:2]
     row, rows = Mesh(np.array(devices), (ROW,)), range(1024)
-    halves, whole = Lying(local=(512,), blocks=((0,), (1,)), rows=rows), Lying(local=(1024,), blocks=((0,), (0,)), rows=rows)
+    halves, whole = (
+        Lying(local=(512,), blocks=((0,), (1,)), rows=rows),
+        Lying(local=(1024,), blocks=((0,), (0,)), rows=rows),
+    )
     exchange = make_exchange(halves, whole, processes=(0, 0), most=1024)
-    old = {device: jax.device_put(np.full(512, place, np.float32), device) for place, device in enumerate(devices)}
+    old = {
+        device: jax.device_put(np.full(512, place, np.float32), device)
+        for place, device in enumerate(devices)
+    }
     new = copied(old, exchange, np.dtype(np.float32), devices, row)[devices[0]]
     pointer = new.unsafe_buffer_pointer()
     stepped = jax.jit(lambda array: array + 1, donate_argnums=0)(new)

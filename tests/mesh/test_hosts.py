@@ -1,4 +1,5 @@
-"""Hosts are told apart by machine and network (several processes: tests/planning/test_hardware.py)."""
+"""Hosts are told apart by machine and network (several processes:
+tests/planning/test_hardware.py)."""
 
 from optimus_jax.devices import hosts
 from optimus_jax.devices.hosts import count_hosts

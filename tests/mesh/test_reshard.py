@@ -1,4 +1,6 @@
-"""A moved state is the same, bit for bit and on every device, whatever plans it goes between; and on the way little is there twice."""
+"""A moved state is the same, bit for bit and on every device, whatever plans it goes between; and
+on the way little is there twice.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +41,9 @@ def quickly():
 
 @pytest.fixture(params=["programs", "one memory"])
 def way(request, monkeypatch):
-    """How pieces get to their places: sent, as between real devices, or copied, as virtual ones of a process do it."""
+    """How pieces get to their places: sent, as between real devices, or copied, as virtual ones of
+    a process do it.
+    """
     sends = request.param == "programs"
     if sends:
         by_programs(monkeypatch)
@@ -72,7 +76,10 @@ def shards_of(layout, devices):
     found = {}
     for path, bits in bits_of(layout).items():
         leaf = layout.named[path]
-        where, local = leaf.sharding.devices_indices_map(leaf.shape), layout.lying(path, devices).local
+        where, local = (
+            leaf.sharding.devices_indices_map(leaf.shape),
+            layout.lying(path, devices).local,
+        )
         found[path] = [bits[where[device]].reshape(local) for device in devices]
     return found
 
@@ -98,19 +105,32 @@ def test_pieces_between_every_pair_make_up_the_new_shards(name):
 
 
 def live_bytes():
-    """Of all arrays, on the device that holds most; memory that several arrays share counts once."""
-    buffers = {(shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards}
+    """Of all arrays, on the device that holds most; memory that several arrays share counts
+    once."""
+    buffers = {
+        (shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+    }
     by_device = {device: 0 for device, _ in buffers}
     for (device, _), num_bytes in buffers.items():
         by_device[device] += num_bytes
     return max(by_device.values())
 
 
-@pytest.mark.parametrize(("name", "other"), [
-    ("fsdp, zero 3", "data"), ("data", "fsdp, zero 3"), ("interleaved, zero 1", "data x tensor, vocabulary whole"),
-    ("eight stages, uneven", "feed-forward over tensor, attention not, zero 3")])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("fsdp, zero 3", "data"),
+        ("data", "fsdp, zero 3"),
+        ("interleaved, zero 1", "data x tensor, vocabulary whole"),
+        ("eight stages, uneven", "feed-forward over tensor, attention not, zero 3"),
+    ],
+)
 def test_no_device_holds_more_than_the_state_and_the_budget(name, other, way):
-    """Arrays are counted when a group's old shards are still there; scratch space of programs is what XLA says."""
+    """Arrays are counted when a group's old shards are still there; scratch space of programs is
+    what XLA says.
+    """
     source, target = layout(name), layout(other)
     before = live_bytes()
     leaves = named_leaves(a_state(source))
@@ -126,15 +146,21 @@ def test_no_device_holds_more_than_the_state_and_the_budget(name, other, way):
         peak = max(peak, live_bytes() + scratch - before)
         move.release(group, leaves, arrived)
         del arrived
-    places_bytes = 8192  # of tables that tell programs where pieces lie, which stay for the way back
+    # of tables that tell programs where pieces lie, which stay for the way back
+    places_bytes = 8192
     state_bytes = max(source.num_bytes(), target.num_bytes())
     assert peak <= state_bytes + largest + places_bytes
     assert peak > state_bytes, "old and new shards of a group were counted"
 
 
 def test_other_padding_of_the_vocabulary_and_stages_over_six_devices(way):
-    there, back = (layout_of(build(MODEL, each).program) for each in (
-        case("pipe=3,tensor=2", microbatches=3, layers_per_stage=(2, 5, 3)), case("data=6")))
+    there, back = (
+        layout_of(build(MODEL, each).program)
+        for each in (
+            case("pipe=3,tensor=2", microbatches=3, layers_per_stage=(2, 5, 3)),
+            case("data=6"),
+        )
+    )
     table = "params/head/table"
     assert there.named[table].shape != back.named[table].shape
     state = Move(there, back, budget_bytes=BUDGET_BYTES).run(a_state(there))
@@ -144,7 +170,10 @@ def test_other_padding_of_the_vocabulary_and_stages_over_six_devices(way):
 
 def test_fewer_devices_and_more(way):
     """Two of eight leave and come back; nothing is read from the first of them that another has."""
-    eight, six = layout("data x fsdp, zero 1"), layout_of(build(MODEL, case("fsdp=3,tensor=2", zero=2)).program)
+    eight, six = (
+        layout("data x fsdp, zero 1"),
+        layout_of(build(MODEL, case("fsdp=3,tensor=2", zero=2)).program),
+    )
     lost = frozenset(jax.devices()[6:])
     move = Move(eight, six, budget_bytes=BUDGET_BYTES, avoid=lost)
     state = move.run(a_state(eight))
@@ -163,17 +192,28 @@ def test_the_same_plan_costs_nothing():
     assert piece_programs.piece_program.cache_info() == before, "no program is asked for"
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True):
         assert [shard.data.unsafe_buffer_pointer() for shard in old.addressable_shards] == [
-            shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards]
+            shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards
+        ]
 
 
-@pytest.mark.parametrize("name", ["data", "interleaved, uneven, zero 3", "eight stages, uneven", "attention over tensor, feed-forward not"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data",
+        "interleaved, uneven, zero 3",
+        "eight stages, uneven",
+        "attention over tensor, feed-forward not",
+    ],
+)
 def test_sums_are_those_that_checkpoints_have(name):
     """So they are the same under every plan, and those of a stored state are plan-free."""
     program = built(name).program
     source = layout_of(program)
     state = a_state(source)
     sums = ShardSums(source).of(named_leaves(state), source.named)
-    assert sums == checksums(to_stored(state, program.shapes, program.plan, program.state_shardings))
+    assert sums == checksums(
+        to_stored(state, program.shapes, program.plan, program.state_shardings)
+    )
 
 
 def test_a_copy_that_differs_on_one_device_is_found():
@@ -182,7 +222,9 @@ def test_a_copy_that_differs_on_one_device_is_found():
     path, sums = "params/final_norm/scale", ShardSums(source)
     shards = [shard.data for shard in leaves[path].addressable_shards]
     shards[5] = jax.device_put(np.asarray(shards[5]) + np.float32(1), shards[5].device)
-    wrong = jax.make_array_from_single_device_arrays(leaves[path].shape, leaves[path].sharding, shards)
+    wrong = jax.make_array_from_single_device_arrays(
+        leaves[path].shape, leaves[path].sharding, shards
+    )
     sums.of(leaves, [path])
     with pytest.raises(ReplicasDifferError, match=r"final_norm.*devices 0 and 5"):
         sums.of(leaves | {path: wrong}, [path])
@@ -192,7 +234,9 @@ def test_any_bit_in_an_empty_slot_changes_the_sum():
     source = layout("gpipe, uneven")
     leaves = named_leaves(a_state(source))
     path, empty = "params/layers/mlp_norm/scale", source.slots.index(-1)
-    wrong = jax.jit(lambda leaf: leaf.at[empty, 3].set(1e-30), out_shardings=leaves[path].sharding)(leaves[path])
+    wrong = jax.jit(lambda leaf: leaf.at[empty, 3].set(1e-30), out_shardings=leaves[path].sharding)(
+        leaves[path]
+    )
     assert ShardSums(source).of(leaves, [path]) != ShardSums(source).of({path: wrong}, [path])
 
 
@@ -200,8 +244,17 @@ def test_a_large_leaf_moves_in_pieces_of_the_budget(monkeypatch):
     """By several programs, of which each needs room for little: a sixteenth of the shard here."""
     by_programs(monkeypatch)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
-    whole, split = (Layout(leaves={"w": jax.ShapeDtypeStruct((64, 4096), jnp.float32, sharding=NamedSharding(mesh, spec))}, slots=())
-                    for spec in (P(), P("a")))
+    whole, split = (
+        Layout(
+            leaves={
+                "w": jax.ShapeDtypeStruct(
+                    (64, 4096), jnp.float32, sharding=NamedSharding(mesh, spec)
+                )
+            },
+            slots=(),
+        )
+        for spec in (P(), P("a"))
+    )
     shard_bytes = 64 * 4096 * 4
     move = Move(split, whole, budget_bytes=shard_bytes // 2)
     move.compile()

@@ -1,4 +1,6 @@
-"""A stack in another order of slots is what indexing says, bit for bit, and on the way no device holds more than shards."""
+"""A stack in another order of slots is what indexing says, bit for bit, and on the way no device
+holds more than shards.
+"""
 
 import math
 from itertools import product
@@ -17,7 +19,13 @@ from optimus_jax.mesh.axes import MESH_AXES, PIPE, AxisSizes
 from optimus_jax.mesh.slots import EMPTY, canonical_slots, layer_slots
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
-from optimus_jax.reshard.restack import _moved, is_stacked, make_rounds, restack, with_empty_slots_zero
+from optimus_jax.reshard.restack import (
+    _moved,
+    is_stacked,
+    make_rounds,
+    restack,
+    with_empty_slots_zero,
+)
 
 CASES = {
     "uneven": ("pipe=2,fsdp=2,tensor=2", layer_slots((1, 2), 2)),
@@ -27,13 +35,18 @@ CASES = {
     "interleaved": ("pipe=2,data=2,fsdp=2", layer_slots((1, 1, 1, 1), 2)),
     "interleaved, uneven": ("pipe=4,fsdp=2", layer_slots((1, 1, 1, 1, 1, 1, 2, 2), 4)),
     "interleaved, alone": ("pipe=4", layer_slots((2,) * 8, 4)),
-    "one stage": ("data=2,fsdp=2,tensor=2", (2, EMPTY, 0, 1))}
+    "one stage": ("data=2,fsdp=2,tensor=2", (2, EMPTY, 0, 1)),
+}
 
 
 def mesh_of(text):
     sizes = AxisSizes.parse(text)
-    return jax.make_mesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, devices=jax.devices()[:sizes.num_devices],
-                         axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return jax.make_mesh(
+        tuple(sizes[axis] for axis in MESH_AXES),
+        MESH_AXES,
+        devices=jax.devices()[: sizes.num_devices],
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+    )
 
 
 def stages_of(mesh):
@@ -42,11 +55,15 @@ def stages_of(mesh):
 
 def in_slots(layers, slots):
     """Rows by layer -> rows by slot."""
-    return np.stack([np.zeros_like(layers[0]) if layer == EMPTY else layers[layer] for layer in slots])
+    return np.stack(
+        [np.zeros_like(layers[0]) if layer == EMPTY else layers[layer] for layer in slots]
+    )
 
 
 def a_state(mesh, slots):
-    """Random bits (infinities and NaNs among them), a moment that is split otherwise, and leaves that stay; with their shardings."""
+    """Random bits (infinities and NaNs among them), a moment that is split otherwise, and leaves
+    that stay; with their shardings.
+    """
     rng = np.random.default_rng(0)
     num_layers = max(slots) + 1
 
@@ -54,17 +71,30 @@ def a_state(mesh, slots):
         return in_slots(rng.integers(0, 2**32, (num_layers, *shape), np.uint32).view(dtype), slots)
 
     values = {
-        "params": {"layers": {"w": rows((4, 6), np.float32), "n": rows((), np.int32)}, "head": np.ones((4, 2), np.float32)},
-        "mu": {"layers": {"w": rows((4, 6), np.float32)}, "head": np.ones((4, 2), np.float32)}, "step": np.int32(3)}
+        "params": {
+            "layers": {"w": rows((4, 6), np.float32), "n": rows((), np.int32)},
+            "head": np.ones((4, 2), np.float32),
+        },
+        "mu": {"layers": {"w": rows((4, 6), np.float32)}, "head": np.ones((4, 2), np.float32)},
+        "step": np.int32(3),
+    }
     first = stages_of(mesh)
-    specs = {"params": {"layers": {"w": P(first, None, "tensor"), "n": P(first)}, "head": P("fsdp")},
-             "mu": {"layers": {"w": P(first, ("fsdp",), "tensor")}, "head": P()}, "step": P()}
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
+    specs = {
+        "params": {"layers": {"w": P(first, None, "tensor"), "n": P(first)}, "head": P("fsdp")},
+        "mu": {"layers": {"w": P(first, ("fsdp",), "tensor")}, "head": P()},
+        "step": P(),
+    }
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
+    )
     return jax.device_put(values, shardings), shardings
 
 
 def bits(tree):
-    return {path: np.asarray(leaf).view(np.uint32) for path, leaf in named_leaves(jax.device_get(tree)).items()}
+    return {
+        path: np.asarray(leaf).view(np.uint32)
+        for path, leaf in named_leaves(jax.device_get(tree)).items()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,8 +110,10 @@ def test_equals_indexing_there_and_back(name):
     for path, leaf in bits(there).items():
         expected = before[path]
         if is_stacked(path):
-            expected = in_slots([before[path][rows[layer]] for layer in range(max(slots) + 1)], target)
-            assert not expected[max(slots) + 1:].any()
+            expected = in_slots(
+                [before[path][rows[layer]] for layer in range(max(slots) + 1)], target
+            )
+            assert not expected[max(slots) + 1 :].any()
         np.testing.assert_array_equal(leaf, expected, err_msg=path)
     assert jax.tree.map(lambda leaf: leaf.sharding, there) == shardings
     back = restack(there, shardings, source=target, target=slots)
@@ -96,7 +128,9 @@ def test_other_leaves_stay_and_moved_ones_can_be_given_up():
     assert restack(state, shardings, source=slots, target=slots, keep=False) is state
     for keep in (True, False):
         moved = restack(state, shardings, source=slots, target=target, keep=keep)
-        for (path, old), new in zip(named_leaves(state).items(), named_leaves(moved).values(), strict=True):
+        for (path, old), new in zip(
+            named_leaves(state).items(), named_leaves(moved).values(), strict=True
+        ):
             assert (new is old) == (not is_stacked(path))
             assert old.is_deleted() == (is_stacked(path) and not keep)
 
@@ -106,9 +140,19 @@ def test_moments_in_the_hosts_memory_stay_there():
     state, shardings = a_state(mesh_of(text), slots)
     target = canonical_slots(3, 2)
     expected = bits(restack(state, shardings, source=slots, target=target))
-    shardings = {**shardings, "mu": jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), shardings["mu"])}
-    moved = restack(jax.device_put(state, shardings), shardings, source=slots, target=target, keep=False)
-    assert [path for path, leaf in named_leaves(moved).items() if lies_on_host(leaf.sharding)] == ["mu/head", "mu/layers/w"]
+    shardings = {
+        **shardings,
+        "mu": jax.tree.map(
+            lambda sharding: sharding.with_memory_kind(HOST_MEMORY), shardings["mu"]
+        ),
+    }
+    moved = restack(
+        jax.device_put(state, shardings), shardings, source=slots, target=target, keep=False
+    )
+    assert [path for path, leaf in named_leaves(moved).items() if lies_on_host(leaf.sharding)] == [
+        "mu/head",
+        "mu/layers/w",
+    ]
     for path, leaf in bits(moved).items():
         np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
 
@@ -116,7 +160,9 @@ def test_moments_in_the_hosts_memory_stay_there():
 @pytest.mark.parametrize("name", [name for name, (mesh, _) in CASES.items() if "pipe" in mesh])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_memory_and_wire_are_a_few_shards(name, inverse):
-    """Beside old and new; the messages of an all-to-all would take nearly the whole leaf, or up to 4 shards, twice."""
+    """Beside old and new; the messages of an all-to-all would take nearly the whole leaf, or up to
+    4 shards, twice.
+    """
     text, slots = CASES[name]
     mesh = mesh_of(text)
     orders = slots, canonical_slots(max(slots) + 1, mesh.shape[PIPE])
@@ -131,7 +177,9 @@ def test_memory_and_wire_are_a_few_shards(name, inverse):
     assert all((each.kind, each.times) == ("collective-permute", 1) for each in moved)
     assert sum(each.num_bytes for each in moved) <= shard * row_bytes
     rounds = [part for part in make_rounds(source, target, mesh.shape[PIPE]) if part.routes]
-    assert sorted(each.num_bytes for each in moved) == sorted(part.take.shape[1] * row_bytes for part in rounds)
+    assert sorted(each.num_bytes for each in moved) == sorted(
+        part.take.shape[1] * row_bytes for part in rounds
+    )
 
 
 @st.composite
@@ -166,7 +214,12 @@ def test_rounds_move_every_layer_once_and_stages_talk_to_one_at_a_time(orders):
     assert tuple(new.ravel()) == target
     stage_of = {layer: slot // (len(source) // num_stages) for slot, layer in enumerate(source)}
     pairs = {(stage_of[layer], slot // room) for slot, layer in enumerate(target) if layer != EMPTY}
-    most = max((sum(pair[side] == stage and pair[0] != pair[1] for pair in pairs) for side, stage in product((0, 1), range(num_stages))))
+    most = max(
+        (
+            sum(pair[side] == stage and pair[0] != pair[1] for pair in pairs)
+            for side, stage in product((0, 1), range(num_stages))
+        )
+    )
     assert sum(bool(part.routes) for part in rounds) <= max(0, 2 * most - 1)
 
 

@@ -31,7 +31,14 @@ def first():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return Launch(engine="SLURM", why="", coordinator=f"127.0.0.1:{port}", num_processes=3, job="12.0", restarts=True)
+    return Launch(
+        engine="SLURM",
+        why="",
+        coordinator=f"127.0.0.1:{port}",
+        num_processes=3,
+        job="12.0",
+        restarts=True,
+    )
 
 
 def other(first, number, **changes):
@@ -54,15 +61,27 @@ def test_all_come_and_the_port_is_free_for_the_service(first):
 
 
 def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
-    with RendezvousServer(replace(first, coordinator=f"no.such.host.invalid:{address_of(first)[1]}"), soon(0.0)) as call, \
-            pytest.raises(FaultError, match=r"processes 1, 2 of 3 did not come in time\n.*nothing is known by the name of no\.such\.host\.invalid"):
+    with (
+        RendezvousServer(
+            replace(first, coordinator=f"no.such.host.invalid:{address_of(first)[1]}"), soon(0.0)
+        ) as call,
+        pytest.raises(
+            FaultError,
+            match=(
+                r"processes 1, 2 of 3 did not come in time\n.*nothing is known by the name of"
+                r" no\.such\.host\.invalid"
+            ),
+        ),
+    ):
         call.gather()
 
 
 def test_others_may_come_first(first):
     said = []
     with ThreadPoolExecutor() as pool:
-        there = [pool.submit(report, other(first, number), soon(), said.append) for number in (1, 2)]
+        there = [
+            pool.submit(report, other(first, number), soon(), said.append) for number in (1, 2)
+        ]
         with RendezvousServer(first, soon()) as call:
             call.gather()
             call.release()
@@ -130,7 +149,9 @@ def test_all_who_are_there_hear_who_is_missing(first):
         call._deadline = time.monotonic()
         with pytest.raises(FaultError, match="process 1 of 3 did not come in time"):
             call.gather()
-        with pytest.raises(FaultError, match=r"process 1 of 3 did not come in time\n  given: process 2 of 3"):
+        with pytest.raises(
+            FaultError, match=r"process 1 of 3 did not come in time\n  given: process 2 of 3"
+        ):
             there.result(LONG_S)
 
 
@@ -157,7 +178,9 @@ def test_an_address_of_another_machine_is_refused_at_once(first):
         RendezvousServer(replace(first, bind="192.0.2.1"), soon())
 
 
-@pytest.mark.parametrize(("bind", "expected"), [(None, None), ("10.0.0.1", "10.0.0.1:{}"), ("::1", "[::1]:{}")])
+@pytest.mark.parametrize(
+    ("bind", "expected"), [(None, None), ("10.0.0.1", "10.0.0.1:{}"), ("::1", "[::1]:{}")]
+)
 def test_jax_listens_there_too(first, bind, expected, monkeypatch):
     asked = {}
     monkeypatch.setattr("jax.distributed.initialize", lambda *_, **options: asked.update(options))
@@ -173,13 +196,21 @@ def test_who_never_finds_process_0_says_so(first):
 def test_who_waits_says_for_whom(first, monkeypatch):
     monkeypatch.setattr(roll_call, "TOLD_AFTER_S", 0.0)
     said = []
-    with RendezvousServer(first, soon(0.1), said.append) as call, pytest.raises(FaultError, match="processes 1, 2 of 3"):
+    with (
+        RendezvousServer(first, soon(0.1), said.append) as call,
+        pytest.raises(FaultError, match="processes 1, 2 of 3"),
+    ):
         call.gather()
     assert said[0].startswith("waiting for processes 1, 2 of 3; process 0 of 3")
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"job": "12.1"}, "another run, 12.0, has this port"), ({"num_processes": 4}, "a run of 3 processes")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"job": "12.1"}, "another run, 12.0, has this port"),
+        ({"num_processes": 4}, "a run of 3 processes"),
+    ],
+)
 def test_a_process_of_another_run_is_turned_away(first, changes, message):
     with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
         there = pool.submit(report, other(first, 1, **changes), soon())
@@ -209,7 +240,9 @@ def test_two_processes_cannot_have_one_number(first):
 
 
 def test_who_has_gone_is_missing_again_and_may_come_back(first):
-    said = json.dumps({"process": 1, "of": 3, "job": "12.0", "host": "h", "pid": 7}).encode() + b"\n"
+    said = (
+        json.dumps({"process": 1, "of": 3, "job": "12.0", "host": "h", "pid": 7}).encode() + b"\n"
+    )
     with RendezvousServer(first, soon()) as call:
         with socket.create_connection(address_of(first)) as connection:
             connection.sendall(said)
@@ -223,10 +256,22 @@ def test_who_has_gone_is_missing_again_and_may_come_back(first):
                 hear(call)
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"\0" * 5000,
-                                   b'{"process": 1e999, "pid": 1, "host": "", "job": "", "of": 3}\n', b"[" * 4000 + b"\n"])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"process": 1}\n',
+        b"[]\n",
+        b"\0" * 5000,
+        b'{"process": 1e999, "pid": 1, "host": "", "job": "", "of": 3}\n',
+        b"[" * 4000 + b"\n",
+    ],
+)
 def test_strangers_are_passed_over(first, noise):
-    with RendezvousServer(first, soon()) as call, socket.create_connection(address_of(first)) as stranger:
+    with (
+        RendezvousServer(first, soon()) as call,
+        socket.create_connection(address_of(first)) as stranger,
+    ):
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
         hear(call)  # accepts it
@@ -239,12 +284,17 @@ def test_strangers_are_passed_over(first, noise):
 def test_a_port_that_is_taken(first, monkeypatch, restarts, kind):
     """To be mended by who gave it; a job that starts again may find it free."""
     monkeypatch.setattr(roll_call, "_PORT_FREED_S", 0.0)
-    with socket.create_server(address_of(first)), pytest.raises(kind, match="process 0 cannot listen"):
+    with (
+        socket.create_server(address_of(first)),
+        pytest.raises(kind, match="process 0 cannot listen"),
+    ):
         RendezvousServer(replace(first, restarts=restarts), soon())
 
 
 def reach_oneself(address, **_):
-    """What the system does with a connection to a port that nobody has if it deals out that same port for this side of it."""
+    """What the system does with a connection to a port that nobody has if it deals out that same
+    port for this side of it.
+    """
     connection = socket.socket()
     connection.bind(("127.0.0.1", 0))
     connection.connect(connection.getsockname())
@@ -253,7 +303,9 @@ def reach_oneself(address, **_):
 
 def test_a_process_that_reaches_itself_has_found_nobody(first, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", reach_oneself)
-    with pytest.raises(FaultError, match=r"process 0 of 3 did not come in time(.|\n)*reached itself"):
+    with pytest.raises(
+        FaultError, match=r"process 0 of 3 did not come in time(.|\n)*reached itself"
+    ):
         report(other(first, 1), soon(0.2))
 
 
@@ -293,7 +345,10 @@ def test_process_0_is_understood_in_whatever_pieces_it_speaks(first):
 
 @pytest.mark.parametrize(("restarts", "kind"), [(False, ConfigError), (True, FaultError)])
 def test_who_is_lost_while_jax_connects_is_no_mistake_of_a_job(first, restarts, kind):
-    joining = SimpleNamespace(is_alive=lambda: False, failure=jax.errors.JaxRuntimeError("UNAVAILABLE: a heartbeat failed"))
+    joining = SimpleNamespace(
+        is_alive=lambda: False,
+        failure=jax.errors.JaxRuntimeError("UNAVAILABLE: a heartbeat failed"),
+    )
     with pytest.raises(kind, match="a heartbeat failed"):
         distributed._join(replace(first, restarts=restarts), joining, soon(), list)
 

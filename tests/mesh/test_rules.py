@@ -1,4 +1,6 @@
-"""Rules map logical axes onto mesh axes without ever using one twice, and refuse what cannot be split."""
+"""Rules map logical axes onto mesh axes without ever using one twice, and refuse what cannot be
+split.
+"""
 
 import math
 from dataclasses import replace
@@ -21,7 +23,16 @@ from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.training.optimizer import adamw
 from optimus_jax.training.state import planned_shapes, state_specs
 
-MODEL = ModelConfig(name="m", family="llama", num_heads=24, num_kv_heads=2, head_dim=4, embed_dim=48, mlp_dim=96, num_layers=3)
+MODEL = ModelConfig(
+    name="m",
+    family="llama",
+    num_heads=24,
+    num_kv_heads=2,
+    head_dim=4,
+    embed_dim=48,
+    mlp_dim=96,
+    num_layers=3,
+)
 
 
 def is_legal(plan: Plan, model: ModelConfig) -> bool:
@@ -50,13 +61,21 @@ def test_every_leaf_of_a_legal_plan_is_cut_into_equal_shards_by_different_axes(d
         shard = NamedSharding(mesh, found[path]).shard_shape(leaf.shape)
         assert tuple(size * way for size, way in zip(shard, ways, strict=True)) == leaf.shape, path
         over_fsdp = plan.axes.fsdp > 1 and "embed" in names_of(shapes, path)
-        assert ("fsdp" in axes) == (over_fsdp and plan.zero >= (3 if path.startswith("params") else 1)), path
-        assert ("pipe" in axes) == (plan.axes.pipe > 1 and not {"layers", "vocab"}.isdisjoint(names_of(shapes, path))), path
+        assert ("fsdp" in axes) == (
+            over_fsdp and plan.zero >= (3 if path.startswith("params") else 1)
+        ), path
+        assert ("pipe" in axes) == (
+            plan.axes.pipe > 1 and not {"layers", "vocab"}.isdisjoint(names_of(shapes, path))
+        ), path
         if "layers" in names_of(shapes, path):
             assert leaf.shape[0] == len(shapes.slots) == slots_of(plan, model), path
     assert sorted(layer for layer in shapes.slots if layer >= 0) == list(range(model.num_layers))
     rows = [axis for entry in batch_spec(plan.active_rules(model)) for axis in axes_of(entry)]
-    assert math.prod(plan.axes[axis] for axis in rows) == plan.axes.data * plan.axes.fsdp == plan.batch_ways()
+    assert (
+        math.prod(plan.axes[axis] for axis in rows)
+        == plan.axes.data * plan.axes.fsdp
+        == plan.batch_ways()
+    )
 
 
 def slots_of(plan: Plan, model: ModelConfig) -> int:
@@ -95,7 +114,11 @@ def test_vocabulary_is_padded_to_whole_shards_and_little_more(vocab_size, axes):
 
 
 def test_padding_does_not_depend_on_the_mesh_for_usual_sizes():
-    meshes = [AxisSizes(tensor=n) for n in (1, 2, 4, 8)] + [AxisSizes(fsdp=n) for n in (2, 8)] + [AxisSizes(pipe=8), AxisSizes(pipe=2, tensor=4)]
+    meshes = (
+        [AxisSizes(tensor=n) for n in (1, 2, 4, 8)]
+        + [AxisSizes(fsdp=n) for n in (2, 8)]
+        + [AxisSizes(pipe=8), AxisSizes(pipe=2, tensor=4)]
+    )
     for vocab_size in (257, 50257, 32000, 128256):
         assert len({padded_vocab(vocab_size, make_rules(MODEL), axes) for axes in meshes}) == 1
 
@@ -105,30 +128,87 @@ def test_heads_that_stay_whole_keep_key_value_heads_whole():
     assert "kv_heads" not in dict(make_rules(MODEL, ["heads=none"]))
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["mpl=none"], r"unknown logical axis 'mpl'(.|\n)*did you mean 'mlp'"),
-    (["mlp=tensr"], r"unknown mesh axis 'tensr'(.|\n)*did you mean 'tensor'"),
-    (["mlp"], r"unknown mesh axis ''(.|\n)*choose one of: pipe, data, fsdp, tensor, none"),
-    (["mlp=none", "mlp=tensor"], r"two rules for logical axis 'mlp'(.|\n)*mlp=none,mlp=tensor"),
-    (["mlp=fsdp"], r"'mlp' cannot be split over 'fsdp'(.|\n)*choose mlp=tensor or none"),
-    (["norm=tensor"], r"'norm' cannot be split over 'tensor'(.|\n)*choose norm=none"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mpl=none"], r"unknown logical axis 'mpl'(.|\n)*did you mean 'mlp'"),
+        (["mlp=tensr"], r"unknown mesh axis 'tensr'(.|\n)*did you mean 'tensor'"),
+        (["mlp"], r"unknown mesh axis ''(.|\n)*choose one of: pipe, data, fsdp, tensor, none"),
+        (["mlp=none", "mlp=tensor"], r"two rules for logical axis 'mlp'(.|\n)*mlp=none,mlp=tensor"),
+        (["mlp=fsdp"], r"'mlp' cannot be split over 'fsdp'(.|\n)*choose mlp=tensor or none"),
+        (["norm=tensor"], r"'norm' cannot be split over 'tensor'(.|\n)*choose norm=none"),
+    ],
+)
 def test_rules_that_are_refused(overrides, message):
     with pytest.raises(PlanError, match=message):
         make_rules(MODEL, overrides)
 
 
-@pytest.mark.parametrize(("axes", "model", "overrides", "message"), [
-    (AxisSizes(tensor=5), MODEL, [], r"'heads' of m (.|\n)*num_heads=24 over tensor=5(.|\n)*choose tensor so that it divides 24, or a rule that keeps 'heads' whole"),
-    (AxisSizes(tensor=8), replace(MODEL, mlp_dim=100), [], r"'mlp' of m (.|\n)*mlp_dim=100 over tensor=8(.|\n)*divides 100"),
-    (AxisSizes(fsdp=5), MODEL, [], r"'embed' of m (.|\n)*embed_dim=48 over fsdp=5(.|\n)*choose fsdp so that it divides 48"),
-    (AxisSizes(pipe=2), MODEL, ["layers=none"], r"2 devices along mesh axis 'pipe' would(.|\n)*use pipe=1(.|\n)*'layers'"),
-    (AxisSizes(pipe=2, tensor=2), MODEL, ["vocab=tensor"], r"2 devices along mesh axis 'pipe' would(.|\n)*use pipe=1(.|\n)*'vocab'"),
-    (AxisSizes(tensor=3), MODEL, [], r"'kv_heads' of m (.|\n)*num_kv_heads=2 over tensor=3(.|\n)*choose tensor so that it divides 2 or is a multiple of it"),
-    (AxisSizes(data=2), MODEL, ["batch=none"], r"2 devices along mesh axis 'data' would all do the same work"),
-    (AxisSizes(fsdp=4), MODEL, ["batch=data"], r"4 devices along mesh axis 'fsdp' would(.|\n)*use fsdp=1(.|\n)*'batch'"),
-    (AxisSizes(tensor=2), MODEL, ["heads=none", "mlp=none", "vocab=none"], r"2 devices along mesh axis 'tensor' would"),
-])
+@pytest.mark.parametrize(
+    ("axes", "model", "overrides", "message"),
+    [
+        (
+            AxisSizes(tensor=5),
+            MODEL,
+            [],
+            (
+                r"'heads' of m (.|\n)*num_heads=24 over tensor=5(.|\n)*choose tensor so that it"
+                r" divides 24, or a rule that keeps 'heads' whole"
+            ),
+        ),
+        (
+            AxisSizes(tensor=8),
+            replace(MODEL, mlp_dim=100),
+            [],
+            r"'mlp' of m (.|\n)*mlp_dim=100 over tensor=8(.|\n)*divides 100",
+        ),
+        (
+            AxisSizes(fsdp=5),
+            MODEL,
+            [],
+            r"'embed' of m (.|\n)*embed_dim=48 over fsdp=5(.|\n)*choose fsdp so that it divides 48",
+        ),
+        (
+            AxisSizes(pipe=2),
+            MODEL,
+            ["layers=none"],
+            r"2 devices along mesh axis 'pipe' would(.|\n)*use pipe=1(.|\n)*'layers'",
+        ),
+        (
+            AxisSizes(pipe=2, tensor=2),
+            MODEL,
+            ["vocab=tensor"],
+            r"2 devices along mesh axis 'pipe' would(.|\n)*use pipe=1(.|\n)*'vocab'",
+        ),
+        (
+            AxisSizes(tensor=3),
+            MODEL,
+            [],
+            (
+                r"'kv_heads' of m (.|\n)*num_kv_heads=2 over tensor=3(.|\n)*choose tensor so that"
+                r" it divides 2 or is a multiple of it"
+            ),
+        ),
+        (
+            AxisSizes(data=2),
+            MODEL,
+            ["batch=none"],
+            r"2 devices along mesh axis 'data' would all do the same work",
+        ),
+        (
+            AxisSizes(fsdp=4),
+            MODEL,
+            ["batch=data"],
+            r"4 devices along mesh axis 'fsdp' would(.|\n)*use fsdp=1(.|\n)*'batch'",
+        ),
+        (
+            AxisSizes(tensor=2),
+            MODEL,
+            ["heads=none", "mlp=none", "vocab=none"],
+            r"2 devices along mesh axis 'tensor' would",
+        ),
+    ],
+)
 def test_splits_that_are_refused(axes, model, overrides, message):
     with pytest.raises(PlanError, match=message):
         check_rules(make_rules(model, overrides), axes, model)

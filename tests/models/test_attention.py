@@ -1,4 +1,6 @@
-"""Attention: who sees whom, its hand-written gradient against plain autodiff, and which kernel may run."""
+"""Attention: who sees whom, its hand-written gradient against plain autodiff, and which kernel may
+run.
+"""
 
 import functools
 from dataclasses import replace
@@ -24,7 +26,9 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import compute_precision
 
 
-def arrays(length, num_keys=None, *, batch=2, heads=4, groups=2, head_dim=4, dtype=jnp.float32, seed=0):
+def arrays(
+    length, num_keys=None, *, batch=2, heads=4, groups=2, head_dim=4, dtype=jnp.float32, seed=0
+):
     """Queries, keys and values."""
     random = np.random.default_rng(seed)
     shapes = (batch, length, heads, head_dim), *[(batch, num_keys or length, groups, head_dim)] * 2
@@ -32,7 +36,9 @@ def arrays(length, num_keys=None, *, batch=2, heads=4, groups=2, head_dim=4, dty
 
 
 def plain(q, k, v, *, segments=None, offset=0, keep=None):
-    """Attention by its definition, every query head with a key/value head of its own; its gradient is autodiff's."""
+    """Attention by its definition, every query head with a key/value head of its own; its gradient
+    is autodiff's.
+    """
     length, num_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     sees = (offset + np.arange(length))[:, None] >= np.arange(num_keys)[None, :]
     sees = jnp.broadcast_to(sees, (q.shape[0], length, num_keys))
@@ -52,14 +58,23 @@ def assert_same(ours, theirs, inputs, tolerance=F32_RELATIVE):
         def loss(*x):
             out = attention(*x)
             return (out.astype(jnp.float32) * weight).sum(), out
+
         return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*inputs))
 
     for found, expected in zip(both(ours), both(theirs), strict=True):
-        assert relative_error(np.asarray(found, np.float32), np.asarray(expected, np.float32)) <= tolerance
+        assert (
+            relative_error(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+            <= tolerance
+        )
 
 
 @settings(max_examples=10)
-@given(length=st.integers(1, 12), groups=st.sampled_from((1, 2, 4)), documents=st.booleans(), seed=st.integers(0, 99))
+@given(
+    length=st.integers(1, 12),
+    groups=st.sampled_from((1, 2, 4)),
+    documents=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_values_and_gradients_are_those_of_the_definition(length, groups, documents, seed):
     inputs = arrays(length, groups=groups, seed=seed)
     begins = np.random.default_rng(seed).random((2, length)) < 0.3
@@ -71,16 +86,24 @@ def test_values_and_gradients_are_those_of_the_definition(length, groups, docume
 @pytest.mark.parametrize("documents", [False, True])
 def test_blocks_of_queries_change_nothing(documents, monkeypatch):
     length = 48
-    segments = jnp.asarray(np.arange(length)[None, :] // 20 + np.zeros((2, 1)), jnp.int32) if documents else None
+    segments = (
+        jnp.asarray(np.arange(length)[None, :] // 20 + np.zeros((2, 1)), jnp.int32)
+        if documents
+        else None
+    )
     monkeypatch.setattr(kernels, "MIN_BLOCK", 8)
     assert kernels.block_size(length) == 8
-    assert_same(functools.partial(attend, visibility=Visibility(segments), kernel="xla"), functools.partial(plain, segments=segments),
-                arrays(length))
+    assert_same(
+        functools.partial(attend, visibility=Visibility(segments), kernel="xla"),
+        functools.partial(plain, segments=segments),
+        arrays(length),
+    )
 
 
 def test_block_sizes():
-    assert [kernels.block_size(length) for length in (1, 64, 127, 128, 192, 256, 512, 1024, 4096, 1000)] == [
-        1, 64, 127, 64, 64, 64, 64, 128, 512, 125]
+    assert [
+        kernels.block_size(length) for length in (1, 64, 127, 128, 192, 256, 512, 1024, 4096, 1000)
+    ] == [1, 64, 127, 64, 64, 64, 64, 128, 512, 125]
 
 
 def test_blocks_leave_out_keys_that_no_query_of_theirs_sees():
@@ -115,8 +138,12 @@ def test_in_16_bits_scores_and_softmax_are_float32(dtype):
 
 def test_dropout_is_the_same_in_forward_and_backward_and_keeps_the_mean():
     q, k, v = arrays(16)
-    keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(jax.random.split(jax.random.key(0), 2), jnp.arange(4))
-    ours = functools.partial(attend, visibility=Visibility(), kernel="xla", dropout=0.5, keys_BH=keys)
+    keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(
+        jax.random.split(jax.random.key(0), 2), jnp.arange(4)
+    )
+    ours = functools.partial(
+        attend, visibility=Visibility(), kernel="xla", dropout=0.5, keys_BH=keys
+    )
     drawn = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys, 0).reshape(-1)
     keep = kernels.keep_mask(drawn, (16, 16), 0.5).reshape(2, 4, 16, 16)
     assert 0.4 < keep.mean(dtype=jnp.float32) < 0.6
@@ -140,7 +167,12 @@ def test_documents_do_not_leak(name):
     """Other tokens in the first document leave the second one's logits as they are, bit by bit."""
     model = plans.MODELS[name]
     shapes = model_shapes(model, 104)
-    params = jax.tree.map(lambda leaf: jnp.asarray(np.random.default_rng(leaf.size).standard_normal(leaf.shape) * 0.2, leaf.dtype), shapes.params)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(
+            np.random.default_rng(leaf.size).standard_normal(leaf.shape) * 0.2, leaf.dtype
+        ),
+        shapes.params,
+    )
     comm, border, length = Collectives(jnp.dtype(jnp.float32)), 6, plans.SEQ_LEN
     index = np.arange(length, dtype=np.int32)[None, :]
     positions = jnp.asarray(np.where(index < border, index, index - border))
@@ -160,31 +192,60 @@ def test_documents_do_not_leak(name):
     leaked = logits(tokens, together)[:, border:] != logits(others, together)[:, border:]
     assert leaked.any(-1).all(), "without documents everything after it is changed"
     later = np.where(index >= border, (tokens + 1) % plans.VOCAB_SIZE, tokens)
-    np.testing.assert_array_equal(logits(later, together)[:, :border], logits(tokens, together)[:, :border])
+    np.testing.assert_array_equal(
+        logits(later, together)[:, :border], logits(tokens, together)[:, :border]
+    )
 
 
 def chosen(wanted, *, device, settings):
-    config = Config(model=ModelConfig(head_dim=64)).with_values({"precision.compute": "bf16", **settings, "parallel.attention": wanted})
+    config = Config(model=ModelConfig(head_dim=64)).with_values(
+        {"precision.compute": "bf16", **settings, "parallel.attention": wanted}
+    )
     topology = Cluster.parse(f"{device}:1").topology()
     return choose_kernel(config, topology, compute_precision(config, topology))
 
 
-@pytest.mark.parametrize(("device", "settings", "why"), [
-    ("cpu", {}, "it runs on GPUs, and this platform is cpu"),
-    ("v100", {"precision.compute": "f16"}, r"compute capability 8\.0 or higher, and that of Tesla V100-SXM2-32GB is 7\.0"),
-    ("h100", {"precision.compute": "f32"}, "it computes in bf16 or f16, and the precision is f32"),
-    ("h100", {"model.dropout": 0.1}, "no dropout on attention weights, and model.dropout is 0.1"),
-    ("h100", {"model.head_dim": 20}, "head_dim is 20"),
-    ("h100", {"model.head_dim": 256}, "up to 128 wide, and head_dim is 256"),
-    ("h100", {"data.seq_len": 129}, "even numbers of tokens, and data.seq_len is 129"),
-])
+@pytest.mark.parametrize(
+    ("device", "settings", "why"),
+    [
+        ("cpu", {}, "it runs on GPUs, and this platform is cpu"),
+        (
+            "v100",
+            {"precision.compute": "f16"},
+            r"compute capability 8\.0 or higher, and that of Tesla V100-SXM2-32GB is 7\.0",
+        ),
+        (
+            "h100",
+            {"precision.compute": "f32"},
+            "it computes in bf16 or f16, and the precision is f32",
+        ),
+        (
+            "h100",
+            {"model.dropout": 0.1},
+            "no dropout on attention weights, and model.dropout is 0.1",
+        ),
+        ("h100", {"model.head_dim": 20}, "head_dim is 20"),
+        ("h100", {"model.head_dim": 256}, "up to 128 wide, and head_dim is 256"),
+        ("h100", {"data.seq_len": 129}, "even numbers of tokens, and data.seq_len is 129"),
+    ],
+)
 def test_a_kernel_that_cannot_run_is_refused_and_never_chosen(device, settings, why):
-    with pytest.raises(PlanError, match=f"cuDNN attention kernel cannot run here(.|\\n)*{why}(.|\\n)*parallel.attention=xla"):
+    with pytest.raises(
+        PlanError,
+        match=f"cuDNN attention kernel cannot run here(.|\\n)*{why}(.|\\n)*parallel.attention=xla",
+    ):
         chosen("cudnn", device=device, settings=settings)
-    assert chosen("auto", device=device, settings=settings) == chosen("xla", device=device, settings=settings) == "xla"
+    assert (
+        chosen("auto", device=device, settings=settings)
+        == chosen("xla", device=device, settings=settings)
+        == "xla"
+    )
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision.compute": "f16"}, {"data.seq_len": 129, "data.respect_documents": False}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"precision.compute": "f16"}, {"data.seq_len": 129, "data.respect_documents": False}],
+)
 @pytest.mark.parametrize("device", ["a100", "h200", "b200", "rtx3090"])
 def test_the_fused_kernel_is_chosen_where_it_runs(device, settings):
     assert chosen("auto", device=device, settings=settings) == "cudnn"
@@ -195,6 +256,12 @@ def test_the_fused_kernel_is_chosen_where_it_runs(device, settings):
 def test_a_gpu_whose_capability_the_driver_does_not_say_does_without(device_kind):
     """AMD's, for one: JAX calls its platform gpu too."""
     config = Config(model=ModelConfig(head_dim=64))
-    there = Topology(num_devices=1, num_processes=1, platform="gpu", device_kind=device_kind, bytes_per_device=None)
+    there = Topology(
+        num_devices=1,
+        num_processes=1,
+        platform="gpu",
+        device_kind=device_kind,
+        bytes_per_device=None,
+    )
     assert choose_kernel(config, there, "bf16") == "xla"
     assert choose_kernel(config, replace(there, compute_capability=(9, 0)), "bf16") == "cudnn"

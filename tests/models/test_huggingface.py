@@ -26,7 +26,12 @@ from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.huggingface import HEAD, config_from_huggingface, from_huggingface, to_huggingface
+from optimus_jax.models.huggingface import (
+    HEAD,
+    config_from_huggingface,
+    from_huggingface,
+    to_huggingface,
+)
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.planning.search.assemble import plan_for
@@ -35,63 +40,139 @@ from optimus_jax.training.step import Program, build_program
 
 GLOBAL_BATCH, SEQ_LEN = 4, 24
 LOGITS_ATOL = 2e-5
-"""Absolute. Logits are up to 6 large, and each rounding on the way to them is 6e-8 of what it rounds."""
+"""Absolute. Logits are up to 6 large, and each rounding on the way to them is 6e-8 of what it
+rounds."""
 GRADIENT_RTOL = 1e-4
-"""Of the largest entry of a leaf. The key biases' gradient, zero but for rounding, is in one leaf with the value biases'."""
+"""Of the largest entry of a leaf. The key biases' gradient, zero but for rounding, is in one leaf
+with the value biases'."""
 
-GPT2 = {"model_type": "gpt2", "n_positions": 32, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_positions": 32,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 64, "num_hidden_layers": 2}
-ROPE_SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32}
+ROPE_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 """With heads 16 wide, some frequencies are left alone, some blended and some stretched."""
 
 CASES = {
     "gpt2": GPT2 | {"vocab_size": 128, "n_layer": 2, "n_embd": 32, "n_head": 4},
-    "gpt2, own mlp_dim, odd vocabulary": GPT2 | {
-        "vocab_size": 101, "n_layer": 3, "n_embd": 48, "n_head": 6, "n_inner": 80},
-    "gpt2, untied, one layer": GPT2 | {
-        "vocab_size": 97, "n_layer": 1, "n_embd": 64, "n_head": 2, "tie_word_embeddings": False},
-    "llama, a kv head per head": LLAMA | {
-        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4},
-    "llama, 4 heads per kv head, tied": LLAMA | {
-        "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "tie_word_embeddings": True},
-    "llama, one kv head, own head_dim, llama3 rope": LLAMA | {
-        "vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 16, "rope_theta": 10000.0, "rope_scaling": ROPE_SCALING},
+    "gpt2, own mlp_dim, odd vocabulary": GPT2
+    | {"vocab_size": 101, "n_layer": 3, "n_embd": 48, "n_head": 6, "n_inner": 80},
+    "gpt2, untied, one layer": GPT2
+    | {"vocab_size": 97, "n_layer": 1, "n_embd": 64, "n_head": 2, "tie_word_embeddings": False},
+    "llama, a kv head per head": LLAMA
+    | {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+    "llama, 4 heads per kv head, tied": LLAMA
+    | {
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "llama, one kv head, own head_dim, llama3 rope": LLAMA
+    | {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_theta": 10000.0,
+        "rope_scaling": ROPE_SCALING,
+    },
 }
 ONE_DEVICE, SHARDED = AxisSizes(), AxisSizes(data=2, fsdp=2, tensor=2)
 SHARED_KV_HEADS = ("llama, 4 heads per kv head, tied", AxisSizes(fsdp=2, tensor=4))
 """Two devices share a key/value head, of which there is more than one."""
 
 RELEASED_GPT2 = {
-    "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
-    "vocab_size": 50257}
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "attn_pdrop": 0.1,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
 RELEASED_LLAMA = {
-    "model_type": "llama", "attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
-    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
-    "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
-    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
-"""config.json of openai-community/gpt2 and meta-llama/Llama-3.2-1B, as far as it is about the model."""
+    "model_type": "llama",
+    "attention_bias": False,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+"""config.json of openai-community/gpt2 and meta-llama/Llama-3.2-1B, as far as it is about the
+model."""
 
-QUICK = {"xla_backend_optimization_level": 0} | ({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {})  # 0.11 has no such option
+# 0.11 has no such option
+QUICK = {"xla_backend_optimization_level": 0} | (
+    {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+)
 """Compiles in a tenth of the time; a step of these models takes milliseconds either way."""
 
 
 @cache
 def reference(case: str) -> SimpleNamespace:
-    """The case's model in PyTorch: weights, and of `batch()` the logits, the loss and its gradients."""
+    """The case's model in PyTorch: weights, and of `batch()` the logits, the loss and its
+    gradients.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    torch, transformers = (pytest.importorskip(name, reason=f"the reference needs {name}: pip install optimus-jax[huggingface]")
-                           for name in ("torch", "transformers"))
+    torch, transformers = (
+        pytest.importorskip(
+            name, reason=f"the reference needs {name}: pip install optimus-jax[huggingface]"
+        )
+        for name in ("torch", "transformers")
+    )
     torch.manual_seed(0)
     values = {key: value for key, value in CASES[case].items() if key != "model_type"}
-    config = transformers.AutoConfig.for_model(CASES[case]["model_type"], bos_token_id=0, eos_token_id=0, **values)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for weight in model.parameters():  # so large that scores reach 1 and no bias is 0: whatever is wrong, shows
+    config = transformers.AutoConfig.for_model(
+        CASES[case]["model_type"], bos_token_id=0, eos_token_id=0, **values
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    # so large that scores reach 1 and no bias is 0: whatever is wrong, shows
+    for weight in model.parameters():
         weight.data = 0.2 * torch.randn_like(weight) + (weight.data if weight.ndim == 1 else 0)
     rows = batch(config.vocab_size)
     logits = model(torch.tensor(rows["tokens"], dtype=torch.long)).logits
@@ -99,9 +180,12 @@ def reference(case: str) -> SimpleNamespace:
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
     return SimpleNamespace(
-        config=config.to_dict(), state_dict={name: tensor.numpy() for name, tensor in model.state_dict().items()},
-        logits=logits.detach().numpy(), loss=loss.item(),
-        gradients={name: weight.grad.numpy() for name, weight in model.named_parameters()})
+        config=config.to_dict(),
+        state_dict={name: tensor.numpy() for name, tensor in model.state_dict().items()},
+        logits=logits.detach().numpy(),
+        loss=loss.item(),
+        gradients={name: weight.grad.numpy() for name, weight in model.named_parameters()},
+    )
 
 
 @cache
@@ -110,17 +194,32 @@ def batch(vocab_size: int) -> dict[str, np.ndarray]:
     shape = (GLOBAL_BATCH, SEQ_LEN)
     ids = rng.integers(0, vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), dtype=np.int32)
     return {
-        "tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": rng.random(shape) < 0.9,
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "loss_mask": rng.random(shape) < 0.9,
         "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (GLOBAL_BATCH, 1)),
-        "segments": np.zeros(shape, np.int32), "examples": np.arange(GLOBAL_BATCH, dtype=np.int32)}
+        "segments": np.zeros(shape, np.int32),
+        "examples": np.arange(GLOBAL_BATCH, dtype=np.int32),
+    }
 
 
 def program_for(model: ModelConfig, axes: AxisSizes) -> Program:
-    """The program of a real run, whose first moment is the gradient: no clipping, no decay of the moment."""
-    config = Config(model=model, data=DataConfig(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN),
-                    parallel=ParallelConfig(loss_chunk_tokens=10), optimizer=OptimizerConfig(beta1=0.0, clip_norm=0.0))
-    topology = Topology(num_devices=axes.num_devices, num_processes=1, platform="cpu", device_kind="cpu",
-                        bytes_per_device=None)
+    """The program of a real run, whose first moment is the gradient: no clipping, no decay of the
+    moment.
+    """
+    config = Config(
+        model=model,
+        data=DataConfig(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN),
+        parallel=ParallelConfig(loss_chunk_tokens=10),
+        optimizer=OptimizerConfig(beta1=0.0, clip_norm=0.0),
+    )
+    topology = Topology(
+        num_devices=axes.num_devices,
+        num_processes=1,
+        platform="cpu",
+        device_kind="cpu",
+        bytes_per_device=None,
+    )
     plan = plan_for(config, axes, topology)
     plan.validate(model, global_batch=GLOBAL_BATCH)
     mesh = build_mesh(plan.axes, jax.devices()[: axes.num_devices])
@@ -129,9 +228,13 @@ def program_for(model: ModelConfig, axes: AxisSizes) -> Program:
 
 def state_of(program: Program, params: Params) -> TrainState:
     """The state before step 1, with these parameters."""
-    empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init, jnp.int32(0)))
+    empty = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init, jnp.int32(0))
+    )
     unscaled = dataclasses.replace(empty.loss_scale, scale=np.ones_like(empty.loss_scale.scale))
-    return jax.device_put(dataclasses.replace(empty, params=params, loss_scale=unscaled), program.state_shardings)
+    return jax.device_put(
+        dataclasses.replace(empty, params=params, loss_scale=unscaled), program.state_shardings
+    )
 
 
 def logits(program: Program, params: Params, rows: dict[str, jax.Array]) -> jax.Array:
@@ -143,9 +246,13 @@ def logits(program: Program, params: Params, rows: dict[str, jax.Array]) -> jax.
         model, one_pass = program.shapes.module(params, comm), Pass(comm=comm)
         return model.logits(model.hidden(rows["tokens"], rows["positions"], one_pass), one_pass)
 
-    specs = jax.tree.map(lambda sharding: sharding.spec, (program.state_shardings.params, program.batch_sharding))
+    specs = jax.tree.map(
+        lambda sharding: sharding.spec, (program.state_shardings.params, program.batch_sharding)
+    )
     whole_rows = P(rules.get(BATCH), None, rules.get(VOCAB))
-    return jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=whole_rows)(params, rows)
+    return jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=whole_rows)(
+        params, rows
+    )
 
 
 def run(function: Any, *args: Any) -> Any:
@@ -155,24 +262,41 @@ def run(function: Any, *args: Any) -> Any:
 
 def differences(ours: Params, theirs: Params) -> dict[str, float]:
     """Of every leaf, the largest difference over the largest entry."""
-    relative = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()), ours, theirs)
-    return {jax.tree_util.keystr(path): value for path, value in jax.tree.leaves_with_path(relative)}
+    relative = jax.tree.map(
+        lambda a, b: float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()), ours, theirs
+    )
+    return {
+        jax.tree_util.keystr(path): value for path, value in jax.tree.leaves_with_path(relative)
+    }
 
 
-@pytest.mark.parametrize(("case", "axes"), [
-    *(pytest.param(case, axes, id=f"{case} on {axes}") for case in CASES for axes in (ONE_DEVICE, SHARDED)),
-    pytest.param(*SHARED_KV_HEADS, id="{} on {}".format(*SHARED_KV_HEADS))])
+@pytest.mark.parametrize(
+    ("case", "axes"),
+    [
+        *(
+            pytest.param(case, axes, id=f"{case} on {axes}")
+            for case in CASES
+            for axes in (ONE_DEVICE, SHARDED)
+        ),
+        pytest.param(*SHARED_KV_HEADS, id="{} on {}".format(*SHARED_KV_HEADS)),
+    ],
+)
 def test_logits_loss_and_gradients_are_theirs(case: str, axes: AxisSizes):
     theirs = reference(case)
     model = config_from_huggingface(theirs.config)
     program = program_for(model, axes)
     vocab_rows = program.shapes.vocab_rows
     state = state_of(program, from_huggingface(theirs.state_dict, model, vocab_rows))
-    for matrix in (state.params["embedding"]["table"], state.params["layers"]["attention"]["query"]):
+    for matrix in (
+        state.params["embedding"]["table"],
+        state.params["layers"]["attention"]["query"],
+    ):
         assert matrix.addressable_shards[0].data.size * axes.fsdp * axes.tensor == matrix.size
     rows = put_batch(batch(model.vocab_size), program.batch_sharding, GLOBAL_BATCH)
 
-    our_logits = np.asarray(run(jax.jit(partial(logits, program)), state.params, rows))[..., : model.vocab_size]
+    our_logits = np.asarray(run(jax.jit(partial(logits, program)), state.params, rows))[
+        ..., : model.vocab_size
+    ]
     state, metrics = run(program.train_step, state, rows)
     off = differences(state.opt_state[0].mu, from_huggingface(theirs.gradients, model, vocab_rows))
     assert np.abs(our_logits - theirs.logits).max() < LOGITS_ATOL
@@ -196,9 +320,17 @@ def models(draw: st.DrawFn) -> ModelConfig:
     kv_heads, head_dim = draw(sizes), 2 * draw(sizes)
     heads = kv_heads * (draw(sizes) if family == "llama" else 1)
     return ModelConfig(
-        family=family, vocab_size=draw(st.integers(1, 20)), num_layers=draw(sizes), num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, embed_dim=draw(sizes) if family == "llama" else heads * head_dim, mlp_dim=draw(sizes),
-        max_length=draw(sizes), tied=draw(st.booleans()))
+        family=family,
+        vocab_size=draw(st.integers(1, 20)),
+        num_layers=draw(sizes),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        embed_dim=draw(sizes) if family == "llama" else heads * head_dim,
+        mlp_dim=draw(sizes),
+        max_length=draw(sizes),
+        tied=draw(st.booleans()),
+    )
 
 
 def random_params(shapes: ModelShapes) -> Params:
@@ -206,7 +338,7 @@ def random_params(shapes: ModelShapes) -> Params:
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, leaf.dtype), shapes.params)
     for part in {"embedding", "head"} & params.keys():
-        params[part]["table"][shapes.config.vocab_size:] = 0
+        params[part]["table"][shapes.config.vocab_size :] = 0
     return params
 
 
@@ -218,53 +350,116 @@ def test_there_and_back_is_the_identity(model: ModelConfig, padding: int):
     state_dict = to_huggingface(params, model)
     assert sum(tensor.size for tensor in state_dict.values()) == shapes.num_params
     assert all(tensor.ndim <= 2 and tensor.flags.c_contiguous for tensor in state_dict.values())
-    jax.tree.map(np.testing.assert_array_equal, from_huggingface(state_dict, model, shapes.vocab_rows), params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        from_huggingface(state_dict, model, shapes.vocab_rows),
+        params,
+    )
 
 
-TINY = {family: ModelConfig(family=family, vocab_size=5, num_layers=2, embed_dim=4, num_heads=2, num_kv_heads=2, head_dim=2,
-                            mlp_dim=6, max_length=8, tied=family == "gpt2") for family in ("gpt2", "llama")}
+TINY = {
+    family: ModelConfig(
+        family=family,
+        vocab_size=5,
+        num_layers=2,
+        embed_dim=4,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=2,
+        mlp_dim=6,
+        max_length=8,
+        tied=family == "gpt2",
+    )
+    for family in ("gpt2", "llama")
+}
 
 
-@pytest.mark.parametrize(("family", "prefix", "constants"), [
-    ("gpt2", "transformer.", ("h.0.attn.bias", "transformer.h.1.attn.masked_bias")),
-    ("llama", "model.", ("model.layers.1.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"))])
-def test_released_files_differ_in_prefix_constants_and_tied_heads(family: str, prefix: str, constants: tuple[str, ...]):
+@pytest.mark.parametrize(
+    ("family", "prefix", "constants"),
+    [
+        ("gpt2", "transformer.", ("h.0.attn.bias", "transformer.h.1.attn.masked_bias")),
+        (
+            "llama",
+            "model.",
+            ("model.layers.1.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"),
+        ),
+    ],
+)
+def test_released_files_differ_in_prefix_constants_and_tied_heads(
+    family: str, prefix: str, constants: tuple[str, ...]
+):
     model = TINY[family]
     params = random_params(model_shapes(model, 8))
-    released = {name.removeprefix(prefix): tensor for name, tensor in to_huggingface(params, model).items()}
-    released |= dict.fromkeys(constants, np.ones(3)) | {HEAD: params["head" if "head" in params else "embedding"]["table"][:5]}
+    released = {
+        name.removeprefix(prefix): tensor for name, tensor in to_huggingface(params, model).items()
+    }
+    released |= dict.fromkeys(constants, np.ones(3)) | {
+        HEAD: params["head" if "head" in params else "embedding"]["table"][:5]
+    }
     jax.tree.map(np.testing.assert_array_equal, from_huggingface(released, model, 8), params)
 
 
-@pytest.mark.parametrize(("family", "change", "message"), [
-    ("gpt2", {"transformer.wpe.weight": None, "transformer.h.1.ln_1.bias": None}, "missing: h.1.ln_1.bias, wpe.weight; unknown: none"),
-    ("gpt2", {"score.weight": np.zeros(1)}, "missing: none; unknown: score.weight"),
-    ("gpt2", {f"transformer.h.{layer}.ln_1.bias": np.zeros(4) for layer in range(2, 9)}, "h.6.ln_1.bias and 2 more"),
-    ("gpt2", {"transformer.h.0.attn.c_attn.weight": np.zeros((12, 4))}, r"'h.0.attn.c_attn.weight'.*\n.*\(12, 4\), wanted \(4, 12\)"),
-    ("gpt2", {HEAD: np.zeros((5, 4))}, "tied, but lm_head.weight is not the embedding"),
-    ("llama", {HEAD: None}, "missing: lm_head.weight"),
-    ("llama", {"model.layers.1.self_attn.v_proj.weight": np.zeros((2, 4))}, r"v_proj.*\n.*\(2, 4\), wanted \(4, 4\)")])
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "gpt2",
+            {"transformer.wpe.weight": None, "transformer.h.1.ln_1.bias": None},
+            "missing: h.1.ln_1.bias, wpe.weight; unknown: none",
+        ),
+        ("gpt2", {"score.weight": np.zeros(1)}, "missing: none; unknown: score.weight"),
+        (
+            "gpt2",
+            {f"transformer.h.{layer}.ln_1.bias": np.zeros(4) for layer in range(2, 9)},
+            "h.6.ln_1.bias and 2 more",
+        ),
+        (
+            "gpt2",
+            {"transformer.h.0.attn.c_attn.weight": np.zeros((12, 4))},
+            r"'h.0.attn.c_attn.weight'.*\n.*\(12, 4\), wanted \(4, 12\)",
+        ),
+        ("gpt2", {HEAD: np.zeros((5, 4))}, "tied, but lm_head.weight is not the embedding"),
+        ("llama", {HEAD: None}, "missing: lm_head.weight"),
+        (
+            "llama",
+            {"model.layers.1.self_attn.v_proj.weight": np.zeros((2, 4))},
+            r"v_proj.*\n.*\(2, 4\), wanted \(4, 4\)",
+        ),
+    ],
+)
 def test_other_weights_are_refused(family: str, change: dict, message: str):
     model = TINY[family]
     state_dict = to_huggingface(random_params(model_shapes(model, 8)), model) | change
     with pytest.raises(CheckpointError, match=message):
-        from_huggingface({name: tensor for name, tensor in state_dict.items() if tensor is not None}, model, 8)
+        from_huggingface(
+            {name: tensor for name, tensor in state_dict.items() if tensor is not None}, model, 8
+        )
 
 
 def test_released_configs_are_our_presets():
     assert config_from_huggingface(RELEASED_GPT2) == dataclasses.replace(gpt2(), name="custom")
-    assert config_from_huggingface(RELEASED_LLAMA) == dataclasses.replace(llama3_2_1b(), name="custom")
+    assert config_from_huggingface(RELEASED_LLAMA) == dataclasses.replace(
+        llama3_2_1b(), name="custom"
+    )
 
 
-@pytest.mark.parametrize(("released", "change", "message"), [
-    (RELEASED_GPT2, {"model_type": "gpt_neo"}, "'gpt_neo'"),
-    (RELEASED_GPT2, {"activation_function": "relu"}, "activation_function='relu'"),
-    (RELEASED_GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-    (RELEASED_GPT2, {"n_layer": None, "n_embd": None}, "no n_layer, n_embd"),
-    (RELEASED_LLAMA, {"attention_bias": True}, "attention_bias=True"),
-    (RELEASED_LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    (RELEASED_LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-    (RELEASED_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks numbers")])
+@pytest.mark.parametrize(
+    ("released", "change", "message"),
+    [
+        (RELEASED_GPT2, {"model_type": "gpt_neo"}, "'gpt_neo'"),
+        (RELEASED_GPT2, {"activation_function": "relu"}, "activation_function='relu'"),
+        (
+            RELEASED_GPT2,
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx=True",
+        ),
+        (RELEASED_GPT2, {"n_layer": None, "n_embd": None}, "no n_layer, n_embd"),
+        (RELEASED_LLAMA, {"attention_bias": True}, "attention_bias=True"),
+        (RELEASED_LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (RELEASED_LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        (RELEASED_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks numbers"),
+    ],
+)
 def test_other_models_are_refused(released: dict, change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         config_from_huggingface(released | change)

@@ -1,4 +1,6 @@
-"""Keys come from one function, which names their generator; whatever JAX is set to, draws are the same under every plan."""
+"""Keys come from one function, which names their generator; whatever JAX is set to, draws are the
+same under every plan.
+"""
 
 import ast
 from dataclasses import replace
@@ -15,8 +17,13 @@ import optimus_jax
 from optimus_jax.inference.generation import Sampling, draw
 from optimus_jax.models.keys import make_key
 
-OTHERWISE = {"jax_default_prng_impl": "rbg", "jax_random_seed_offset": 7, "jax_enable_custom_prng": True, "jax_legacy_prng_key": "error",
-             "jax_high_dynamic_range_gumbel": True}
+OTHERWISE = {
+    "jax_default_prng_impl": "rbg",
+    "jax_random_seed_offset": 7,
+    "jax_enable_custom_prng": True,
+    "jax_legacy_prng_key": "error",
+    "jax_high_dynamic_range_gumbel": True,
+}
 PACKAGE = Path(optimus_jax.__file__).parent
 
 
@@ -35,8 +42,12 @@ def otherwise():
 def test_a_key_is_what_jax_makes_where_nothing_is_set(seed):
     expected = jax.random.key(seed)
     assert make_key(seed).dtype == expected.dtype
-    np.testing.assert_array_equal(jax.random.key_data(make_key(seed)), jax.random.key_data(expected))
-    np.testing.assert_array_equal(jax.random.key_data(jax.jit(make_key)(jnp.uint32(seed))), jax.random.key_data(expected))
+    np.testing.assert_array_equal(
+        jax.random.key_data(make_key(seed)), jax.random.key_data(expected)
+    )
+    np.testing.assert_array_equal(
+        jax.random.key_data(jax.jit(make_key)(jnp.uint32(seed))), jax.random.key_data(expected)
+    )
 
 
 def first_losses(case):
@@ -57,8 +68,12 @@ def expected_losses():
     return first_losses(plans.ONE_DEVICE)
 
 
-def test_weights_and_dropout_are_the_same_under_another_default_generator(expected_losses, otherwise):
-    assert first_losses(plans.case("data=2,tensor=2")) == pytest.approx(expected_losses, rel=F32_RELATIVE)
+def test_weights_and_dropout_are_the_same_under_another_default_generator(
+    expected_losses, otherwise
+):
+    assert first_losses(plans.case("data=2,tensor=2")) == pytest.approx(
+        expected_losses, rel=F32_RELATIVE
+    )
 
 
 def test_samples_are_the_same_under_another_default_generator(request):
@@ -79,17 +94,29 @@ def keys_made_elsewhere(source: str) -> list[int]:
             found.append(node.lineno)
         if not isinstance(node, ast.Call):
             continue
-        name, keywords = ast.unparse(node.func), {keyword.arg: keyword.value for keyword in node.keywords}
-        makes = name.rpartition(".")[2] in ("key", "PRNGKey", "seed") and "random" in name.split(".")
+        name, keywords = (
+            ast.unparse(node.func),
+            {keyword.arg: keyword.value for keyword in node.keywords},
+        )
+        makes = name.rpartition(".")[2] in ("key", "PRNGKey", "seed") and "random" in name.split(
+            "."
+        )
         wraps = name.endswith("wrap_key_data") and "impl" not in keywords
         # A stream of flax is given a key, never a number from which it would make one.
-        streams = name.rpartition(".")[2] == "Rngs" and (node.args or any(isinstance(value, ast.Constant) for value in keywords.values()))
+        streams = name.rpartition(".")[2] == "Rngs" and (
+            node.args or any(isinstance(value, ast.Constant) for value in keywords.values())
+        )
         if makes or wraps or streams:
             found.append(node.lineno)
     return found
 
 
 def test_no_other_line_makes_a_key():
-    assert keys_made_elsewhere("jax.random.key(0)\nrandom.PRNGKey(1)\nnnx.Rngs(0)\nnnx.Rngs(params=0)\njax.random.wrap_key_data(x)\nfrom jax.random import key") == [6, 1, 2, 3, 4, 5]
+    assert keys_made_elsewhere(
+        "jax.random.key(0)\nrandom.PRNGKey(1)\nnnx.Rngs(0)\nnnx.Rngs(params=0)\njax.random.wrap_key_data(x)\nfrom"
+        " jax.random import key"
+    ) == [6, 1, 2, 3, 4, 5]
     files = sorted(PACKAGE.rglob("*.py")) + sorted((PACKAGE.parent / "scripts").glob("*.py"))
-    assert {str(file): lines for file in files if (lines := keys_made_elsewhere(file.read_text()))} == {}
+    assert {
+        str(file): lines for file in files if (lines := keys_made_elsewhere(file.read_text()))
+    } == {}

@@ -1,4 +1,6 @@
-"""Parts of a block: sums over tokens are float32 in every format, and dropout belongs to the example."""
+"""Parts of a block: sums over tokens are float32 in every format, and dropout belongs to the
+example.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +23,41 @@ def cotangents(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
     weight = cotangents(dtype)
-    loss = lambda bias: (add_bias(jnp.zeros_like(weight), nnx.Param(bias)) * weight).astype(jnp.float32).sum()  # noqa: E731
+    loss = lambda bias: (
+        (add_bias(jnp.zeros_like(weight), nnx.Param(bias)) * weight).astype(jnp.float32).sum()
+    )  # noqa: E731
     gradient = jax.jit(jax.grad(loss))(jnp.zeros(EMBED))
     assert gradient.dtype == jnp.float32
-    assert relative_error(np.asarray(gradient), np.asarray(weight, np.float64).sum((0, 1))) <= F32_RELATIVE
+    assert (
+        relative_error(np.asarray(gradient), np.asarray(weight, np.float64).sum((0, 1)))
+        <= F32_RELATIVE
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(dtype):
     weight, rows = cotangents(dtype), jnp.asarray(np.arange(TOKENS)[None] % 3, jnp.int32)
-    loss = lambda table: (rows_of(table.astype(dtype), rows, dtype) * weight).astype(jnp.float32).sum()  # noqa: E731
+    loss = lambda table: (
+        (rows_of(table.astype(dtype), rows, dtype) * weight).astype(jnp.float32).sum()
+    )  # noqa: E731
     gradient = jax.jit(jax.grad(loss))(jnp.zeros((4, EMBED)))
     expected = np.zeros((4, EMBED))
     np.add.at(expected, np.asarray(rows)[0], np.asarray(weight, np.float64)[0])
-    assert relative_error(np.asarray(gradient), expected) <= MATMUL_RELATIVE[jnp.dtype(dtype).name], "rounded once, at the end"
+    assert (
+        relative_error(np.asarray(gradient), expected) <= MATMUL_RELATIVE[jnp.dtype(dtype).name]
+    ), "rounded once, at the end"
 
 
-@pytest.mark.parametrize(("kind", "by_definition"), [
-    ("layer", lambda x: (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.01)),
-    ("rms", lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.01))])
+@pytest.mark.parametrize(
+    ("kind", "by_definition"),
+    [
+        (
+            "layer",
+            lambda x: (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.01),
+        ),
+        ("rms", lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.01)),
+    ],
+)
 def test_norms_by_their_definition(kind, by_definition):
     x = np.random.default_rng(1).standard_normal((2, 3, 16)).astype(np.float32) * 3 + 1
     with nnx.use_eager_sharding(False):
@@ -55,13 +73,25 @@ def test_norms_by_their_definition(kind, by_definition):
 @pytest.mark.parametrize("columns", [(5,), (2, 5)])
 def test_projections_and_their_gradients_are_those_of_an_einsum(columns):
     random = np.random.default_rng(2)
-    x, out, weight = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (2, 3, *columns), (4, *columns)))
+    x, out, weight = (
+        jnp.asarray(random.standard_normal(shape), jnp.float32)
+        for shape in ((2, 3, 4), (2, 3, *columns), (4, *columns))
+    )
     names = "xy"[: len(columns)]
-    for function, einsum, rows in ((project, f"bld,d{names}->bl{names}", x), (project_back, f"bl{names},d{names}->bld", out)):
-        found, found_vjp = jax.vjp(lambda a, b, function=function: function(a, b, jnp.dtype(jnp.float32)), rows, weight)
-        expected, expected_vjp = jax.vjp(lambda a, b, einsum=einsum: jnp.einsum(einsum, a, b), rows, weight)
+    for function, einsum, rows in (
+        (project, f"bld,d{names}->bl{names}", x),
+        (project_back, f"bl{names},d{names}->bld", out),
+    ):
+        found, found_vjp = jax.vjp(
+            lambda a, b, function=function: function(a, b, jnp.dtype(jnp.float32)), rows, weight
+        )
+        expected, expected_vjp = jax.vjp(
+            lambda a, b, einsum=einsum: jnp.einsum(einsum, a, b), rows, weight
+        )
         assert found.shape == expected.shape
-        for got, wanted in zip((found, *found_vjp(found)), (expected, *expected_vjp(expected)), strict=True):
+        for got, wanted in zip(
+            (found, *found_vjp(found)), (expected, *expected_vjp(expected)), strict=True
+        ):
             assert relative_error(np.asarray(got), np.asarray(wanted)) <= F32_RELATIVE
 
 
@@ -69,7 +99,9 @@ def test_dropout_is_drawn_by_example_and_site():
     keys = jax.random.split(jax.random.key(0), 4)
     x = jnp.ones((4, 50, 20))
     found = dropout(x, 0.25, keys, 1)
-    np.testing.assert_array_equal(dropout(x[2:], 0.25, keys[2:], 1), found[2:], "an example's mask does not depend on its row")
+    np.testing.assert_array_equal(
+        dropout(x[2:], 0.25, keys[2:], 1), found[2:], "an example's mask does not depend on its row"
+    )
     assert set(np.unique(found).tolist()) == {0.0, float(np.float32(1) / np.float32(0.75))}
     assert 0.72 < (found != 0).mean(dtype=jnp.float32) < 0.78
     assert (found != dropout(x, 0.25, keys, 2)).any()

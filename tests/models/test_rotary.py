@@ -1,4 +1,6 @@
-"""Rotary positions: scores depend on distances alone, lengths stay, and Llama 3 stretches the slow waves."""
+"""Rotary positions: scores depend on distances alone, lengths stay, and Llama 3 stretches the slow
+waves.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,11 @@ MODEL = ModelConfig(family="llama", head_dim=8, rope_theta=100.0)
 
 def rotated(x, position):
     """[K] at a position."""
-    return np.asarray(rotate(jnp.asarray(x)[None, None, None], angles(MODEL, jnp.full((1, 1), position, jnp.int32))))[0, 0, 0]
+    return np.asarray(
+        rotate(
+            jnp.asarray(x)[None, None, None], angles(MODEL, jnp.full((1, 1), position, jnp.int32))
+        )
+    )[0, 0, 0]
 
 
 def test_by_definition():
@@ -24,12 +30,20 @@ def test_by_definition():
     found = rotate(jnp.asarray(x), angles(MODEL, jnp.asarray(positions)))
     pairs = x[..., :4].astype(np.float64) + 1j * x[..., 4:]
     turned = pairs * np.exp(1j * positions[:, :, None, None] * 100.0 ** -(np.arange(4) / 4))
-    assert relative_error(np.asarray(found), np.concatenate([turned.real, turned.imag], axis=-1)) <= F32_RELATIVE
+    assert (
+        relative_error(np.asarray(found), np.concatenate([turned.real, turned.imag], axis=-1))
+        <= F32_RELATIVE
+    )
     np.testing.assert_array_equal(found[:, 0], x[:, 0])
 
 
 @settings(max_examples=20)
-@given(first=st.integers(0, 500), second=st.integers(0, 500), shift=st.integers(0, 500), seed=st.integers(0, 99))
+@given(
+    first=st.integers(0, 500),
+    second=st.integers(0, 500),
+    shift=st.integers(0, 500),
+    seed=st.integers(0, 99),
+)
 def test_products_depend_on_the_distance_alone(first, second, shift, seed):
     q, k = np.random.default_rng(seed).standard_normal((2, 8)).astype(np.float32)
     here, there = (rotated(q, first + by) @ rotated(k, second + by) for by in (0, shift))
@@ -48,7 +62,9 @@ def test_16_bits_are_turned_in_float32():
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 1, 1, 8)), jnp.bfloat16)
     cos_sin = angles(MODEL, jnp.full((1, 1), 777, jnp.int32))
     assert rotate(x, cos_sin).dtype == jnp.bfloat16
-    np.testing.assert_array_equal(rotate(x, cos_sin), rotate(x.astype(jnp.float32), cos_sin).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        rotate(x, cos_sin), rotate(x.astype(jnp.float32), cos_sin).astype(jnp.bfloat16)
+    )
 
 
 def test_frequencies_fall_from_one_to_nearly_the_base():
@@ -60,7 +76,9 @@ def test_frequencies_fall_from_one_to_nearly_the_base():
 
 def test_llama_3_stretches_long_waves_and_leaves_short_ones():
     model = ModelConfig(family="llama", head_dim=128, rope_theta=500_000.0)
-    scaled = ModelConfig(family="llama", head_dim=128, rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0))
+    scaled = ModelConfig(
+        family="llama", head_dim=128, rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0)
+    )
     plain, found = frequencies(model), frequencies(scaled)
     wavelength = 2 * np.pi / plain
     short, long = wavelength < 8192 / 4, wavelength > 8192
@@ -75,4 +93,6 @@ def test_llama_3_stretches_long_waves_and_leaves_short_ones():
     # By hand, for the first wave between the two: arXiv:2407.21783's smooth factor.
     first = int(np.argmax(between))
     smooth = (8192 / wavelength[first] - 1) / 3
-    assert found[first] == pytest.approx((1 - smooth) * plain[first] / 32 + smooth * plain[first], rel=F32_RELATIVE)
+    assert found[first] == pytest.approx(
+        (1 - smooth) * plain[first] / 32 + smooth * plain[first], rel=F32_RELATIVE
+    )

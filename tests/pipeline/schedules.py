@@ -15,7 +15,13 @@ def training_schedules(draw: st.DrawFn) -> Schedule:
     """What can be asked for by name."""
     name, num_stages = draw(st.sampled_from(("gpipe", "1f1b", "interleaved"))), draw(STAGES)
     if name == "interleaved":
-        return make_schedule(name, num_stages, num_stages * draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(LATENCY))
+        return make_schedule(
+            name,
+            num_stages,
+            num_stages * draw(st.integers(1, 4)),
+            draw(st.integers(1, 3)),
+            draw(LATENCY),
+        )
     return make_schedule(name, num_stages, draw(st.integers(1, 12)), 1, draw(LATENCY))
 
 

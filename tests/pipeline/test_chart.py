@@ -47,11 +47,14 @@ head      . . 0 1
 """
 
 
-@pytest.mark.parametrize(("chart", "golden"), [
-    (text(one_f_one_b(4, 6)), GOLDEN),
-    (text(interleaved(2, 2, 2, 2)), GOLDEN_INTERLEAVED),
-    (text(forward_only(3, 4), max_ticks=4, max_stages=2), GOLDEN_CUT),
-])
+@pytest.mark.parametrize(
+    ("chart", "golden"),
+    [
+        (text(one_f_one_b(4, 6)), GOLDEN),
+        (text(interleaved(2, 2, 2, 2)), GOLDEN_INTERLEAVED),
+        (text(forward_only(3, 4), max_ticks=4, max_stages=2), GOLDEN_CUT),
+    ],
+)
 def test_charts(chart, golden):
     assert chart == golden
 
@@ -76,7 +79,9 @@ def test_repeats_beyond_the_alphabet_have_numbers():
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"not installed(.|\n)*pip install 'optimus-jax\[plots\]'"):
+    with pytest.raises(
+        ConfigError, match=r"not installed(.|\n)*pip install 'optimus-jax\[plots\]'"
+    ):
         picture(one_f_one_b(2, 2), tmp_path / "chart.png")
 
 
@@ -90,5 +95,7 @@ def test_pictures(name, magic, tmp_path):
 
 def test_a_picture_of_no_known_kind_is_refused(tmp_path):
     pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match=r"ends in the kind of its file(.|\n)*chart.xyz(.|\n)*\.png or \.svg"):
+    with pytest.raises(
+        ConfigError, match=r"ends in the kind of its file(.|\n)*chart.xyz(.|\n)*\.png or \.svg"
+    ):
         picture(one_f_one_b(2, 2), tmp_path / "chart.xyz")

@@ -40,26 +40,44 @@ def collectives(case: plans.PlanCase) -> list[hlo.Moved]:
     return hlo.collectives(text, built.program.mesh)
 
 
-@pytest.mark.parametrize("case", [
-    plans.case("pipe=2,data=2,tensor=2", microbatches=4), plans.case("pipe=2,data=2", schedule="gpipe", microbatches=4),
-    plans.case("pipe=2,fsdp=2", zero=1, schedule="interleaved", microbatches=4),
-    plans.case("pipe=2,data=2", microbatches=4, stage_residuals="recompute")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        plans.case("pipe=2,data=2,tensor=2", microbatches=4),
+        plans.case("pipe=2,data=2", schedule="gpipe", microbatches=4),
+        plans.case("pipe=2,fsdp=2", zero=1, schedule="interleaved", microbatches=4),
+        plans.case("pipe=2,data=2", microbatches=4, stage_residuals="recompute"),
+    ],
+    ids=str,
+)
 def test_no_gradient_is_reduced_inside_a_tick(case):
     built, _ = compiled(case)
     in_ticks = [moved for moved in collectives(case) if "while/body" in moved.source]
     assert in_ticks
     assert {axis for moved in in_ticks for axis in moved.axes} <= ACTIVATION_AXES
-    tokens = plans.GLOBAL_BATCH * plans.SEQ_LEN // built.plan.batch_ways() // built.plan.microbatches
+    tokens = (
+        plans.GLOBAL_BATCH * plans.SEQ_LEN // built.plan.batch_ways() // built.plan.microbatches
+    )
     sizes = {int(np.prod(moved.shape)) for moved in in_ticks if moved.kind != "collective-permute"}
-    assert sizes <= {tokens * built.config.model.embed_dim, tokens, 2 * tokens, 1}, "activations and sums of the loss"
-    reduced = [moved for moved in collectives(case) if set(moved.axes) & {"data", "fsdp"} and moved.shape]
+    assert sizes <= {tokens * built.config.model.embed_dim, tokens, 2 * tokens, 1}, (
+        "activations and sums of the loss"
+    )
+    reduced = [
+        moved for moved in collectives(case) if set(moved.axes) & {"data", "fsdp"} and moved.shape
+    ]
     assert reduced
     assert {moved.loops for moved in reduced} == {()}
 
 
-@pytest.mark.parametrize("case", [
-    plans.case("pipe=2,data=2", microbatches=4), plans.case("pipe=2,data=2", schedule="gpipe", microbatches=4),
-    plans.case("pipe=2,fsdp=2", zero=1, schedule="interleaved", microbatches=4)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        plans.case("pipe=2,data=2", microbatches=4),
+        plans.case("pipe=2,data=2", schedule="gpipe", microbatches=4),
+        plans.case("pipe=2,fsdp=2", zero=1, schedule="interleaved", microbatches=4),
+    ],
+    ids=str,
+)
 def test_ticks_send_an_activation_in_the_directions_that_their_phase_needs(case):
     built, _ = compiled(case)
     schedule = built.plan.schedule()
@@ -71,7 +89,9 @@ def test_ticks_send_an_activation_in_the_directions_that_their_phase_needs(case)
 
 
 def ways_sent(schedule: Schedule, phase: Phase) -> int:
-    """Directions, of two, in which a tick of the phase brings what a neighbour computed the tick before."""
+    """Directions, of two, in which a tick of the phase brings what a neighbour computed the tick
+    before.
+    """
     arrivals = schedule.forward_ticks[:, :-1] + 1, schedule.backward_ticks[:, 1:] + 1
     return sum(bool(((ticks >= phase.start) & (ticks < phase.stop)).any()) for ticks in arrivals)
 
@@ -80,49 +100,86 @@ def test_zero_2_and_3_pay_in_every_tick():
     """Not hidden: docs/pipelines.md says what they cost."""
     for zero, kind in ((2, "reduce-scatter"), (3, "all-gather")):
         case = plans.case("pipe=2,fsdp=2", zero=zero, microbatches=4)
-        assert any(moved.kind == kind and "while/body" in moved.source for moved in collectives(case))
+        assert any(
+            moved.kind == kind and "while/body" in moved.source for moved in collectives(case)
+        )
 
 
 def flops(case: plans.PlanCase) -> tuple[int, int]:
     """Matrix products of a device: the layers' and the head's."""
     built, text = compiled(case)
     rows = built.plan.padded_vocab(MODEL) // built.plan.axes.pipe // built.plan.axes.tensor
-    assert rows not in (MODEL.embed_dim, MODEL.mlp_dim, plans.SEQ_LEN), "the head is told by its size"
+    assert rows not in (MODEL.embed_dim, MODEL.mlp_dim, plans.SEQ_LEN), (
+        "the head is told by its size"
+    )
     totals = {True: 0, False: 0}
     for matmul in hlo.matmuls(text):
         totals[any(rows in shape for shape in matmul.operands)] += matmul.total_flops
     return totals[False], totals[True]
 
 
-@pytest.mark.parametrize("case", [
-    plans.case("pipe=2,data=2", microbatches=4), plans.case("pipe=4", microbatches=8), plans.case("pipe=4,tensor=2", microbatches=4, schedule="gpipe"),
-    plans.case("pipe=2", microbatches=4, schedule="interleaved")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        plans.case("pipe=2,data=2", microbatches=4),
+        plans.case("pipe=4", microbatches=8),
+        plans.case("pipe=4,tensor=2", microbatches=4, schedule="gpipe"),
+        plans.case("pipe=2", microbatches=4, schedule="interleaved"),
+    ],
+    ids=str,
+)
 def test_work_is_useful_work_over_one_minus_idle_and_the_head_is_shared_evenly(case):
     built, _ = compiled(case)
     layers, head = flops(case)
     layers_alone, head_alone = flops(plans.ONE_DEVICE)
     devices = built.plan.num_devices
-    assert layers * devices * (1 - built.plan.schedule().idle_fraction) == pytest.approx(layers_alone)
-    # Where only some ticks of a scan have a head it stands in a conditional, of which the count takes both branches.
-    counted = sum(phase.num_ticks for phase in built.plan.schedule().phases() if phase.head is not Share.NONE)
-    assert head * devices * built.plan.microbatches == head_alone * counted, "each stage computes its part of the vocabulary"
+    assert layers * devices * (1 - built.plan.schedule().idle_fraction) == pytest.approx(
+        layers_alone
+    )
+    # Where only some ticks of a scan have a head it stands in a conditional, of which the count
+    # takes both branches.
+    counted = sum(
+        phase.num_ticks for phase in built.plan.schedule().phases() if phase.head is not Share.NONE
+    )
+    assert head * devices * built.plan.microbatches == head_alone * counted, (
+        "each stage computes its part of the vocabulary"
+    )
     if built.plan.pipeline and built.plan.pipeline.schedule == "1f1b":
         assert counted == built.plan.microbatches, "with no branch, once per microbatch"
 
 
 def test_recomputing_adds_one_forward():
-    keep, recompute = (flops(plans.case("pipe=2,data=2", microbatches=4, stage_residuals=how))[0] for how in ("keep", "recompute"))
+    keep, recompute = (
+        flops(plans.case("pipe=2,data=2", microbatches=4, stage_residuals=how))[0]
+        for how in ("keep", "recompute")
+    )
     assert recompute / keep == pytest.approx(4 / 3, rel=0.02)
 
 
 def temp_bytes(mesh: str, microbatches: int, **parallel: object) -> int:
     """Of a step whose microbatches have two rows each, however many there are."""
-    config = Config(model=MODEL, data=DataConfig(seq_len=plans.SEQ_LEN, global_batch=2 * microbatches)).with_values(
-        {"parallel.mesh": mesh, "parallel.microbatches": microbatches, **{f"parallel.{name}": value for name, value in parallel.items()}})
+    config = Config(
+        model=MODEL, data=DataConfig(seq_len=plans.SEQ_LEN, global_batch=2 * microbatches)
+    ).with_values(
+        {
+            "parallel.mesh": mesh,
+            "parallel.microbatches": microbatches,
+            **{f"parallel.{name}": value for name, value in parallel.items()},
+        }
+    )
     plan = plans.plan_for(config, plans.AxisSizes.parse(mesh), plans.discover())
-    program = build_program(config, planned_shapes(MODEL, plan), plan, build_mesh(plan.axes, jax.devices()[: plan.num_devices]))
-    batch = {name: jax.ShapeDtypeStruct((2 * microbatches, *rows.shape[1:]), rows.dtype, sharding=program.batch_sharding)
-             for name, rows in plans.host_batch(1).items()}
+    program = build_program(
+        config,
+        planned_shapes(MODEL, plan),
+        plan,
+        build_mesh(plan.axes, jax.devices()[: plan.num_devices]),
+    )
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (2 * microbatches, *rows.shape[1:]), rows.dtype, sharding=program.batch_sharding
+        )
+        for name, rows in plans.host_batch(1).items()
+    }
     state = jax.eval_shape(program.init, jnp.int32(0))
     compiled = program.train_step.lower(state, batch).compile({"xla_backend_optimization_level": 0})
     return compiled.memory_analysis().temp_size_in_bytes
@@ -132,16 +189,25 @@ def temp_bytes(mesh: str, microbatches: int, **parallel: object) -> int:
 def test_memory_of_1f1b_is_flat_in_microbatches_and_gpipes_grows(residuals):
     few, many = (temp_bytes("pipe=2", count, stage_residuals=residuals) for count in (4, 64))
     assert many <= 1.02 * few
-    few, many = (temp_bytes("pipe=2", count, schedule="gpipe", stage_residuals=residuals) for count in (4, 64))
+    few, many = (
+        temp_bytes("pipe=2", count, schedule="gpipe", stage_residuals=residuals)
+        for count in (4, 64)
+    )
     added_slots, hidden_bytes = 60, 2 * plans.SEQ_LEN * MODEL.embed_dim * 4
     if residuals == "recompute":
-        assert many - few == pytest.approx(added_slots * 2 * hidden_bytes, rel=0.02), "an input and a cotangent each"
+        assert many - few == pytest.approx(added_slots * 2 * hidden_bytes, rel=0.02), (
+            "an input and a cotangent each"
+        )
     else:
-        assert many - few > added_slots * (1 + 5 * MODEL.num_layers // 2) * hidden_bytes, "a cotangent and residuals each"
+        assert many - few > added_slots * (1 + 5 * MODEL.num_layers // 2) * hidden_bytes, (
+            "a cotangent and residuals each"
+        )
 
 
 def two_halves() -> Schedule:
-    """On two stages, forward and backward of two microbatches and then of two more: no schedule with a name ever does that."""
+    """On two stages, forward and backward of two microbatches and then of two more: no schedule
+    with a name ever does that.
+    """
     return lay_out("mine", [[0], [1], [6], [7]], [[3], [4], [9], [10]], num_stages=2, latency=1)
 
 
@@ -152,22 +218,37 @@ def test_a_users_table_is_run(tmp_path: Path):
     assert built.plan.pipeline is not None
     assert (built.plan.pipeline.schedule, built.plan.microbatches) == ("mine", 4)
     step = plans.compiled_step(built)
-    # Three ticks of forward, three of backward, and again: each is a loop of its own that sends one way.
-    sends = [moved for moved in hlo.collectives(step.as_text() or "", built.program.mesh) if moved.kind == "collective-permute"]
+    # Three ticks of forward, three of backward, and again: each is a loop of its own that sends one
+    # way.
+    sends = [
+        moved
+        for moved in hlo.collectives(step.as_text() or "", built.program.mesh)
+        if moved.kind == "collective-permute"
+    ]
     assert [moved.loops for moved in sends] == [(3,), (3,), (3,), (3,)]
     for name in SCHEDULES:
         assert len(make_schedule(name, 2, 4).phases()) < 4
-    losses = [float(side.program.eval_step(plans.random_state(side.program).params, side.batch)[0]) for side in (built, one)]
+    losses = [
+        float(side.program.eval_step(plans.random_state(side.program).params, side.batch)[0])
+        for side in (built, one)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=F32_RELATIVE)
-    metrics = [compiled(plans.random_state(side.program), side.batch)[1] for side, compiled in ((built, step), (one, plans.compiled_step(one)))]
-    assert float(metrics[0]["grad_norm"]) == pytest.approx(float(metrics[1]["grad_norm"]), rel=F32_RELATIVE)
+    metrics = [
+        compiled(plans.random_state(side.program), side.batch)[1]
+        for side, compiled in ((built, step), (one, plans.compiled_step(one)))
+    ]
+    assert float(metrics[0]["grad_norm"]) == pytest.approx(
+        float(metrics[1]["grad_norm"]), rel=F32_RELATIVE
+    )
 
 
 def test_weights_and_constants_do_not_wait_in_rings():
     params, constants = {"w": jnp.full((3, 8, 8), 0.5)}, {"scale": jnp.ones((1, 8))}
 
     def layers(params, constants, x, microbatch):
-        return lax.scan(lambda x, w: (jnp.tanh(x @ w) * constants["scale"] + microbatch, None), x, params["w"])[0]
+        return lax.scan(
+            lambda x, w: (jnp.tanh(x @ w) * constants["scale"] + microbatch, None), x, params["w"]
+        )[0]
 
     x, microbatch = jnp.ones((2, 8)), jnp.full((2, 8), 0.1)
     residuals = Residuals(layers, (params, constants), x, microbatch)
@@ -176,7 +257,11 @@ def test_weights_and_constants_do_not_wait_in_rings():
     assert [value.shape for value in kept] == [like.shape for like in residuals.like]
     expected, pull = jax.vjp(lambda params, x: layers(params, constants, x, microbatch), params, x)
     np.testing.assert_array_equal(result, expected)
-    jax.tree.map(np.testing.assert_array_equal, residuals.backward((params, constants), kept, result), pull(result))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        residuals.backward((params, constants), kept, result),
+        pull(result),
+    )
 
 
 def test_an_idle_backward_reads_what_a_forward_has_left():

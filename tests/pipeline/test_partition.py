@@ -22,9 +22,18 @@ def all_partitions(num_layers, num_stages):
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_layers)))
 
 
-@given(num_layers=st.integers(1, 10), data=st.data(), layer_cost=st.integers(1, 4), first_cost=st.integers(0, 12), last_cost=st.integers(0, 12))
+@given(
+    num_layers=st.integers(1, 10),
+    data=st.data(),
+    layer_cost=st.integers(1, 4),
+    first_cost=st.integers(0, 12),
+    last_cost=st.integers(0, 12),
+)
 def test_no_partition_is_cheaper_or_more_even(num_layers, data, layer_cost, first_cost, last_cost):
-    """Whole numbers, so that equal costs are equal. Of the best partitions, the one whose earlier stages have fewer layers."""
+    """Whole numbers, so that equal costs are equal.
+
+    Of the best partitions, the one whose earlier stages have fewer layers.
+    """
     num_stages = data.draw(st.integers(1, num_layers))
     costs = {"layer_cost": layer_cost, "first_cost": first_cost, "last_cost": last_cost}
 
@@ -32,7 +41,9 @@ def test_no_partition_is_cheaper_or_more_even(num_layers, data, layer_cost, firs
         stages = costs_of(layers, **costs)
         return max(stages), sum(cost**2 for cost in stages), layers
 
-    assert layers_per_stage(num_layers, num_stages, **costs) == min(all_partitions(num_layers, num_stages), key=badness)
+    assert layers_per_stage(num_layers, num_stages, **costs) == min(
+        all_partitions(num_layers, num_stages), key=badness
+    )
 
 
 @given(num_layers=st.integers(1, 512), data=st.data())
@@ -43,23 +54,35 @@ def test_equal_stages_differ_by_at_most_one_layer(num_layers, data):
     assert list(layers) == sorted(layers)
 
 
-@pytest.mark.parametrize(("arguments", "costs", "layers"), [
-    ((10, 4), {}, (2, 2, 3, 3)),
-    ((10, 4), {"last_cost": 2.0}, (3, 3, 3, 1)),
-    ((10, 4), {"first_cost": 0.1, "last_cost": 0.1}, (2, 3, 3, 2)),
-    ((14, 4), {"first_cost": 1.0, "last_cost": 1.0}, (3, 4, 4, 3)),
-    ((5, 4), {"last_cost": 100.0}, (1, 1, 2, 1)),
-    ((7, 1), {"first_cost": 3.0, "last_cost": 2.0}, (7,)),
-])
+@pytest.mark.parametrize(
+    ("arguments", "costs", "layers"),
+    [
+        ((10, 4), {}, (2, 2, 3, 3)),
+        ((10, 4), {"last_cost": 2.0}, (3, 3, 3, 1)),
+        ((10, 4), {"first_cost": 0.1, "last_cost": 0.1}, (2, 3, 3, 2)),
+        ((14, 4), {"first_cost": 1.0, "last_cost": 1.0}, (3, 4, 4, 3)),
+        ((5, 4), {"last_cost": 100.0}, (1, 1, 2, 1)),
+        ((7, 1), {"first_cost": 3.0, "last_cost": 2.0}, (7,)),
+    ],
+)
 def test_layers_go_where_they_cost_least(arguments, costs, layers):
     assert layers_per_stage(*arguments, **costs) == layers
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((4, 6), r"fewer layers than virtual stages(.|\n)*num_layers=4, pipe\*repeats=6(.|\n)*pipe\*repeats is 4 or less"),
-    ((0, 1), r"num_layers=0, pipe\*repeats=1(.|\n)*num_layers=1 or more"),
-    ((4, 0), r"needs stages(.|\n)*pipe\*repeats=0"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (4, 6),
+            (
+                r"fewer layers than virtual stages(.|\n)*num_layers=4,"
+                r" pipe\*repeats=6(.|\n)*pipe\*repeats is 4 or less"
+            ),
+        ),
+        ((0, 1), r"num_layers=0, pipe\*repeats=1(.|\n)*num_layers=1 or more"),
+        ((4, 0), r"needs stages(.|\n)*pipe\*repeats=0"),
+    ],
+)
 def test_partitions_that_are_refused(arguments, message):
     with pytest.raises(PlanError, match=message):
         layers_per_stage(*arguments)

@@ -1,9 +1,10 @@
-"""What a tick of slack is for: sends have no part in a tick's arithmetic, so that the two can overlap.
+"""What a tick of slack is for: sends have no part in a tick's arithmetic, so that the two can
+overlap.
 
-Read from the traced step, before a compiler has ordered anything. Every stage sends at the beginning
-of a tick what it computed in the tick before. Two things must hold for that to cost no time: the
-send does not wait for a matmul of its own tick, and no matmul of its own tick waits for what arrives.
-The second is what latency 1 cannot give: there a tick uses what it receives.
+Read from the traced step, before a compiler has ordered anything. Every stage sends at the
+beginning of a tick what it computed in the tick before. Two things must hold for that to cost no
+time: the send does not wait for a matmul of its own tick, and no matmul of its own tick waits for
+what arrives. The second is what latency 1 cannot give: there a tick uses what it receives.
 """
 
 import dataclasses
@@ -23,8 +24,14 @@ SENDS, MATMULS = "ppermute", "dot_general"
 def tick_bodies(case: plans.PlanCase) -> list[Any]:
     """The jaxprs of one tick of each phase that sends."""
     built = plans.build(MODEL, case)
-    traced = built.program.train_step.trace(jax.eval_shape(built.program.init, jnp.int32(0)), built.batch)
-    return [body for body in every_jaxpr(traced.jaxpr.jaxpr) if any(equation.primitive.name == SENDS for equation in body.eqns)]
+    traced = built.program.train_step.trace(
+        jax.eval_shape(built.program.init, jnp.int32(0)), built.batch
+    )
+    return [
+        body
+        for body in every_jaxpr(traced.jaxpr.jaxpr)
+        if any(equation.primitive.name == SENDS for equation in body.eqns)
+    ]
 
 
 def every_jaxpr(jaxpr: Any) -> Iterator[Any]:
@@ -37,20 +44,28 @@ def every_jaxpr(jaxpr: Any) -> Iterator[Any]:
 
 def inside(equation: Any) -> list[Any]:
     """Jaxprs that an equation runs."""
-    values = itertools.chain.from_iterable(value if isinstance(value, tuple | list) else [value] for value in equation.params.values())
+    values = itertools.chain.from_iterable(
+        value if isinstance(value, tuple | list) else [value] for value in equation.params.values()
+    )
     return [inner for value in values if hasattr(inner := getattr(value, "jaxpr", value), "eqns")]
 
 
 def computes(equation: Any, name: str) -> bool:
     """Whether an equation is, or runs, a primitive of that name."""
-    return equation.primitive.name == name or any(computes(other, name) for inner in inside(equation) for other in inner.eqns)
+    return equation.primitive.name == name or any(
+        computes(other, name) for inner in inside(equation) for other in inner.eqns
+    )
 
 
 def waiting(body: Any, *, who: str, for_whom: str) -> list[Any]:
-    """Equations of one primitive that need, however indirectly, a result that another primitive has in the same tick."""
+    """Equations of one primitive that need, however indirectly, a result that another primitive has
+    in the same tick.
+    """
     late, found = set(), []
     for equation in body.eqns:
-        is_late = any(variable in late for variable in equation.invars if not hasattr(variable, "val"))
+        is_late = any(
+            variable in late for variable in equation.invars if not hasattr(variable, "val")
+        )
         if is_late and computes(equation, who):
             found.append(equation)
         if is_late or computes(equation, for_whom):
@@ -58,8 +73,11 @@ def waiting(body: Any, *, who: str, for_whom: str) -> list[Any]:
     return found
 
 
-CASES = [{"schedule": "1f1b", "microbatches": 4}, {"schedule": "1f1b", "microbatches": 4, "stage_residuals": "recompute"},
-         {"schedule": "interleaved", "microbatches": 4}]
+CASES = [
+    {"schedule": "1f1b", "microbatches": 4},
+    {"schedule": "1f1b", "microbatches": 4, "stage_residuals": "recompute"},
+    {"schedule": "interleaved", "microbatches": 4},
+]
 
 
 @pytest.mark.parametrize("parallel", CASES, ids=str)
@@ -73,7 +91,10 @@ def test_no_send_waits_for_the_work_of_its_tick(parallel, send_slack):
 
 @pytest.mark.parametrize("parallel", CASES, ids=str)
 def test_only_with_slack_does_no_work_wait_for_what_arrives_in_its_tick(parallel):
-    with_slack, without = (tick_bodies(plans.case("pipe=2,data=2", send_slack=slack, **parallel)) for slack in (True, False))
+    with_slack, without = (
+        tick_bodies(plans.case("pipe=2,data=2", send_slack=slack, **parallel))
+        for slack in (True, False)
+    )
     for body in with_slack:
         assert not waiting(body, who=MATMULS, for_whom=SENDS)
     assert any(waiting(body, who=MATMULS, for_whom=SENDS) for body in without)

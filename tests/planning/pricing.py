@@ -18,13 +18,40 @@ HOSTS = Cluster.parse("h100:8x8")
 RATES = Rates.of(HOST.accelerator)
 
 
-def plan_of(mesh: str, model: ModelConfig = GPT, *, repeats: int = 1, schedule: str = "1f1b", keep: bool = True, slack: bool = False,
-            stages: tuple[int, ...] | None = None, overrides: tuple[str, ...] = (), **fields: Any) -> Plan:
+def plan_of(
+    mesh: str,
+    model: ModelConfig = GPT,
+    *,
+    repeats: int = 1,
+    schedule: str = "1f1b",
+    keep: bool = True,
+    slack: bool = False,
+    stages: tuple[int, ...] | None = None,
+    overrides: tuple[str, ...] = (),
+    **fields: Any,
+) -> Plan:
     """A plan on `mesh`; `fields` are the Plan's own."""
     axes = AxisSizes.parse(mesh)
-    pipeline = None if axes.pipe == 1 else Pipelining(
-        schedule=schedule, layers_per_stage=stages or layers_per_stage(model.num_layers, axes.pipe * repeats), repeats=repeats,
-        send_slack=slack, keep_residuals=keep)
-    plan = Plan(axes=axes, rules=make_rules(model, overrides), zero=3 if axes.fsdp > 1 else 0, microbatches=1, pipeline=pipeline, remat="none",
-                precision="bf16", attention="cudnn", loss_chunk_tokens=2048)
+    pipeline = (
+        None
+        if axes.pipe == 1
+        else Pipelining(
+            schedule=schedule,
+            layers_per_stage=stages or layers_per_stage(model.num_layers, axes.pipe * repeats),
+            repeats=repeats,
+            send_slack=slack,
+            keep_residuals=keep,
+        )
+    )
+    plan = Plan(
+        axes=axes,
+        rules=make_rules(model, overrides),
+        zero=3 if axes.fsdp > 1 else 0,
+        microbatches=1,
+        pipeline=pipeline,
+        remat="none",
+        precision="bf16",
+        attention="cudnn",
+        loss_chunk_tokens=2048,
+    )
     return replace(plan, **fields)

@@ -15,7 +15,13 @@ from optimus_jax.planning.search.layouts import layouts
 from optimus_jax.training.state import initial_loss_scale
 
 CONFIG = Config(model=ModelConfig(head_dim=64))
-MI300X = Topology(num_devices=1, num_processes=1, platform="gpu", device_kind="AMD Instinct MI300X", bytes_per_device=None)
+MI300X = Topology(
+    num_devices=1,
+    num_processes=1,
+    platform="gpu",
+    device_kind="AMD Instinct MI300X",
+    bytes_per_device=None,
+)
 
 
 def there(device):
@@ -26,11 +32,24 @@ def said(precision):
     return CONFIG.with_values({"precision.compute": precision})
 
 
-@pytest.mark.parametrize(("topology", "precision"), [
-    (there("cpu"), "f32"), (there("a100"), "bf16"), (there("h200"), "bf16"), (there("l4"), "bf16"), (there("v100"), "f16"), (MI300X, "bf16"),
-    (replace(MI300X, compute_capability=(7, 5)), "f16")])
+@pytest.mark.parametrize(
+    ("topology", "precision"),
+    [
+        (there("cpu"), "f32"),
+        (there("a100"), "bf16"),
+        (there("h200"), "bf16"),
+        (there("l4"), "bf16"),
+        (there("v100"), "f16"),
+        (MI300X, "bf16"),
+        (replace(MI300X, compute_capability=(7, 5)), "f16"),
+    ],
+)
 def test_the_format_is_what_the_device_is_built_for_unless_one_is_given(topology, precision):
-    assert choose_plan(CONFIG, topology).plan.precision == plan_for(CONFIG, AxisSizes(), topology).precision == precision
+    assert (
+        choose_plan(CONFIG, topology).plan.precision
+        == plan_for(CONFIG, AxisSizes(), topology).precision
+        == precision
+    )
     assert {layout.precision for layout in layouts(CONFIG, topology)} == {precision}
     assert compute_precision(said("f32"), topology) == "f32"
     assert compute_precision(said("f16"), topology) == "f16"
@@ -44,4 +63,7 @@ def test_a_format_that_the_device_has_not_is_refused():
 
 @pytest.mark.parametrize(("device", "scale"), [("v100", 2.0**16), ("h100", 1), ("cpu", 1)])
 def test_only_f16_begins_with_a_loss_scale(device, scale):
-    assert initial_loss_scale(PrecisionConfig(), plan_for(CONFIG, AxisSizes(), there(device))).scale == scale
+    assert (
+        initial_loss_scale(PrecisionConfig(), plan_for(CONFIG, AxisSizes(), there(device))).scale
+        == scale
+    )

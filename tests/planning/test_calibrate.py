@@ -8,17 +8,32 @@ import pytest
 
 from optimus_jax.planning.cost.cost import NINE_IN_TEN, Prediction, Term
 from optimus_jax.planning.learning.calibrate import LINKS
-from optimus_jax.planning.learning.records import Record, append_record, calibration_of, read_records
+from optimus_jax.planning.learning.records import (
+    Record,
+    append_record,
+    calibration_of,
+    read_records,
+)
 
 
 def prediction(**terms_s) -> Prediction:
     time_s = sum(terms_s.values())
-    return Prediction(terms=tuple(Term(name=name, time_s=value, how="") for name, value in terms_s.items()), step_time_s=time_s,
-                      low_s=time_s / 2, high_s=time_s * 2, bubble=0.0, communication=0.0, tokens_per_s=1000 / time_s, mfu=0.5)
+    return Prediction(
+        terms=tuple(Term(name=name, time_s=value, how="") for name, value in terms_s.items()),
+        step_time_s=time_s,
+        low_s=time_s / 2,
+        high_s=time_s * 2,
+        bubble=0.0,
+        communication=0.0,
+        tokens_per_s=1000 / time_s,
+        mfu=0.5,
+    )
 
 
 def record(measured_s, plan="p", **terms_s) -> Record:
-    return Record(model="m", plan=plan, measured_at="2026-01-01", measured_s=measured_s, terms_s=terms_s)
+    return Record(
+        model="m", plan=plan, measured_at="2026-01-01", measured_s=measured_s, terms_s=terms_s
+    )
 
 
 def test_without_records_nothing_changes():
@@ -27,7 +42,10 @@ def test_without_records_nothing_changes():
 
 def test_the_term_that_is_off_is_found():
     """Compute is right, exchanges take 1.4 times as long: plans with different shares tell."""
-    records = [record(1.0 - share + 1.4 * share, plan=f"{share}", compute=1.0 - share, fsdp=share) for share in np.linspace(0, 0.8, 9)]
+    records = [
+        record(1.0 - share + 1.4 * share, plan=f"{share}", compute=1.0 - share, fsdp=share)
+        for share in np.linspace(0, 0.8, 9)
+    ]
     mended = calibration_of(records).applied(prediction(compute=0.5, fsdp=0.5))
     factors = {term.name: term.time_s / 0.5 for term in mended.terms}
     assert factors["compute"] == pytest.approx(1.0, abs=0.05)
@@ -37,7 +55,9 @@ def test_the_term_that_is_off_is_found():
 
 
 def test_shares_are_those_of_the_mended_terms():
-    mended = calibration_of([record(1.6, plan="a", compute=0.4, fsdp=0.6), record(1.0, plan="b", compute=1.0)]).applied(prediction(compute=0.5, fsdp=0.4, bubble=0.1))
+    mended = calibration_of(
+        [record(1.6, plan="a", compute=0.4, fsdp=0.6), record(1.0, plan="b", compute=1.0)]
+    ).applied(prediction(compute=0.5, fsdp=0.4, bubble=0.1))
     times = {term.name: term.time_s for term in mended.terms}
     assert times["fsdp"] > 0.5
     assert mended.communication == pytest.approx(times["fsdp"] / mended.step_time_s)
@@ -53,7 +73,9 @@ def test_more_plans_leave_a_narrower_interval():
     def plans(count):
         return [record(1.2, plan=f"{number}", compute=1.0) for number in range(count)]
 
-    assert width(plans(1), compute=1.0) > width(plans(3), compute=1.0) > width(plans(30), compute=1.0)
+    assert (
+        width(plans(1), compute=1.0) > width(plans(3), compute=1.0) > width(plans(30), compute=1.0)
+    )
 
 
 def test_the_same_plan_again_says_nothing_new():
@@ -63,7 +85,9 @@ def test_the_same_plan_again_says_nothing_new():
 
 
 def test_a_term_never_seen_is_mended_by_what_it_has_in_common_with_others():
-    """Neighbours on the machine slow everything down; how far off a link is beside that nobody knows yet."""
+    """Neighbours on the machine slow everything down; how far off a link is beside that nobody
+    knows yet.
+    """
     records = [record(1.2, plan=f"{number}", compute=1.0) for number in range(30)]
     unseen = calibration_of(records).applied(prediction(fsdp=1.0))
     assert 1.05 < unseen.step_time_s < 1.15
@@ -73,7 +97,10 @@ def test_a_term_never_seen_is_mended_by_what_it_has_in_common_with_others():
 
 def test_exchanges_are_off_together():
     """A slow link that fsdp has shown is slow for tensor too, and no reason to doubt computing."""
-    records = [record(1.0 + share, plan=f"{share}", compute=1.0 - share, fsdp=share) for share in np.linspace(0, 0.8, 9)]
+    records = [
+        record(1.0 + share, plan=f"{share}", compute=1.0 - share, fsdp=share)
+        for share in np.linspace(0, 0.8, 9)
+    ]
     factors = calibration_of(records).covering(["compute", "fsdp", "tensor", "recompute"]).factors
     assert factors["tensor"] > 1.5
     assert factors["recompute"] == pytest.approx(1.0, abs=0.15)
@@ -87,7 +114,10 @@ def test_records_survive_the_file_and_damaged_lines_do_not_count(tmp_path):
     with path.open("a") as file:
         file.write('{"model": "m"}\n{"half\n')
         for measured in ("NaN", "Infinity", "-1.0"):
-            file.write(f'{{"model": "m", "plan": "p", "measured_at": "", "measured_s": {measured}, "terms_s": {{"compute": 1.0}}}}\n')
+            file.write(
+                f'{{"model": "m", "plan": "p", "measured_at": "", "measured_s": {measured},'
+                ' "terms_s": {"compute": 1.0}}\n'
+            )
     append_record(path, record(3.0, compute=1.0))
     with pytest.warns(UserWarning, match="is no measurement") as warned:
         found = read_records(path)

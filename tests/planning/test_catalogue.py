@@ -5,7 +5,15 @@ import pytest
 from optimus_jax.devices.accelerators import ACCELERATORS
 from optimus_jax.planning.profiles.hardware_database import HOSTS, NETWORK, UNKNOWN_HOST, host_of
 
-NVLINK_BYTES_PER_S = {"a100": 300e9, "a100-40gb": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9, "v100": 150e9, "v100-16gb": 150e9}
+NVLINK_BYTES_PER_S = {
+    "a100": 300e9,
+    "a100-40gb": 300e9,
+    "h100": 450e9,
+    "h200": 450e9,
+    "b200": 900e9,
+    "v100": 150e9,
+    "v100-16gb": 150e9,
+}
 
 
 def test_hosts_are_of_listed_accelerators():
@@ -32,7 +40,9 @@ def test_speeds_are_of_one_direction(name):
 
 
 def test_only_nvidia_s_own_hosts_have_a_network_of_known_speed():
-    assert {name for name in HOSTS if host_of(name).between is not NETWORK} == set(NVLINK_BYTES_PER_S)
+    assert {name for name in HOSTS if host_of(name).between is not NETWORK} == set(
+        NVLINK_BYTES_PER_S
+    )
     assert host_of("a100").between.bytes_per_s * 8 == 200e9
     assert host_of("h100").between.bytes_per_s * 8 == 400e9
 

@@ -1,4 +1,6 @@
-"""What is chosen when the user leaves it open, and what is said when nothing fits; no devices needed."""
+"""What is chosen when the user leaves it open, and what is said when nothing fits; no devices
+needed.
+"""
 
 import re
 from dataclasses import replace
@@ -18,21 +20,47 @@ from optimus_jax.planning.search.search import fits
 from optimus_jax.planning.search.suggestions import NAMED
 
 GIB = 2**30
-EIGHT = Topology(num_devices=8, num_processes=1, platform="gpu", device_kind="NVIDIA H100 80GB HBM3", bytes_per_device=80 * GIB)
+EIGHT = Topology(
+    num_devices=8,
+    num_processes=1,
+    platform="gpu",
+    device_kind="NVIDIA H100 80GB HBM3",
+    bytes_per_device=80 * GIB,
+)
 
 
 def config(model, **settings):
-    return Config(model=model_preset(model), data=DataConfig(global_batch=16, seq_len=256)).with_values({"precision.compute": "f32", **settings})
+    return Config(
+        model=model_preset(model), data=DataConfig(global_batch=16, seq_len=256)
+    ).with_values({"precision.compute": "f32", **settings})
 
 
-@pytest.mark.parametrize(("model", "settings", "gib", "axes", "zero", "why"), [
-    ("gpt2", {}, 80, AxisSizes(data=8), 0, "fits on each device"),
-    ("llama3-8b", {"parallel.remat": "full"}, 80, AxisSizes(fsdp=8), 3, "does not fit on a device"),
-    ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was asked for"),
-    ("gpt2", {"parallel.mesh": "data=2,fsdp=4"}, 80, AxisSizes(data=2, fsdp=4), 3, "was given"),
-    ("gpt2-xl", {}, None, AxisSizes(data=8), 0, "fits on each device"),
-    ("gpt2", {"parallel.schedule": "gpipe"}, 80, AxisSizes(pipe=2, data=4), 0, "fits on each device"),  # which takes stages
-])
+@pytest.mark.parametrize(
+    ("model", "settings", "gib", "axes", "zero", "why"),
+    [
+        ("gpt2", {}, 80, AxisSizes(data=8), 0, "fits on each device"),
+        (
+            "llama3-8b",
+            {"parallel.remat": "full"},
+            80,
+            AxisSizes(fsdp=8),
+            3,
+            "does not fit on a device",
+        ),
+        ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was asked for"),
+        ("gpt2", {"parallel.mesh": "data=2,fsdp=4"}, 80, AxisSizes(data=2, fsdp=4), 3, "was given"),
+        ("gpt2-xl", {}, None, AxisSizes(data=8), 0, "fits on each device"),
+        # which takes stages
+        (
+            "gpt2",
+            {"parallel.schedule": "gpipe"},
+            80,
+            AxisSizes(pipe=2, data=4),
+            0,
+            "fits on each device",
+        ),
+    ],
+)
 def test_what_is_chosen(model, settings, gib, axes, zero, why):
     topology = replace(EIGHT, bytes_per_device=gib and gib * GIB)
     choice = choose_plan(config(model, **settings), topology)
@@ -41,14 +69,19 @@ def test_what_is_chosen(model, settings, gib, axes, zero, why):
     assert fits(choice.memory, topology)
 
 
-@pytest.mark.parametrize(("num_devices", "global_batch", "gib", "axes"), [
-    (3, 8, 80, AxisSizes(tensor=3)),  # three hosts are left of four
-    (6, 16, 80, AxisSizes(data=2, tensor=3)),
-    (24, 16, 80, AxisSizes(data=8, tensor=3)),
-    (10, 16, 80, AxisSizes(data=2, pipe=5)),  # twelve heads do not go over five devices
-    (6, 16, 1, AxisSizes(fsdp=2, tensor=3)),
-])
-def test_what_the_batch_cannot_be_dealt_out_over_is_split_otherwise(num_devices, global_batch, gib, axes):
+@pytest.mark.parametrize(
+    ("num_devices", "global_batch", "gib", "axes"),
+    [
+        (3, 8, 80, AxisSizes(tensor=3)),  # three hosts are left of four
+        (6, 16, 80, AxisSizes(data=2, tensor=3)),
+        (24, 16, 80, AxisSizes(data=8, tensor=3)),
+        (10, 16, 80, AxisSizes(data=2, pipe=5)),  # twelve heads do not go over five devices
+        (6, 16, 1, AxisSizes(fsdp=2, tensor=3)),
+    ],
+)
+def test_what_the_batch_cannot_be_dealt_out_over_is_split_otherwise(
+    num_devices, global_batch, gib, axes
+):
     asked = config("gpt2", **{"data.global_batch": global_batch, "parallel.remat": "full"})
     choice = choose_plan(asked, replace(EIGHT, num_devices=num_devices, bytes_per_device=gib * GIB))
     assert choice.plan.axes == axes
@@ -56,8 +89,12 @@ def test_what_the_batch_cannot_be_dealt_out_over_is_split_otherwise(num_devices,
 
 def test_layers_are_split_inside_hosts_and_stages_lie_on_several():
     three_hosts = replace(EIGHT, num_devices=6, num_hosts=3, num_processes=3)
-    assert choose_plan(config("gpt2", **{"data.global_batch": 8}), three_hosts).plan.axes == AxisSizes(pipe=3, data=2)
-    assert "split 3 ways" in choose_plan(config("gpt2", **{"data.global_batch": 8}), three_hosts).why
+    assert choose_plan(
+        config("gpt2", **{"data.global_batch": 8}), three_hosts
+    ).plan.axes == AxisSizes(pipe=3, data=2)
+    assert (
+        "split 3 ways" in choose_plan(config("gpt2", **{"data.global_batch": 8}), three_hosts).why
+    )
 
 
 def test_where_nothing_is_legal_the_error_is_about_the_batch():
@@ -71,7 +108,9 @@ def test_one_device_has_no_choice():
 
 def test_what_does_not_fit_names_bytes_and_options_that_do():
     asked = config("llama3-8b", **{"parallel.mesh": "data=8"})
-    with pytest.raises(PlanError, match=r"about [\d.]+ GiB per device are needed, 80.00 GiB are there") as caught:
+    with pytest.raises(
+        PlanError, match=r"about [\d.]+ GiB per device are needed, 80.00 GiB are there"
+    ) as caught:
         choose_plan(asked, EIGHT)
     options = str(caught.value).partition(NAMED)[2].split(" or ")
     assert any(option.startswith("--mesh ") and "fsdp" in option for option in options)
@@ -81,7 +120,9 @@ def test_what_does_not_fit_names_bytes_and_options_that_do():
 
 
 def test_what_fits_nowhere_says_so():
-    with pytest.raises(PlanError, match="use more devices or a smaller model: all split and computed again"):
+    with pytest.raises(
+        PlanError, match="use more devices or a smaller model: all split and computed again"
+    ):
         choose_plan(config("llama3.3-70b"), EIGHT)
 
 
@@ -89,7 +130,11 @@ def test_what_fits_nowhere_says_so():
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_every_measure_lowers_the_estimate(model, microbatches):
     def total(mesh, **settings):
-        asked = config(model, **{"parallel.microbatches": microbatches}, **{f"parallel.{name}": value for name, value in settings.items()})
+        asked = config(
+            model,
+            **{"parallel.microbatches": microbatches},
+            **{f"parallel.{name}": value for name, value in settings.items()},
+        )
         plan = plan_for(asked, AxisSizes.parse(mesh), EIGHT)
         return estimate_memory(asked.model, plan, seq_len=256, global_batch=16).total
 

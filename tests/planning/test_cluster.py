@@ -14,7 +14,9 @@ from optimus_jax.planning.profiles.cluster import Cluster
 
 H100S = Cluster.parse("h100:8x8")
 SIZES = st.sampled_from((1, 2, 3, 4, 6, 8))
-GROUPS = st.sets(st.sampled_from(MESH_AXES), min_size=1).map(lambda names: tuple(name for name in MESH_AXES if name in names))
+GROUPS = st.sets(st.sampled_from(MESH_AXES), min_size=1).map(
+    lambda names: tuple(name for name in MESH_AXES if name in names)
+)
 
 
 @st.composite
@@ -22,8 +24,12 @@ def meshes_on_hosts(draw):
     """Axis sizes, and devices per host: dividing the mesh or not."""
     axes = AxisSizes(pipe=draw(SIZES), data=draw(SIZES), fsdp=draw(SIZES), tensor=draw(SIZES))
     assume(axes.num_devices <= 1024)
-    devices_per_host = draw(st.one_of(st.sampled_from((1, 2, 3, 4, 6, 8, 16)), st.integers(1, axes.num_devices)))
-    return axes, replace(H100S, num_hosts=-(-axes.num_devices // devices_per_host), devices_per_host=devices_per_host)
+    devices_per_host = draw(
+        st.one_of(st.sampled_from((1, 2, 3, 4, 6, 8, 16)), st.integers(1, axes.num_devices))
+    )
+    return axes, replace(
+        H100S, num_hosts=-(-axes.num_devices // devices_per_host), devices_per_host=devices_per_host
+    )
 
 
 def hosts_of_groups(axes, names, devices_per_host):
@@ -47,20 +53,31 @@ def test_hosts_crossed_are_those_of_the_widest_group(mesh, names):
 def test_an_axis_is_inside_where_none_of_its_groups_leaves_a_host(mesh, axis):
     axes, cluster = mesh
     groups = hosts_of_groups(axes, (axis,), cluster.devices_per_host)
-    leaves, stays = (any(len(set(hosts)) > 1 for hosts in groups), any(len(set(hosts)) < len(hosts) for hosts in groups))
+    leaves, stays = (
+        any(len(set(hosts)) > 1 for hosts in groups),
+        any(len(set(hosts)) < len(hosts) for hosts in groups),
+    )
     slow_inside = replace(cluster, inside=replace(cluster.inside, bytes_per_s=1.0))
     assert cluster.link_of(axes, axis) is (cluster.between if leaves else cluster.inside)
-    assert slow_inside.link_of(axes, axis) is (slow_inside.inside if stays or not leaves else slow_inside.between)
+    assert slow_inside.link_of(axes, axis) is (
+        slow_inside.inside if stays or not leaves else slow_inside.between
+    )
 
 
 @given(meshes_on_hosts(), st.sampled_from(MESH_AXES))
 def test_a_span_that_divides_the_host_is_inside(mesh, axis):
-    """The same in closed form: on a host exactly if stride times size divides its devices, with one host or one device always."""
+    """The same in closed form: on a host exactly if stride times size divides its devices, with one
+    host or one device always.
+    """
     axes, cluster = mesh
     span = axes[axis]
-    for faster in MESH_AXES[MESH_AXES.index(axis) + 1:]:
+    for faster in MESH_AXES[MESH_AXES.index(axis) + 1 :]:
         span *= axes[faster]
-    inside = axes[axis] == 1 or axes.num_devices <= cluster.devices_per_host or cluster.devices_per_host % span == 0
+    inside = (
+        axes[axis] == 1
+        or axes.num_devices <= cluster.devices_per_host
+        or cluster.devices_per_host % span == 0
+    )
     assert (cluster.hosts_crossed(axes, (axis,)) == 1) == inside
 
 
@@ -68,14 +85,20 @@ def test_tensor_is_inside_and_data_between_on_eight_hosts_of_eight():
     axes = AxisSizes(data=2, fsdp=4, tensor=8)
     assert H100S.link_of(axes, TENSOR).name == H100S.link_of(axes, PIPE).name == "NVLink 4"
     assert H100S.link_of(axes, FSDP).name == H100S.link_of(axes, DATA).name == "InfiniBand NDR 400"
-    assert [H100S.hosts_crossed(axes, names) for names in ((TENSOR,), (FSDP,), (DATA,), (DATA, FSDP), MESH_AXES)] == [1, 4, 2, 8, 8]
+    assert [
+        H100S.hosts_crossed(axes, names)
+        for names in ((TENSOR,), (FSDP,), (DATA,), (DATA, FSDP), MESH_AXES)
+    ] == [1, 4, 2, 8, 8]
 
 
 def test_a_link_of_unknown_speed_counts_as_the_slowest():
     cluster = Cluster.parse("l40s:2x8")
     assert cluster.link_of(AxisSizes(data=16), DATA) is cluster.between
     assert cluster.between.bytes_per_s is None
-    assert cluster.with_links(["between=400Gb/s"]).link_of(AxisSizes(data=16), DATA).name == "PCIe 4 x16"
+    assert (
+        cluster.with_links(["between=400Gb/s"]).link_of(AxisSizes(data=16), DATA).name
+        == "PCIe 4 x16"
+    )
 
 
 def test_a_mesh_larger_than_the_cluster_is_refused():
@@ -83,14 +106,23 @@ def test_a_mesh_larger_than_the_cluster_is_refused():
         H100S.hosts_crossed(AxisSizes(data=128), (DATA,))
 
 
-@pytest.mark.parametrize(("text", "num_hosts", "devices_per_host"), [("h100:8x8", 8, 8), ("h100:8", 1, 8), (" H100 : 128x4 ", 128, 4), ("cpu:1x8", 1, 8)])
+@pytest.mark.parametrize(
+    ("text", "num_hosts", "devices_per_host"),
+    [("h100:8x8", 8, 8), ("h100:8", 1, 8), (" H100 : 128x4 ", 128, 4), ("cpu:1x8", 1, 8)],
+)
 def test_text_is_hosts_times_devices(text, num_hosts, devices_per_host):
     cluster = Cluster.parse(text)
-    assert (cluster.num_hosts, cluster.devices_per_host, cluster.num_devices) == (num_hosts, devices_per_host, num_hosts * devices_per_host)
+    assert (cluster.num_hosts, cluster.devices_per_host, cluster.num_devices) == (
+        num_hosts,
+        devices_per_host,
+        num_hosts * devices_per_host,
+    )
     assert (cluster.between is None) == (num_hosts == 1)
 
 
-@pytest.mark.parametrize("text", ["h100", "h100:", "h100:0x8", "h100:8x", "h100:8x8x8", "h100:-8", "h100:8 x 8"])
+@pytest.mark.parametrize(
+    "text", ["h100", "h100:", "h100:0x8", "h100:8x", "h100:8x8x8", "h100:-8", "h100:8 x 8"]
+)
 def test_a_shape_that_is_none_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match="h100:2x8"):
         Cluster.parse(text)
@@ -106,12 +138,21 @@ def test_links_can_be_given():
     cluster = Cluster.parse("h100:8x8", ["between=100Gb/s,5us", "inside=3us"])
     assert (cluster.between.bytes_per_s, cluster.between.latency_s) == (12.5e9, 5e-6)
     assert (cluster.inside.bytes_per_s, cluster.inside.latency_s) == (450e9, 3e-6)
-    assert str(cluster) == "64 x h100, NVLink 4 (450 GB/s, 3 us); 8 hosts, given link (12.5 GB/s, 5 us)"
+    assert (
+        str(cluster)
+        == "64 x h100, NVLink 4 (450 GB/s, 3 us); 8 hosts, given link (12.5 GB/s, 5 us)"
+    )
 
 
-@pytest.mark.parametrize(("shape", "link", "says"), [
-    ("8x8", "betwen=50GB/s", "did you mean 'between'"), ("8x8", "50GB/s", "choose one of: inside, between"), ("8", "between=50GB/s", "more hosts"),
-    ("8x8", "between=fast", "400Gb/s")])
+@pytest.mark.parametrize(
+    ("shape", "link", "says"),
+    [
+        ("8x8", "betwen=50GB/s", "did you mean 'between'"),
+        ("8x8", "50GB/s", "choose one of: inside, between"),
+        ("8", "between=50GB/s", "more hosts"),
+        ("8x8", "between=fast", "400Gb/s"),
+    ],
+)
 def test_a_link_that_is_none_is_refused(shape, link, says):
     with pytest.raises(ConfigError, match=says):
         Cluster.parse(f"h100:{shape}", [link])
@@ -124,26 +165,62 @@ def test_a_link_is_given_once():
 
 def test_a_cluster_is_its_topology_and_back():
     topology = H100S.topology()
-    assert (topology.num_devices, topology.num_hosts, topology.device_kind) == (64, 8, "NVIDIA H100 80GB HBM3")
+    assert (topology.num_devices, topology.num_hosts, topology.device_kind) == (
+        64,
+        8,
+        "NVIDIA H100 80GB HBM3",
+    )
     assert Cluster.of(topology) == H100S
 
 
 def test_devices_that_are_there_have_the_memory_that_jax_may_use():
-    there = Topology(num_devices=16, num_processes=16, num_hosts=2, platform="gpu", device_kind="NVIDIA H100 80GB HBM3", bytes_per_device=60 * 10**9)
+    there = Topology(
+        num_devices=16,
+        num_processes=16,
+        num_hosts=2,
+        platform="gpu",
+        device_kind="NVIDIA H100 80GB HBM3",
+        bytes_per_device=60 * 10**9,
+    )
     cluster = Cluster.of(there)
-    assert (cluster.num_hosts, cluster.devices_per_host, cluster.accelerator.memory_bytes) == (2, 8, 60 * 10**9)
+    assert (cluster.num_hosts, cluster.devices_per_host, cluster.accelerator.memory_bytes) == (
+        2,
+        8,
+        60 * 10**9,
+    )
     assert cluster.accelerator.dense_peak_flops == H100S.accelerator.dense_peak_flops
     assert Cluster.of(replace(there, num_hosts=None)).num_hosts == 16
 
 
 def test_an_unlisted_device_is_known_by_its_name_only():
-    there = Topology(num_devices=4, num_processes=1, platform="gpu", device_kind="A New One", bytes_per_device=None, compute_capability=(11, 0))
+    there = Topology(
+        num_devices=4,
+        num_processes=1,
+        platform="gpu",
+        device_kind="A New One",
+        bytes_per_device=None,
+        compute_capability=(11, 0),
+    )
     cluster = Cluster.of(there)
-    assert cluster.accelerator.dense_peak_flops is cluster.accelerator.memory_bytes is cluster.inside.bytes_per_s is cluster.between is None
+    assert (
+        cluster.accelerator.dense_peak_flops
+        is cluster.accelerator.memory_bytes
+        is cluster.inside.bytes_per_s
+        is cluster.between
+        is None
+    )
     assert cluster.accelerator.name == "A New One"
     assert cluster.topology().compute_capability == (11, 0), "but for what it can do"
 
 
 def test_hosts_with_different_numbers_of_devices_are_refused():
     with pytest.raises(ConfigError, match="6 devices on 4 hosts"):
-        Cluster.of(Topology(num_devices=6, num_processes=4, platform="cpu", device_kind="cpu", bytes_per_device=None))
+        Cluster.of(
+            Topology(
+                num_devices=6,
+                num_processes=4,
+                platform="cpu",
+                device_kind="cpu",
+                bytes_per_device=None,
+            )
+        )

@@ -19,7 +19,9 @@ from optimus_jax.planning.profiles.links import Link
 SEQ_LEN, BATCH = 1024, 64
 
 
-def exchanged(plan: Plan, model=GPT, style: ImplementationProfile = OURS) -> tuple[list[Exchange], LayerShape]:
+def exchanged(
+    plan: Plan, model=GPT, style: ImplementationProfile = OURS
+) -> tuple[list[Exchange], LayerShape]:
     shape = layer_shape(model, plan, seq_len=SEQ_LEN, global_batch=BATCH)
     return exchanges(model, plan, shape, style), shape
 
@@ -28,8 +30,19 @@ def exchange_time(exchange: Exchange, plan: Plan, cluster: Cluster, rates: Rates
     return wires(plan.axes, cluster, rates).time(exchange)
 
 
-def found(plan: Plan, kind: str, part: str, axes: tuple[str, ...], model=GPT, style: ImplementationProfile = OURS) -> list[tuple[float, float]]:
-    return [(each.num_bytes, each.count) for each in exchanged(plan, model, style)[0] if (each.kind, each.part, each.axes) == (kind, part, axes)]
+def found(
+    plan: Plan,
+    kind: str,
+    part: str,
+    axes: tuple[str, ...],
+    model=GPT,
+    style: ImplementationProfile = OURS,
+) -> list[tuple[float, float]]:
+    return [
+        (each.num_bytes, each.count)
+        for each in exchanged(plan, model, style)[0]
+        if (each.kind, each.part, each.axes) == (kind, part, axes)
+    ]
 
 
 def test_one_device_exchanges_nothing():
@@ -37,7 +50,8 @@ def test_one_device_exchanges_nothing():
 
 
 def test_tensor_has_two_all_reduces_of_the_stream_each_way():
-    """Source: FORMULAS of Megatron, 4 all-reduces of 2 s b h bytes for each layer and microbatch."""
+    """Source: FORMULAS of Megatron, 4 all-reduces of 2 s b h bytes for each layer and
+    microbatch."""
     plan = plan_of("data=2,tensor=4", microbatches=4)
     stream = 2 * SEQ_LEN * (BATCH // 2 // 4) * GPT.embed_dim
     for part in ("layer forward", "layer backward"):
@@ -48,20 +62,30 @@ def test_f16_sums_the_stream_in_float32():
     in_bf16 = plan_of("tensor=4")
     in_f16 = replace(in_bf16, precision="f16")
     for part in ("layer forward", "layer backward"):
-        (num_bytes, count), = found(in_bf16, "all-reduce", part, ("tensor",))
+        ((num_bytes, count),) = found(in_bf16, "all-reduce", part, ("tensor",))
         assert found(in_f16, "all-reduce", part, ("tensor",)) == [(2 * num_bytes, count)]
     embedded_and_gradient, statistics = found(in_bf16, "all-reduce", "head", ("tensor",))
-    assert found(in_f16, "all-reduce", "head", ("tensor",)) == [(1.5 * embedded_and_gradient[0], 2), statistics]
+    assert found(in_f16, "all-reduce", "head", ("tensor",)) == [
+        (1.5 * embedded_and_gradient[0], 2),
+        statistics,
+    ]
 
 
 @pytest.mark.parametrize(("style", "again"), [(OURS, 1), (MEGATRON, 2)], ids=["ours", "megatron"])
 def test_recomputed_layers_repeat_all_reduces_that_backward_needs(style, again):
     plan = plan_of("tensor=4", remat="full")
-    assert [count for _, count in found(plan, "all-reduce", "layer backward", ("tensor",), style=style)] == [2 + again]
+    assert [
+        count for _, count in found(plan, "all-reduce", "layer backward", ("tensor",), style=style)
+    ] == [2 + again]
 
 
 def test_a_block_that_is_kept_whole_has_no_all_reduce():
-    assert [count for _, count in found(plan_of("tensor=4", overrides=("mlp=none",)), "all-reduce", "layer forward", ("tensor",))] == [1]
+    assert [
+        count
+        for _, count in found(
+            plan_of("tensor=4", overrides=("mlp=none",)), "all-reduce", "layer forward", ("tensor",)
+        )
+    ] == [1]
 
 
 def matrices(model) -> int:
@@ -81,11 +105,27 @@ def test_stages_that_are_computed_again_gather_once_more():
     assert [count for _, count in found(plan, "all-gather", "layer backward", ("fsdp",))] == [2]
 
 
-@pytest.mark.parametrize(("zero", "wanted"), [(0, {("all-reduce", ("data", "fsdp")): 1.0}),
-                                              (1, {("all-reduce", ("data",)): 0.25, ("reduce-scatter", ("fsdp",)): 1.0, ("all-gather", ("fsdp",)): 1.0})])
+@pytest.mark.parametrize(
+    ("zero", "wanted"),
+    [
+        (0, {("all-reduce", ("data", "fsdp")): 1.0}),
+        (
+            1,
+            {
+                ("all-reduce", ("data",)): 0.25,
+                ("reduce-scatter", ("fsdp",)): 1.0,
+                ("all-gather", ("fsdp",)): 1.0,
+            },
+        ),
+    ],
+)
 def test_replicas_reduce_float32_gradients_once(zero, wanted):
     params = GPT.num_layers * matrices(GPT) + GPT.vocab_size * GPT.embed_dim
-    once = {(each.kind, each.axes): each.num_bytes * each.count for each in exchanged(plan_of("data=2,fsdp=4", zero=zero))[0] if each.part == "step"}
+    once = {
+        (each.kind, each.axes): each.num_bytes * each.count
+        for each in exchanged(plan_of("data=2,fsdp=4", zero=zero))[0]
+        if each.part == "step"
+    }
     assert once == pytest.approx({key: 4 * share * params for key, share in wanted.items()})
 
 
@@ -93,7 +133,14 @@ def test_stages_send_the_stream_and_share_the_head():
     plan = plan_of("pipe=4,data=2", microbatches=8)
     stream = 2 * SEQ_LEN * (BATCH // 2 // 8) * GPT.embed_dim
     assert found(plan, "send", "tick", ("pipe",)) == [(stream, 1)]
-    assert sum(count for num_bytes, count in found(plan, "all-reduce", "head", ("pipe",)) if num_bytes == stream) == 4
+    assert (
+        sum(
+            count
+            for num_bytes, count in found(plan, "all-reduce", "head", ("pipe",))
+            if num_bytes == stream
+        )
+        == 4
+    )
     assert found(plan, "all-reduce", "head", ("pipe",), style=MEGATRON) == []
 
 
@@ -101,43 +148,70 @@ def test_time_inside_a_host_by_hand():
     plan = plan_of("tensor=8")
     speed = speed_of(HOST.inside) * RATES.collective_share
     by_hand = 2 * (7 / 8 * 1e9 / speed + 7 * RATES.latency_s)
-    assert exchange_time(Exchange("all-reduce", ("tensor",), "step", 1e9, 1), plan, HOST, RATES) == pytest.approx(by_hand)
+    assert exchange_time(
+        Exchange("all-reduce", ("tensor",), "step", 1e9, 1), plan, HOST, RATES
+    ) == pytest.approx(by_hand)
 
 
 def test_rings_between_hosts_share_the_links_of_devices_that_take_part():
-    """data=8 x tensor=8: one member a host, one link. data=64: eight members a host, eight links."""
+    """data=8 x tensor=8: one member a host, one link. data=64: eight members a host, eight
+    links."""
     message = {"kind": "all-gather", "part": "step", "num_bytes": 1e9, "count": 1}
     assert HOSTS.between is not None
     link = speed_of(HOSTS.between) * RATES.between_share
     latency = 7 * RATES.between_latency_s
-    one = exchange_time(Exchange(axes=("data",), **message), plan_of("data=8,tensor=8"), HOSTS, RATES)
+    one = exchange_time(
+        Exchange(axes=("data",), **message), plan_of("data=8,tensor=8"), HOSTS, RATES
+    )
     assert one == pytest.approx(7 / 8 * 1e9 / link + latency)
-    all_of_them = exchange_time(Exchange(axes=("data",), **message), plan_of("data=64"), HOSTS, RATES)
+    all_of_them = exchange_time(
+        Exchange(axes=("data",), **message), plan_of("data=64"), HOSTS, RATES
+    )
     inside = speed_of(HOSTS.inside) * RATES.collective_share
-    assert all_of_them == pytest.approx(63 / 64 * 1e9 / min(8 * link, inside) + latency + 7 * RATES.latency_s)
+    assert all_of_them == pytest.approx(
+        63 / 64 * 1e9 / min(8 * link, inside) + latency + 7 * RATES.latency_s
+    )
 
 
 def test_small_all_reduces_go_along_trees_between_hosts_and_gathers_do_not():
     cluster, axes = Cluster.parse("h100:64x8"), plan_of("data=64,tensor=8")
-    reduce_s, gather_s = (exchange_time(Exchange(kind, ("data",), "step", 8, 1), axes, cluster, RATES) for kind in ("all-reduce", "all-gather"))
+    reduce_s, gather_s = (
+        exchange_time(Exchange(kind, ("data",), "step", 8, 1), axes, cluster, RATES)
+        for kind in ("all-reduce", "all-gather")
+    )
     assert reduce_s == pytest.approx(2 * 2 * math.log2(64) * RATES.between_latency_s, rel=1e-3)
     assert gather_s == pytest.approx(63 * RATES.between_latency_s, rel=1e-3)
 
 
 def test_a_links_own_latency_counts():
     plan, link = plan_of("tensor=8"), replace(HOST.inside, latency_s=1e-3)
-    times = [exchange_time(Exchange("all-gather", ("tensor",), "step", 8, 1), plan, replace(HOST, inside=each), RATES) for each in (HOST.inside, link)]
+    times = [
+        exchange_time(
+            Exchange("all-gather", ("tensor",), "step", 8, 1),
+            plan,
+            replace(HOST, inside=each),
+            RATES,
+        )
+        for each in (HOST.inside, link)
+    ]
     assert times[1] - times[0] == pytest.approx(7 * (1e-3 - RATES.latency_s))
 
 
 def test_an_unknown_link_is_named():
     cluster = replace(HOST, inside=Link.unknown("somebody's cables"))
     with pytest.raises(PlanError, match="somebody's cables"):
-        exchange_time(Exchange("all-reduce", ("tensor",), "step", 8, 1), plan_of("tensor=8"), cluster, RATES)
+        exchange_time(
+            Exchange("all-reduce", ("tensor",), "step", 8, 1), plan_of("tensor=8"), cluster, RATES
+        )
 
 
 def test_an_axis_of_one_device_takes_no_time_even_over_unknown_links():
     cluster = Cluster.parse("rtx4090:2x4")
     assert cluster.between is not None
     assert cluster.between.bytes_per_s is None
-    assert exchange_time(Exchange("all-reduce", ("fsdp",), "step", 8, 1), plan_of("data=8"), cluster, RATES) == 0
+    assert (
+        exchange_time(
+            Exchange("all-reduce", ("fsdp",), "step", 8, 1), plan_of("data=8"), cluster, RATES
+        )
+        == 0
+    )

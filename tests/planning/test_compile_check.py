@@ -1,4 +1,6 @@
-"""Plans compiled for GPUs that are not here; where the compiler is not installed, all that needs none."""
+"""Plans compiled for GPUs that are not here; where the compiler is not installed, all that needs
+none.
+"""
 
 import json
 from dataclasses import replace
@@ -16,34 +18,70 @@ from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time import compile_check
 from optimus_jax.planning.ahead_of_time.compile_check import can_compile, check, targets
-from optimus_jax.planning.ahead_of_time.compile_report import CompileReport, Rematerialised, Traffic, check_executable
+from optimus_jax.planning.ahead_of_time.compile_report import (
+    CompileReport,
+    Rematerialised,
+    Traffic,
+    check_executable,
+)
 from optimus_jax.planning.ahead_of_time.rematerialised import rematerialised
 from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 
 GIB = 2**30
-needs_compiler = pytest.mark.skipif(not can_compile(), reason="the CUDA compiler is not installed (extra plan-gpu)")
+needs_compiler = pytest.mark.skipif(
+    not can_compile(), reason="the CUDA compiler is not installed (extra plan-gpu)"
+)
 
 
 def asked(mesh: str, cluster: Cluster, **settings: str) -> tuple[Config, Plan]:
     config = Config(model=model_preset("llama-nano"), data=DataConfig(global_batch=32)).with_values(
-        {"parallel.mesh": mesh, "precision.compute": "bf16", **{f"parallel.{name}": value for name, value in settings.items()}})
+        {
+            "parallel.mesh": mesh,
+            "precision.compute": "bf16",
+            **{f"parallel.{name}": value for name, value in settings.items()},
+        }
+    )
     plan = plan_for(config, AxisSizes.parse(mesh), cluster.topology())
     plan.validate(config.model, global_batch=config.data.global_batch)
     return config, plan
 
 
 def traffic(kind: str, axes: tuple[str, ...], *, times: int = 1, work_under: int = 1) -> Traffic:
-    return Traffic(kind=kind, axes=axes, payload_bytes=100, wire_bytes=50.0, times=times, work_under=work_under, source="step")
+    return Traffic(
+        kind=kind,
+        axes=axes,
+        payload_bytes=100,
+        wire_bytes=50.0,
+        times=times,
+        work_under=work_under,
+        source="step",
+    )
 
 
 REPORT = CompileReport(
-    plan="0123", target="h100", attention="cudnn", num_devices=8, compile_s=1.5, argument_bytes=10 * GIB, temp_bytes=60 * GIB,
-    output_bytes=10 * GIB, alias_bytes=9 * GIB, capacity_bytes=80 * GIB, headroom_share=0.06, dot_flops=1e12,
-    traffic=(traffic("all-gather", ("fsdp",), times=3), traffic("all-gather", ("fsdp",), work_under=0),
-             traffic("all-reduce", ("data", "tensor"), work_under=0), traffic("collective-permute", ("pipe",))),
-    rematerialised=(Rematerialised(array="f32[8]", source="there", change=("vocab",)),), unknown_loops=("while.1",))
+    plan="0123",
+    target="h100",
+    attention="cudnn",
+    num_devices=8,
+    compile_s=1.5,
+    argument_bytes=10 * GIB,
+    temp_bytes=60 * GIB,
+    output_bytes=10 * GIB,
+    alias_bytes=9 * GIB,
+    capacity_bytes=80 * GIB,
+    headroom_share=0.06,
+    dot_flops=1e12,
+    traffic=(
+        traffic("all-gather", ("fsdp",), times=3),
+        traffic("all-gather", ("fsdp",), work_under=0),
+        traffic("all-reduce", ("data", "tensor"), work_under=0),
+        traffic("collective-permute", ("pipe",)),
+    ),
+    rematerialised=(Rematerialised(array="f32[8]", source="there", change=("vocab",)),),
+    unknown_loops=("while.1",),
+)
 
 
 def test_a_report_says_what_fits_what_waits_and_what_is_sent():
@@ -51,14 +89,25 @@ def test_a_report_says_what_fits_what_waits_and_what_is_sent():
     assert REPORT.fits
     assert replace(REPORT, headroom_share=0.12).fits is False
     assert replace(REPORT, capacity_bytes=None).fits is None
-    assert [each.kind for each in REPORT.waited_for] == ["all-gather"], "all-reduces are waited for by what needs their sum"
-    assert REPORT.wire_bytes() == {("all-gather", ("fsdp",)): 200.0, ("all-reduce", ("data", "tensor")): 50.0, ("collective-permute", ("pipe",)): 50.0}
+    assert [each.kind for each in REPORT.waited_for] == ["all-gather"], (
+        "all-reduces are waited for by what needs their sum"
+    )
+    assert REPORT.wire_bytes() == {
+        ("all-gather", ("fsdp",)): 200.0,
+        ("all-reduce", ("data", "tensor")): 50.0,
+        ("collective-permute", ("pipe",)): 50.0,
+    }
     assert CompileReport.from_json(REPORT.to_json()) == REPORT
     assert json.loads(REPORT.to_json())["traffic"][0]["times"] == 3
 
 
 def test_the_gate_before_a_run_reads_the_executable_itself():
-    compiled = jax.jit(lambda x: (x + 1, jnp.sort(x)), donate_argnums=0).lower(jnp.ones(1000)).compile().memory_analysis()
+    compiled = (
+        jax.jit(lambda x: (x + 1, jnp.sort(x)), donate_argnums=0)
+        .lower(jnp.ones(1000))
+        .compile()
+        .memory_analysis()
+    )
     found = check_executable(compiled, 8 * GIB)
     assert (found.argument_bytes, found.output_bytes) == (4000, compiled.output_size_in_bytes)
     assert found.fits
@@ -70,7 +119,12 @@ def test_the_gate_before_a_run_reads_the_executable_itself():
 
 
 def test_a_donated_array_counts_once():
-    analysis = SimpleNamespace(argument_size_in_bytes=70, temp_size_in_bytes=20, output_size_in_bytes=71, alias_size_in_bytes=70)
+    analysis = SimpleNamespace(
+        argument_size_in_bytes=70,
+        temp_size_in_bytes=20,
+        output_size_in_bytes=71,
+        alias_size_in_bytes=70,
+    )
     assert check_executable(analysis, 100).total_bytes == 91
 
 
@@ -81,7 +135,13 @@ def test_what_cannot_be_compiled_says_why(monkeypatch):
     with pytest.raises(PlanError, match=r"pip install 'optimus-jax\[plan-gpu\]'"):
         check(config, plan, cluster)
     monkeypatch.setattr(compile_check, "can_compile", lambda: True)
-    with pytest.raises(PlanError, match=r"compile for a100 or h100 or h200, or add optimus_jax/planning/targets/rtx4090.textproto"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"compile for a100 or h100 or h200, or add"
+            r" optimus_jax/planning/targets/rtx4090.textproto"
+        ),
+    ):
         check(config, plan, Cluster.parse("rtx4090:8"))
     with pytest.raises(PlanError, match="the plan is for 8 devices, the cluster has 16"):
         check(config, plan, Cluster.parse("h100:2x8"))
@@ -101,12 +161,17 @@ def test_a_worker_that_dies_is_quoted(monkeypatch):
 def test_every_target_is_of_a_known_accelerator():
     assert targets() == ("a100", "h100", "h200")
     for name in targets():
-        text, accelerator = (compile_check._TARGETS / f"{name}.textproto").read_text(), Cluster.parse(f"{name}:8").accelerator
+        text, accelerator = (
+            (compile_check._TARGETS / f"{name}.textproto").read_text(),
+            Cluster.parse(f"{name}:8").accelerator,
+        )
         assert f'name: "{accelerator.device_kind}"' in text
         assert f"core_count: {accelerator.num_cores}\n" in text
         assert accelerator.memory_bytes is not None
         memory = int(text.split("device_memory_size: ")[1].split()[0])
-        assert accelerator.memory_bytes <= memory < 1.08 * accelerator.memory_bytes, "the driver counts what the data sheet rounds off"
+        assert accelerator.memory_bytes <= memory < 1.08 * accelerator.memory_bytes, (
+            "the driver counts what the data sheet rounds off"
+        )
 
 
 def test_an_array_that_the_partitioner_makes_whole_is_named_with_its_rule(capfd):
@@ -118,27 +183,57 @@ def test_an_array_that_the_partitioner_makes_whole_is_named_with_its_rule(capfd)
         x = jnp.sin(jax.lax.with_sharding_constraint(x * 2, spec("data", None, "tensor")))
         return jnp.cos(jax.lax.with_sharding_constraint(x, spec(None, ("tensor", "data"), None)))
 
-    config = Config(model=replace(model_preset("llama-nano"), vocab_size=512), data=DataConfig(global_batch=24))
+    config = Config(
+        model=replace(model_preset("llama-nano"), vocab_size=512), data=DataConfig(global_batch=24)
+    )
     plan = plan_for(config, AxisSizes(data=2, tensor=4), Cluster.parse("h100:8").topology())
-    jax.jit(moved).lower(jax.ShapeDtypeStruct((24, 32, config.model.mlp_dim), jnp.float32, sharding=spec("data", None, "tensor"))).compile()
+    jax.jit(moved).lower(
+        jax.ShapeDtypeStruct(
+            (24, 32, config.model.mlp_dim), jnp.float32, sharding=spec("data", None, "tensor")
+        )
+    ).compile()
     (found,) = rematerialised(capfd.readouterr().err, config, plan)
-    assert (found.array, found.change) == (f"f32[12,32,{config.model.mlp_dim // 4}]", ("batch", "mlp"))
+    assert (found.array, found.change) == (
+        f"f32[12,32,{config.model.mlp_dim // 4}]",
+        ("batch", "mlp"),
+    )
     assert "sharding_constraint" in found.source
     assert rematerialised("all is well", config, plan) == ()
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ("{devices=[2,1,4]<=[8]}", "{devices=[2,4,1]<=[8]}"),
-    ("{mesh['data'=2,'tensor'=4], [{'data'}, {}, {'tensor'}]}", "{mesh['data'=2,'tensor'=4], [{'data'}, {'tensor'}, {}]}"),
-    ("{mesh['x'=8], [{'x':(1)2}, {}, {'x':(2)4}]}", "{mesh['x'=8], device_ids=([2,4]T(1,0)), [{'x':(1)2}, {'x':(2)4}, {}], replicated={'y'}}"),
-])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("{devices=[2,1,4]<=[8]}", "{devices=[2,4,1]<=[8]}"),
+        (
+            "{mesh['data'=2,'tensor'=4], [{'data'}, {}, {'tensor'}]}",
+            "{mesh['data'=2,'tensor'=4], [{'data'}, {'tensor'}, {}]}",
+        ),
+        (
+            "{mesh['x'=8], [{'x':(1)2}, {}, {'x':(2)4}]}",
+            (
+                "{mesh['x'=8], device_ids=([2,4]T(1,0)), [{'x':(1)2}, {'x':(2)4}, {}],"
+                " replicated={'y'}}"
+            ),
+        ),
+    ],
+)
 def test_only_dimensions_that_are_split_otherwise_are_blamed(before, after):
     cluster = Cluster.parse("h100:8")
     config, plan = asked("data=2,tensor=4", cluster)
-    said = (f"[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {before} to {after} efficiently "
-            f'for HLO operation %copy.1 = f32[16,8,{config.model.mlp_dim // 4}]{{2,1,0}} copy(%x), metadata={{op_name="jit(f)/here" stack_frame_id=3}}.')
+    said = (
+        f"[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {before}"
+        f" to {after} efficiently "
+        f"for HLO operation %copy.1 = f32[16,8,{config.model.mlp_dim // 4}]{{2,1,0}} copy(%x),"
+        ' metadata={op_name="jit(f)/here" stack_frame_id=3}.'
+    )
     assert rematerialised(f"{said}\n{said}\n", config, plan) == (
-        Rematerialised(array=f"f32[16,8,{config.model.mlp_dim // 4}]", source="jit(f)/here", change=("heads", "mlp")),)
+        Rematerialised(
+            array=f"f32[16,8,{config.model.mlp_dim // 4}]",
+            source="jit(f)/here",
+            change=("heads", "mlp"),
+        ),
+    )
 
 
 @needs_compiler
@@ -148,11 +243,25 @@ def test_a_plan_for_two_hosts_compiles_and_says_what_it_sends(name):
     config, plan = asked("data=2,fsdp=4,tensor=2", cluster, attention="xla")
     report = check(config, plan, cluster)
     assert report.fits
-    assert (report.target, report.num_devices, report.plan, report.rematerialised, report.unknown_loops) == (name, 16, plan.digest, (), ())
+    assert (
+        report.target,
+        report.num_devices,
+        report.plan,
+        report.rematerialised,
+        report.unknown_loops,
+    ) == (name, 16, plan.digest, (), ())
     sent = report.wire_bytes()
-    assert set(sent) >= {("all-gather", ("fsdp",)), ("reduce-scatter", ("fsdp",)), ("all-reduce", ("tensor",)), ("all-reduce", ("data",))}
-    # Every matrix is gathered in bf16, once in forward and once in backward; its gradient is scattered in float32.
-    assert sent["all-gather", ("fsdp",)] == pytest.approx(sent["reduce-scatter", ("fsdp",)], rel=0.05)
+    assert set(sent) >= {
+        ("all-gather", ("fsdp",)),
+        ("reduce-scatter", ("fsdp",)),
+        ("all-reduce", ("tensor",)),
+        ("all-reduce", ("data",)),
+    }
+    # Every matrix is gathered in bf16, once in forward and once in backward; its gradient is
+    # scattered in float32.
+    assert sent["all-gather", ("fsdp",)] == pytest.approx(
+        sent["reduce-scatter", ("fsdp",)], rel=0.05
+    )
     estimate = estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=32)
     assert report.argument_bytes == pytest.approx(estimate.states, rel=0.05)
 

@@ -15,7 +15,15 @@ from optimus_jax.planning.cost.rates import Correction
 from optimus_jax.planning.cost.stage_time import layer_shape, place_of
 
 SEQ_LEN, BATCH = 1024, 64
-MESHES = ["data=1", "data=8", "fsdp=8", "tensor=8", "data=2,fsdp=2,tensor=2", "pipe=4,data=2", "pipe=2,fsdp=2,tensor=2"]
+MESHES = [
+    "data=1",
+    "data=8",
+    "fsdp=8",
+    "tensor=8",
+    "data=2,fsdp=2,tensor=2",
+    "pipe=4,data=2",
+    "pipe=2,fsdp=2,tensor=2",
+]
 
 
 def priced(plan: Plan, model=GPT, cluster=HOST, rates=RATES, **options) -> Prediction:
@@ -35,7 +43,9 @@ def test_terms_add_up_and_shares_are_shares(model, mesh, remat):
     assert sum(times.values()) == pytest.approx(prediction.step_time_s)
     assert all(time_s > 0 for time_s in times.values())
     assert prediction.bubble == pytest.approx(times.get("bubble", 0) / prediction.step_time_s)
-    assert prediction.communication == pytest.approx(sum(times.get(name, 0) for name in COMMUNICATION) / prediction.step_time_s)
+    assert prediction.communication == pytest.approx(
+        sum(times.get(name, 0) for name in COMMUNICATION) / prediction.step_time_s
+    )
     assert prediction.low_s < prediction.step_time_s < prediction.high_s
     assert prediction.tokens_per_s == pytest.approx(BATCH * SEQ_LEN / prediction.step_time_s)
 
@@ -53,7 +63,10 @@ def test_one_device_has_no_communication_and_no_bubble():
 
 def test_mfu_by_hand_and_unknown_in_float32():
     prediction = priced(plan_of("data=8"))
-    assert prediction.mfu == pytest.approx(step_flops(GPT, num_sequences=BATCH, seq_len=SEQ_LEN) / (prediction.step_time_s * 8 * 989e12))
+    assert prediction.mfu == pytest.approx(
+        step_flops(GPT, num_sequences=BATCH, seq_len=SEQ_LEN)
+        / (prediction.step_time_s * 8 * 989e12)
+    )
     assert prediction.mfu is not None
     assert 0.2 < prediction.mfu < 0.75
     assert priced(plan_of("data=8", precision="f32", attention="xla")).mfu is None
@@ -63,10 +76,20 @@ def test_mfu_by_hand_and_unknown_in_float32():
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_bubble_is_that_of_the_formula(stages, microbatches, repeats):
-    """(p - 1) / (m v) of the time in layers and sends, the head not counted: idle slots do a layer's work but no head's."""
-    plan = plan_of(f"pipe={stages}", repeats=repeats, schedule="interleaved" if repeats > 1 else "1f1b", microbatches=microbatches)
+    """(p - 1) / (m v) of the time in layers and sends, the head not counted: idle slots do a
+    layer's work but no head's.
+    """
+    plan = plan_of(
+        f"pipe={stages}",
+        repeats=repeats,
+        schedule="interleaved" if repeats > 1 else "1f1b",
+        microbatches=microbatches,
+    )
     times = terms(priced(plan))
-    working = sum(times.get(name, 0.0) for name in ("attention", "feed-forward", "memory", "launching", "pipe"))
+    working = sum(
+        times.get(name, 0.0)
+        for name in ("attention", "feed-forward", "memory", "launching", "pipe")
+    )
     assert times["bubble"] == pytest.approx((stages - 1) / (microbatches * repeats) * working)
 
 
@@ -87,24 +110,36 @@ def test_unequal_stages_last_as_long_as_the_longest():
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 def test_more_recomputing_takes_longer(mesh, attention):
     """The search relies on it: no other policy undercuts the one that recomputes least."""
-    times = [priced(plan_of(mesh, remat=remat, attention=attention)).step_time_s for remat in ("none", "selective", "dots", "full")]
+    times = [
+        priced(plan_of(mesh, remat=remat, attention=attention)).step_time_s
+        for remat in ("none", "selective", "dots", "full")
+    ]
     assert times == sorted(times)
     assert times[0] < times[3]
 
 
 def test_a_stage_that_is_computed_again_takes_a_forward_more():
-    kept, again = (terms(priced(plan_of("pipe=4", microbatches=8, keep=keep))) for keep in (True, False))
-    assert again["recompute"] == pytest.approx((kept["attention"] + kept["feed-forward"] + kept["memory"]) / 3, rel=0.15)
+    kept, again = (
+        terms(priced(plan_of("pipe=4", microbatches=8, keep=keep))) for keep in (True, False)
+    )
+    assert again["recompute"] == pytest.approx(
+        (kept["attention"] + kept["feed-forward"] + kept["memory"]) / 3, rel=0.15
+    )
 
 
 def test_tensor_across_hosts_is_slower_than_inside():
     slow = HOSTS.with_links(["between=5GB/s"])
-    inside, across = (priced(plan_of(mesh), cluster=slow) for mesh in ("data=8,tensor=8", "data=4,tensor=16"))
+    inside, across = (
+        priced(plan_of(mesh), cluster=slow) for mesh in ("data=8,tensor=8", "data=4,tensor=16")
+    )
     assert terms(across)["tensor"] > 5 * terms(inside)["tensor"]
 
 
 def test_fsdp_hides_behind_compute_as_far_as_overlap_allows():
-    free, halved, none = (terms(priced(plan_of("fsdp=8"), rates=replace(RATES, overlap_slowdown=slowdown)))["fsdp"] for slowdown in (1.0, 1.5, 2.0))
+    free, halved, none = (
+        terms(priced(plan_of("fsdp=8"), rates=replace(RATES, overlap_slowdown=slowdown)))["fsdp"]
+        for slowdown in (1.0, 1.5, 2.0)
+    )
     assert free < halved < none
     assert halved == pytest.approx((free + none) / 2), "half of what free overlap hides"
     worse = terms(priced(plan_of("fsdp=8"), rates=replace(RATES, overlap_slowdown=3.0)))["fsdp"]
@@ -112,7 +147,10 @@ def test_fsdp_hides_behind_compute_as_far_as_overlap_allows():
 
 
 def test_hidden_sends_cost_less_than_exposed_ones():
-    exposed, hidden = (terms(priced(plan_of("pipe=8", microbatches=32, slack=slack)))["pipe"] for slack in (False, True))
+    exposed, hidden = (
+        terms(priced(plan_of("pipe=8", microbatches=32, slack=slack)))["pipe"]
+        for slack in (False, True)
+    )
     assert hidden < exposed
 
 
@@ -125,10 +163,14 @@ def test_more_devices_of_data_are_faster_but_not_as_many_times():
 def test_corrections_scale_a_layer_and_narrow_the_interval_where_they_were_measured():
     plan = plan_of("data=8")
     place = place_of(layer_shape(GPT, plan, seq_len=SEQ_LEN, global_batch=BATCH), 1)
-    measured = replace(RATES, corrections=(Correction(operator="layer", place=place, weight=math.log(2)),))
+    measured = replace(
+        RATES, corrections=(Correction(operator="layer", place=place, weight=math.log(2)),)
+    )
     before, after = priced(plan), priced(plan, rates=measured)
     assert terms(after)["attention"] == pytest.approx(2 * terms(before)["attention"])
     assert terms(after)["head"] == pytest.approx(terms(before)["head"])
-    assert after.high_s / after.low_s == pytest.approx(math.exp(2 * 1.645 * RATES.spread_nearby), rel=1e-3)
+    assert after.high_s / after.low_s == pytest.approx(
+        math.exp(2 * 1.645 * RATES.spread_nearby), rel=1e-3
+    )
     far = priced(plan_of("data=1", LLAMA), LLAMA, rates=measured)
     assert far.high_s / far.low_s > 0.9 * before.high_s / before.low_s

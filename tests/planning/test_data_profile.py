@@ -25,25 +25,41 @@ def stream_of(lengths: list[int], *, is_open: bool = False) -> TokenStream:
     return TokenStream(name="test", tokens=tokens, eos=EOS, vocab_size=257)
 
 
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), seq_len=st.integers(1, 20), is_open=st.booleans(), block=st.integers(1, 50))
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    seq_len=st.integers(1, 20),
+    is_open=st.booleans(),
+    block=st.integers(1, 50),
+)
 def test_shares_are_those_of_the_batches(lengths, seq_len, is_open, block):
     stream = stream_of(lengths, is_open=is_open)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data_profile, "BLOCK_TOKENS", block)
         profile = profile_data(stream, seq_len=seq_len)
-    assert (profile.num_documents, profile.num_tokens, profile.tokens_read) == (len(lengths), sum(lengths), sum(lengths))
+    assert (profile.num_documents, profile.num_tokens, profile.tokens_read) == (
+        len(lengths),
+        sum(lengths),
+        sum(lengths),
+    )
     assert not profile.is_estimate
     assert profile.num_examples == count_examples(stream, seq_len)
-    assert profile.length_quantiles.get(1.0, 0) == max(lengths[: -1 if is_open else None], default=0)
+    assert profile.length_quantiles.get(1.0, 0) == max(
+        lengths[: -1 if is_open else None], default=0
+    )
     if profile.num_examples:
-        batch = cut_examples(stream, np.arange(profile.num_examples), seq_len=seq_len, respect_documents=True)
+        batch = cut_examples(
+            stream, np.arange(profile.num_examples), seq_len=seq_len, respect_documents=True
+        )
         assert profile.trained_share == pytest.approx(batch["loss_mask"].mean())
         assert profile.packing_efficiency == pytest.approx(batch["loss_mask"].sum() / len(stream))
         same = batch["segments"][:, :, None] == batch["segments"][:, None, :]
         assert profile.attended_share == pytest.approx(same.mean())
         ends = np.cumsum(lengths)[: -1 if is_open else None]
-        whole = [length for length, end in zip(lengths, ends, strict=False)
-                 if (end - length) // seq_len == (end - 1) // seq_len and end <= profile.tokens_per_epoch]
+        whole = [
+            length
+            for length, end in zip(lengths, ends, strict=False)
+            if (end - length) // seq_len == (end - 1) // seq_len and end <= profile.tokens_per_epoch
+        ]
         assert profile.whole_share == pytest.approx(sum(whole) / profile.tokens_per_epoch)
 
 
@@ -53,7 +69,9 @@ def test_lengths_and_padding():
     assert profile.length_quantiles[0.25] == 10
     assert profile.length_quantiles[0.5] == 20
     assert profile.length_quantiles[1.0] == 100
-    assert profile.padded_share == pytest.approx(250 / (3 * 16 + 6 * 32 + 112)), "rows of 16 that each document alone would fill"
+    assert profile.padded_share == pytest.approx(250 / (3 * 16 + 6 * 32 + 112)), (
+        "rows of 16 that each document alone would fill"
+    )
 
 
 def test_without_documents_every_token_is_trained_on():
@@ -72,8 +90,12 @@ def test_a_long_file_is_sampled_and_says_so(tmp_path, monkeypatch):
     assert isinstance(stream.tokens, np.memmap)
     profile = profile_data(stream, seq_len=64, max_tokens=5000)
     assert profile.is_estimate
-    assert profile.tokens_read == 4 * 15 * 64 + 40_000 % (15 * 64), "five blocks of whole windows, of which the last is the file's end"
-    assert profile.num_documents == pytest.approx(header.num_documents, rel=0.02), "some blocks begin inside a document"
+    assert profile.tokens_read == 4 * 15 * 64 + 40_000 % (15 * 64), (
+        "five blocks of whole windows, of which the last is the file's end"
+    )
+    assert profile.num_documents == pytest.approx(header.num_documents, rel=0.02), (
+        "some blocks begin inside a document"
+    )
     assert set(profile.length_quantiles.values()) == {40}, "no document is cut by what was not read"
     assert "estimated from" in profile.describe()
     assert profile_data(stream, seq_len=64).num_documents == header.num_documents
@@ -84,7 +106,10 @@ def test_batch_sizes_can_be_dealt_out_and_leave_steps():
     assert profile.num_examples == 2000
     assert [size.global_batch for size in profile.batch_sizes()] == [1, 2, 3, 4, 6, 8, 12, 16]
     assert [size.global_batch for size in profile.batch_sizes(multiple_of=6)] == [6, 12, 18]
-    assert all(size.steps_per_epoch >= MIN_STEPS_PER_EPOCH and size.tokens == 50 * size.global_batch for size in profile.batch_sizes())
+    assert all(
+        size.steps_per_epoch >= MIN_STEPS_PER_EPOCH and size.tokens == 50 * size.global_batch
+        for size in profile.batch_sizes()
+    )
     assert profile_data(stream_of([50] * 3), seq_len=50).batch_sizes() == ()
 
 

@@ -1,4 +1,6 @@
-"""Batches and clusters that divide better: which are near, and that what is said of them is what a search finds."""
+"""Batches and clusters that divide better: which are near, and that what is said of them is what a
+search finds.
+"""
 
 import math
 from dataclasses import replace
@@ -49,28 +51,48 @@ def test_near_batches_are_near_and_divide_better(batch, num_devices):
 
 
 def test_the_batch_and_not_the_cluster_is_named_as_the_reason():
-    found = look_for_plans("llama3-8b", "h100:5x8", top=2, overrides={"global_batch": 64, "seq_len": 1024})
+    found = look_for_plans(
+        "llama3-8b", "h100:5x8", top=2, overrides={"global_batch": 64, "seq_len": 1024}
+    )
     best = found.plans[0]
     assert 80 in near_batches(64, 40)
-    assert [other.global_batch for other in best.batch_advice] == [other.global_batch for other in found.divisibility.batches] != []
+    assert (
+        [other.global_batch for other in best.batch_advice]
+        == [other.global_batch for other in found.divisibility.batches]
+        != []
+    )
     for other in best.batch_advice:
-        [said] = find_plans("llama3-8b", "h100:5x8", top=1, global_batch=other.global_batch, seq_len=1024)
+        [said] = find_plans(
+            "llama3-8b", "h100:5x8", top=1, global_batch=other.global_batch, seq_len=1024
+        )
         assert said.plan == other.plan
-        assert other.gain == pytest.approx(said.prediction.tokens_per_s / best.prediction.tokens_per_s - 1)
+        assert other.gain == pytest.approx(
+            said.prediction.tokens_per_s / best.prediction.tokens_per_s - 1
+        )
         assert other.gain >= WORTH_SAYING
-    assert all(ranked.as_json()["batch_advice"] == [other.as_json() for other in best.batch_advice] for ranked in found.plans)
+    assert all(
+        ranked.as_json()["batch_advice"] == [other.as_json() for other in best.batch_advice]
+        for ranked in found.plans
+    )
     assert "64 can be split over 8 of 40 (2^3 x 5) devices" in found.divisibility.reasons[0]
-    assert "the factor 5 divides neither the batch nor the 32 heads" in found.divisibility.reasons[1]
+    assert (
+        "the factor 5 divides neither the batch nor the 32 heads" in found.divisibility.reasons[1]
+    )
 
 
 def test_what_divides_is_not_searched_again():
     said = []
-    found = look_for_plans("gpt2", "h100:2x8", top=1, progress=said.append, overrides={"global_batch": 64})
+    found = look_for_plans(
+        "gpt2", "h100:2x8", top=1, progress=said.append, overrides={"global_batch": 64}
+    )
     assert not said
     assert not found.divisibility.is_worth_saying
 
 
-@pytest.mark.parametrize(("cluster", "batch", "whole"), [("h100:8", 1, 8), ("h100:16x8", 2, 128), ("h100:7", 1, 7), ("h100:5", 24, None)])
+@pytest.mark.parametrize(
+    ("cluster", "batch", "whole"),
+    [("h100:8", 1, 8), ("h100:16x8", 2, 128), ("h100:7", 1, 7), ("h100:5", 24, None)],
+)
 def test_that_no_near_batch_is_better_is_said(cluster, batch, whole):
     """With the nearest that leaves no device over; not where a near batch is better."""
     found = look_for_plans("gpt2", cluster, top=1, overrides={"global_batch": batch, "seq_len": 64})
@@ -91,7 +113,9 @@ def test_the_batch_that_leaves_none_over_is_the_nearest(batch, num_devices):
         assert whole % num_devices == 0
         assert whole < num_devices + batch
     else:
-        assert batch % num_devices == 0 or any(each % num_devices == 0 for each in near_batches(batch, num_devices))
+        assert batch % num_devices == 0 or any(
+            each % num_devices == 0 for each in near_batches(batch, num_devices)
+        )
 
 
 def test_later_phases_are_planned_too():
@@ -99,10 +123,15 @@ def test_later_phases_are_planned_too():
     asked = {"global_batch": 8, "seq_len": 64}
     [first] = find_plans("gpt2-nano", "h100:8", top=1, **asked)
     for name in ("phases", "data.phases"):
-        found = look_for_plans("gpt2-nano", "h100:8", top=2, overrides=asked | {name: "5:16x32,9:4"})
+        found = look_for_plans(
+            "gpt2-nano", "h100:8", top=2, overrides=asked | {name: "5:16x32,9:4"}
+        )
         best = found.plans[0]
         assert best.plan == first.plan
-        assert [(each.phase.steps_before, each.phase.global_batch, each.phase.seq_len) for each in found.later] == [(5, 16, 32), (9, 4, 32)]
+        assert [
+            (each.phase.steps_before, each.phase.global_batch, each.phase.seq_len)
+            for each in found.later
+        ] == [(5, 16, 32), (9, 4, 32)]
         assert found.later[0].tokens_per_s == pytest.approx(16 * 32 / found.later[0].step_time_s)
         assert "4 of 8 (2^3) devices" in found.later[1].describe()
         assert best.as_json()["later_phases"] == [each.as_json() for each in found.later]
@@ -113,41 +142,79 @@ def test_later_phases_are_planned_too():
 
 def test_hosts_are_left_out_and_what_is_lost_is_said():
     [whole] = find_plans("llama3-8b", "h100:8x8", top=1, global_batch=64, seq_len=1024)
-    found = look_for_plans("llama3-8b", "h100:8x8", top=1, without=1, overrides={"global_batch": 64, "seq_len": 1024})
-    assert (found.cluster.num_hosts, found.cluster.num_devices, found.config.data.global_batch) == (7, 56, 64)
+    found = look_for_plans(
+        "llama3-8b", "h100:8x8", top=1, without=1, overrides={"global_batch": 64, "seq_len": 1024}
+    )
+    assert (found.cluster.num_hosts, found.cluster.num_devices, found.config.data.global_batch) == (
+        7,
+        56,
+        64,
+    )
     assert found.lost is not None
     assert found.lost.tokens_per_s_before == pytest.approx(whole.prediction.tokens_per_s)
     assert found.plans[0].as_json()["lost"]["num_devices"] == 8
     assert "without 8 of 64 devices (12.5%)" in found.lost.describe()
     assert found.divisibility.batches, "7 divides 63 and 70"
-    assert look_for_plans("gpt2", "h100:8", top=1, without=1, overrides={"global_batch": 7}).cluster.devices_per_host == 7
+    assert (
+        look_for_plans(
+            "gpt2", "h100:8", top=1, without=1, overrides={"global_batch": 7}
+        ).cluster.devices_per_host
+        == 7
+    )
 
 
 def test_without_counts_hosts_or_the_devices_of_one():
     assert Cluster.parse("h100:2x8").without(1).between is None
-    for shape, number in (("h100:4x8", 4), ("h100:4x8", 0), ("h100:8", 8), ("h100:1", 1), ("h100:8", -1)):
+    for shape, number in (
+        ("h100:4x8", 4),
+        ("h100:4x8", 0),
+        ("h100:8", 8),
+        ("h100:1", 1),
+        ("h100:8", -1),
+    ):
         with pytest.raises(ConfigError, match="--without"):
             Cluster.parse(shape).without(number)
 
 
 def test_where_nothing_is_legal_what_would_be_is_named():
-    assert [each.num_hosts for each in smaller_clusters(Cluster.parse("h100:127x8"), Config(model=model_preset("llama3.3-70b")).with_values({"data.global_batch": 8192}))] == [120, 112]
+    assert [
+        each.num_hosts
+        for each in smaller_clusters(
+            Cluster.parse("h100:127x8"),
+            Config(model=model_preset("llama3.3-70b")).with_values({"data.global_batch": 8192}),
+        )
+    ] == [120, 112]
     with pytest.raises(PlanError, match=r"do:    give what does have a plan: --global-batch 13"):
         find_plans("gpt2-nano", "h100:13", global_batch=12, **{"model.num_heads": 8})
 
 
 def test_a_run_is_told_too_unless_its_batch_is_fixed():
-    config = Config(model=model_preset("llama3-8b")).with_values({"data.global_batch": 64, "data.seq_len": 1024})
+    config = Config(model=model_preset("llama3-8b")).with_values(
+        {"data.global_batch": 64, "data.seq_len": 1024}
+    )
     cluster = Cluster.parse("h100:5x8")
     topology = replace(cluster.topology(), host_bytes_per_device=None)
     pricing = Pricing(config, cluster, Rates.of(cluster.accelerator))
     assert "--global-batch 80 is predicted to give" in choose_plan(config, topology, pricing).why
-    assert "--global-batch" not in choose_plan(config, topology, pricing, kept=("model.", "data.", "seed")).why
-    few = Pricing(config.with_values({"data.global_batch": 3}), cluster, Rates.of(cluster.accelerator))
-    assert "no batch near it can be split over more; the nearest that all 40 devices divide is --global-batch 40, 13.3 times larger" in choose_plan(few.config, topology, few).why
-    small = Topology(num_devices=6, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)
+    assert (
+        "--global-batch"
+        not in choose_plan(config, topology, pricing, kept=("model.", "data.", "seed")).why
+    )
+    few = Pricing(
+        config.with_values({"data.global_batch": 3}), cluster, Rates.of(cluster.accelerator)
+    )
+    assert (
+        "no batch near it can be split over more; the nearest that all 40 devices divide is"
+        " --global-batch 40, 13.3 times larger" in choose_plan(few.config, topology, few).why
+    )
+    small = Topology(
+        num_devices=6, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None
+    )
     nano = Config(model=model_preset("gpt2-nano")).with_values({"data.global_batch": 16})
     assert "--global-batch 18 over 6 of them" in choose_plan(nano, small).why
     alone = nano.with_values({"data.global_batch": 1})
-    assert "no batch near it can be split over more; the nearest that all 6 devices divide is --global-batch 6, 6 times larger" in choose_plan(alone, small).why
+    assert (
+        "no batch near it can be split over more; the nearest that all 6 devices divide is"
+        " --global-batch 6, 6 times larger" in choose_plan(alone, small).why
+    )
     assert "batch near" not in choose_plan(alone, small, kept=("data.",)).why

@@ -1,4 +1,6 @@
-"""A fit finds the rates that made some steps, bears outliers, and says how far its predictions carry."""
+"""A fit finds the rates that made some steps, bears outliers, and says how far its predictions
+carry.
+"""
 
 import math
 from dataclasses import replace
@@ -10,9 +12,16 @@ from pricing import GPT, HOST, RATES, plan_of
 from optimus_jax.planning.cost.corrections import factor, likeness, spread
 from optimus_jax.planning.learning.fit import FITTED, Sample, fit_rates
 
-MADE = replace(RATES, matmul_flops_per_s=0.8 * RATES.matmul_flops_per_s, collective_share=0.5, memory_bytes_per_s=1.2 * RATES.memory_bytes_per_s)
+MADE = replace(
+    RATES,
+    matmul_flops_per_s=0.8 * RATES.matmul_flops_per_s,
+    collective_share=0.5,
+    memory_bytes_per_s=1.2 * RATES.memory_bytes_per_s,
+)
 MESHES = ("data=1", "tensor=2", "tensor=4", "tensor=8", "data=2,tensor=2", "pipe=2,tensor=2")
-LOOSE: dict[str, float] = dict.fromkeys(("matmul_flops_per_s", "memory_bytes_per_s", "collective_share"), 30.0)
+LOOSE: dict[str, float] = dict.fromkeys(
+    ("matmul_flops_per_s", "memory_bytes_per_s", "collective_share"), 30.0
+)
 """Priors wide enough that samples decide."""
 
 
@@ -21,13 +30,24 @@ def samples(model=GPT, batches=(8, 16, 32), slower=lambda plan: 1.0) -> list[Sam
     for mesh in MESHES:
         for batch in batches:
             plan = plan_of(mesh, model, microbatches=4)
-            sample = Sample(model=model, plan=plan, cluster=HOST, seq_len=1024, global_batch=batch, step_time_s=1.0)
-            found.append(replace(sample, step_time_s=sample.predicted(MADE).step_time_s * slower(plan)))
+            sample = Sample(
+                model=model,
+                plan=plan,
+                cluster=HOST,
+                seq_len=1024,
+                global_batch=batch,
+                step_time_s=1.0,
+            )
+            found.append(
+                replace(sample, step_time_s=sample.predicted(MADE).step_time_s * slower(plan))
+            )
     return found
 
 
 def errors(rates, asked) -> np.ndarray:
-    return np.array([sample.predicted(rates).step_time_s / sample.step_time_s - 1 for sample in asked])
+    return np.array(
+        [sample.predicted(rates).step_time_s / sample.step_time_s - 1 for sample in asked]
+    )
 
 
 def test_rates_that_made_the_samples_are_found():
@@ -37,7 +57,9 @@ def test_rates_that_made_the_samples_are_found():
 
 
 def test_another_width_is_predicted():
-    wider = replace(GPT, embed_dim=2 * GPT.embed_dim, head_dim=2 * GPT.head_dim, mlp_dim=2 * GPT.mlp_dim)
+    wider = replace(
+        GPT, embed_dim=2 * GPT.embed_dim, head_dim=2 * GPT.head_dim, mlp_dim=2 * GPT.mlp_dim
+    )
     asked = samples(wider)
     assert np.abs(errors(RATES, asked)).mean() > 0.1, "or there is nothing to learn"
     assert np.abs(errors(fit_rates(samples(), RATES), asked)).mean() < 0.04
@@ -46,7 +68,10 @@ def test_another_width_is_predicted():
 def test_outliers_move_little():
     """One sample in nine took twice as long."""
     known = samples()
-    spoilt = [replace(sample, step_time_s=2 * sample.step_time_s) if number % 9 == 4 else sample for number, sample in enumerate(known)]
+    spoilt = [
+        replace(sample, step_time_s=2 * sample.step_time_s) if number % 9 == 4 else sample
+        for number, sample in enumerate(known)
+    ]
     rates = fit_rates(spoilt, RATES, fitted=LOOSE)
     assert rates.matmul_flops_per_s == pytest.approx(MADE.matmul_flops_per_s, rel=0.1)
 

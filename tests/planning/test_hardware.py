@@ -32,26 +32,70 @@ from optimus_jax.planning.profiles.probes import Probed, ProbeSizes
 from optimus_jax.system.cache import measurements_directory
 
 QUICK = Timing(guessed_flops_per_s=1e10, guessed_bytes_per_s=1e10, program_s=1e-9, runs=1)
-TINY = ProbeSizes(matmuls=((8, 8, 8),), dtypes=("f32",), pass_bytes=(64,), message_bytes=(64, 256), timing=QUICK)
+TINY = ProbeSizes(
+    matmuls=((8, 8, 8),), dtypes=("f32",), pass_bytes=(64,), message_bytes=(64, 256), timing=QUICK
+)
 SETTING = Setting(
-    device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_devices=16, num_processes=2, num_hosts=2, processor="a processor, 96 cores",
-    driver="550.54.15", jax="0.10.2", jaxlib="0.10.2", xla_flags="", probes="digest")
+    device_kind="NVIDIA H100 80GB HBM3",
+    platform="gpu",
+    num_devices=16,
+    num_processes=2,
+    num_hosts=2,
+    processor="a processor, 96 cores",
+    driver="550.54.15",
+    jax="0.10.2",
+    jaxlib="0.10.2",
+    xla_flags="",
+    probes="digest",
+)
 GPU = Gpu(
-    name="NVIDIA H100 80GB HBM3", pci_address="00000000:0B:00.0", memory_bytes=85520809984, core_clock_hz=345e6, max_core_clock_hz=1980e6,
-    memory_clock_hz=2619e6, max_memory_clock_hz=2619e6, power_w=None, power_limit_w=700.0, pcie_generation=5, max_pcie_generation=5,
-    pcie_lanes=16, max_pcie_lanes=16, ecc=True, nvlinks=(NvLink(port=0, active=True, version=4, peer="switch"),))
+    name="NVIDIA H100 80GB HBM3",
+    pci_address="00000000:0B:00.0",
+    memory_bytes=85520809984,
+    core_clock_hz=345e6,
+    max_core_clock_hz=1980e6,
+    memory_clock_hz=2619e6,
+    max_memory_clock_hz=2619e6,
+    power_w=None,
+    power_limit_w=700.0,
+    pcie_generation=5,
+    max_pcie_generation=5,
+    pcie_lanes=16,
+    max_pcie_lanes=16,
+    ecc=True,
+    nvlinks=(NvLink(port=0, active=True, version=4, peer="switch"),),
+)
 PROFILE = HardwareProfile(
-    setting=SETTING, measured_at="2026-11-21T12:00:00+00:00",
+    setting=SETTING,
+    measured_at="2026-11-21T12:00:00+00:00",
     probed=Probed(
-        launch_s=1e-4, matmuls=(MatmulTime(m=8, k=8, n=8, dtype="bf16", time_s=1e-6),), passes=(MemoryTime(num_bytes=64, time_s=1e-6),),
-        host_copies=(HostCopyTime(num_bytes=16, time_s=1e-6), HostCopyTime(num_bytes=64, time_s=2e-9)),
-        collectives=(CollectiveTime(kind=ALL_REDUCE, axis_size=8, stride=1, num_bytes=64, time_s=1e-5),),
-        overlap=OverlapTime(matmul_s=1.0, collective_s=1.0, together_s=1.25), num_left_out=0, took_s=60.0),
-    fits=(CollectiveFit(kind=ALL_REDUCE, axis_size=8, stride=1, latency_s=28e-6, bytes_per_s=380e9),
-          CollectiveFit(kind=ALL_REDUCE, axis_size=2, stride=8, latency_s=20e-6, bytes_per_s=45e9),
-          CollectiveFit(kind=ALL_REDUCE, axis_size=4, stride=1, latency_s=1e-5, bytes_per_s=None)),
-    nvml=NvmlFacts(missing=None, driver="550.54.15", cuda="12.4", gpus=(GPU, replace(GPU, nvlinks=(), ecc=None)),
-                   paths=((None, "between NUMA nodes"), ("between NUMA nodes", None))))
+        launch_s=1e-4,
+        matmuls=(MatmulTime(m=8, k=8, n=8, dtype="bf16", time_s=1e-6),),
+        passes=(MemoryTime(num_bytes=64, time_s=1e-6),),
+        host_copies=(
+            HostCopyTime(num_bytes=16, time_s=1e-6),
+            HostCopyTime(num_bytes=64, time_s=2e-9),
+        ),
+        collectives=(
+            CollectiveTime(kind=ALL_REDUCE, axis_size=8, stride=1, num_bytes=64, time_s=1e-5),
+        ),
+        overlap=OverlapTime(matmul_s=1.0, collective_s=1.0, together_s=1.25),
+        num_left_out=0,
+        took_s=60.0,
+    ),
+    fits=(
+        CollectiveFit(kind=ALL_REDUCE, axis_size=8, stride=1, latency_s=28e-6, bytes_per_s=380e9),
+        CollectiveFit(kind=ALL_REDUCE, axis_size=2, stride=8, latency_s=20e-6, bytes_per_s=45e9),
+        CollectiveFit(kind=ALL_REDUCE, axis_size=4, stride=1, latency_s=1e-5, bytes_per_s=None),
+    ),
+    nvml=NvmlFacts(
+        missing=None,
+        driver="550.54.15",
+        cuda="12.4",
+        gpus=(GPU, replace(GPU, nvlinks=(), ecc=None)),
+        paths=((None, "between NUMA nodes"), ("between NUMA nodes", None)),
+    ),
+)
 
 
 def profile_of_two(cache, **options):
@@ -61,6 +105,7 @@ def profile_of_two(cache, **options):
 @pytest.fixture
 def no_probes(monkeypatch):
     """After this, measuring is a failure."""
+
     def forbidden(*_, **__):
         pytest.fail("measured again")
 
@@ -72,7 +117,18 @@ def kept_in(cache):
     return path
 
 
-@pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, nvml=NvmlFacts(missing="no driver"), fits=(), probed=replace(PROFILE.probed, overlap=None))])
+@pytest.mark.parametrize(
+    "profile",
+    [
+        PROFILE,
+        replace(
+            PROFILE,
+            nvml=NvmlFacts(missing="no driver"),
+            fits=(),
+            probed=replace(PROFILE.probed, overlap=None),
+        ),
+    ],
+)
 def test_a_profile_survives_json(profile):
     assert HardwareProfile.from_json(profile.to_json()) == profile
     assert hash(HardwareProfile.from_json(profile.to_json())) == hash(profile)
@@ -82,7 +138,11 @@ def test_a_profile_is_measured_once(tmp_path, no_probes):
     first = profile_of_two(tmp_path)
     no_probes()
     assert profile_of_two(tmp_path) == first
-    assert (first.setting.num_devices, first.setting.platform, first.setting.jax) == (2, "cpu", jax.__version__)
+    assert (first.setting.num_devices, first.setting.platform, first.setting.jax) == (
+        2,
+        "cpu",
+        jax.__version__,
+    )
     assert len(first.fits) == 5
     assert not list(tmp_path.glob("*.part"))
 
@@ -102,9 +162,22 @@ def test_progress_is_told(tmp_path):
     assert len(told) == 1 + 1 + 1 + 5 * 2 + 1
 
 
-@pytest.mark.parametrize("change", [
-    {"device_kind": "NVIDIA H200"}, {"num_devices": 8}, {"num_processes": 16}, {"num_hosts": 1}, {"processor": "another"}, {"driver": "560.1"},
-    {"jax": "0.11.0"}, {"jaxlib": "0.11.0"}, {"xla_flags": "--xla_gpu_enable_triton_gemm=false"}, {"probes": "others"}, {"platform": "cpu"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device_kind": "NVIDIA H200"},
+        {"num_devices": 8},
+        {"num_processes": 16},
+        {"num_hosts": 1},
+        {"processor": "another"},
+        {"driver": "560.1"},
+        {"jax": "0.11.0"},
+        {"jaxlib": "0.11.0"},
+        {"xla_flags": "--xla_gpu_enable_triton_gemm=false"},
+        {"probes": "others"},
+        {"platform": "cpu"},
+    ],
+)
 def test_a_profile_belongs_to_its_setting(change):
     assert replace(SETTING, **change).digest != SETTING.digest
     assert {field.name for field in dataclasses.fields(Setting)} >= set(change)
@@ -116,12 +189,24 @@ def test_xla_flags_are_read_in_any_order(monkeypatch):
         return Setting.now(jax.devices(), TINY, driver="550").xla_flags
 
     assert flags("--a=1  --b=2") == flags(" --b=2 --a=1") != flags("--a=1")
-    assert Setting.now(jax.devices(), TINY, driver="550").driver is None, "CPU devices do not depend on it"
+    assert Setting.now(jax.devices(), TINY, driver="550").driver is None, (
+        "CPU devices do not depend on it"
+    )
 
 
-@pytest.mark.parametrize("damage", [
-    lambda text: text[: len(text) // 2], lambda text: "", lambda text: "[]", lambda text: '{"setting": 1}', lambda text: text.replace('"probed"', '"robbed"'),
-    lambda text: json.dumps({**json.loads(text), "fits": "none"}), lambda text: json.dumps({**json.loads(text), "nvml": {}}), lambda text: "\ud800"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: '{"setting": 1}',
+        lambda text: text.replace('"probed"', '"robbed"'),
+        lambda text: json.dumps({**json.loads(text), "fits": "none"}),
+        lambda text: json.dumps({**json.loads(text), "nvml": {}}),
+        lambda text: "\ud800",
+    ],
+)
 def test_a_damaged_profile_is_a_warning_and_measured_again(tmp_path, damage, no_probes):
     first = profile_of_two(tmp_path)
     kept_in(tmp_path).write_bytes(damage(first.to_json()).encode("utf-8", "surrogatepass"))
@@ -134,7 +219,9 @@ def test_a_damaged_profile_is_a_warning_and_measured_again(tmp_path, damage, no_
 
 def test_a_profile_of_another_setting_is_not_believed(tmp_path):
     first = profile_of_two(tmp_path)
-    kept_in(tmp_path).write_text(replace(first, setting=replace(first.setting, num_devices=4)).to_json())
+    kept_in(tmp_path).write_text(
+        replace(first, setting=replace(first.setting, num_devices=4)).to_json()
+    )
     with pytest.warns(UserWarning, match="another setting"):
         assert profile_of_two(tmp_path).setting.num_devices == 2
 
@@ -164,13 +251,18 @@ def test_measured_links_take_the_place_of_published_ones():
     cluster = PROFILE.cluster(Cluster.parse("h100:2x8"))
     assert (cluster.inside.bytes_per_s, cluster.between.bytes_per_s) == (380e9, 45e9)
     # A ring of 8 takes 14 steps, one of 2 takes 2.
-    assert (cluster.inside.latency_s, cluster.between.latency_s) == (pytest.approx(2e-6), pytest.approx(10e-6))
+    assert (cluster.inside.latency_s, cluster.between.latency_s) == (
+        pytest.approx(2e-6),
+        pytest.approx(10e-6),
+    )
     assert "2026-11-21" in cluster.inside.source
 
 
 def test_what_was_not_measured_stays_as_published():
     cluster = Cluster.parse("h100:4")
-    assert replace(PROFILE.cluster(cluster), to_host=cluster.to_host) == cluster, "four devices have a fit without a rate"
+    assert replace(PROFILE.cluster(cluster), to_host=cluster.to_host) == cluster, (
+        "four devices have a fit without a rate"
+    )
     assert PROFILE.fit(ALL_REDUCE, 3) is None
 
 
@@ -198,9 +290,21 @@ def test_processes_share_the_first_one_s_profile(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    processes = [subprocess.Popen([sys.executable, "-c", program, address, str(number), str(tmp_path)],
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for number in range(2)]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, address, str(number), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for number in range(2)
+    ]
     answers = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], answers
     first, second = (answer.splitlines()[-1] for answer, _ in answers)

@@ -1,4 +1,6 @@
-"""Reading compiled programs: small ones, compiled here, whose work is known; and lines as GPUs' programs have them."""
+"""Reading compiled programs: small ones, compiled here, whose work is known; and lines as GPUs'
+programs have them.
+"""
 
 from functools import partial
 
@@ -36,7 +38,10 @@ def test_flops_of_a_matmul_count_every_round_of_every_loop():
         return lax.map(row, x)
 
     assert dot_flops(compiled(nested, x, w)) == 4 * 7 * 2 * 5 * 32 * 32
-    assert dot_flops(compiled(lambda x, w: jnp.einsum("bij,jk->bik", x, w), x, w)) == 2 * 4 * 5 * 32 * 32
+    assert (
+        dot_flops(compiled(lambda x, w: jnp.einsum("bij,jk->bik", x, w), x, w))
+        == 2 * 4 * 5 * 32 * 32
+    )
 
 
 def test_a_loop_whose_length_is_data_counts_once_and_is_named():
@@ -46,30 +51,48 @@ def test_a_loop_whose_length_is_data_counts_once_and_is_named():
     program = Program(compiled(until, jnp.ones((8, 8)), jnp.ones((8, 8))))
     assert len(program.unknown_loops) == 1
     assert program.dot_flops() == 2 * 8**3
-    assert Program(compiled(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))).unknown_loops == ()
+    assert (
+        Program(compiled(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))).unknown_loops
+        == ()
+    )
 
 
 def test_branches_count_as_if_always_taken():
     x = jnp.ones((16, 16))
-    program = Program(compiled(lambda x, p: lax.cond(p, lambda x: x @ x @ x, lambda x: x, x), x, jnp.asarray(True)))
+    program = Program(
+        compiled(
+            lambda x, p: lax.cond(p, lambda x: x @ x @ x, lambda x: x, x), x, jnp.asarray(True)
+        )
+    )
     assert program.dot_flops() == 2 * 2 * 16**3
 
 
-@pytest.mark.parametrize(("axes", "kind", "payload", "wire"), [
-    (("tensor",), "all-reduce", 8 * 4 * 4, 8 * 4 * 4),
-    (("pipe", "tensor"), "all-reduce", 8 * 4 * 4, 1.5 * 8 * 4 * 4),
-    (("fsdp",), "all-gather", 2 * 8 * 4 * 4, 8 * 4 * 4),
-    (("pipe",), "collective-permute", 8 * 4 * 4, 8 * 4 * 4),
-])
+@pytest.mark.parametrize(
+    ("axes", "kind", "payload", "wire"),
+    [
+        (("tensor",), "all-reduce", 8 * 4 * 4, 8 * 4 * 4),
+        (("pipe", "tensor"), "all-reduce", 8 * 4 * 4, 1.5 * 8 * 4 * 4),
+        (("fsdp",), "all-gather", 2 * 8 * 4 * 4, 8 * 4 * 4),
+        (("pipe",), "collective-permute", 8 * 4 * 4, 8 * 4 * 4),
+    ],
+)
 def test_collectives_by_mesh_axis_bytes_and_rounds(axes, kind, payload, wire):
     operation = {
         "all-reduce": lambda x: lax.psum(x, axes),
         "all-gather": lambda x: lax.all_gather(x, axes, axis=0, tiled=True)[:8],
         "collective-permute": lambda x: lax.ppermute(x, axes[0], [(0, 1), (1, 0)]),
     }[kind]
-    program = on_mesh(lambda x: lax.fori_loop(0, 5, lambda _, y: jnp.sin(operation(y)), x), jnp.ones((8, 4)))
+    program = on_mesh(
+        lambda x: lax.fori_loop(0, 5, lambda _, y: jnp.sin(operation(y)), x), jnp.ones((8, 4))
+    )
     (found,) = program.collectives()
-    assert (found.kind, found.axes(SIZES), found.payload_bytes, found.wire_bytes, found.times) == (kind, axes, payload, wire, 5)
+    assert (found.kind, found.axes(SIZES), found.payload_bytes, found.wire_bytes, found.times) == (
+        kind,
+        axes,
+        payload,
+        wire,
+        5,
+    )
 
 
 def test_two_axes_are_told_apart():
@@ -77,10 +100,17 @@ def test_two_axes_are_told_apart():
     assert [each.axes(SIZES) for each in program.collectives()] == [("fsdp",), ("tensor",)]
 
 
-@pytest.mark.parametrize(("shape", "num_bytes"), [
-    ("f32[8,4]{1,0}", 128), ("bf16[3]{0:T(8)}", 6), ("pred[]", 1), ("f8e4m3fn[16]{0}", 16), ("s4[6]{0}", 3),
-    ("(f32[2]{0}, /*index=1*/(u8[5]{0}, token[]))", 13),
-])
+@pytest.mark.parametrize(
+    ("shape", "num_bytes"),
+    [
+        ("f32[8,4]{1,0}", 128),
+        ("bf16[3]{0:T(8)}", 6),
+        ("pred[]", 1),
+        ("f8e4m3fn[16]{0}", 16),
+        ("s4[6]{0}", 3),
+        ("(f32[2]{0}, /*index=1*/(u8[5]{0}, token[]))", 13),
+    ],
+)
 def test_bytes_of_shapes(shape, num_bytes):
     assert shape_bytes(shape) == num_bytes
 
@@ -118,7 +148,11 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
 def test_what_runs_while_a_collective_is_under_way():
     found = {each.kind: each for each in Program(GPU).collectives()}
     assert {kind: each.work_under for kind, each in found.items()} == {
-        "collective-permute": 2, "all-gather": 0, "reduce-scatter": 2, "all-reduce": 0}
+        "collective-permute": 2,
+        "all-gather": 0,
+        "reduce-scatter": 2,
+        "all-reduce": 0,
+    }
     assert found["collective-permute"].source == "step/ppermute"
     assert found["collective-permute"].groups == ((0, 4), (4, 0))
     assert found["all-gather"].payload_bytes == found["reduce-scatter"].payload_bytes == 256

@@ -13,12 +13,26 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
 from optimus_jax.planning.search.layouts import BLOCK_RULES, Rejection, axis_sizes, layouts
 
-MODEL = ModelConfig(name="tested", family="llama", vocab_size=1000, num_layers=6, embed_dim=48, num_heads=6, num_kv_heads=2, head_dim=8, mlp_dim=96)
-CPU = Topology(num_devices=12, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None)
+MODEL = ModelConfig(
+    name="tested",
+    family="llama",
+    vocab_size=1000,
+    num_layers=6,
+    embed_dim=48,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=96,
+)
+CPU = Topology(
+    num_devices=12, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None
+)
 
 
 def config(**settings):
-    return Config(model=MODEL, data=DataConfig(global_batch=24, seq_len=32)).with_values({f"parallel.{name}": value for name, value in settings.items()})
+    return Config(model=MODEL, data=DataConfig(global_batch=24, seq_len=32)).with_values(
+        {f"parallel.{name}": value for name, value in settings.items()}
+    )
 
 
 def legal(topology=CPU, **settings):
@@ -29,7 +43,11 @@ def legal(topology=CPU, **settings):
 def test_axis_sizes_are_all_factorisations(num_devices):
     found = list(axis_sizes(num_devices))
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
-    wanted = [sizes for sizes in itertools.product(divisors, repeat=4) if sizes[0] * sizes[1] * sizes[2] * sizes[3] == num_devices]
+    wanted = [
+        sizes
+        for sizes in itertools.product(divisors, repeat=4)
+        if sizes[0] * sizes[1] * sizes[2] * sizes[3] == num_devices
+    ]
     assert sorted((s.pipe, s.data, s.fsdp, s.tensor) for s in found) == sorted(wanted)
 
 
@@ -44,15 +62,27 @@ def test_every_layout_is_legal_and_there_only_once(num_devices):
 
 
 def test_what_a_person_may_type_is_among_them():
-    """All meshes, ZeRO stages, rules, schedules and microbatches by brute force, but for those that the module leaves out."""
+    """All meshes, ZeRO stages, rules, schedules and microbatches by brute force, but for those that
+    the module leaves out.
+    """
     found, tried = set(legal()), 0
     for axes, zero, rules, microbatches, repeats in itertools.product(
-            axis_sizes(12), (0, 1, 2, 3), BLOCK_RULES, (1, 2, 3, 4, 6, 8, 12, 24), (1, 2, 3, 6)):
-        if (axes.fsdp > 1 and zero == 0) or (axes.tensor == 1 and rules) or (axes.pipe == 1 and repeats > 1):
+        axis_sizes(12), (0, 1, 2, 3), BLOCK_RULES, (1, 2, 3, 4, 6, 8, 12, 24), (1, 2, 3, 6)
+    ):
+        if (
+            (axes.fsdp > 1 and zero == 0)
+            or (axes.tensor == 1 and rules)
+            or (axes.pipe == 1 and repeats > 1)
+        ):
             continue
         if repeats > 1 and MODEL.num_layers % (axes.pipe * repeats):
             continue
-        asked = config(zero=zero, rules=rules, microbatches=microbatches, repeats=repeats if repeats > 1 else None)
+        asked = config(
+            zero=zero,
+            rules=rules,
+            microbatches=microbatches,
+            repeats=repeats if repeats > 1 else None,
+        )
         try:
             plan = plan_for(asked, axes, CPU)
             plan.validate(MODEL, global_batch=24)
@@ -64,23 +94,36 @@ def test_what_a_person_may_type_is_among_them():
 
 
 def test_what_is_not_legal_says_why():
-    reasons = {rejection.layouts: rejection.reason for rejection in layouts(config(), CPU) if isinstance(rejection, Rejection)}
+    reasons = {
+        rejection.layouts: rejection.reason
+        for rejection in layouts(config(), CPU)
+        if isinstance(rejection, Rejection)
+    }
     assert "12 stages" in reasons["pipe=12"]
     assert "cannot be split evenly" in reasons["data=3,tensor=4"]
 
 
-@pytest.mark.parametrize(("settings", "holds"), [
-    ({"mesh": "data=2,tensor=6"}, lambda plan: plan.axes == AxisSizes(data=2, tensor=6)),
-    ({"zero": 2}, lambda plan: plan.zero == 2 and plan.axes.fsdp > 1),
-    ({"zero": 0}, lambda plan: plan.zero == 0 and plan.axes.fsdp == 1),
-    ({"microbatches": 4}, lambda plan: plan.microbatches == 4),
-    ({"rules": ("mlp=none",)}, lambda plan: "mlp" not in dict(plan.rules)),
-    ({"schedule": "gpipe"}, lambda plan: plan.pipeline is not None and plan.pipeline.schedule == "gpipe"),
-    ({"schedule": "none"}, lambda plan: plan.pipeline is None),
-    ({"repeats": 3}, lambda plan: plan.pipeline is not None and plan.pipeline.repeats == 3),
-    ({"layers_per_stage": (4, 2)}, lambda plan: plan.pipeline is not None and plan.pipeline.layers_per_stage == (4, 2)),
-    ({"remat": "full"}, lambda plan: plan.remat == "full"),
-])
+@pytest.mark.parametrize(
+    ("settings", "holds"),
+    [
+        ({"mesh": "data=2,tensor=6"}, lambda plan: plan.axes == AxisSizes(data=2, tensor=6)),
+        ({"zero": 2}, lambda plan: plan.zero == 2 and plan.axes.fsdp > 1),
+        ({"zero": 0}, lambda plan: plan.zero == 0 and plan.axes.fsdp == 1),
+        ({"microbatches": 4}, lambda plan: plan.microbatches == 4),
+        ({"rules": ("mlp=none",)}, lambda plan: "mlp" not in dict(plan.rules)),
+        (
+            {"schedule": "gpipe"},
+            lambda plan: plan.pipeline is not None and plan.pipeline.schedule == "gpipe",
+        ),
+        ({"schedule": "none"}, lambda plan: plan.pipeline is None),
+        ({"repeats": 3}, lambda plan: plan.pipeline is not None and plan.pipeline.repeats == 3),
+        (
+            {"layers_per_stage": (4, 2)},
+            lambda plan: plan.pipeline is not None and plan.pipeline.layers_per_stage == (4, 2),
+        ),
+        ({"remat": "full"}, lambda plan: plan.remat == "full"),
+    ],
+)
 def test_what_the_user_fixed_is_kept(settings, holds):
     found = legal(**settings)
     assert found
@@ -93,8 +136,11 @@ def test_recomputing_rises_from_none():
     ladder = memory_fallbacks(config(), plan, "cpu")
     assert ladder[0] == plan
     assert [(rung.remat, rung.pipeline.keep_residuals) for rung in ladder] == [
-        (remat, keep) for keep in (True, False) for remat in ("none", "selective", "dots", "full")]
-    fixed = next(plan for plan in legal(remat="dots", stage_residuals="keep") if plan.pipeline is not None)
+        (remat, keep) for keep in (True, False) for remat in ("none", "selective", "dots", "full")
+    ]
+    fixed = next(
+        plan for plan in legal(remat="dots", stage_residuals="keep") if plan.pipeline is not None
+    )
     assert memory_fallbacks(config(remat="dots", stage_residuals="keep"), fixed, "cpu") == [fixed]
     assert fixed.remat == "dots"
 
@@ -105,9 +151,18 @@ def test_the_hosts_memory_comes_last_and_on_gpus_alone():
     policies = ["none", "selective", "dots", "full"]
     assert {rung.offload for rung in memory_fallbacks(config(), plan, "cpu")} == {"none"}
     assert [(rung.offload, rung.remat) for rung in memory_fallbacks(config(), plan, "gpu")] == [
-        *(("none", remat) for remat in policies), ("activations", "full"), *(("optimizer", remat) for remat in policies), ("all", "full")]
-    assert {rung.offload for rung in memory_fallbacks(config(), staged, "gpu")} == {"none", "optimizer"}
-    assert {rung.offload for rung in memory_fallbacks(config(offload="none"), plan, "gpu")} == {"none"}
+        *(("none", remat) for remat in policies),
+        ("activations", "full"),
+        *(("optimizer", remat) for remat in policies),
+        ("all", "full"),
+    ]
+    assert {rung.offload for rung in memory_fallbacks(config(), staged, "gpu")} == {
+        "none",
+        "optimizer",
+    }
+    assert {rung.offload for rung in memory_fallbacks(config(offload="none"), plan, "gpu")} == {
+        "none"
+    }
 
 
 def test_layouts_are_offloaded_as_asked():

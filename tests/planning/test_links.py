@@ -8,9 +8,20 @@ from optimus_jax.planning.profiles.links import Link, with_speed
 USUAL = Link(name="NVLink 4", bytes_per_s=450e9, latency_s=None, source="a data sheet")
 
 
-@pytest.mark.parametrize(("text", "bytes_per_s", "latency_s"), [
-    ("50GB/s", 50e9, None), ("400Gb/s", 50e9, None), ("400Gbps", 50e9, None), (" 12.5 GB/s , 5 us", 12.5e9, 5e-6), ("5us", 450e9, 5e-6),
-    ("2µs,1TB/s", 1e12, 2e-6), ("1e3MB/s,0.1ms", 1e9, 1e-4), ("800kB/s", 8e5, None), ("10B/s,1s", 10, 1)])
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s", "latency_s"),
+    [
+        ("50GB/s", 50e9, None),
+        ("400Gb/s", 50e9, None),
+        ("400Gbps", 50e9, None),
+        (" 12.5 GB/s , 5 us", 12.5e9, 5e-6),
+        ("5us", 450e9, 5e-6),
+        ("2µs,1TB/s", 1e12, 2e-6),
+        ("1e3MB/s,0.1ms", 1e9, 1e-4),
+        ("800kB/s", 8e5, None),
+        ("10B/s,1s", 10, 1),
+    ],
+)
 def test_speeds_and_latencies_are_read(text, bytes_per_s, latency_s):
     link = with_speed(USUAL, text)
     assert link.bytes_per_s == pytest.approx(bytes_per_s)
@@ -18,7 +29,24 @@ def test_speeds_and_latencies_are_read(text, bytes_per_s, latency_s):
     assert link.source == f"given as {text}"
 
 
-@pytest.mark.parametrize("text", ["", "50", "50GB", "GB/s", "50 gb/s", "-5GB/s", "50GB/s,60GB/s", "1us,2us", "0GB/s", "50GB/s,", "nan", "50KB/s", "5 m"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "50",
+        "50GB",
+        "GB/s",
+        "50 gb/s",
+        "-5GB/s",
+        "50GB/s,60GB/s",
+        "1us,2us",
+        "0GB/s",
+        "50GB/s,",
+        "nan",
+        "50KB/s",
+        "5 m",
+    ],
+)
 def test_anything_else_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match="50GB/s,5us"):
         with_speed(USUAL, text)

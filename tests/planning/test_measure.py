@@ -14,7 +14,14 @@ from optimus_jax.planning.trials.measure import TRIAL_STEPS, expected_gain, meas
 from optimus_jax.planning.trials.trial import Trial, run_trial
 
 CLUSTER = Cluster.parse("h100:8")
-RANKED = search(Pricing(Config(model=model_preset("gpt2-xl"), data=DataConfig(global_batch=32, seq_len=1024)), CLUSTER, Rates.of(CLUSTER.accelerator)), top=6).best
+RANKED = search(
+    Pricing(
+        Config(model=model_preset("gpt2-xl"), data=DataConfig(global_batch=32, seq_len=1024)),
+        CLUSTER,
+        Rates.of(CLUSTER.accelerator),
+    ),
+    top=6,
+).best
 
 
 class Trials:
@@ -28,8 +35,17 @@ class Trials:
         self.tried.append(plan)
         if factor is None:
             raise PlanError("needs more than there is")
-        predicted_s = next(candidate for candidate in RANKED if candidate.plan == plan).prediction.step_time_s
-        return Trial(plan=plan, step_time_s=factor * predicted_s, shortest_s=factor * predicted_s, cpu_s=0.0, compile_s=self.compile_s, step_bytes=0)
+        predicted_s = next(
+            candidate for candidate in RANKED if candidate.plan == plan
+        ).prediction.step_time_s
+        return Trial(
+            plan=plan,
+            step_time_s=factor * predicted_s,
+            shortest_s=factor * predicted_s,
+            cpu_s=0.0,
+            compile_s=self.compile_s,
+            step_bytes=0,
+        )
 
 
 def test_a_long_run_tries_three_and_keeps_the_fastest():
@@ -56,7 +72,13 @@ def test_trying_ends_where_compiling_costs_more_than_it_can_save():
 
 
 def test_candidates_outside_the_interval_are_not_tried():
-    far = [RANKED[0], *(replace(c, prediction=replace(c.prediction, low_s=10 * RANKED[0].prediction.high_s)) for c in RANKED[1:])]
+    far = [
+        RANKED[0],
+        *(
+            replace(c, prediction=replace(c.prediction, low_s=10 * RANKED[0].prediction.high_s))
+            for c in RANKED[1:]
+        ),
+    ]
     trials = Trials([1.0, 1.0])
     assert measure(far, trials, num_steps=10**9, most=3, spread=0.25).plan == RANKED[0].plan
     assert trials.tried == []
@@ -65,7 +87,9 @@ def test_candidates_outside_the_interval_are_not_tried():
 def test_what_does_not_fit_is_passed_over():
     trials = Trials([None, 1.0, 1.1, 1.2])
     assert measure(RANKED, trials, num_steps=10**6, most=3, spread=0.25).plan == RANKED[1].plan
-    later = measure(RANKED, Trials([None, None, None, None, 1.0, 1.2]), num_steps=10**6, most=3, spread=0.25)
+    later = measure(
+        RANKED, Trials([None, None, None, None, 1.0, 1.2]), num_steps=10**6, most=3, spread=0.25
+    )
     assert later.plan == RANKED[4].plan
     with pytest.raises(PlanError, match="none of the planner's best plans fits"):
         measure(RANKED, Trials([None] * 6), num_steps=10**6, most=3, spread=0.25)
@@ -75,13 +99,15 @@ def test_the_expected_gain():
     assert expected_gain(1.0, [1.0], 0.0) == 0.0
     assert expected_gain(1.0, [0.9], 0.0) == pytest.approx(0.1)
     # E max(0, 1 - exp(s z)) of a standard normal z is Phi(0) - exp(s^2 / 2) Phi(-s).
-    assert expected_gain(1.0, [1.0], 0.2) == pytest.approx(0.5 - 1.0202013 * 0.4207403, rel=0.05)  # 4,000 draws
+    # 4,000 draws
+    assert expected_gain(1.0, [1.0], 0.2) == pytest.approx(0.5 - 1.0202013 * 0.4207403, rel=0.05)
     assert expected_gain(1.0, [1.0, 1.0], 0.2) > expected_gain(1.0, [1.0], 0.2)
 
 
 def test_a_trial_runs_the_real_step():
-    config = Config(model=model_preset("gpt2-nano"), data=DataConfig(global_batch=8, seq_len=32)).with_values(
-        {"model.num_layers": 2, "parallel.mesh": "data=2,fsdp=2,tensor=2"})
+    config = Config(
+        model=model_preset("gpt2-nano"), data=DataConfig(global_batch=8, seq_len=32)
+    ).with_values({"model.num_layers": 2, "parallel.mesh": "data=2,fsdp=2,tensor=2"})
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.search.choice import choose_plan
 

@@ -25,38 +25,71 @@ EXACT = 1e-9
 
 
 def collective(kind=ALL_REDUCE, axis_size=8, stride=1, num_bytes=2**20, time_s=1e-3):
-    return CollectiveTime(kind=kind, axis_size=axis_size, stride=stride, num_bytes=num_bytes, time_s=time_s)
+    return CollectiveTime(
+        kind=kind, axis_size=axis_size, stride=stride, num_bytes=num_bytes, time_s=time_s
+    )
 
 
-@given(st.sampled_from(sorted(WIRE_SHARE)), st.integers(2, 64), st.floats(1e-7, 1e-3), st.floats(1e8, 1e12))
+@given(
+    st.sampled_from(sorted(WIRE_SHARE)),
+    st.integers(2, 64),
+    st.floats(1e-7, 1e-3),
+    st.floats(1e8, 1e12),
+)
 def test_a_fit_of_exact_times_is_exact(kind, axis_size, latency_s, bytes_per_s):
-    times = [collective(kind, axis_size, num_bytes=size, time_s=latency_s + WIRE_SHARE[kind](axis_size) * size / bytes_per_s) for size in MESSAGES]
+    times = [
+        collective(
+            kind,
+            axis_size,
+            num_bytes=size,
+            time_s=latency_s + WIRE_SHARE[kind](axis_size) * size / bytes_per_s,
+        )
+        for size in MESSAGES
+    ]
     (fit,) = fit_collectives(times)
     for time in times:
         assert fit.time_s(time.num_bytes) == pytest.approx(time.time_s, rel=EXACT)
-    # The largest message says least of the latency, the smallest least of the rate: what rounding leaves of them.
+    # The largest message says least of the latency, the smallest least of the rate: what rounding
+    # leaves of them.
     assert fit.latency_s == pytest.approx(latency_s, rel=EXACT * (1 + times[-1].time_s / latency_s))
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4))
 def test_a_fit_of_noise_stays_physical(seconds):
-    (fit,) = fit_collectives(collective(num_bytes=size, time_s=time_s) for size, time_s in zip(MESSAGES, seconds, strict=True))
+    (fit,) = fit_collectives(
+        collective(num_bytes=size, time_s=time_s)
+        for size, time_s in zip(MESSAGES, seconds, strict=True)
+    )
     assert fit.latency_s >= 0
     assert fit.bytes_per_s is None or 0 < fit.bytes_per_s < math.inf
     assert all(0 < fit.time_s(size) < math.inf for size in MESSAGES)
 
 
 def test_each_kind_and_axis_has_its_own_fit_and_one_message_has_none():
-    times = [collective(kind, axis_size, stride, size, 1e-3 * (1 + size / 2**20))
-             for kind in (ALL_REDUCE, ALL_GATHER) for axis_size, stride in ((2, 1), (2, 4), (8, 1)) for size in MESSAGES]
+    times = [
+        collective(kind, axis_size, stride, size, 1e-3 * (1 + size / 2**20))
+        for kind in (ALL_REDUCE, ALL_GATHER)
+        for axis_size, stride in ((2, 1), (2, 4), (8, 1))
+        for size in MESSAGES
+    ]
     fits = fit_collectives([*times[::-1], collective(PERMUTE)])
-    assert sorted((fit.kind, fit.axis_size, fit.stride) for fit in fits) == sorted({(time.kind, time.axis_size, time.stride) for time in times})
+    assert sorted((fit.kind, fit.axis_size, fit.stride) for fit in fits) == sorted(
+        {(time.kind, time.axis_size, time.stride) for time in times}
+    )
 
 
 def test_what_a_device_sends():
-    """Of a message of 8 MB among 4: three quarters of it, twice for an all-reduce; a permute sends all."""
+    """Of a message of 8 MB among 4: three quarters of it, twice for an all-reduce; a permute sends
+    all.
+    """
     sent = {kind: collective(kind, 4, num_bytes=8_000_000).wire_bytes for kind in WIRE_SHARE}
-    assert sent == {"all-reduce": 12e6, "all-gather": 6e6, "reduce-scatter": 6e6, "all-to-all": 6e6, "collective-permute": 8e6}
+    assert sent == {
+        "all-reduce": 12e6,
+        "all-gather": 6e6,
+        "reduce-scatter": 6e6,
+        "all-to-all": 6e6,
+        "collective-permute": 8e6,
+    }
 
 
 def test_rates():
@@ -73,5 +106,8 @@ def test_overlap_is_free_doubles_the_time_or_lies_between():
 
 def test_a_time_that_does_not_grow_is_all_latency():
     """The constant with the least squares of relative errors: sum(1/t) / sum(1/t^2)."""
-    (fit,) = fit_collectives(collective(num_bytes=size, time_s=time_s) for size, time_s in zip(MESSAGES, (1.0, 1.0, 1.0, 0.1), strict=True))
+    (fit,) = fit_collectives(
+        collective(num_bytes=size, time_s=time_s)
+        for size, time_s in zip(MESSAGES, (1.0, 1.0, 1.0, 0.1), strict=True)
+    )
     assert (fit.latency_s, fit.bytes_per_s) == (pytest.approx(13 / 103), None)

@@ -1,4 +1,6 @@
-"""The estimate beside the compiled program's own figure, on a CPU and for GPUs, and what has to make it smaller."""
+"""The estimate beside the compiled program's own figure, on a CPU and for GPUs, and what has to
+make it smaller.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +26,12 @@ def planned(model: str, mesh: str, **settings: Any) -> tuple[Config, Plan]:
     """A config and its plan; settings are `parallel`'s, but for `layers`."""
     layers = {"model.num_layers": settings.pop("layers")} if "layers" in settings else {}
     config = Config(model=model_preset(model)).with_values(
-        {"parallel.mesh": mesh, **layers, **{f"parallel.{name}": value for name, value in settings.items()}})
+        {
+            "parallel.mesh": mesh,
+            **layers,
+            **{f"parallel.{name}": value for name, value in settings.items()},
+        }
+    )
     axes = AxisSizes.parse(mesh)
     plan = plan_for(config, axes, replace(discover(), num_devices=axes.num_devices))
     plan.validate(config.model, global_batch=config.data.global_batch)
@@ -32,68 +39,150 @@ def planned(model: str, mesh: str, **settings: Any) -> tuple[Config, Plan]:
 
 
 def estimated(config: Config, plan: Plan) -> MemoryEstimate:
-    return estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch)
+    return estimate_memory(
+        config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
+    )
 
 
-@pytest.mark.parametrize(("model", "mesh", "settings"), [
-    ("gpt2-nano", "data=8", {}),
-    ("gpt2-nano", "fsdp=8", {"remat": "full"}),
-    ("llama-nano", "data=2,fsdp=2,tensor=2", {}),
-    ("gpt2-nano", "pipe=2,data=4", {"microbatches": 4}),
-    ("gpt2-nano", "pipe=4,data=2", {"microbatches": 8, "stage_residuals": "recompute"}),
-    ("gpt2-nano", "pipe=4,data=2", {"microbatches": 8, "schedule": "gpipe"}),
-    ("gpt2-nano", "pipe=2,fsdp=4", {"microbatches": 4, "schedule": "gpipe", "stage_residuals": "recompute", "remat": "dots"}),
-    ("llama-nano", "pipe=2,fsdp=2,tensor=2", {"microbatches": 4, "schedule": "interleaved", "zero": 2}),
-    ("llama-nano", "pipe=4,data=2", {"microbatches": 8, "schedule": "interleaved", "layers": 8, "stage_residuals": "recompute"}),
-    ("llama-nano", "pipe=4,tensor=2", {"microbatches": 8, "layers": 6, "send_slack": True}),
-])
+@pytest.mark.parametrize(
+    ("model", "mesh", "settings"),
+    [
+        ("gpt2-nano", "data=8", {}),
+        ("gpt2-nano", "fsdp=8", {"remat": "full"}),
+        ("llama-nano", "data=2,fsdp=2,tensor=2", {}),
+        ("gpt2-nano", "pipe=2,data=4", {"microbatches": 4}),
+        ("gpt2-nano", "pipe=4,data=2", {"microbatches": 8, "stage_residuals": "recompute"}),
+        ("gpt2-nano", "pipe=4,data=2", {"microbatches": 8, "schedule": "gpipe"}),
+        (
+            "gpt2-nano",
+            "pipe=2,fsdp=4",
+            {
+                "microbatches": 4,
+                "schedule": "gpipe",
+                "stage_residuals": "recompute",
+                "remat": "dots",
+            },
+        ),
+        (
+            "llama-nano",
+            "pipe=2,fsdp=2,tensor=2",
+            {"microbatches": 4, "schedule": "interleaved", "zero": 2},
+        ),
+        (
+            "llama-nano",
+            "pipe=4,data=2",
+            {
+                "microbatches": 8,
+                "schedule": "interleaved",
+                "layers": 8,
+                "stage_residuals": "recompute",
+            },
+        ),
+        ("llama-nano", "pipe=4,tensor=2", {"microbatches": 8, "layers": 6, "send_slack": True}),
+    ],
+)
 def test_the_estimate_is_near_what_xla_allocates(model, mesh, settings):
     config, plan = planned(model, mesh, **settings)
     shapes = planned_shapes(config.model, plan)
-    program = build_program(config, shapes, plan, build_mesh(plan.axes, jax.devices()[: plan.num_devices]))
+    program = build_program(
+        config, shapes, plan, build_mesh(plan.axes, jax.devices()[: plan.num_devices])
+    )
     batch, length = config.data.global_batch, config.seq_len
-    rows = {name: jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=program.batch_sharding)
-            for name in ("tokens", "targets", "positions", "segments")}
-    rows["loss_mask"] = jax.ShapeDtypeStruct((batch, length), jnp.bool_, sharding=program.batch_sharding)
+    rows = {
+        name: jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=program.batch_sharding)
+        for name in ("tokens", "targets", "positions", "segments")
+    }
+    rows["loss_mask"] = jax.ShapeDtypeStruct(
+        (batch, length), jnp.bool_, sharding=program.batch_sharding
+    )
     rows["examples"] = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=program.batch_sharding)
     state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
     # Buffers are dealt out before LLVM begins, whose optimisation is half of the time.
-    compiled = program.train_step.lower(state, rows).compile({"xla_backend_optimization_level": 0}).memory_analysis()
-    allocated = (compiled.argument_size_in_bytes + compiled.temp_size_in_bytes + compiled.output_size_in_bytes
-                 - compiled.alias_size_in_bytes)
+    compiled = (
+        program.train_step.lower(state, rows)
+        .compile({"xla_backend_optimization_level": 0})
+        .memory_analysis()
+    )
+    allocated = (
+        compiled.argument_size_in_bytes
+        + compiled.temp_size_in_bytes
+        + compiled.output_size_in_bytes
+        - compiled.alias_size_in_bytes
+    )
     estimate = estimated(config, plan)
     assert estimate.total == pytest.approx(allocated, rel=MEMORY_ESTIMATE)
-    assert estimate.states == pytest.approx(compiled.argument_size_in_bytes, rel=0.05), "states are known, not estimated"
+    assert estimate.states == pytest.approx(compiled.argument_size_in_bytes, rel=0.05), (
+        "states are known, not estimated"
+    )
 
 
 COMPILED_FOR_GPUS = 0.04
-"""The most that the estimate of any plan below may be off; -0.3 to +2.2% when it was written, and 1.5% on average over all of benchmarks/planner_memory.py."""
+"""The most that the estimate of any plan below may be off; -0.3 to +2.2% when it was written, and
+1.5% on average over all of benchmarks/planner_memory.py."""
 
 
-@pytest.mark.parametrize(("plan", "settings", "compiled_gib"), [
-    ("gpt2-xl 1024 2 data=8", "attention=xla", 29.91),
-    ("gpt2-xl 1024 4 fsdp=8", "zero=1 microbatches=4 attention=cudnn", 25.32),
-    ("gpt2-xl 1024 2 pipe=4,data=2", "microbatches=8 attention=xla", 20.75),
-    ("gpt2-xl 1024 4 data=8,fsdp=8", "zero=2 microbatches=4 remat=full attention=xla", 14.85),
-    ("llama3-8b 4096 2 fsdp=8", "remat=selective attention=cudnn", 42.08),
-    ("llama3-8b 4096 1 pipe=2,tensor=4", "microbatches=8 schedule=interleaved repeats=4 stage_residuals=recompute remat=full attention=cudnn", 17.85),
-    ("llama3-8b 2048 1 pipe=8,fsdp=8", "microbatches=16 zero=1 remat=dots attention=xla", 23.93),
-    ("llama3-8b 4096 2 data=8,tensor=8", "microbatches=2 attention=xla", 30.57),
-    ("llama3.3-70b 4096 1 fsdp=64", "remat=full attention=cudnn", 32.72),
-    ("llama3.3-70b 4096 1 pipe=8,tensor=8", "microbatches=16 remat=selective attention=xla", 55.39),
-    ("llama3.3-70b 4096 1 pipe=4,data=2,fsdp=4,tensor=8", "microbatches=16 zero=2 schedule=gpipe remat=full attention=xla", 41.65),
-    ("llama3.3-70b 4096 1 pipe=2,tensor=4", "microbatches=4 stage_residuals=recompute remat=full attention=xla", 181.42),
-    ("gpt2 1024 128 data=1", "remat=full attention=cudnn", 8.07),
-    ("llama3.2-1b 4096 16 data=1", "remat=full attention=cudnn", 29.40),
-])
+@pytest.mark.parametrize(
+    ("plan", "settings", "compiled_gib"),
+    [
+        ("gpt2-xl 1024 2 data=8", "attention=xla", 29.91),
+        ("gpt2-xl 1024 4 fsdp=8", "zero=1 microbatches=4 attention=cudnn", 25.32),
+        ("gpt2-xl 1024 2 pipe=4,data=2", "microbatches=8 attention=xla", 20.75),
+        ("gpt2-xl 1024 4 data=8,fsdp=8", "zero=2 microbatches=4 remat=full attention=xla", 14.85),
+        ("llama3-8b 4096 2 fsdp=8", "remat=selective attention=cudnn", 42.08),
+        (
+            "llama3-8b 4096 1 pipe=2,tensor=4",
+            (
+                "microbatches=8 schedule=interleaved repeats=4 stage_residuals=recompute remat=full"
+                " attention=cudnn"
+            ),
+            17.85,
+        ),
+        (
+            "llama3-8b 2048 1 pipe=8,fsdp=8",
+            "microbatches=16 zero=1 remat=dots attention=xla",
+            23.93,
+        ),
+        ("llama3-8b 4096 2 data=8,tensor=8", "microbatches=2 attention=xla", 30.57),
+        ("llama3.3-70b 4096 1 fsdp=64", "remat=full attention=cudnn", 32.72),
+        (
+            "llama3.3-70b 4096 1 pipe=8,tensor=8",
+            "microbatches=16 remat=selective attention=xla",
+            55.39,
+        ),
+        (
+            "llama3.3-70b 4096 1 pipe=4,data=2,fsdp=4,tensor=8",
+            "microbatches=16 zero=2 schedule=gpipe remat=full attention=xla",
+            41.65,
+        ),
+        (
+            "llama3.3-70b 4096 1 pipe=2,tensor=4",
+            "microbatches=4 stage_residuals=recompute remat=full attention=xla",
+            181.42,
+        ),
+        ("gpt2 1024 128 data=1", "remat=full attention=cudnn", 8.07),
+        ("llama3.2-1b 4096 16 data=1", "remat=full attention=cudnn", 29.40),
+    ],
+)
 def test_the_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
-    """Figures of steps compiled for H100s by benchmarks/planner_memory.py, of the last two for an H200 by benchmarks/gpu/compiled.py: model, tokens, rows of a microbatch on a device, mesh."""
+    """Figures of steps compiled for H100s by benchmarks/planner_memory.py, of the last two for an
+    H200 by benchmarks/gpu/compiled.py: model, tokens, rows of a microbatch on a device, mesh.
+    """
     model, seq_len, rows, mesh = plan.split()
     axes, given = AxisSizes.parse(mesh), dict(setting.split("=") for setting in settings.split())
     batch = int(given.get("microbatches", 1)) * int(rows) * axes.data * axes.fsdp
-    config = Config(model=model_preset(model), data=DataConfig(seq_len=int(seq_len), global_batch=batch)).with_values(
-        {"precision.compute": "bf16", "parallel.mesh": mesh, "parallel.microbatches": 1, **{f"parallel.{name}": value for name, value in given.items()}})
-    estimate = estimated(config, plan_for(config, axes, Cluster.parse(f"h100:{axes.num_devices}").topology()))
+    config = Config(
+        model=model_preset(model), data=DataConfig(seq_len=int(seq_len), global_batch=batch)
+    ).with_values(
+        {
+            "precision.compute": "bf16",
+            "parallel.mesh": mesh,
+            "parallel.microbatches": 1,
+            **{f"parallel.{name}": value for name, value in given.items()},
+        }
+    )
+    estimate = estimated(
+        config, plan_for(config, axes, Cluster.parse(f"h100:{axes.num_devices}").topology())
+    )
     assert estimate.total / 2**30 == pytest.approx(compiled_gib, rel=COMPILED_FOR_GPUS)
 
 
@@ -107,25 +196,34 @@ def test_weights_of_attention_count_only_where_a_kernel_keeps_them():
 @pytest.mark.parametrize("model", ["gpt2", "llama3.2-1b"])
 def test_stages_share_states_and_schedules_differ_in_activations(model):
     def estimate(mesh: str, **settings: Any) -> MemoryEstimate:
-        return estimated(*planned(model, mesh, microbatches=settings.pop("microbatches", 8), **settings))
+        return estimated(
+            *planned(model, mesh, microbatches=settings.pop("microbatches", 8), **settings)
+        )
 
     one, four = estimate("data=2", microbatches=1), estimate("pipe=4,data=2")
     # Not a quarter: positions and norms outside the layers are on every stage.
     assert one.states / 4 < four.states < one.states / 3.5
-    assert four.activations < estimate("pipe=4,data=2", schedule="gpipe", microbatches=8).activations
+    assert (
+        four.activations < estimate("pipe=4,data=2", schedule="gpipe", microbatches=8).activations
+    )
     assert estimate("pipe=4,data=2", stage_residuals="recompute").activations < four.activations
     assert four.activations < estimate("pipe=4,data=2", send_slack=True).activations
-    uneven = estimate("pipe=4,data=2", layers_per_stage=(1, *[(model_preset(model).num_layers - 2) // 2] * 2, 1))
+    uneven = estimate(
+        "pipe=4,data=2", layers_per_stage=(1, *[(model_preset(model).num_layers - 2) // 2] * 2, 1)
+    )
     assert uneven.params > four.params, "every stage has room for the longest"
     assert uneven.activations > four.activations
 
 
 def test_rings_of_1f1b_do_not_grow_with_the_microbatches():
     """Microbatches of the same size: twice as many of them in twice the batch."""
+
     def activations(schedule: str, microbatches: int) -> int:
         config, plan = planned("gpt2", "pipe=4", schedule=schedule, microbatches=8)
         plan = replace(plan, microbatches=microbatches)
-        return estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=2 * microbatches).activations
+        return estimate_memory(
+            config.model, plan, seq_len=config.seq_len, global_batch=2 * microbatches
+        ).activations
 
     assert activations("1f1b", 16) == activations("1f1b", 8)
     assert activations("gpipe", 16) > 1.5 * activations("gpipe", 8)

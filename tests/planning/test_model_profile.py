@@ -1,4 +1,6 @@
-"""Closed forms beside three other counts of the same: published formulas, what autodiff keeps, and products in the compiled step."""
+"""Closed forms beside three other counts of the same: published formulas, what autodiff keeps, and
+products in the compiled step.
+"""
 
 import json
 from dataclasses import replace
@@ -18,32 +20,57 @@ from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.planning.ahead_of_time.hlo import dot_flops
-from optimus_jax.planning.profiles.model_profile import ITEM_BYTES, REMAT_POLICIES, LayerKind, profile_model
+from optimus_jax.planning.profiles.model_profile import (
+    ITEM_BYTES,
+    REMAT_POLICIES,
+    LayerKind,
+    profile_model,
+)
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import abstract_state, planned_shapes
 from optimus_jax.training.step import COMPUTE_DTYPES, build_program
 
 NANOS = ("gpt2-nano", "llama-nano")
 CLOSED_FORM = 0.01
-"""Asked of the profile. Measured: 0.11% at most, since the program pads the vocabulary of 257 to 264 rows."""
+"""Asked of the profile. Measured: 0.11% at most, since the program pads the vocabulary of 257 to
+264 rows."""
 
 
 def published_params(model: ModelConfig) -> float:
-    """GPT: Narayanan et al. 2021, equation 2, to which the last norm is added. Llama: by its matrices."""
+    """GPT: Narayanan et al. 2021, equation 2, to which the last norm is added.
+
+    Llama: by its matrices.
+    """
     h, layers, vocab = model.embed_dim, model.num_layers, model.vocab_size
     if model.family == "gpt2":
-        return 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocab + model.max_length) / (12 * layers * h)) + 2 * h
+        return (
+            12
+            * layers
+            * h**2
+            * (1 + 13 / (12 * h) + (vocab + model.max_length) / (12 * layers * h))
+            + 2 * h
+        )
     attention = h * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    return vocab * h * (1 if model.tied else 2) + layers * (attention + 3 * h * model.mlp_dim + 2 * h) + h
+    return (
+        vocab * h * (1 if model.tied else 2)
+        + layers * (attention + 3 * h * model.mlp_dim + 2 * h)
+        + h
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_published_formula(name):
     model = model_preset(name)
     profile = profile_model(model, seq_len=128, precision="bf16", kernel="cudnn")
-    assert profile.num_params == pytest.approx(published_params(model), rel=1e-12), "rounding of the formula's quotients alone"
-    assert profile[LayerKind.HEAD].num_params == (0 if model.tied else model.vocab_size * model.embed_dim)
-    assert profile[LayerKind.NORMS].num_params == (2 * model.num_layers + 1) * model.embed_dim * (2 if model.family == "gpt2" else 1)
+    assert profile.num_params == pytest.approx(published_params(model), rel=1e-12), (
+        "rounding of the formula's quotients alone"
+    )
+    assert profile[LayerKind.HEAD].num_params == (
+        0 if model.tied else model.vocab_size * model.embed_dim
+    )
+    assert profile[LayerKind.NORMS].num_params == (2 * model.num_layers + 1) * model.embed_dim * (
+        2 if model.family == "gpt2" else 1
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
@@ -53,44 +80,93 @@ def test_what_counts_is_the_published_formula_with_half_of_its_attention(name):
     h, layers = model.embed_dim, model.num_layers
     profile = profile_model(model, seq_len=s, precision="bf16", kernel="xla")
     published = 72 * layers * h**2 * (1 + s / (6 * h) + model.vocab_size / (12 * layers * h))
-    assert profile.model_flops + profile[LayerKind.ATTENTION_CORE].model_flops == pytest.approx(published)
-    assert profile.model_flops == pytest.approx(step_flops(model, num_sequences=3, seq_len=s) / (3 * s))
-    assert profile.model_flops - profile[LayerKind.ATTENTION_CORE].model_flops == 6 * matmul_params(model)
+    assert profile.model_flops + profile[LayerKind.ATTENTION_CORE].model_flops == pytest.approx(
+        published
+    )
+    assert profile.model_flops == pytest.approx(
+        step_flops(model, num_sequences=3, seq_len=s) / (3 * s)
+    )
+    assert profile.model_flops - profile[LayerKind.ATTENTION_CORE].model_flops == 6 * matmul_params(
+        model
+    )
 
 
 def test_the_kernel_in_blocks_computes_more_pairs_than_count():
-    assert computed_pairs(256, "xla") == 256 * 64 + 192 * 64 + 128 * 64 + 64 * 64, "four blocks of 64 queries, each with all keys up to its last"
+    assert computed_pairs(256, "xla") == 256 * 64 + 192 * 64 + 128 * 64 + 64 * 64, (
+        "four blocks of 64 queries, each with all keys up to its last"
+    )
     assert computed_pairs(100, "xla") == 100**2, "too short for blocks"
     assert causal_pairs(100) == computed_pairs(100, "cudnn") == 100**2 / 2
 
 
-@pytest.mark.parametrize(("name", "remat"), [(name, remat) for name in NANOS for remat in REMAT_POLICIES if name == "gpt2-nano" or remat == "full"])
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        (name, remat)
+        for name in NANOS
+        for remat in REMAT_POLICIES
+        if name == "gpt2-nano" or remat == "full"
+    ],
+)
 def test_computed_flops_are_those_of_the_compiled_step(name, remat):
     """Loss, gradient and update, as a run compiles them for one device."""
-    config = Config(model=replace(model_preset(name), num_layers=2)).with_values({"parallel.remat": remat, "data.global_batch": 4})
+    config = Config(model=replace(model_preset(name), num_layers=2)).with_values(
+        {"parallel.remat": remat, "data.global_batch": 4}
+    )
     plan = plan_for(config, AxisSizes(), replace(discover(), num_devices=1))
     shapes = planned_shapes(config.model, plan)
     program = build_program(config, shapes, plan, build_mesh(plan.axes, jax.devices()[:1]))
     batch, length = config.data.global_batch, config.seq_len
-    rows = {column: jax.ShapeDtypeStruct((batch, length), jnp.int32) for column in ("tokens", "targets", "positions", "segments")}
-    rows |= {"loss_mask": jax.ShapeDtypeStruct((batch, length), jnp.bool_), "examples": jax.ShapeDtypeStruct((batch,), jnp.int32)}
+    rows = {
+        column: jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        for column in ("tokens", "targets", "positions", "segments")
+    }
+    rows |= {
+        "loss_mask": jax.ShapeDtypeStruct((batch, length), jnp.bool_),
+        "examples": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
     state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
     compiled = program.train_step.lower(state, rows).compile({"xla_backend_optimization_level": 0})
     profile = profile_model(config.model, seq_len=length, precision="f32", kernel="xla")
-    assert batch * length * profile.computed_flops(remat) == pytest.approx(dot_flops(compiled.as_text()), rel=CLOSED_FORM)
+    assert batch * length * profile.computed_flops(remat) == pytest.approx(
+        dot_flops(compiled.as_text()), rel=CLOSED_FORM
+    )
 
 
-def kept_by_autodiff(model: ModelConfig, remat: RematPolicy, precision: Precision, kernel: AttentionKernel, documents: bool) -> tuple[float, float]:
-    """Bytes per token that the vjp of a stack of one layer closes over: of the layer, and of what all layers share."""
+def kept_by_autodiff(
+    model: ModelConfig,
+    remat: RematPolicy,
+    precision: Precision,
+    kernel: AttentionKernel,
+    documents: bool,
+) -> tuple[float, float]:
+    """Bytes per token that the vjp of a stack of one layer closes over: of the layer, and of what
+    all layers share.
+    """
     batch, length, dtype = 2, 256, jnp.dtype(COMPUTE_DTYPES[precision])
     shapes = model_shapes(replace(model, num_layers=1), model.vocab_size)
 
     def vjp(params, x, positions, segments):
-        run = Pass(comm=Collectives(dtype, {}, 0), remat=remat, kernel=kernel, visibility=Visibility(segments if documents else None))
-        return jax.vjp(lambda params, x: shapes.merged(params).run_layers(x, positions, run)[0], params, x)[1]
+        run = Pass(
+            comm=Collectives(dtype, {}, 0),
+            remat=remat,
+            kernel=kernel,
+            visibility=Visibility(segments if documents else None),
+        )
+        return jax.vjp(
+            lambda params, x: shapes.merged(params).run_layers(x, positions, run)[0], params, x
+        )[1]
 
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    leaves = jax.tree.leaves(jax.eval_shape(vjp, shapes.params, jax.ShapeDtypeStruct((batch, length, model.embed_dim), dtype), ids, ids))
+    leaves = jax.tree.leaves(
+        jax.eval_shape(
+            vjp,
+            shapes.params,
+            jax.ShapeDtypeStruct((batch, length, model.embed_dim), dtype),
+            ids,
+            ids,
+        )
+    )
     weights = {leaf.shape for leaf in jax.tree.leaves(shapes.params)}
     layer, shared = 0, 0
     for leaf in leaves:
@@ -104,11 +180,23 @@ def kept_by_autodiff(model: ModelConfig, remat: RematPolicy, precision: Precisio
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
-@pytest.mark.parametrize(("name", "precision", "kernel"), [
-    ("gpt2-nano", "f32", "xla"), ("gpt2-nano", "bf16", "xla"), ("llama-nano", "f32", "xla"), ("llama-nano", "bf16", "cudnn"), ("gpt2-nano", "bf16", "cudnn")])
-def test_activation_bytes_are_what_autodiff_keeps(name, precision, kernel, remat, documents, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "precision", "kernel"),
+    [
+        ("gpt2-nano", "f32", "xla"),
+        ("gpt2-nano", "bf16", "xla"),
+        ("llama-nano", "f32", "xla"),
+        ("llama-nano", "bf16", "cudnn"),
+        ("gpt2-nano", "bf16", "cudnn"),
+    ],
+)
+def test_activation_bytes_are_what_autodiff_keeps(
+    name, precision, kernel, remat, documents, monkeypatch
+):
     # No cuDNN is needed to trace, only to compile; JAX asks for its version anyway.
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000
+    )
     model = model_preset(name)
     sizes = {"kernel": kernel, "seq_len": 256, "itemsize": ITEM_BYTES[precision]}
     layer, shared = kept_by_autodiff(model, remat, precision, kernel, documents)
@@ -118,10 +206,17 @@ def test_activation_bytes_are_what_autodiff_keeps(name, precision, kernel, remat
 
 def test_devices_that_share_heads_and_hidden_width_keep_their_part():
     model = model_preset("llama-nano")
-    one, four = (kept_bytes(model, "selective", kernel="xla", seq_len=256, itemsize=2, heads_ways=n, mlp_ways=n) for n in (1, 4))
+    one, four = (
+        kept_bytes(
+            model, "selective", kernel="xla", seq_len=256, itemsize=2, heads_ways=n, mlp_ways=n
+        )
+        for n in (1, 4)
+    )
     assert four.stream == one.stream, "the residual stream is whole on each"
     assert four.feed_forward == one.feed_forward / 4
-    assert four.attention == (2 * model.num_heads // 4 + 2) * model.head_dim * 2, "a key/value head each, of which there are two for four"
+    assert four.attention == (2 * model.num_heads // 4 + 2) * model.head_dim * 2, (
+        "a key/value head each, of which there are two for four"
+    )
 
 
 def test_a_profile_is_readable_and_survives_json():
@@ -131,4 +226,6 @@ def test_a_profile_is_readable_and_survives_json():
     assert "not measured" in lines[0]
     value = json.loads(profile.to_json())
     assert [kind["kind"] for kind in value["kinds"]] == list(LayerKind)
-    assert sum(kind["activation_bytes"]["full"] for kind in value["kinds"]) + value["kept_once_bytes"]["full"] == profile.activation_bytes("full")
+    assert sum(kind["activation_bytes"]["full"] for kind in value["kinds"]) + value[
+        "kept_once_bytes"
+    ]["full"] == profile.activation_bytes("full")

@@ -8,7 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optimus_jax.config import Config
-from optimus_jax.config.request import FIXED_FOR_A_RUN, SAVED_WITH_A_RUN, make_config, resumed_config, typed
+from optimus_jax.config.request import (
+    FIXED_FOR_A_RUN,
+    SAVED_WITH_A_RUN,
+    make_config,
+    resumed_config,
+    typed,
+)
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.tables import make_schedule
@@ -24,7 +30,14 @@ def settings_in(line: str) -> dict[str, str]:
     """What scripts/train.py makes of a command line."""
     words = line.split()
     pairs = [(flag, value) for flag, value in zip(words[::2], words[1::2], strict=True)]
-    return dict(value.split("=", 1) if flag == "--set" else (flag.removeprefix("--").replace("-", "_"), value) for flag, value in pairs)
+    return dict(
+        (
+            value.split("=", 1)
+            if flag == "--set"
+            else (flag.removeprefix("--").replace("-", "_"), value)
+        )
+        for flag, value in pairs
+    )
 
 
 def asked(line: str) -> Config:
@@ -34,8 +47,13 @@ def asked(line: str) -> Config:
 
 def devices(config: Config, gib: float | None = None) -> Topology:
     assert config.cpu_devices is not None
-    return Topology(num_devices=config.cpu_devices, num_processes=1, platform="cpu", device_kind="cpu",
-                    bytes_per_device=None if gib is None else int(gib * GIB / config.cpu_devices))
+    return Topology(
+        num_devices=config.cpu_devices,
+        num_processes=1,
+        platform="cpu",
+        device_kind="cpu",
+        bytes_per_device=None if gib is None else int(gib * GIB / config.cpu_devices),
+    )
 
 
 def refusal(config: Config, gib: float | None = None, **more: Any) -> str:
@@ -57,25 +75,65 @@ def named(text: str) -> list[str]:
 NANO = "--model gpt2-nano --cpu-devices 8 "
 
 
-@pytest.mark.parametrize(("line", "nearest"), [
-    (NANO + "--mesh pipe=8 --microbatches 16", ["--mesh pipe=4,tensor=2", "--mesh pipe=4,data=2 --microbatches 8",
-                                                "--mesh pipe=4,data=2 --global-batch 32"]),
-    ("--model gpt2-nano --cpu-devices 5 --mesh pipe=5 --schedule gpipe", ["--mesh data=5 --schedule auto --global-batch 15"]),
-    (NANO + "--mesh pipe=2,data=4 --schedule interleaved --microbatches 3 --global-batch 24 --set parallel.repeats=2",
-     ["--microbatches 2", "--set parallel.repeats=1", "--schedule 1f1b --set parallel.repeats=none"]),
-    ("--model llama-nano --cpu-devices 4 --mesh pipe=4 --schedule 1f1b --set model.num_layers=12 --set parallel.repeats=4",
-     ["--set parallel.repeats=none", "--schedule interleaved --set parallel.repeats=3"]),
-    (NANO + "--mesh pipe=8 --schedule 1f1b --zero 2", ["--mesh pipe=4,fsdp=2", "--mesh pipe=4,data=2 --zero 0"]),
-    ("--model llama-nano --cpu-devices 6 --mesh fsdp=3,pipe=2", ["--mesh pipe=3,fsdp=2", "--mesh pipe=2,data=3 --global-batch 15"]),
-    ("--model gpt2-nano --cpu-devices 3 --mesh tensor=3", ["--set parallel.rules=heads=none,mlp=none", "--mesh pipe=3"]),
-    ("--model gpt2-nano --cpu-devices 6 --mesh fsdp=3,pipe=4 --schedule gpipe", ["--mesh pipe=3,fsdp=2"]),
-    (NANO + "--mesh data=2,pipe=4 --schedule interleaved --set parallel.layers_per_stage=1,1,2,2",
-     ["--schedule 1f1b --set parallel.layers_per_stage="]),
-    (NANO + "--mesh data=8 --zero 1", ["--zero 0", "--mesh data=4,fsdp=2"]),
-    (NANO + "--mesh data=4,tensor=4", ["--mesh data=2,tensor=4", "--cpu-devices 16"]),
-    (NANO + "--mesh data=8 --global-batch 12", ["--global-batch 16", "--mesh data=4,tensor=2"]),
-    (NANO + "--mesh pipe=2,data=4 --schedule none", ["--schedule 1f1b"]),
-])
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        (
+            NANO + "--mesh pipe=8 --microbatches 16",
+            [
+                "--mesh pipe=4,tensor=2",
+                "--mesh pipe=4,data=2 --microbatches 8",
+                "--mesh pipe=4,data=2 --global-batch 32",
+            ],
+        ),
+        (
+            "--model gpt2-nano --cpu-devices 5 --mesh pipe=5 --schedule gpipe",
+            ["--mesh data=5 --schedule auto --global-batch 15"],
+        ),
+        (
+            NANO
+            + "--mesh pipe=2,data=4 --schedule interleaved --microbatches 3 --global-batch 24 --set"
+            " parallel.repeats=2",
+            [
+                "--microbatches 2",
+                "--set parallel.repeats=1",
+                "--schedule 1f1b --set parallel.repeats=none",
+            ],
+        ),
+        (
+            (
+                "--model llama-nano --cpu-devices 4 --mesh pipe=4 --schedule 1f1b --set"
+                " model.num_layers=12 --set parallel.repeats=4"
+            ),
+            ["--set parallel.repeats=none", "--schedule interleaved --set parallel.repeats=3"],
+        ),
+        (
+            NANO + "--mesh pipe=8 --schedule 1f1b --zero 2",
+            ["--mesh pipe=4,fsdp=2", "--mesh pipe=4,data=2 --zero 0"],
+        ),
+        (
+            "--model llama-nano --cpu-devices 6 --mesh fsdp=3,pipe=2",
+            ["--mesh pipe=3,fsdp=2", "--mesh pipe=2,data=3 --global-batch 15"],
+        ),
+        (
+            "--model gpt2-nano --cpu-devices 3 --mesh tensor=3",
+            ["--set parallel.rules=heads=none,mlp=none", "--mesh pipe=3"],
+        ),
+        (
+            "--model gpt2-nano --cpu-devices 6 --mesh fsdp=3,pipe=4 --schedule gpipe",
+            ["--mesh pipe=3,fsdp=2"],
+        ),
+        (
+            NANO
+            + "--mesh data=2,pipe=4 --schedule interleaved --set parallel.layers_per_stage=1,1,2,2",
+            ["--schedule 1f1b --set parallel.layers_per_stage="],
+        ),
+        (NANO + "--mesh data=8 --zero 1", ["--zero 0", "--mesh data=4,fsdp=2"]),
+        (NANO + "--mesh data=4,tensor=4", ["--mesh data=2,tensor=4", "--cpu-devices 16"]),
+        (NANO + "--mesh data=8 --global-batch 12", ["--global-batch 16", "--mesh data=4,tensor=2"]),
+        (NANO + "--mesh pipe=2,data=4 --schedule none", ["--schedule 1f1b"]),
+    ],
+)
 def test_a_refusal_names_what_is_accepted_nearest_first(line, nearest):
     config = asked(line)
     alternatives = named(refusal(config))
@@ -90,13 +148,33 @@ def accepted(config: Config, alternative: str, gib: float | None = None) -> None
     choose_plan(other, devices(other, gib))
 
 
-MESHES = st.integers(1, 12).flatmap(lambda devices: st.sampled_from([str(axes) for axes in axis_sizes(devices)]))
+MESHES = st.integers(1, 12).flatmap(
+    lambda devices: st.sampled_from([str(axes) for axes in axis_sizes(devices)])
+)
 OPTIONS = {
-    "--microbatches": st.integers(1, 12), "--schedule": st.sampled_from(("1f1b", "gpipe", "interleaved", "none")), "--zero": st.integers(0, 3),
-    "--global-batch": st.integers(1, 48), "--remat": st.sampled_from(("full", "dots")), "--set parallel.repeats": st.integers(1, 4),
-    "--set parallel.layers_per_stage": st.lists(st.integers(1, 3), min_size=1, max_size=6).map(lambda layers: ",".join(map(str, layers))),
-    "--set parallel.send_slack": st.just("true"), "--set parallel.stage_residuals": st.sampled_from(("keep", "recompute")),
-    "--set parallel.rules": st.sampled_from(("mlp=none", "heads=none", "vocab=none", "embed=none", "heads=none,mlp=none,vocab=none", "batch=data")),
+    "--microbatches": st.integers(1, 12),
+    "--schedule": st.sampled_from(("1f1b", "gpipe", "interleaved", "none")),
+    "--zero": st.integers(0, 3),
+    "--global-batch": st.integers(1, 48),
+    "--remat": st.sampled_from(("full", "dots")),
+    "--set parallel.repeats": st.integers(1, 4),
+    "--set parallel.layers_per_stage": (
+        st.lists(st.integers(1, 3), min_size=1, max_size=6).map(
+            lambda layers: ",".join(map(str, layers))
+        )
+    ),
+    "--set parallel.send_slack": st.just("true"),
+    "--set parallel.stage_residuals": st.sampled_from(("keep", "recompute")),
+    "--set parallel.rules": st.sampled_from(
+        (
+            "mlp=none",
+            "heads=none",
+            "vocab=none",
+            "embed=none",
+            "heads=none,mlp=none,vocab=none",
+            "batch=data",
+        )
+    ),
     "--set model.num_layers": st.sampled_from((1, 3, 8, 12)),
 }
 
@@ -109,7 +187,10 @@ def command_lines(draw: st.DrawFn) -> str:
         fitting *= int(size)
     num_devices = draw(st.one_of(st.just(fitting), st.just(fitting), st.integers(1, 12)))
     chosen = draw(st.lists(st.sampled_from(sorted(OPTIONS)), unique=True, max_size=5))
-    words = [f"--model {draw(st.sampled_from(('gpt2-nano', 'llama-nano')))} --cpu-devices {num_devices} --mesh {mesh}"]
+    words = [
+        f"--model {draw(st.sampled_from(('gpt2-nano', 'llama-nano')))} --cpu-devices {num_devices}"
+        f" --mesh {mesh}"
+    ]
     for option in chosen:
         words.append(f"{option}{'=' if option.startswith('--set') else ' '}{draw(OPTIONS[option])}")
     return " ".join(words)
@@ -133,16 +214,24 @@ def test_whatever_is_named_is_accepted(line, gib):
 
 
 def test_a_run_that_goes_on_without_stages_is_told_how():
-    """The settings of its schedule come from its own config, so that nobody could leave them out."""
-    before = asked(NANO + "--mesh pipe=2,data=4 --schedule interleaved --set parallel.repeats=2 --set parallel.layers_per_stage=1,1,1,1 "
-                          "--set parallel.send_slack=true --set parallel.stage_residuals=recompute --microbatches 2")
+    """The settings of its schedule come from its own config, so that nobody could leave them
+    out."""
+    before = asked(
+        NANO + "--mesh pipe=2,data=4 --schedule interleaved --set parallel.repeats=2 --set"
+        " parallel.layers_per_stage=1,1,1,1 --set parallel.send_slack=true --set"
+        " parallel.stage_residuals=recompute --microbatches 2"
+    )
     choose_plan(before, devices(before))
     resumed = lambda line: resumed_config(before.to_json(), None, settings_in(line))  # noqa: E731
     alternatives = named(refusal(resumed("--mesh tensor=8"), kept=FIXED_FOR_A_RUN))
     leave_out = next(alternative for alternative in alternatives if "--mesh" not in alternative)
     assert sorted(settings_in(leave_out).items()) == [
-        ("parallel.layers_per_stage", ""), ("parallel.repeats", "none"), ("parallel.send_slack", "false"),
-        ("parallel.stage_residuals", "auto"), ("schedule", "auto")]
+        ("parallel.layers_per_stage", ""),
+        ("parallel.repeats", "none"),
+        ("parallel.send_slack", "false"),
+        ("parallel.stage_residuals", "auto"),
+        ("schedule", "auto"),
+    ]
     for alternative in alternatives:
         other = resumed(f"--mesh tensor=8 {alternative}")
         choose_plan(other, devices(other))
@@ -150,7 +239,10 @@ def test_a_run_that_goes_on_without_stages_is_told_how():
 
 def test_a_run_that_goes_on_is_not_told_to_change_what_it_keeps():
     before = asked(NANO + "--mesh data=8 --global-batch 24")
-    assert any("--global-batch" in alternative for alternative in named(refusal(before.with_values({"parallel.microbatches": 2}))))
+    assert any(
+        "--global-batch" in alternative
+        for alternative in named(refusal(before.with_values({"parallel.microbatches": 2})))
+    )
     resumed = resumed_config(before.to_json(), None, {"microbatches": "2"})
     alternatives = named(refusal(resumed, kept=FIXED_FOR_A_RUN))
     assert alternatives
@@ -160,12 +252,21 @@ def test_a_run_that_goes_on_is_not_told_to_change_what_it_keeps():
 def test_smaller_moments_are_advised_last_and_not_to_a_run_that_goes_on():
     config = asked("--model gpt2-nano --cpu-devices 1 --global-batch 1")
     needed = choose_plan(config, devices(config)).memory
-    gib = next(gib for part in range(1, 100) if (gib := needed.total * part / 100 / GIB) and fits_with_moments_in(config, "bf16", gib))
+    gib = next(
+        gib
+        for part in range(1, 100)
+        if (gib := needed.total * part / 100 / GIB) and fits_with_moments_in(config, "bf16", gib)
+    )
     assert not fits_with_moments_in(config, "f32", gib)
     assert named(refusal(config, gib)) == ["--set precision.moments=bf16"]
-    assert "split" not in refusal(config, gib).partition("all split and computed again")[0].partition("do:")[2], "there is nothing to split over"
+    assert (
+        "split"
+        not in refusal(config, gib).partition("all split and computed again")[0].partition("do:")[2]
+    ), "there is nothing to split over"
     assert not named(refusal(config, gib, kept=SAVED_WITH_A_RUN))
-    assert not named(refusal(config.with_values({"optimizer.beta2": 0.999}), gib)), "bf16 cannot follow it"
+    assert not named(refusal(config.with_values({"optimizer.beta2": 0.999}), gib)), (
+        "bf16 cannot follow it"
+    )
 
 
 def fits_with_moments_in(config: Config, moments: str, gib: float) -> bool:
@@ -176,11 +277,23 @@ def fits_with_moments_in(config: Config, moments: str, gib: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("line", "fixed"), [
-    ("--model gpt2-nano --cpu-devices 7 --mesh data=7 --global-batch 1 --set model.num_layers=1 --set model.mlp_dim=1000 --set model.vocab_size=5 "
-     "--microbatches 3", None),
-    ("--model gpt2-xl --cpu-devices 2 --mesh data=2 --remat full", "--global-batch 16 --mesh data=2 --remat full"),
-])
+@pytest.mark.parametrize(
+    ("line", "fixed"),
+    [
+        (
+            (
+                "--model gpt2-nano --cpu-devices 7 --mesh data=7 --global-batch 1 --set"
+                " model.num_layers=1 --set model.mlp_dim=1000 --set model.vocab_size=5"
+                " --microbatches 3"
+            ),
+            None,
+        ),
+        (
+            "--model gpt2-xl --cpu-devices 2 --mesh data=2 --remat full",
+            "--global-batch 16 --mesh data=2 --remat full",
+        ),
+    ],
+)
 def test_where_nothing_is_accepted_it_says_what_is_fixed(line, fixed):
     text = refusal(asked(line), gib=1.0)
     if fixed is None:
@@ -190,14 +303,25 @@ def test_where_nothing_is_accepted_it_says_what_is_fixed(line, fixed):
 
 
 def test_what_lies_far_is_found_with_all_else_left_open():
-    config = asked("--model gpt2-nano --cpu-devices 512 --mesh pipe=512 --microbatches 7 --schedule interleaved --remat full")
+    config = asked(
+        "--model gpt2-nano --cpu-devices 512 --mesh pipe=512 --microbatches 7 --schedule"
+        " interleaved --remat full"
+    )
     alternatives = named(refusal(config))
     assert alternatives == ["--mesh pipe=4,data=16,tensor=8 --microbatches none --schedule auto"]
     accepted(config, alternatives[0])
 
 
-@pytest.mark.parametrize("line", [NANO + "--mesh dta=8", NANO + "--schedule 1f1", NANO + "--set parallel.rules=mpl=none",
-                                  NANO + "--schedule no-such-file.json", NANO + "--set parallel.attention=cudnn"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        NANO + "--mesh dta=8",
+        NANO + "--schedule 1f1",
+        NANO + "--set parallel.rules=mpl=none",
+        NANO + "--schedule no-such-file.json",
+        NANO + "--set parallel.attention=cudnn",
+    ],
+)
 def test_what_cannot_be_read_has_no_neighbours(line):
     config = asked(line)
     with pytest.raises(PlanError) as caught:
@@ -207,7 +331,10 @@ def test_what_cannot_be_read_has_no_neighbours(line):
 
 def test_a_table_of_another_pipeline(tmp_path):
     (tmp_path / "own.json").write_text(make_schedule("1f1b", 4, 6).to_json())
-    config = asked(f"{NANO}--mesh pipe=2,data=4 --global-batch 48 --microbatches 3 --schedule {tmp_path / 'own.json'}")
+    config = asked(
+        f"{NANO}--mesh pipe=2,data=4 --global-batch 48 --microbatches 3 --schedule"
+        f" {tmp_path / 'own.json'}"
+    )
     alternatives = named(refusal(config))
     assert alternatives[0] == "--schedule 1f1b"
     assert "--mesh pipe=4,data=2 --microbatches none" in alternatives
@@ -230,12 +357,27 @@ def test_no_alternative_has_a_change_that_it_can_do_without():
     assert len(tried) == len(set(tried)), "each is tried once"
 
 
-@pytest.mark.parametrize(("changes", "text"), [
-    ({"parallel.mesh": "data=2", "parallel.repeats": None}, "--mesh data=2 --set parallel.repeats=none"),
-    ({"parallel.layers_per_stage": (), "parallel.send_slack": False}, "--set parallel.layers_per_stage= --set parallel.send_slack=false"),
-    ({"cpu_devices": 3, "parallel.rules": ("heads=none", "mlp=none")}, "--cpu-devices 3 --set parallel.rules=heads=none,mlp=none"),
-])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"parallel.mesh": "data=2", "parallel.repeats": None},
+            "--mesh data=2 --set parallel.repeats=none",
+        ),
+        (
+            {"parallel.layers_per_stage": (), "parallel.send_slack": False},
+            "--set parallel.layers_per_stage= --set parallel.send_slack=false",
+        ),
+        (
+            {"cpu_devices": 3, "parallel.rules": ("heads=none", "mlp=none")},
+            "--cpu-devices 3 --set parallel.rules=heads=none,mlp=none",
+        ),
+    ],
+)
 def test_what_is_typed_is_what_is_meant(changes, text):
     assert typed(changes) == text
-    base = asked(NANO + "--set parallel.repeats=3 --set parallel.layers_per_stage=1,3 --set parallel.send_slack=true")
+    base = asked(
+        NANO + "--set parallel.repeats=3 --set parallel.layers_per_stage=1,3 --set"
+        " parallel.send_slack=true"
+    )
     assert make_config(None, settings_in(text), base) == base.with_values(changes)

@@ -9,14 +9,22 @@ from pricing import GPT, LLAMA, RATES, plan_of
 
 from optimus_jax.models.flops import step_flops
 from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS
-from optimus_jax.planning.cost.operators import DeviceTime, device_time, head_work, layer_work, with_launches
+from optimus_jax.planning.cost.operators import (
+    DeviceTime,
+    device_time,
+    head_work,
+    layer_work,
+    with_launches,
+)
 from optimus_jax.planning.cost.stage_time import layer_shape, layer_time, place_of
 from optimus_jax.planning.cost.work import Work, matmul
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
 def test_flops_of_a_step_without_remat_are_the_models(model):
-    """All but the fused kernel's backward, which computes the scores again: 3.5 times forward, where the model's FLOPs count 3."""
+    """All but the fused kernel's backward, which computes the scores again: 3.5 times forward,
+    where the model's FLOPs count 3.
+    """
     shape = layer_shape(model, plan_of("data=1", model), seq_len=1024, global_batch=2)
     layer = layer_work(shape, OURS)
     works = [*layer.attention, *layer.feed_forward]
@@ -28,10 +36,23 @@ def test_flops_of_a_step_without_remat_are_the_models(model):
 
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 def test_tensor_splits_all_matmuls_evenly(attention):
-    whole, split = (layer_work(layer_shape(LLAMA, plan_of(mesh, LLAMA, attention=attention), seq_len=2048, global_batch=4), OURS)
-                    for mesh in ("data=1", "tensor=4"))
-    for before, after in zip((*whole.attention, *whole.feed_forward), (*split.attention, *split.feed_forward), strict=True):
-        assert (before.flops, before.fused_flops) == pytest.approx((4 * after.flops, 4 * after.fused_flops))
+    whole, split = (
+        layer_work(
+            layer_shape(
+                LLAMA, plan_of(mesh, LLAMA, attention=attention), seq_len=2048, global_batch=4
+            ),
+            OURS,
+        )
+        for mesh in ("data=1", "tensor=4")
+    )
+    for before, after in zip(
+        (*whole.attention, *whole.feed_forward),
+        (*split.attention, *split.feed_forward),
+        strict=True,
+    ):
+        assert (before.flops, before.fused_flops) == pytest.approx(
+            (4 * after.flops, 4 * after.fused_flops)
+        )
 
 
 def test_fewer_key_value_heads_than_devices_are_computed_by_each_device_that_needs_them():
@@ -40,14 +61,22 @@ def test_fewer_key_value_heads_than_devices_are_computed_by_each_device_that_nee
 
 
 def test_unfused_attention_moves_scores_and_computes_more_than_the_causal_half():
-    fused, unfused = (layer_work(layer_shape(GPT, plan_of("data=1", attention=kernel), seq_len=1024, global_batch=1), OURS) for kernel in ("cudnn", "xla"))
+    fused, unfused = (
+        layer_work(
+            layer_shape(GPT, plan_of("data=1", attention=kernel), seq_len=1024, global_batch=1),
+            OURS,
+        )
+        for kernel in ("cudnn", "xla")
+    )
     scores = GPT.num_heads * 1024**2 * 9 / 16  # eight blocks of queries
     moved = unfused.attention[0].num_bytes - fused.attention[0].num_bytes
     assert moved == pytest.approx(scores * OURS.score_bytes[0])
     assert fused.core.fused_flops < unfused.core.flops < 2 * fused.core.fused_flops
 
 
-@pytest.mark.parametrize(("style", "whole"), [(OURS, False), (MEGATRON, True)], ids=["ours", "megatron"])
+@pytest.mark.parametrize(
+    ("style", "whole"), [(OURS, False), (MEGATRON, True)], ids=["ours", "megatron"]
+)
 def test_full_remat_repeats_the_last_product_only_where_nothing_drops_it(style, whole):
     shape = layer_shape(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
     quick = replace(RATES, memory_bytes_per_s=1e30, launch_s=0.0, interpreter_launch_s=0.0)
@@ -58,7 +87,13 @@ def test_full_remat_repeats_the_last_product_only_where_nothing_drops_it(style, 
 
 def test_softmax_that_cannot_be_fused_costs_more():
     """Megatron's wants sequences times heads in fours."""
-    two, four = (layer_work(layer_shape(GPT, plan_of("data=1", attention="xla"), seq_len=64, global_batch=batch), MEGATRON) for batch in (2, 4))
+    two, four = (
+        layer_work(
+            layer_shape(GPT, plan_of("data=1", attention="xla"), seq_len=64, global_batch=batch),
+            MEGATRON,
+        )
+        for batch in (2, 4)
+    )
     assert two.core.kernels == MEGATRON.plain_softmax_kernels
     assert four.core.kernels == 0
 
@@ -76,13 +111,19 @@ def test_a_matmul_of_few_tiles_or_short_inner_dimension_runs_at_a_smaller_share(
 def test_time_of_a_matmul_by_hand():
     rates = replace(RATES, matmul_flops_per_s=1e12, num_cores=10.0, wave=0.5, inner=100.0)
     by_hand = 2 * 256 * 400 * 384 / 1e12 * (1 + 0.5 * 10 / (2 * 3)) * (1 + 100 / 400)
-    assert device_time(matmul(256, 400, 384), rates, f32=False) == pytest.approx(DeviceTime(by_hand, 0.0))
+    assert device_time(matmul(256, 400, 384), rates, f32=False) == pytest.approx(
+        DeviceTime(by_hand, 0.0)
+    )
 
 
 def test_unaligned_rows_and_float32_are_slower():
     work = matmul(1024, 1024, 50257)
-    assert device_time(work, RATES, f32=False, aligned=False).total == pytest.approx(device_time(work, RATES, f32=False).total / RATES.unaligned_share)
-    assert device_time(work, RATES, f32=True).total > 1.9 * device_time(work, RATES, f32=False).total
+    assert device_time(work, RATES, f32=False, aligned=False).total == pytest.approx(
+        device_time(work, RATES, f32=False).total / RATES.unaligned_share
+    )
+    assert (
+        device_time(work, RATES, f32=True).total > 1.9 * device_time(work, RATES, f32=False).total
+    )
 
 
 @given(device_s=st.floats(1e-9, 10), kernels=st.floats(0, 1e6))
@@ -93,4 +134,6 @@ def test_launching_costs_at_least_the_longer_and_at_most_both(device_s, kernels)
 
 
 def test_work_adds_and_multiplies():
-    assert Work(1, 2, 3, 4, 5, 6, 7) + Work(1, 1, 1, 1, 1, 1, 1).times(2) == Work(3, 4, 5, 6, 7, 8, 9)
+    assert Work(1, 2, 3, 4, 5, 6, 7) + Work(1, 1, 1, 1, 1, 1, 1).times(2) == Work(
+        3, 4, 5, 6, 7, 8, 9
+    )

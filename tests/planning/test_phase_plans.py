@@ -16,7 +16,11 @@ TOPOLOGY = discover()
 
 def ahead(text, chosen, *, topology=TOPOLOGY, **settings):
     """Plans of the phases after the first, and that of the first."""
-    config = make_config(replace(LLAMA, num_layers=4), chosen, {"data.phases": text, "data.global_batch": 16, **settings})
+    config = make_config(
+        replace(LLAMA, num_layers=4),
+        chosen,
+        {"data.phases": text, "data.global_batch": 16, **settings},
+    )
     plan = make_plan(config)
     return [each for _, each in plans_ahead(config, plan, 0, topology, lambda _: None)], plan
 
@@ -33,7 +37,13 @@ def test_microbatches_follow_the_batch_and_nothing_moves():
 
 
 def test_microbatches_that_were_asked_for_stay():
-    with pytest.raises(PlanError, match=r"after step 5 \(data.phases: 24 x 16 tokens from step 6\): the global batch cannot(.|\n)*--microbatches"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"after step 5 \(data.phases: 24 x 16 tokens from step 6\): the global batch"
+            r" cannot(.|\n)*--microbatches"
+        ),
+    ):
         ahead("5:24", case("data=8", microbatches=2))
 
 
@@ -56,7 +66,8 @@ def test_more_is_computed_again_where_memory_is_short(monkeypatch):
 def test_a_mesh_that_was_asked_for_is_kept_unless_the_controller_may_leave_it():
     with pytest.raises(PlanError, match="after step 5"):
         ahead("5:4", case("fsdp=8", zero=3))
-    # Nobody knows how fast the devices are: the rule deals 4 rows out over 4 of them, and splits layers over the rest.
+    # Nobody knows how fast the devices are: the rule deals 4 rows out over 4 of them, and splits
+    # layers over the rest.
     (found,), _ = ahead("5:4", case("fsdp=8", zero=3), control="auto")
     assert found.axes == AxisSizes(data=4, tensor=2)
 
@@ -64,4 +75,6 @@ def test_a_mesh_that_was_asked_for_is_kept_unless_the_controller_may_leave_it():
 def test_phases_that_are_over_are_not_looked_at():
     config = make_config(LLAMA, case("data=8"), {"data.phases": "5:12,9:16"})
     plan = make_plan(config)
-    assert [phase.steps_before for phase, _ in plans_ahead(config, plan, 5, TOPOLOGY, lambda _: None)] == [9]
+    assert [
+        phase.steps_before for phase, _ in plans_ahead(config, plan, 5, TOPOLOGY, lambda _: None)
+    ] == [9]

@@ -8,7 +8,13 @@ from pricing import RATES
 from optimus_jax.devices.accelerators import Accelerator, accelerator_named
 from optimus_jax.errors import PlanError
 from optimus_jax.planning.cost.operators import device_time
-from optimus_jax.planning.cost.rates import CPU_PASS_SHARE, MATMUL_SHARE, MATMUL_SHARES, Correction, Rates
+from optimus_jax.planning.cost.rates import (
+    CPU_PASS_SHARE,
+    MATMUL_SHARE,
+    MATMUL_SHARES,
+    Correction,
+    Rates,
+)
 from optimus_jax.planning.cost.work import matmul
 from optimus_jax.planning.profiles.hardware import HardwareProfile, Setting
 from optimus_jax.planning.profiles.measurements import (
@@ -26,20 +32,64 @@ from optimus_jax.planning.profiles.probes import Probed
 SHAPES = [(m, k, n) for m in (64, 512) for k in (64, 256, 1024) for n in (64, 1024)]
 
 
-def profile(*, device_kind: str, platform: str, matmuls: tuple[MatmulTime, ...], fits: tuple[CollectiveFit, ...] = ()) -> HardwareProfile:
-    setting = Setting(device_kind=device_kind, platform=platform, num_devices=8, num_processes=1, num_hosts=1, processor="", driver=None,
-                      jax="", jaxlib="", xla_flags="", probes="")
-    probed = Probed(launch_s=3e-4, matmuls=matmuls, passes=(MemoryTime(num_bytes=1000, time_s=1e-7), MemoryTime(num_bytes=10**6, time_s=1e-3)),
-                    host_copies=(), collectives=(), overlap=OverlapTime(matmul_s=1.0, collective_s=1.0, together_s=1.5), num_left_out=0, took_s=1.0)
-    return HardwareProfile(setting=setting, measured_at="today", probed=probed, fits=fits, nvml=read_nvml())
+def profile(
+    *,
+    device_kind: str,
+    platform: str,
+    matmuls: tuple[MatmulTime, ...],
+    fits: tuple[CollectiveFit, ...] = (),
+) -> HardwareProfile:
+    setting = Setting(
+        device_kind=device_kind,
+        platform=platform,
+        num_devices=8,
+        num_processes=1,
+        num_hosts=1,
+        processor="",
+        driver=None,
+        jax="",
+        jaxlib="",
+        xla_flags="",
+        probes="",
+    )
+    probed = Probed(
+        launch_s=3e-4,
+        matmuls=matmuls,
+        passes=(MemoryTime(num_bytes=1000, time_s=1e-7), MemoryTime(num_bytes=10**6, time_s=1e-3)),
+        host_copies=(),
+        collectives=(),
+        overlap=OverlapTime(matmul_s=1.0, collective_s=1.0, together_s=1.5),
+        num_left_out=0,
+        took_s=1.0,
+    )
+    return HardwareProfile(
+        setting=setting, measured_at="today", probed=probed, fits=fits, nvml=read_nvml()
+    )
 
 
 def matmul_times(rates: Rates, dtype: str) -> tuple[MatmulTime, ...]:
-    return tuple(MatmulTime(m=m, k=k, n=n, dtype=dtype, time_s=device_time(matmul(m, k, n), rates, f32=dtype == "f32").total) for m, k, n in SHAPES)
+    return tuple(
+        MatmulTime(
+            m=m,
+            k=k,
+            n=n,
+            dtype=dtype,
+            time_s=device_time(matmul(m, k, n), rates, f32=dtype == "f32").total,
+        )
+        for m, k, n in SHAPES
+    )
 
 
-@pytest.mark.parametrize(("name", "tflops", "share"), [
-    ("a100", 312, MATMUL_SHARE), ("rtx4090", 165.2, MATMUL_SHARE), ("h100", 989, 0.72), ("h200", 989, 0.72), ("b200", 2250, 0.67)])
+@pytest.mark.parametrize(
+    ("name", "tflops", "share"),
+    [
+        ("a100", 312, MATMUL_SHARE),
+        ("rtx4090", 165.2, MATMUL_SHARE),
+        ("h100", 989, 0.72),
+        ("h200", 989, 0.72),
+        ("b200", 2250, 0.67),
+    ],
+)
 def test_a_data_sheet_gives_shares_of_its_peaks(name, tflops, share):
     rates = Rates.of(accelerator_named(name))
     assert rates.matmul_flops_per_s == pytest.approx(share * tflops * 1e12)
@@ -53,9 +103,13 @@ def test_shares_are_of_listed_accelerators_and_less_than_usual():
 
 
 def test_a_measured_way_to_the_host_is_not_counted_down_again():
-    known = profile(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", matmuls=matmul_times(RATES, "f32"))
+    known = profile(
+        device_kind="NVIDIA H100 80GB HBM3", platform="gpu", matmuls=matmul_times(RATES, "f32")
+    )
     assert Rates.from_profile(known).host_share == Rates.host_share < 1
-    copied = replace(known, probed=replace(known.probed, host_copies=(HostCopyTime(num_bytes=1, time_s=1.0),)))
+    copied = replace(
+        known, probed=replace(known.probed, host_copies=(HostCopyTime(num_bytes=1, time_s=1.0),))
+    )
     assert Rates.from_profile(copied).host_share == 1
 
 
@@ -64,33 +118,64 @@ def test_nothing_is_invented_for_an_unknown_device():
         Rates.of(Accelerator.unlisted("Riva 128", "gpu"))
 
 
-@pytest.mark.parametrize(("device_kind", "platform"), [("cpu", "cpu"), ("NVIDIA H100 80GB HBM3", "gpu")])
+@pytest.mark.parametrize(
+    ("device_kind", "platform"), [("cpu", "cpu"), ("NVIDIA H100 80GB HBM3", "gpu")]
+)
 def test_measured_matmuls_give_back_the_rates_that_made_them(device_kind, platform):
     cores = 132.0 if platform == "gpu" else 0.0
-    made = replace(RATES, matmul_flops_per_s=3e10, f32_matmul_flops_per_s=3e10, inner=20.0, num_cores=cores)
-    rates = Rates.from_profile(profile(device_kind=device_kind, platform=platform, matmuls=matmul_times(made, "f32")))
-    assert (rates.f32_matmul_flops_per_s, rates.inner, rates.num_cores) == pytest.approx((3e10, 20.0, cores))
-    assert rates.matmul_flops_per_s == rates.f32_matmul_flops_per_s, "without 16-bit matmuls float32 ones do their work"
+    made = replace(
+        RATES, matmul_flops_per_s=3e10, f32_matmul_flops_per_s=3e10, inner=20.0, num_cores=cores
+    )
+    rates = Rates.from_profile(
+        profile(device_kind=device_kind, platform=platform, matmuls=matmul_times(made, "f32"))
+    )
+    assert (rates.f32_matmul_flops_per_s, rates.inner, rates.num_cores) == pytest.approx(
+        (3e10, 20.0, cores)
+    )
+    assert rates.matmul_flops_per_s == rates.f32_matmul_flops_per_s, (
+        "without 16-bit matmuls float32 ones do their work"
+    )
 
 
 def test_each_format_has_its_own_rate():
-    times = matmul_times(replace(RATES, num_cores=0.0, matmul_flops_per_s=8e10, f32_matmul_flops_per_s=2e10), "f32")
-    times += matmul_times(replace(RATES, num_cores=0.0, matmul_flops_per_s=8e10, inner=40.0), "bf16")
+    times = matmul_times(
+        replace(RATES, num_cores=0.0, matmul_flops_per_s=8e10, f32_matmul_flops_per_s=2e10), "f32"
+    )
+    times += matmul_times(
+        replace(RATES, num_cores=0.0, matmul_flops_per_s=8e10, inner=40.0), "bf16"
+    )
     for order in (times, times[::-1]):
         rates = Rates.from_profile(profile(device_kind="cpu", platform="cpu", matmuls=order))
-        assert (rates.matmul_flops_per_s, rates.f32_matmul_flops_per_s, rates.inner) == pytest.approx((8e10, 2e10, 40.0))
+        assert (
+            rates.matmul_flops_per_s,
+            rates.f32_matmul_flops_per_s,
+            rates.inner,
+        ) == pytest.approx((8e10, 2e10, 40.0))
 
 
 def test_a_profile_also_gives_memory_launches_overlap_and_sends():
-    fits = tuple(CollectiveFit(kind=kind, axis_size=8, stride=1, latency_s=0.0, bytes_per_s=speed) for kind, speed in ((ALL_REDUCE, 4e9), (PERMUTE, 1e9)))
-    rates = Rates.from_profile(profile(device_kind="cpu", platform="cpu", matmuls=matmul_times(RATES, "f32"), fits=fits))
-    assert (rates.memory_bytes_per_s, rates.step_s, rates.overlap_slowdown, rates.send_share) == pytest.approx((1e9, 3e-4, 1.5, 0.25))
+    fits = tuple(
+        CollectiveFit(kind=kind, axis_size=8, stride=1, latency_s=0.0, bytes_per_s=speed)
+        for kind, speed in ((ALL_REDUCE, 4e9), (PERMUTE, 1e9))
+    )
+    rates = Rates.from_profile(
+        profile(device_kind="cpu", platform="cpu", matmuls=matmul_times(RATES, "f32"), fits=fits)
+    )
+    assert (
+        rates.memory_bytes_per_s,
+        rates.step_s,
+        rates.overlap_slowdown,
+        rates.send_share,
+    ) == pytest.approx((1e9, 3e-4, 1.5, 0.25))
     assert (rates.collective_share, rates.pass_share) == (1.0, CPU_PASS_SHARE)
     assert "measured on 8 x cpu" in rates.source
 
 
 def test_matmuls_that_no_line_fits_still_give_a_rate():
-    odd = tuple(MatmulTime(m=64, k=k, n=64, dtype="f32", time_s=time_s) for k, time_s in ((64, 1e-6), (1024, 1e-4)))
+    odd = tuple(
+        MatmulTime(m=64, k=k, n=64, dtype="f32", time_s=time_s)
+        for k, time_s in ((64, 1e-6), (1024, 1e-4))
+    )
     rates = Rates.from_profile(profile(device_kind="cpu", platform="cpu", matmuls=odd))
     assert rates.inner == 0
     assert 2 * 64 * 64 * 1024 / 1e-4 < rates.f32_matmul_flops_per_s < 2 * 64 * 64 * 64 / 1e-6
@@ -102,13 +187,17 @@ def test_an_incomplete_profile_is_refused():
 
 
 def test_json_both_ways():
-    rates = replace(RATES, corrections=(Correction(operator="layer", place=(10.0, 11.0, 1.0), weight=0.25),))
+    rates = replace(
+        RATES, corrections=(Correction(operator="layer", place=(10.0, 11.0, 1.0), weight=0.25),)
+    )
     again = Rates.from_json(rates.to_json())
     assert again == rates
     assert hash(again) == hash(rates)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"corrections": [], "speed": 1}', '{"corrections": [{"place": [1]}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"corrections": [], "speed": 1}', '{"corrections": [{"place": [1]}]}']
+)
 def test_what_are_no_rates_is_refused(text):
     with pytest.raises(PlanError, match="not rates"):
         Rates.from_json(text)

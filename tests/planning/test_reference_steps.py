@@ -24,32 +24,65 @@ from optimus_jax.planning.trials.reference_steps import (
     write_steps,
 )
 
-RATES = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, pass_share=0.25,
-              num_cores=0.0)
-TRUTH = replace(RATES, launch_overlap=1.0, launch_s=3e-5, arrival_s=8e-4, step_s=8e-3, pass_share=0.5)
+RATES = Rates(
+    accelerator="cpu",
+    source="made up",
+    matmul_flops_per_s=5e10,
+    f32_matmul_flops_per_s=5e10,
+    memory_bytes_per_s=6e9,
+    pass_share=0.25,
+    num_cores=0.0,
+)
+TRUTH = replace(
+    RATES, launch_overlap=1.0, launch_s=3e-5, arrival_s=8e-4, step_s=8e-3, pass_share=0.5
+)
 
 
 @pytest.fixture
 def here() -> tuple[Topology, Cluster]:
     topology = discover()
-    return topology, replace(Cluster.of(topology), inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"))
+    return topology, replace(
+        Cluster.of(topology),
+        inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"),
+    )
 
 
 def steps_of(topology: Topology, cluster: Cluster, truth: Rates) -> tuple[ReferenceStep, ...]:
     """The steps as devices with these rates would take them."""
-    unset = [ReferenceStep(settings=settings, step_time_s=1.0) for settings in reference_settings(topology.num_devices, "cpu")]
-    return tuple(replace(step, step_time_s=step.sample(topology, cluster).predicted(truth).step_time_s) for step in unset)
+    unset = [
+        ReferenceStep(settings=settings, step_time_s=1.0)
+        for settings in reference_settings(topology.num_devices, "cpu")
+    ]
+    return tuple(
+        replace(step, step_time_s=step.sample(topology, cluster).predicted(truth).step_time_s)
+        for step in unset
+    )
 
 
 def test_steps_tell_what_probes_cannot(here):
     topology, cluster = here
     found = fitted(RATES, steps_of(topology, cluster, TRUTH), topology, cluster)
-    config = Config().with_values({"model.num_layers": 3, "model.embed_dim": 256, "data.global_batch": 16, "data.seq_len": 256})
+    config = Config().with_values(
+        {
+            "model.num_layers": 3,
+            "model.embed_dim": 256,
+            "data.global_batch": 16,
+            "data.seq_len": 256,
+        }
+    )
     for axes in (AxisSizes(data=8), AxisSizes(data=2, tensor=4), AxisSizes(pipe=2, fsdp=4)):
-        other = Sample(model=config.model, plan=plan_for(config, axes, topology), cluster=cluster, seq_len=256, global_batch=16, step_time_s=1.0)
+        other = Sample(
+            model=config.model,
+            plan=plan_for(config, axes, topology),
+            cluster=cluster,
+            seq_len=256,
+            global_batch=16,
+            step_time_s=1.0,
+        )
         true_s = other.predicted(TRUTH).step_time_s
         assert other.predicted(found).step_time_s == pytest.approx(true_s, rel=0.06)
-        assert other.predicted(RATES).step_time_s != pytest.approx(true_s, rel=0.15)  # what there was to learn
+        # what there was to learn
+        assert other.predicted(RATES).step_time_s != pytest.approx(true_s, rel=0.15)
     assert found.source.endswith("training steps")
 
 
@@ -59,12 +92,17 @@ def test_too_few_steps_change_nothing(here):
 
 
 def test_one_device_has_reference_steps_too():
-    assert [settings["parallel.mesh"] for settings in reference_settings(1, "gpu")] == [str(AxisSizes())] * 4
+    assert [settings["parallel.mesh"] for settings in reference_settings(1, "gpu")] == [
+        str(AxisSizes())
+    ] * 4
 
 
 def test_timed_kept_and_read_again(here, tmp_path, monkeypatch):
     topology, _ = here
-    monkeypatch.setattr("optimus_jax.planning.trials.reference_steps.reference_settings", lambda *_: reference_settings(8, "cpu")[-2:])
+    monkeypatch.setattr(
+        "optimus_jax.planning.trials.reference_steps.reference_settings",
+        lambda *_: reference_settings(8, "cpu")[-2:],
+    )
     monkeypatch.setattr("optimus_jax.planning.trials.reference_steps.NUM_STEPS", 1)
     told: list[str] = []
     steps = time_reference_steps(topology, progress=lambda text, _: told.append(text))
@@ -75,8 +113,15 @@ def test_timed_kept_and_read_again(here, tmp_path, monkeypatch):
     assert read_steps(path) == steps
 
 
-@pytest.mark.parametrize("text", ["not JSON", "[{}]", json.dumps([{"settings": {"model.nothing": 1}, "step_time_s": 1.0}]),
-                                  json.dumps([{"settings": {}, "step_time_s": 0}])])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not JSON",
+        "[{}]",
+        json.dumps([{"settings": {"model.nothing": 1}, "step_time_s": 1.0}]),
+        json.dumps([{"settings": {}, "step_time_s": 0}]),
+    ],
+)
 def test_a_damaged_file_does_not_count(text, tmp_path):
     path = tmp_path / "steps.json"
     path.write_text(text)

@@ -12,21 +12,60 @@ from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.activation_buffers import Rings, rings_of
 
 
-def plan_of(name: str, stages: int, microbatches: int, repeats: int, latency: int, *, keep: bool, table: str | None = None) -> Plan:
-    pipeline = Pipelining(schedule=name, layers_per_stage=(1,) * stages * repeats, repeats=repeats, send_slack=latency == 2, keep_residuals=keep, table=table)
-    return Plan(axes=AxisSizes(pipe=stages), rules=(), zero=0, microbatches=microbatches, pipeline=pipeline, remat="none", precision="f32",
-                attention="xla", loss_chunk_tokens=1)
+def plan_of(
+    name: str,
+    stages: int,
+    microbatches: int,
+    repeats: int,
+    latency: int,
+    *,
+    keep: bool,
+    table: str | None = None,
+) -> Plan:
+    pipeline = Pipelining(
+        schedule=name,
+        layers_per_stage=(1,) * stages * repeats,
+        repeats=repeats,
+        send_slack=latency == 2,
+        keep_residuals=keep,
+        table=table,
+    )
+    return Plan(
+        axes=AxisSizes(pipe=stages),
+        rules=(),
+        zero=0,
+        microbatches=microbatches,
+        pipeline=pipeline,
+        remat="none",
+        precision="f32",
+        attention="xla",
+        loss_chunk_tokens=1,
+    )
 
 
 def dealt_out(schedule: Schedule, *, keep: bool) -> Rings:
     buffers, last = Buffers.of(schedule, keep_residuals=keep), schedule.phases()[-1]
-    return Rings(inputs=buffers.num_inputs, residuals=buffers.num_residuals, cotangents=buffers.num_cotangents,
-                 ends_alone=last.num_ticks == 1 and last.backward and not last.forward)
+    return Rings(
+        inputs=buffers.num_inputs,
+        residuals=buffers.num_residuals,
+        cotangents=buffers.num_cotangents,
+        ends_alone=last.num_ticks == 1 and last.backward and not last.forward,
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("latency", [1, 2])
-@pytest.mark.parametrize(("name", "repeats"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4)])
+@pytest.mark.parametrize(
+    ("name", "repeats"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 1),
+        ("interleaved", 2),
+        ("interleaved", 3),
+        ("interleaved", 4),
+    ],
+)
 def test_they_are_what_is_dealt_out(name, repeats, latency, keep):
     for stages, microbatches in itertools.product((2, 3, 4, 6), range(1, 26)):
         if repeats == 1 or microbatches % stages == 0:
@@ -38,5 +77,7 @@ def test_they_are_what_is_dealt_out(name, repeats, latency, keep):
 def test_of_a_table_that_the_user_wrote():
     """GPipe's, under a name that has another closed form."""
     schedule = make_schedule("gpipe", 3, 6)
-    assert rings_of(plan_of("1f1b", 3, 6, 1, 1, keep=True, table=schedule.to_json())) == dealt_out(schedule, keep=True)
+    assert rings_of(plan_of("1f1b", 3, 6, 1, 1, keep=True, table=schedule.to_json())) == dealt_out(
+        schedule, keep=True
+    )
     assert rings_of(plan_of("1f1b", 3, 6, 1, 1, keep=True)).residuals < 6

@@ -19,8 +19,13 @@ from optimus_jax.planning.search.search import Candidate, Pricing, fits, search
 
 ALL = 10**6
 CLUSTER = Cluster.parse("h100:8")
-PRICING = Pricing(Config(model=model_preset("gpt2-xl"), data=DataConfig(global_batch=32, seq_len=1024)).with_values({"precision.compute": "bf16"}),
-                  CLUSTER, Rates.of(CLUSTER.accelerator))
+PRICING = Pricing(
+    Config(
+        model=model_preset("gpt2-xl"), data=DataConfig(global_batch=32, seq_len=1024)
+    ).with_values({"precision.compute": "bf16"}),
+    CLUSTER,
+    Rates.of(CLUSTER.accelerator),
+)
 
 
 def with_memory(num_bytes: int) -> Pricing:
@@ -35,13 +40,22 @@ def test_the_best_are_those_of_an_exhaustive_search(gib):
     times: dict[object, float] = {}
     for layout in layouts(pricing.config, pricing.cluster.topology()):
         if isinstance(layout, Plan):
-            fitting = [plan for plan in memory_fallbacks(pricing.config, layout, "gpu") if fits(pricing.memory(plan), pricing.cluster)]
+            fitting = [
+                plan
+                for plan in memory_fallbacks(pricing.config, layout, "gpu")
+                if fits(pricing.memory(plan), pricing.cluster)
+            ]
             for plan in fitting:
-                if plan.offload == fitting[0].offload:  # the host's memory is used where nothing fits without it
+                # the host's memory is used where nothing fits without it
+                if plan.offload == fitting[0].offload:
                     kind = (plan.axes, plan.rules, plan.pipeline and plan.pipeline.repeats)
-                    times[kind] = min(times.get(kind, float("inf")), pricing.predicted(plan).step_time_s)
+                    times[kind] = min(
+                        times.get(kind, float("inf")), pricing.predicted(plan).step_time_s
+                    )
     found = search(pricing, top=8).best
-    assert [candidate.prediction.step_time_s for candidate in found] == pytest.approx(sorted(times.values())[:8], rel=1e-12)
+    assert [candidate.prediction.step_time_s for candidate in found] == pytest.approx(
+        sorted(times.values())[:8], rel=1e-12
+    )
     assert found[0].prediction.step_time_s == pytest.approx(min(times.values()))
     assert all(fits(candidate.memory, pricing.cluster) for candidate in found)
 
@@ -49,19 +63,32 @@ def test_the_best_are_those_of_an_exhaustive_search(gib):
 def test_scarce_memory_changes_the_answer_and_says_what_does_not_fit():
     plenty, scarce = search(PRICING, top=3), search(with_memory(6 * 2**30), top=3)
     assert not plenty.rejections or "needs about" not in plenty.rejections[-1].reason
-    assert any("needs about" in rejection.reason and "6.00 GiB" in rejection.reason for rejection in scarce.rejections)
+    assert any(
+        "needs about" in rejection.reason and "6.00 GiB" in rejection.reason
+        for rejection in scarce.rejections
+    )
     assert scarce.best[0].prediction.step_time_s > plenty.best[0].prediction.step_time_s
 
 
 def test_what_lies_on_the_host_has_to_fit_there():
     """Llama 8B on one H200 only fits with its moments, 60 GiB, on the host."""
-    roomy, tight = (replace(Cluster.parse("h200:1"), host_bytes_per_device=gib * 2**30) for gib in (128, 40))
-    config = Config(model=model_preset("llama3-8b"), data=DataConfig(global_batch=1, seq_len=1024)).with_values({"precision.compute": "bf16"})
-    found, nothing = (search(Pricing(config, cluster, Rates.of(cluster.accelerator))) for cluster in (roomy, tight))
+    roomy, tight = (
+        replace(Cluster.parse("h200:1"), host_bytes_per_device=gib * 2**30) for gib in (128, 40)
+    )
+    config = Config(
+        model=model_preset("llama3-8b"), data=DataConfig(global_batch=1, seq_len=1024)
+    ).with_values({"precision.compute": "bf16"})
+    found, nothing = (
+        search(Pricing(config, cluster, Rates.of(cluster.accelerator)))
+        for cluster in (roomy, tight)
+    )
     assert found.best[0].plan.offloads_moments
     assert 40 * 2**30 < found.best[0].memory.host <= 128 * 2**30
     assert nothing.best == ()
-    assert "would lie in the host's memory, where 40.00 GiB may be used" in nothing.rejections[-1].reason
+    assert (
+        "would lie in the host's memory, where 40.00 GiB may be used"
+        in nothing.rejections[-1].reason
+    )
 
 
 def test_nothing_fits_into_nothing():
@@ -79,18 +106,29 @@ def test_fewer_are_the_first_of_more():
 
 
 def test_what_was_measured_changes_the_order():
-    """Exchanges found to take five times as long as predicted, in whatever plan, put plans that exchange less before others."""
+    """Exchanges found to take five times as long as predicted, in whatever plan, put plans that
+    exchange less before others.
+    """
     before = search(PRICING, top=10).best
 
     def record(candidate: Candidate) -> Record:
         terms = {term.name: term.time_s for term in candidate.prediction.terms}
         measured_s = sum(terms.values()) + 4 * sum(terms.get(name, 0.0) for name in COMMUNICATION)
-        return Record(model="gpt2-xl", plan=candidate.plan.digest, measured_at="", measured_s=measured_s, terms_s=terms)
+        return Record(
+            model="gpt2-xl",
+            plan=candidate.plan.digest,
+            measured_at="",
+            measured_s=measured_s,
+            terms_s=terms,
+        )
 
     def exchanging(ranked: Sequence[Candidate]) -> list[float]:
         return [PRICING.predicted(candidate.plan).communication for candidate in ranked[:5]]
 
-    after = search(replace(PRICING, calibration=calibration_of([record(candidate) for candidate in before])), top=10).best
+    after = search(
+        replace(PRICING, calibration=calibration_of([record(candidate) for candidate in before])),
+        top=10,
+    ).best
     assert max(exchanging(after)) < max(exchanging(before))
     assert sum(exchanging(after)) < sum(exchanging(before))
 

@@ -1,4 +1,6 @@
-"""Closed forms of parameter sizes, leaf by leaf, beside the abstract parameters that the model is traced to."""
+"""Closed forms of parameter sizes, leaf by leaf, beside the abstract parameters that the model is
+traced to.
+"""
 
 import math
 
@@ -19,13 +21,34 @@ from optimus_jax.planning.cost.sizes import layer_leaves, outer_leaves, sizes_of
 from optimus_jax.training.state import planned_shapes
 
 
-def plan_of(model: ModelConfig, axes: AxisSizes, *, rules: tuple[str, ...] = (), stages: tuple[int, ...] = (), repeats: int = 1) -> Plan:
+def plan_of(
+    model: ModelConfig,
+    axes: AxisSizes,
+    *,
+    rules: tuple[str, ...] = (),
+    stages: tuple[int, ...] = (),
+    repeats: int = 1,
+) -> Plan:
     pipeline = None
     if axes.pipe > 1:
-        pipeline = Pipelining(schedule="interleaved" if repeats > 1 else "1f1b", repeats=repeats, send_slack=False, keep_residuals=True,
-                              layers_per_stage=stages or layers_per_stage(model.num_layers, axes.pipe * repeats))
-    return Plan(axes=axes, rules=make_rules(model, rules), zero=0, microbatches=1, pipeline=pipeline, remat="none", precision="bf16",
-                attention="xla", loss_chunk_tokens=256)
+        pipeline = Pipelining(
+            schedule="interleaved" if repeats > 1 else "1f1b",
+            repeats=repeats,
+            send_slack=False,
+            keep_residuals=True,
+            layers_per_stage=stages or layers_per_stage(model.num_layers, axes.pipe * repeats),
+        )
+    return Plan(
+        axes=axes,
+        rules=make_rules(model, rules),
+        zero=0,
+        microbatches=1,
+        pipeline=pipeline,
+        remat="none",
+        precision="bf16",
+        attention="xla",
+        loss_chunk_tokens=256,
+    )
 
 
 def traced(model: ModelConfig, plan: Plan, *, split: bool) -> tuple[int, int]:
@@ -33,10 +56,15 @@ def traced(model: ModelConfig, plan: Plan, *, split: bool) -> tuple[int, int]:
     shapes = planned_shapes(model, plan)
 
     def elements(shape, layout) -> int:
-        return shape.size // math.prod(plan.axes[axis] for axes in layout.axes(split=split) for axis in axes)
+        return shape.size // math.prod(
+            plan.axes[axis] for axes in layout.axes(split=split) for axis in axes
+        )
 
     layouts = layouts_of(shapes.names, plan.active_rules(model), 3)
-    parts = {name: sum(jax.tree.leaves(jax.tree.map(elements, part, layouts[name]))) for name, part in shapes.params.items()}
+    parts = {
+        name: sum(jax.tree.leaves(jax.tree.map(elements, part, layouts[name])))
+        for name, part in shapes.params.items()
+    }
     return parts.pop(LAYERS), sum(parts.values())
 
 
@@ -47,20 +75,23 @@ def assert_equal(model: ModelConfig, plan: Plan) -> None:
     assert (slots * sizes.layer_split, sizes.outer_split) == traced(model, plan, split=True)
 
 
-@pytest.mark.parametrize(("name", "axes", "settings"), [
-    ("gpt2-xl", {}, {}),
-    ("gpt2", {"fsdp": 8}, {}),
-    ("gpt2", {"fsdp": 3, "data": 2}, {}),
-    ("llama3-8b", {"fsdp": 4, "tensor": 8}, {}),
-    ("llama3-8b", {"tensor": 16, "fsdp": 2}, {}),
-    ("llama-nano", {"tensor": 8}, {}),
-    ("llama3.2-1b", {"pipe": 3, "tensor": 2, "fsdp": 2}, {}),
-    ("gpt2", {"pipe": 4}, {"stages": (4, 4, 3, 1)}),
-    ("gpt2", {"pipe": 2, "fsdp": 2}, {"stages": (1, 5, 4, 2), "repeats": 2}),
-    ("gpt2-xl", {"tensor": 2, "fsdp": 2}, {"rules": ("heads=none",)}),
-    ("llama3-8b", {"tensor": 4, "fsdp": 2}, {"rules": ("mlp=none", "vocab=none")}),
-    ("llama3.3-70b", {"pipe": 7, "tensor": 8, "fsdp": 32}, {}),
-])
+@pytest.mark.parametrize(
+    ("name", "axes", "settings"),
+    [
+        ("gpt2-xl", {}, {}),
+        ("gpt2", {"fsdp": 8}, {}),
+        ("gpt2", {"fsdp": 3, "data": 2}, {}),
+        ("llama3-8b", {"fsdp": 4, "tensor": 8}, {}),
+        ("llama3-8b", {"tensor": 16, "fsdp": 2}, {}),
+        ("llama-nano", {"tensor": 8}, {}),
+        ("llama3.2-1b", {"pipe": 3, "tensor": 2, "fsdp": 2}, {}),
+        ("gpt2", {"pipe": 4}, {"stages": (4, 4, 3, 1)}),
+        ("gpt2", {"pipe": 2, "fsdp": 2}, {"stages": (1, 5, 4, 2), "repeats": 2}),
+        ("gpt2-xl", {"tensor": 2, "fsdp": 2}, {"rules": ("heads=none",)}),
+        ("llama3-8b", {"tensor": 4, "fsdp": 2}, {"rules": ("mlp=none", "vocab=none")}),
+        ("llama3.3-70b", {"pipe": 7, "tensor": 8, "fsdp": 32}, {}),
+    ],
+)
 def test_they_are_what_the_model_is_traced_to(name, axes, settings):
     model = model_preset(name)
     assert_equal(model, plan_of(model, AxisSizes(**axes), **settings))
@@ -71,8 +102,17 @@ def test_of_any_model_on_any_mesh(data):
     pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
     heads = pick(4, 6, 8)
     model = ModelConfig(
-        family=pick("gpt2", "llama"), vocab_size=pick(257, 5000, 50257), num_layers=pick(2, 3, 5), embed_dim=pick(48, 96), num_heads=heads,
-        num_kv_heads=pick(1, 2, heads), head_dim=pick(8, 16), mlp_dim=pick(96, 192), max_length=pick(16, 48), tied=pick(True, False))
+        family=pick("gpt2", "llama"),
+        vocab_size=pick(257, 5000, 50257),
+        num_layers=pick(2, 3, 5),
+        embed_dim=pick(48, 96),
+        num_heads=heads,
+        num_kv_heads=pick(1, 2, heads),
+        head_dim=pick(8, 16),
+        mlp_dim=pick(96, 192),
+        max_length=pick(16, 48),
+        tied=pick(True, False),
+    )
     axes = AxisSizes(pipe=pick(1, 2), data=pick(1, 2), fsdp=pick(1, 2, 3, 4), tensor=pick(1, 2, 4))
     plan = plan_of(model, axes)
     try:
@@ -86,11 +126,23 @@ def test_of_any_model_on_any_mesh(data):
 def test_every_leaf_is_listed_with_its_shape_and_names(name):
     model = model_preset(name)
     shapes = planned_shapes(model, plan_of(model, AxisSizes()))
-    stack = [(leaf.shape[1:], names[1:]) for leaf, names in _leaves(shapes.params[LAYERS], shapes.names[LAYERS])]
-    rest = [(leaf.shape, names) for part in shapes.params if part != LAYERS for leaf, names in _leaves(shapes.params[part], shapes.names[part])]
+    stack = [
+        (leaf.shape[1:], names[1:])
+        for leaf, names in _leaves(shapes.params[LAYERS], shapes.names[LAYERS])
+    ]
+    rest = [
+        (leaf.shape, names)
+        for part in shapes.params
+        if part != LAYERS
+        for leaf, names in _leaves(shapes.params[part], shapes.names[part])
+    ]
     assert sorted(stack) == sorted(layer_leaves(model))
     assert sorted(rest) == sorted(outer_leaves(model, shapes.vocab_rows))
 
 
 def _leaves(params, names):
-    return zip(jax.tree.leaves(params), jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, tuple)), strict=True)
+    return zip(
+        jax.tree.leaves(params),
+        jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, tuple)),
+        strict=True,
+    )

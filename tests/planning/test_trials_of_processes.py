@@ -1,4 +1,6 @@
-"""Two processes try the plans that the first one names, and begin with the one that was fastest by its clock."""
+"""Two processes try the plans that the first one names, and begin with the one that was fastest by
+its clock.
+"""
 
 import json
 import subprocess
@@ -61,12 +63,35 @@ print(json.dumps([tried, plan]))
 def both(tmp_path, fails="none"):
     (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(500)))
     address = f"127.0.0.1:{free_port()}"
-    processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(number), address, tmp_path / "run", tmp_path / "text.txt", fails], stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": "", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu",
-                                       "XLA_FLAGS": "--xla_backend_optimization_level=0"})
-                 for number in range(2)]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                PROCESS,
+                str(number),
+                address,
+                tmp_path / "run",
+                tmp_path / "text.txt",
+                fails,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                "PYTHONPATH": ":".join(sys.path),
+                "PATH": "",
+                "HOME": str(tmp_path),
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            },
+        )
+        for number in range(2)
+    ]
     said = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], [errors[-2000:] for _, errors in said]
+    assert [process.returncode for process in processes] == [0, 0], [
+        errors[-2000:] for _, errors in said
+    ]
     return [(*json.loads(output.splitlines()[-1]), errors) for output, errors in said]
 
 
@@ -77,8 +102,14 @@ def test_all_try_the_same_and_begin_with_the_fastest(tmp_path, fails):
     assert tried == second[0]
     assert len(set(tried)) == len(tried) >= 3
     if fails == "all":
-        assert all("none of the planner's best plans fits" in errors for _, _, errors in (first, second))
+        assert all(
+            "none of the planner's best plans fits" in errors for _, _, errors in (first, second)
+        )
         return
     assert plan == second[1] == tried[-1]
-    decisions = [event for event in map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines()) if event["event"] == "decision"]
+    decisions = [
+        event
+        for event in map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+        if event["event"] == "decision"
+    ]
     assert [event["plan"] for event in decisions] == tried

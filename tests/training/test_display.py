@@ -17,15 +17,31 @@ from optimus_jax.cluster.launch import NOBODY, Launch
 from optimus_jax.config import LogConfig
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.build import discover
-from optimus_jax.run.display import PlainDisplay, RichDisplay, make_display, short_count, short_duration
+from optimus_jax.run.display import (
+    PlainDisplay,
+    RichDisplay,
+    make_display,
+    short_count,
+    short_duration,
+)
 from optimus_jax.run.start_table import start_report
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.numbers import perplexity_of, short
 from optimus_jax.training.watchers import Display
 
-RECORD = StepRecord(step=0, loss=5.12341, grad_norm=1.5, lr=3e-4, tokens=4096, step_time_s=0.331, tokens_per_s=12345.0,
-                    mfu=None, plan="a1b2c3", peak_bytes=None)
+RECORD = StepRecord(
+    step=0,
+    loss=5.12341,
+    grad_norm=1.5,
+    lr=3e-4,
+    tokens=4096,
+    step_time_s=0.331,
+    tokens_per_s=12345.0,
+    mfu=None,
+    plan="a1b2c3",
+    peak_bytes=None,
+)
 ESCAPE = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
 
 
@@ -54,20 +70,31 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-@pytest.mark.parametrize(("progress", "stream", "term", "kind"), [
-    ("auto", Terminal(), "xterm", RichDisplay),
-    ("auto", Terminal(), "dumb", PlainDisplay),
-    ("auto", io.StringIO(), "xterm", PlainDisplay),
-    ("plain", Terminal(), "xterm", PlainDisplay),
-    ("rich", io.StringIO(), "xterm", RichDisplay),
-    ("none", Terminal(), "xterm", Display)])
+@pytest.mark.parametrize(
+    ("progress", "stream", "term", "kind"),
+    [
+        ("auto", Terminal(), "xterm", RichDisplay),
+        ("auto", Terminal(), "dumb", PlainDisplay),
+        ("auto", io.StringIO(), "xterm", PlainDisplay),
+        ("plain", Terminal(), "xterm", PlainDisplay),
+        ("rich", io.StringIO(), "xterm", RichDisplay),
+        ("none", Terminal(), "xterm", Display),
+    ],
+)
 def test_kind_of_display(
-        monkeypatch: pytest.MonkeyPatch, progress: str, stream: io.StringIO, term: str, kind: type[Display]):
+    monkeypatch: pytest.MonkeyPatch,
+    progress: str,
+    stream: io.StringIO,
+    term: str,
+    kind: type[Display],
+):
     monkeypatch.setenv("TERM", term)
     assert type(make(progress, stream)) is kind
 
 
-def test_processes_that_do_not_show_tell_only_what_no_other_knows(capsys: pytest.CaptureFixture[str]):
+def test_processes_that_do_not_show_tell_only_what_no_other_knows(
+    capsys: pytest.CaptureFixture[str],
+):
     display = make_display(LogConfig(progress="rich"), 300, show=False)
     display.message("all know this")
     assert capsys.readouterr() == ("", "")
@@ -102,10 +129,13 @@ def test_plain_line():
         display.step(record(20, mfu=0.4123, skipped=True, loss=float("nan")))
     assert stream.getvalue().splitlines() == [
         "step 10/300  loss 5.1234  12.3k tokens/s  0.331 s/step  mfu -  eta 1m36s",
-        "step 20/300  loss nan (no update)  12.3k tokens/s  0.331 s/step  mfu 41.2%  eta 1m33s"]
+        "step 20/300  loss nan (no update)  12.3k tokens/s  0.331 s/step  mfu 41.2%  eta 1m33s",
+    ]
 
 
-@pytest.mark.parametrize(("first", "expected"), [(1, [1, 10, 20, 25]), (13, [13, 20, 25]), (25, [25])])
+@pytest.mark.parametrize(
+    ("first", "expected"), [(1, [1, 10, 20, 25]), (13, [13, 20, 25]), (25, [25])]
+)
 def test_plain_shows_the_first_the_last_and_every_tenth(first: int, expected: list[int]):
     stream = io.StringIO()
     with make("plain", stream, total_steps=25) as display:
@@ -133,7 +163,9 @@ def test_rich_shows_numbers_and_keeps_prints(stream: io.StringIO):
     assert "plan [data=2,fsdp=4]" + 100 * "." + "\n" in text
     bar, numbers = text.splitlines()[-2:]
     assert re.fullmatch(r"step +10/300 \S+ +eta 1m36s", bar.strip())
-    assert numbers.strip() == "loss 5.1234  12.3k tokens/s  0.331 s/step  mfu 41.2%  memory 1.50 GiB"
+    assert (
+        numbers.strip() == "loss 5.1234  12.3k tokens/s  0.331 s/step  mfu 41.2%  memory 1.50 GiB"
+    )
 
 
 def test_rich_leaves_the_terminal_as_it_was():
@@ -160,7 +192,8 @@ def test_evaluation(progress: str):
     display.evaluation(200, 1.25, 3.4903, 1.80337)
     assert stream.getvalue().splitlines() == [
         "step 100  held-out loss 1.2500  perplexity 3.49",
-        "step 200  held-out loss 1.2500  perplexity 3.49  1.8034 bits/byte"]
+        "step 200  held-out loss 1.2500  perplexity 3.49  1.8034 bits/byte",
+    ]
 
 
 ROWS = [("mesh", "[data=2]", "given"), ("attention", "xla", "no GPU")]
@@ -171,7 +204,11 @@ def test_plain_table_is_aligned():
     make("plain", stream).table("gpt2", ROWS)
     make("plain", stream).table("nothing", [])
     assert stream.getvalue().splitlines() == [
-        "gpt2", "  mesh       [data=2]  given", "  attention  xla       no GPU", "nothing"]
+        "gpt2",
+        "  mesh       [data=2]  given",
+        "  attention  xla       no GPU",
+        "nothing",
+    ]
 
 
 def test_rich_table_holds_every_cell():
@@ -181,45 +218,94 @@ def test_rich_table_holds_every_cell():
     assert all(cell in text for cell in ("gpt2", *ROWS[0], *ROWS[1]))
 
 
-@pytest.mark.parametrize(("case", "rows"), [
-    (plans.case("pipe=4,data=2", microbatches=8), {
-        "stages": "4 with 2+2+3+3 layers; each tick takes as long as 3 layers",
-        "schedule": "1f1b, 8 microbatches in 14 ticks: bubble 37.5% of the time without waiting",
-        "in flight": "at most 7 tasks of a stage, each with its residuals (kept)"}),
-    (plans.case("pipe=2,tensor=2", schedule="interleaved", microbatches=4, send_slack=True, stage_residuals="recompute"), {
-        "stages": "2 with 2+2+3+3 layers, each visited 2 times (layers by visit, in order); each tick takes as long as 3 layers",
-        "schedule": "interleaved, 4 microbatches in 16 ticks, a tick of slack for sends: bubble 25.0% of the time without waiting",
-        "in flight": "at most 8 tasks of a stage, each with the stage's input (residuals recomputed)"}),
-    (plans.case("data=2"), {}),
-])
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        (
+            plans.case("pipe=4,data=2", microbatches=8),
+            {
+                "stages": "4 with 2+2+3+3 layers; each tick takes as long as 3 layers",
+                "schedule": (
+                    "1f1b, 8 microbatches in 14 ticks: bubble 37.5% of the time without waiting"
+                ),
+                "in flight": "at most 7 tasks of a stage, each with its residuals (kept)",
+            },
+        ),
+        (
+            plans.case(
+                "pipe=2,tensor=2",
+                schedule="interleaved",
+                microbatches=4,
+                send_slack=True,
+                stage_residuals="recompute",
+            ),
+            {
+                "stages": (
+                    "2 with 2+2+3+3 layers, each visited 2 times (layers by visit, in order); each"
+                    " tick takes as long as 3 layers"
+                ),
+                "schedule": (
+                    "interleaved, 4 microbatches in 16 ticks, a tick of slack for sends: bubble"
+                    " 25.0% of the time without waiting"
+                ),
+                "in flight": (
+                    "at most 8 tasks of a stage, each with the stage's input (residuals recomputed)"
+                ),
+            },
+        ),
+        (plans.case("data=2"), {}),
+    ],
+)
 def test_what_you_got_tells_of_the_pipeline(case: plans.PlanCase, rows: dict[str, str]):
-    assert dict(re.findall(r"^  (stages|schedule|in flight)  +(.*)$", what_you_got(case), re.MULTILINE)) == rows
+    assert (
+        dict(
+            re.findall(r"^  (stages|schedule|in flight)  +(.*)$", what_you_got(case), re.MULTILINE)
+        )
+        == rows
+    )
 
 
 def what_you_got(case: plans.PlanCase) -> str:
     built = plans.build(plans.model_for(case, "gpt"), case)
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
-    start_report(make("plain", stream), config=built.config, topology=discover(), why="given", program=built.program, data=data,
-                 compile_s=1.0, step_bytes=2**20, run_dir=Path("runs/x"), launch=Launch(engine=NOBODY, why="nothing says that there are others"),
-                 evaluation="none")
+    start_report(
+        make("plain", stream),
+        config=built.config,
+        topology=discover(),
+        why="given",
+        program=built.program,
+        data=data,
+        compile_s=1.0,
+        step_bytes=2**20,
+        run_dir=Path("runs/x"),
+        launch=Launch(engine=NOBODY, why="nothing says that there are others"),
+        evaluation="none",
+    )
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(("case", "table", "layers"), [
-    (plans.case("fsdp=4", zero=0), (1, 1, 1), (1, 1, 1)),
-    (plans.case("fsdp=4", zero=1), (1, 1, 4), (1, 1, 4)),
-    (plans.case("fsdp=4", zero=2), (1, 4, 4), (1, 4, 4)),
-    (plans.case("fsdp=4", zero=3), (4, 4, 4), (4, 4, 4)),
-    # Stages share the table's rows, and sum its gradient whole along fsdp.
-    (plans.case("pipe=2,fsdp=4", zero=2, microbatches=2), (2, 2, 8), (2, 8, 8)),
-    (plans.case("pipe=2,fsdp=4", zero=3, microbatches=2), (8, 2, 8), (8, 8, 8)),
-])
-def test_what_you_got_tells_what_each_device_holds(case: plans.PlanCase, table: tuple[int, ...], layers: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("case", "table", "layers"),
+    [
+        (plans.case("fsdp=4", zero=0), (1, 1, 1), (1, 1, 1)),
+        (plans.case("fsdp=4", zero=1), (1, 1, 4), (1, 1, 4)),
+        (plans.case("fsdp=4", zero=2), (1, 4, 4), (1, 4, 4)),
+        (plans.case("fsdp=4", zero=3), (4, 4, 4), (4, 4, 4)),
+        # Stages share the table's rows, and sum its gradient whole along fsdp.
+        (plans.case("pipe=2,fsdp=4", zero=2, microbatches=2), (2, 2, 8), (2, 8, 8)),
+        (plans.case("pipe=2,fsdp=4", zero=3, microbatches=2), (8, 2, 8), (8, 8, 8)),
+    ],
+)
+def test_what_you_got_tells_what_each_device_holds(
+    case: plans.PlanCase, table: tuple[int, ...], layers: tuple[int, ...]
+):
     """Parts that the parameter, its gradient and its moments are cut into."""
     shown = what_you_got(case)
     for name, parts in (("embedding/table", table), ("layers/mlp/up", layers)):
-        shape, *sizes = re.findall(rf"{name} +([\dx]+) .*?([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", shown)[0]
+        shape, *sizes = re.findall(
+            rf"{name} +([\dx]+) .*?([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", shown
+        )[0]
         whole = math.prod(map(int, shape.split("x"))) * 4 / 2**20
         assert [float(size) for size in sizes] == [round(whole / n, 2) for n in parts]
 
@@ -233,14 +319,33 @@ def test_no_display_is_silent(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (5, "5.0"), (999.94, "999.9"), (999.96, "1.0k"), (12345, "12.3k"), (2.5e6, "2.5M"), (4e12, "4000.0G")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (5, "5.0"),
+        (999.94, "999.9"),
+        (999.96, "1.0k"),
+        (12345, "12.3k"),
+        (2.5e6, "2.5M"),
+        (4e12, "4000.0G"),
+    ],
+)
 def test_short_count(value: float, text: str):
     assert short_count(value) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (96, "1m36s"), (3599.7, "1h00m"), (7500, "2h05m"), (273600, "3d04h")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (96, "1m36s"),
+        (3599.7, "1h00m"),
+        (7500, "2h05m"),
+        (273600, "3d04h"),
+    ],
+)
 def test_short_duration(seconds: float, text: str):
     assert short_duration(seconds) == text
 
@@ -252,21 +357,39 @@ def test_tensorboard_has_what_is_known(tmp_path: Path):
         writer.evaluation(1, 1.25, 3.49, None)
     [file] = tmp_path.iterdir()
     tags = set(re.findall(rb"(?:train|speed|eval)/[a-z_]+", file.read_bytes()))
-    assert tags == {b"train/loss", b"train/grad_norm", b"train/lr", b"speed/tokens_per_s", b"speed/step_time_s",
-                    b"eval/loss", b"eval/perplexity"}
+    assert tags == {
+        b"train/loss",
+        b"train/grad_norm",
+        b"train/lr",
+        b"speed/tokens_per_s",
+        b"speed/step_time_s",
+        b"eval/loss",
+        b"eval/perplexity",
+    }
 
 
-def test_tensorboard_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensorboard_without_its_extra_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"optimus-jax\[tensorboard\]"):
         TensorBoardWriter(tmp_path)
 
 
 def test_numbers_of_a_diverged_run_fit_a_line():
-    assert [short(value, 2) for value in (12.345, -999999.0, 1.234e30, math.inf, math.nan)] == ["12.35", "-999999.00", "1.2e+30", "inf", "nan"]
+    assert [short(value, 2) for value in (12.345, -999999.0, 1.234e30, math.inf, math.nan)] == [
+        "12.35",
+        "-999999.00",
+        "1.2e+30",
+        "inf",
+        "nan",
+    ]
     assert [perplexity_of(loss) for loss in (0.0, 1e30, math.inf)] == [1.0, math.inf, math.inf]
     stream = io.StringIO()
     display = make("plain", stream)
     display.evaluation(1, 700.0, perplexity_of(700.0), 1e9)
     display.step(record(1, loss=1e300))
-    assert stream.getvalue().startswith("step 1  held-out loss 700.0000  perplexity 1e+304  1e+09 bits/byte\nstep 1/300  loss 1e+300  ")
+    assert stream.getvalue().startswith(
+        "step 1  held-out loss 700.0000  perplexity 1e+304  1e+09 bits/byte\nstep 1/300  loss"
+        " 1e+300  "
+    )

@@ -19,8 +19,16 @@ def test_the_next_start_takes_over_what_is_new(tmp_path):
         assert take_over(run) == 0
         write_fault(run.path, 1, 9, what="again")
         assert take_over(run) == 1, "half of a line does not take the next one along"
-        told = [(event["event"], event["step"], event.get("process"), event.get("what")) for event in run.events()]
-    assert told == [("start", 0, None, None), ("fault", 5, 1, "process 0 is silent"), ("fault", 4, 0, "step 5 takes long"), ("fault", 9, 1, "again")]
+        told = [
+            (event["event"], event["step"], event.get("process"), event.get("what"))
+            for event in run.events()
+        ]
+    assert told == [
+        ("start", 0, None, None),
+        ("fault", 5, 1, "process 0 is silent"),
+        ("fault", 4, 0, "step 5 takes long"),
+        ("fault", 9, 1, "again"),
+    ]
 
 
 def test_who_does_not_write_takes_nothing_over(tmp_path):

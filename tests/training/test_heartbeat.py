@@ -20,7 +20,9 @@ class Clock:
 def pair(tmp_path):
     (tmp_path / "progress").mkdir()
     clock = Clock()
-    return clock, [Heartbeats(tmp_path, number, 2, Progress(clock), clock=clock) for number in range(2)]
+    return clock, [
+        Heartbeats(tmp_path, number, 2, Progress(clock), clock=clock) for number in range(2)
+    ]
 
 
 def other(heartbeats):
@@ -38,7 +40,13 @@ def test_a_process_is_as_silent_as_its_file_is_old(pair):
     clock.now += 3
     first.beat()
     seen = other(first)
-    assert (seen.is_known, seen.silent_s, seen.doing, seen.entered, seen.state) == (True, 0.0, "step", 7, "running")
+    assert (seen.is_known, seen.silent_s, seen.doing, seen.entered, seen.state) == (
+        True,
+        0.0,
+        "step",
+        7,
+        "running",
+    )
     clock.now += BEAT_S
     assert other(first).silent_s == 0.0, "nobody has looked since"
     for _ in range(39):
@@ -83,7 +91,9 @@ def test_while_nobody_can_look_silence_does_not_grow(pair, monkeypatch):
     file.rmdir()
     file.write_text(second_text)
     first.beat()
-    assert other(first).silent_s <= LONGEST_S, "it could not be written either, and is looked at before the other has"
+    assert other(first).silent_s <= LONGEST_S, (
+        "it could not be written either, and is looked at before the other has"
+    )
 
 
 def test_while_reading_hangs_silence_does_not_grow(pair):
@@ -98,13 +108,17 @@ def test_while_reading_hangs_silence_does_not_grow(pair):
     for _ in range(20):
         clock.now += BEAT_S
         first.beat()
-    assert other(first).silent_s == pytest.approx(20 * BEAT_S, abs=LONGEST_S), "from then on it does"
+    assert other(first).silent_s == pytest.approx(20 * BEAT_S, abs=LONGEST_S), (
+        "from then on it does"
+    )
 
 
 def test_who_cannot_give_a_first_sign_does_not_begin(pair, tmp_path):
     _, (first, _) = pair
     (tmp_path / "progress" / "0.json").mkdir()
-    with pytest.raises(RunDirectoryError, match=r"0\.json of the run cannot be read or written(.|\n)*do: "):
+    with pytest.raises(
+        RunDirectoryError, match=r"0\.json of the run cannot be read or written(.|\n)*do: "
+    ):
         first.start()
     assert not first._thread.is_alive()
 
@@ -120,7 +134,10 @@ def test_of_a_row_of_failures_the_first_is_told(tmp_path, capfd):
         heartbeats.beat()
         heartbeats.end("failed", "why")
         told = capfd.readouterr().err
-        assert (told.count("warning: "), f"no heartbeat can be written to {sign}: Is a directory" in told) == (1, True)
+        assert (
+            told.count("warning: "),
+            f"no heartbeat can be written to {sign}: Is a directory" in told,
+        ) == (1, True)
         sign.rmdir()
         heartbeats.beat()
         assert capfd.readouterr().err == ""
@@ -129,4 +146,6 @@ def test_of_a_row_of_failures_the_first_is_told(tmp_path, capfd):
 def test_many_processes_watch_those_behind_them_and_the_first(tmp_path):
     heartbeats = Heartbeats(tmp_path, 990, 1000, Progress())
     heartbeats.beat()
-    assert [peer.process for peer in heartbeats.peers] == sorted([*range(991, 1000), *range(MOST_WATCHED - 9)])
+    assert [peer.process for peer in heartbeats.peers] == sorted(
+        [*range(991, 1000), *range(MOST_WATCHED - 9)]
+    )

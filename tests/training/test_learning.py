@@ -12,8 +12,20 @@ from optimus_jax.run_directory.step_record import StepRecord
 
 def record(step, loss=5.0, grad_norm=1.0, *, loss_scale=None, tokens=10, skipped=None):
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    return StepRecord(step=step, loss=loss, grad_norm=grad_norm, lr=1e-3, tokens=tokens, step_time_s=1.0, tokens_per_s=1.0, mfu=None, plan="",
-                      peak_bytes=None, skipped=not finite if skipped is None else skipped, loss_scale=loss_scale)
+    return StepRecord(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=1e-3,
+        tokens=tokens,
+        step_time_s=1.0,
+        tokens_per_s=1.0,
+        mfu=None,
+        plan="",
+        peak_bytes=None,
+        skipped=not finite if skipped is None else skipped,
+        loss_scale=loss_scale,
+    )
 
 
 def after(*records):
@@ -26,12 +38,16 @@ def after(*records):
 NAN = math.nan
 
 
-@pytest.mark.parametrize(("steps", "trouble"), [
-    ([(5.0, 1.0)] * 2 + [(NAN, NAN)] * 2, None),
-    ([(5.0, 1.0)] * 2 + [(NAN, NAN)] * 3, "no update"),
-    ([(5.0, 1.0)] * 2 + [(5.0, math.inf)] * 3, "no update"),
-    ([(5.0, 1.0)] * 2 + [(5.0, 0.0)] * 3, "no update"),
-    ([(NAN, NAN)] * 2 + [(5.0, 1.0)] + [(NAN, NAN)] * 2, None)])
+@pytest.mark.parametrize(
+    ("steps", "trouble"),
+    [
+        ([(5.0, 1.0)] * 2 + [(NAN, NAN)] * 2, None),
+        ([(5.0, 1.0)] * 2 + [(NAN, NAN)] * 3, "no update"),
+        ([(5.0, 1.0)] * 2 + [(5.0, math.inf)] * 3, "no update"),
+        ([(5.0, 1.0)] * 2 + [(5.0, 0.0)] * 3, "no update"),
+        ([(NAN, NAN)] * 2 + [(5.0, 1.0)] + [(NAN, NAN)] * 2, None),
+    ],
+)
 def test_steps_in_a_row_without_an_update_end_a_run(steps, trouble):
     learning = after(*(record(step, *numbers) for step, numbers in enumerate(steps, 1)))
     assert learning.trouble(3, is_at_end=False) == trouble
@@ -43,7 +59,12 @@ def test_a_loss_that_is_nan_is_no_update_whatever_else_was_said():
 
 
 def test_batches_in_which_no_token_counts_are_no_trouble():
-    assert after(*(record(step, 0.0, 0.0, tokens=0) for step in range(1, 9))).trouble(3, is_at_end=True) is None
+    assert (
+        after(*(record(step, 0.0, 0.0, tokens=0) for step in range(1, 9))).trouble(
+            3, is_at_end=True
+        )
+        is None
+    )
 
 
 def test_the_search_for_a_loss_scale_does_not_count_until_it_cannot_fall():
@@ -56,22 +77,47 @@ def test_the_search_for_a_loss_scale_does_not_count_until_it_cannot_fall():
 
 
 def test_what_to_go_back_to_is_from_before_the_update_that_broke_it():
-    """The state after step 4 has failed in steps 5 to 7, so the last that is known to be good is that after step 3."""
-    learning = after(*(record(step) for step in range(1, 5)), *(record(step, NAN, NAN) for step in range(5, 8)))
+    """The state after step 4 has failed in steps 5 to 7, so the last that is known to be good is
+    that after step 3.
+    """
+    learning = after(
+        *(record(step) for step in range(1, 5)), *(record(step, NAN, NAN) for step in range(5, 8))
+    )
     assert (learning.good_limit, sorted(learning.limits)) == (3, [3, 4])
-    text = str(error_of(learning, "no update", Config().with_values({"optimizer.clip_norm": 0.0}), [2, 4, 5, 6], step=7, last=record(7, NAN, NAN), lr=0.3, usual_lr=0.2))
+    text = str(
+        error_of(
+            learning,
+            "no update",
+            Config().with_values({"optimizer.clip_norm": 0.0}),
+            [2, 4, 5, 6],
+            step=7,
+            last=record(7, NAN, NAN),
+            lr=0.3,
+            usual_lr=0.2,
+        )
+    )
     assert "no update in 3 step(s) in a row, since step 5" in text
     assert "checkpoint of step 2" in text
     assert "checkpoint.resume_step=2" in text
     assert "--lr 0.1 (it is 0.3)" in text
     assert "clip_norm=1" in text
     never = after(*(record(step, NAN, NAN) for step in range(1, 4)))
-    assert "begin a new run: there is no checkpoint" in str(error_of(never, "no update", Config(), [], step=3, last=None, lr=0.3, usual_lr=0.2))
+    assert "begin a new run: there is no checkpoint" in str(
+        error_of(never, "no update", Config(), [], step=3, last=None, lr=0.3, usual_lr=0.2)
+    )
 
 
-@pytest.mark.parametrize(("learning", "trouble"), [
-    (Learning(good=9, bad_evaluations=1), "evaluation"), (Learning(good=9, skipped=1, first_skipped=10), None),
-    (Learning(good=9, skipped=2, first_skipped=9), "no update"), (Learning(skipped=1, first_skipped=1), "no update"), (Learning(broken="params/w"), "weights"), (Learning(good=9), None)])
+@pytest.mark.parametrize(
+    ("learning", "trouble"),
+    [
+        (Learning(good=9, bad_evaluations=1), "evaluation"),
+        (Learning(good=9, skipped=1, first_skipped=10), None),
+        (Learning(good=9, skipped=2, first_skipped=9), "no update"),
+        (Learning(skipped=1, first_skipped=1), "no update"),
+        (Learning(broken="params/w"), "weights"),
+        (Learning(good=9), None),
+    ],
+)
 def test_at_its_end_a_run_has_learnt_or_not(learning, trouble):
     assert learning.trouble(5, is_at_end=True) == trouble
 

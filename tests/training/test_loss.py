@@ -1,4 +1,6 @@
-"""The chunked cross-entropy, whose gradient is written by hand, against plain autodiff of log_softmax."""
+"""The chunked cross-entropy, whose gradient is written by hand, against plain autodiff of
+log_softmax.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,15 @@ EMBED = 8
 
 
 def chunked(hidden, head, targets, weights, *, vocab_size, chunk_tokens):
-    return cross_entropy(hidden, head, targets, weights, comm=Collectives(head.dtype), vocab_size=vocab_size, chunk_tokens=chunk_tokens)
+    return cross_entropy(
+        hidden,
+        head,
+        targets,
+        weights,
+        comm=Collectives(head.dtype),
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens,
+    )
 
 
 def plain(hidden, head, targets, weights, *, vocab_size):
@@ -31,29 +41,48 @@ def arrays(num_tokens, rows, vocab_size, seed, dtype=np.float32, scale=1.0):
     head = np.zeros((rows, EMBED))
     head[:vocab_size] = random.standard_normal((vocab_size, EMBED))
     targets = jnp.asarray(random.integers(0, vocab_size, num_tokens), jnp.int32)
-    weights = jnp.asarray(random.random(num_tokens) * (random.random(num_tokens) < 0.7), jnp.float32)
+    weights = jnp.asarray(
+        random.random(num_tokens) * (random.random(num_tokens) < 0.7), jnp.float32
+    )
     return hidden, jnp.asarray(head, dtype), targets, weights
 
 
 def both(inputs, *, vocab_size, chunk_tokens, times=1.0):
-    """(loss, gradients) of hidden and head, chunked and plain; `times` is the cotangent of the loss."""
-    sides = (lambda h, w: times * chunked(h, w, *inputs[2:], vocab_size=vocab_size, chunk_tokens=chunk_tokens),
-             lambda h, w: times * plain(h, w, *inputs[2:], vocab_size=vocab_size))
+    """(loss, gradients) of hidden and head, chunked and plain; `times` is the cotangent of the
+    loss.
+    """
+    sides = (
+        lambda h, w: (
+            times * chunked(h, w, *inputs[2:], vocab_size=vocab_size, chunk_tokens=chunk_tokens)
+        ),
+        lambda h, w: times * plain(h, w, *inputs[2:], vocab_size=vocab_size),
+    )
     return [jax.jit(jax.value_and_grad(side, (0, 1)))(*inputs[:2]) for side in sides]
 
 
 @settings(max_examples=15)
-@given(num_tokens=st.integers(1, 40), vocab_size=st.integers(1, 30), padding=st.integers(0, 7), chunk_tokens=st.integers(1, 50),
-       times=st.sampled_from((1.0, 0.25, -3.0)), seed=st.integers(0, 2**31))
-def test_loss_and_gradients_are_those_of_log_softmax(num_tokens, vocab_size, padding, chunk_tokens, times, seed):
+@given(
+    num_tokens=st.integers(1, 40),
+    vocab_size=st.integers(1, 30),
+    padding=st.integers(0, 7),
+    chunk_tokens=st.integers(1, 50),
+    times=st.sampled_from((1.0, 0.25, -3.0)),
+    seed=st.integers(0, 2**31),
+)
+def test_loss_and_gradients_are_those_of_log_softmax(
+    num_tokens, vocab_size, padding, chunk_tokens, times, seed
+):
     inputs = arrays(num_tokens, vocab_size + padding, vocab_size, seed)
     (loss, (d_hidden, d_head)), (loss_, (d_hidden_, d_head_)) = both(
-        inputs, vocab_size=vocab_size, chunk_tokens=chunk_tokens, times=times)
+        inputs, vocab_size=vocab_size, chunk_tokens=chunk_tokens, times=times
+    )
     assert relative_error(np.asarray(loss), np.asarray(loss_)) <= F32_RELATIVE
     # One token id has no alternative: the plain gradient is then rounding alone.
     scale = abs(times) * float(inputs[3].sum()) if vocab_size == 1 else 0.0
     for found, expected in ((d_hidden, d_hidden_), (d_head, d_head_)):
-        assert np.abs(found - expected).max() <= F32_RELATIVE * max(float(np.abs(expected).max()), scale)
+        assert np.abs(found - expected).max() <= F32_RELATIVE * max(
+            float(np.abs(expected).max()), scale
+        )
     assert not np.asarray(d_head)[vocab_size:].any(), "rows of padding"
     assert not np.asarray(d_hidden)[np.asarray(inputs[3]) == 0].any(), "tokens without weight"
 
@@ -82,16 +111,23 @@ def test_in_16_bits_only_the_matmuls_operands_are_rounded(dtype):
     inputs = arrays(512, 104, 101, seed=3, dtype=dtype)
     (loss, gradients), (expected, gradients_) = both(inputs, vocab_size=101, chunk_tokens=100)
     assert loss.dtype == jnp.float32
-    assert loss == pytest.approx(float(expected), rel=F32_RELATIVE), "logits and softmax are float32"
+    assert loss == pytest.approx(float(expected), rel=F32_RELATIVE), (
+        "logits and softmax are float32"
+    )
     for found, exact in zip(gradients, gradients_, strict=True):
         assert found.dtype == dtype
-        assert relative_error(np.asarray(found, np.float32), np.asarray(exact, np.float32)) <= MATMUL_RELATIVE[jnp.dtype(dtype).name]
+        assert (
+            relative_error(np.asarray(found, np.float32), np.asarray(exact, np.float32))
+            <= MATMUL_RELATIVE[jnp.dtype(dtype).name]
+        )
 
 
 def test_logits_exist_for_one_chunk_at_a_time():
     num_tokens, rows, chunk_tokens = 96, 24, 8
     inputs = arrays(num_tokens, rows, rows, seed=4)
-    gradient = jax.grad(lambda h: chunked(h, *inputs[1:], vocab_size=rows, chunk_tokens=chunk_tokens))
+    gradient = jax.grad(
+        lambda h: chunked(h, *inputs[1:], vocab_size=rows, chunk_tokens=chunk_tokens)
+    )
     text = str(jax.make_jaxpr(gradient)(inputs[0]))
     assert f"[{chunk_tokens},{rows}]" in text
     assert f"[{num_tokens},{rows}]" not in text

@@ -1,4 +1,6 @@
-"""Moments kept in bf16: half of the bytes, the same training under every plan, and nothing lost on the way."""
+"""Moments kept in bf16: half of the bytes, the same training under every plan, and nothing lost on
+the way.
+"""
 
 from dataclasses import replace
 
@@ -26,10 +28,25 @@ from optimus_jax.reshard.reshard import Move
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.training.optimizer import adamw
 
-PLANS = [case("fsdp=8", zero=3), case("data=2,fsdp=2,tensor=2", zero=1, microbatches=2), case("pipe=2,fsdp=4", zero=2, microbatches=4),
-         case("data=2,fsdp=4", zero=3, offload="optimizer")]
-TINY = {"global_batch": 8, "seq_len": 16, "lr": 1e-2, "eval_every": 0, "progress": "none", "model.num_layers": 1, "model.embed_dim": 16,
-        "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 4, "model.mlp_dim": 32}
+PLANS = [
+    case("fsdp=8", zero=3),
+    case("data=2,fsdp=2,tensor=2", zero=1, microbatches=2),
+    case("pipe=2,fsdp=4", zero=2, microbatches=4),
+    case("data=2,fsdp=4", zero=3, offload="optimizer"),
+]
+TINY = {
+    "global_batch": 8,
+    "seq_len": 16,
+    "lr": 1e-2,
+    "eval_every": 0,
+    "progress": "none",
+    "model.num_layers": 1,
+    "model.embed_dim": 16,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 4,
+    "model.mlp_dim": 32,
+}
 
 
 def with_moments(given: PlanCase, moments: str = "bf16") -> PlanCase:
@@ -47,32 +64,51 @@ def trained(model, given: PlanCase):
 
 
 def moments_of(state) -> dict[str, np.ndarray]:
-    return {path: leaf for path, leaf in host_leaves(state).items() if "/mu/" in path or "/nu/" in path}
+    return {
+        path: leaf for path, leaf in host_leaves(state).items() if "/mu/" in path or "/nu/" in path
+    }
 
 
 @pytest.fixture(scope="module")
 def alone():
     """Losses on one device, by model and format."""
     layers = {"one": GPT, "stages": replace(GPT, num_layers=10)}
-    return {(name, moments): trained(model, with_moments(ONE_DEVICE, moments))[2] for name, model in layers.items() for moments in ("f32", "bf16")}
+    return {
+        (name, moments): trained(model, with_moments(ONE_DEVICE, moments))[2]
+        for name, model in layers.items()
+        for moments in ("f32", "bf16")
+    }
 
 
 @pytest.mark.parametrize("given", PLANS, ids=str)
 def test_every_plan_trains_as_one_device_does(alone, given):
     name = "stages" if given.axes.pipe > 1 else "one"
-    _, state, losses = trained(GPT if name == "one" else replace(GPT, num_layers=10), with_moments(given))
+    _, state, losses = trained(
+        GPT if name == "one" else replace(GPT, num_layers=10), with_moments(given)
+    )
     assert {leaf.dtype.name for leaf in moments_of(state).values()} == {"bfloat16"}
-    assert {leaf.dtype.name for path, leaf in host_leaves(state).items() if path.startswith("params/")} == {"float32"}
+    assert {
+        leaf.dtype.name for path, leaf in host_leaves(state).items() if path.startswith("params/")
+    } == {"float32"}
     assert losses == pytest.approx(alone[name, "bf16"], rel=F32_RELATIVE)
-    assert losses[:2] == pytest.approx(alone[name, "f32"][:2], rel=F32_RELATIVE), "the first update has seen no rounded moment"
+    assert losses[:2] == pytest.approx(alone[name, "f32"][:2], rel=F32_RELATIVE), (
+        "the first update has seen no rounded moment"
+    )
 
 
 def test_rounding_by_its_definition():
     """Computed in float32, rounded once a step: both moments, and nothing else."""
-    config, random = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=0.01, weight_decay=0.0), np.random.default_rng(0)
+    config, random = (
+        OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=0.01, weight_decay=0.0),
+        np.random.default_rng(0),
+    )
     optimizer = adamw(config, {"w": ("embed", "mlp")}, moments="bf16")
     params = {"w": jnp.zeros((30, 40))}
-    state, m, v = optimizer.init(params), np.zeros((30, 40), np.float32), np.zeros((30, 40), np.float32)
+    state, m, v = (
+        optimizer.init(params),
+        np.zeros((30, 40), np.float32),
+        np.zeros((30, 40), np.float32),
+    )
     for step in (1, 2, 3):
         gradient = random.standard_normal((30, 40)).astype(np.float32)
         updates, state = optimizer.update({"w": jnp.asarray(gradient)}, state, params)
@@ -92,22 +128,40 @@ def test_a_moved_state_is_the_same_bit_for_bit(way, monkeypatch):
     if way == "programs":
         monkeypatch.setattr(reshard, "have_one_memory", lambda devices: False)
     model = replace(LLAMA, num_layers=10)
-    source, state, _ = trained(model, with_moments(case("data=2,fsdp=2,tensor=2", zero=1, microbatches=2)))
-    target = build(model, with_moments(case("pipe=2,fsdp=4", zero=2, microbatches=4, offload="optimizer"))).program
+    source, state, _ = trained(
+        model, with_moments(case("data=2,fsdp=2,tensor=2", zero=1, microbatches=2))
+    )
+    target = build(
+        model, with_moments(case("pipe=2,fsdp=4", zero=2, microbatches=4, offload="optimizer"))
+    ).program
     before = {path: leaf.copy() for path, leaf in host_leaves(state).items()}
     after = host_leaves(Move(layout_of(source), layout_of(target), budget_bytes=2**20).run(state))
     for path, leaf in before.items():
-        rows = model.num_layers if is_stacked(path) else model.vocab_size if path.endswith("/table") else None
-        places = [target.shapes.slots.index(layer) for layer in range(model.num_layers)] if is_stacked(path) else slice(rows)
+        rows = (
+            model.num_layers
+            if is_stacked(path)
+            else model.vocab_size
+            if path.endswith("/table")
+            else None
+        )
+        places = (
+            [target.shapes.slots.index(layer) for layer in range(model.num_layers)]
+            if is_stacked(path)
+            else slice(rows)
+        )
         found = after[path] if rows is None else after[path][places]
         assert found.tobytes() == (leaf if rows is None else leaf[:rows]).tobytes(), path
-    assert {leaf.dtype.name for path, leaf in after.items() if "/mu/" in path or "/nu/" in path} == {"bfloat16"}
+    assert {
+        leaf.dtype.name for path, leaf in after.items() if "/mu/" in path or "/nu/" in path
+    } == {"bfloat16"}
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_in_the_hosts_memory_they_are_the_same_bits(offload):
     _, here, losses = trained(GPT, with_moments(case("fsdp=8", zero=3, remat="full")))
-    _, there, others = trained(GPT, with_moments(case("fsdp=8", zero=3, remat="full", offload=offload)))
+    _, there, others = trained(
+        GPT, with_moments(case("fsdp=8", zero=3, remat="full", offload=offload))
+    )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(here), jax.device_get(there))
     assert losses == others
 
@@ -115,23 +169,48 @@ def test_in_the_hosts_memory_they_are_the_same_bits(offload):
 def test_a_run_goes_on_with_them_on_another_mesh_and_not_without(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} bottles of beer on the wall.\n" for number in range(300)))
-    asked = TINY | {"steps": 6, "data": str(text), "precision.moments": "bf16", "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "checkpoint.snapshot_every": 2}
-    whole = optimus_jax.train("gpt2-nano", run_dir=tmp_path / "whole", mesh="fsdp=4,data=2", **asked)
-    optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", mesh="fsdp=4,data=2", **asked | {"steps": 3})
+    asked = TINY | {
+        "steps": 6,
+        "data": str(text),
+        "precision.moments": "bf16",
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "checkpoint.snapshot_every": 2,
+    }
+    whole = optimus_jax.train(
+        "gpt2-nano", run_dir=tmp_path / "whole", mesh="fsdp=4,data=2", **asked
+    )
+    optimus_jax.train(
+        "gpt2-nano", run_dir=tmp_path / "run", mesh="fsdp=4,data=2", **asked | {"steps": 3}
+    )
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=6)
     assert [record.loss for record in resumed.history] == [record.loss for record in whole.history]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(whole.state))
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(whole.state)
+    )
     capsys.readouterr()
-    moved = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=7, mesh="tensor=2,data=4", progress="plain")
+    moved = optimus_jax.train(
+        run_dir=tmp_path / "run", resume=True, steps=7, mesh="tensor=2,data=4", progress="plain"
+    )
     said = capsys.readouterr().out
     assert "f32 compute, bf16 moments" in said
-    table, = (line.split()[-6:] for line in said.splitlines() if line.strip().startswith("embedding/table"))
-    assert [float(size) for size in table[::2]] == [0.01, 0.01, 0.0], "of 132 rows of 16, half on each device: 4 bytes, 4 bytes, 2 bytes"
+    (table,) = (
+        line.split()[-6:]
+        for line in said.splitlines()
+        if line.strip().startswith("embedding/table")
+    )
+    assert [float(size) for size in table[::2]] == [0.01, 0.01, 0.0], (
+        "of 132 rows of 16, half on each device: 4 bytes, 4 bytes, 2 bytes"
+    )
     assert moved.plan.moments == "bf16"
     assert moved.plan.axes != resumed.plan.axes
     assert {leaf.dtype.name for leaf in moments_of(moved.state).values()} == {"bfloat16"}
-    with pytest.raises(CheckpointError, match=r"saved bfloat16.* asked for float32(?s:.*)precision\.moments"):
-        optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=8, **{"precision.moments": "f32"})
+    with pytest.raises(
+        CheckpointError, match=r"saved bfloat16.* asked for float32(?s:.*)precision\.moments"
+    ):
+        optimus_jax.train(
+            run_dir=tmp_path / "run", resume=True, steps=8, **{"precision.moments": "f32"}
+        )
 
 
 @pytest.mark.parametrize(("name", "beta"), [("beta1", 0.999), ("beta2", 0.999), ("beta2", 0.9975)])
@@ -144,8 +223,11 @@ def test_betas_that_bf16_cannot_follow_are_refused(name, beta):
 @pytest.mark.parametrize("beta", [0.95, 0.99, 1 - 2.0**-8])
 def test_moments_fall_where_gradients_vanish(beta):
     """And with a beta that is refused they would not."""
+
     def fallen(beta2):
-        optimizer = adamw(OptimizerConfig(beta1=beta, beta2=beta2), {"w": ("norm",)}, moments="bf16")
+        optimizer = adamw(
+            OptimizerConfig(beta1=beta, beta2=beta2), {"w": ("norm",)}, moments="bf16"
+        )
         params = {"w": jnp.zeros(1000)}
         first = jnp.exp(jax.random.normal(jax.random.key(0), (1000,)))
         _, state = optimizer.update({"w": first}, optimizer.init(params), params)
@@ -160,41 +242,88 @@ def test_moments_fall_where_gradients_vanish(beta):
 
 def test_the_planner_knows_their_bytes():
     def planned(moments, offload="none"):
-        config = Config(model=model_preset("llama3-8b")).with_values({
-            "precision.compute": "bf16", "precision.moments": moments, "data.seq_len": 4096, "data.global_batch": 1, "parallel.remat": "full", "parallel.offload": offload})
+        config = Config(model=model_preset("llama3-8b")).with_values(
+            {
+                "precision.compute": "bf16",
+                "precision.moments": moments,
+                "data.seq_len": 4096,
+                "data.global_batch": 1,
+                "parallel.remat": "full",
+                "parallel.offload": offload,
+            }
+        )
         cluster = Cluster.parse("h200:1")
         plan = plan_for(config, AxisSizes(), cluster.topology())
-        return plan, estimate_memory(config.model, plan, seq_len=4096, global_batch=1), predict(
-            config.model, plan, cluster, Rates.of(cluster.accelerator), seq_len=4096, global_batch=1)
+        return (
+            plan,
+            estimate_memory(config.model, plan, seq_len=4096, global_batch=1),
+            predict(
+                config.model,
+                plan,
+                cluster,
+                Rates.of(cluster.accelerator),
+                seq_len=4096,
+                global_batch=1,
+            ),
+        )
 
     for offload in ("none", "optimizer"):
         (_, before, slow), (plan, after, quick) = planned("f32", offload), planned("bf16", offload)
-        assert (after.moments, 2 * (after.host or after.moments)) == (before.moments // 2, before.host or before.moments)
+        assert (after.moments, 2 * (after.host or after.moments)) == (
+            before.moments // 2,
+            before.host or before.moments,
+        )
         assert after.total < before.total
         assert plan.moments == "bf16"
         assert "moments bf16" in plan.describe()
         seconds = [{term.name: term.time_s for term in each.terms} for each in (slow, quick)]
         assert seconds[1]["optimizer"] < seconds[0]["optimizer"]
-        assert seconds[1].get(HOST_COPIES, 0.0) == pytest.approx(seconds[0].get(HOST_COPIES, 0.0) / 2)
+        assert seconds[1].get(HOST_COPIES, 0.0) == pytest.approx(
+            seconds[0].get(HOST_COPIES, 0.0) / 2
+        )
 
 
 def test_what_is_planned_is_what_lies_there():
     for moments in ("f32", "bf16"):
         built = build(GPT, with_moments(case("data=2,fsdp=4", zero=3), moments))
         state = jax.eval_shape(built.program.init, jnp.int32(0))
-        lying = sum(np.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-                    for leaf, sharding in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(built.program.state_shardings.opt_state), strict=True) if leaf.ndim)
+        lying = sum(
+            np.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf, sharding in zip(
+                jax.tree.leaves(state.opt_state),
+                jax.tree.leaves(built.program.state_shardings.opt_state),
+                strict=True,
+            )
+            if leaf.ndim
+        )
         assert estimate_memory(GPT, built.plan, seq_len=16, global_batch=48).moments == lying
 
 
 def test_where_nothing_else_helps_they_are_advised():
-    config = Config(model=model_preset("llama3-8b")).with_values({
-        "precision.compute": "bf16", "data.seq_len": 1024, "data.global_batch": 1, "parallel.offload": "none"})
+    config = Config(model=model_preset("llama3-8b")).with_values(
+        {
+            "precision.compute": "bf16",
+            "data.seq_len": 1024,
+            "data.global_batch": 1,
+            "parallel.offload": "none",
+        }
+    )
     topology = replace(Cluster.parse("h200:1").topology(), bytes_per_device=110 * 2**30)
     with pytest.raises(PlanError, match=r"--set precision\.moments=bf16"):
         choose_plan(config, topology)
     choose_plan(config.with_values({"precision.moments": "bf16"}), topology)
-    with pytest.raises(PlanError, match=r"--set precision\.moments=bf16\), with which mesh data=1 fits"):
-        optimus_jax.find_plans("llama3-8b", "h200:1", global_batch=1, seq_len=4096, remat="full", **{"parallel.offload": "none"})
+    with pytest.raises(
+        PlanError, match=r"--set precision\.moments=bf16\), with which mesh data=1 fits"
+    ):
+        optimus_jax.find_plans(
+            "llama3-8b",
+            "h200:1",
+            global_batch=1,
+            seq_len=4096,
+            remat="full",
+            **{"parallel.offload": "none"},
+        )
     with pytest.raises(PlanError, match="do:    give more devices"):
-        optimus_jax.find_plans("llama2-13b", "h200:1", global_batch=1, seq_len=4096, **{"parallel.offload": "none"})
+        optimus_jax.find_plans(
+            "llama2-13b", "h200:1", global_batch=1, seq_len=4096, **{"parallel.offload": "none"}
+        )

@@ -1,4 +1,6 @@
-"""Offloading changes where things lie and nothing else: the same bits, moments on the host, copies in a chain."""
+"""Offloading changes where things lie and nothing else: the same bits, moments on the host, copies
+in a chain.
+"""
 
 import re
 from dataclasses import replace
@@ -25,8 +27,14 @@ from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.reshard.memory_kinds import lies_on_host
 
-CASES = [("fsdp=8", {"zero": 3}), ("data=2,fsdp=2,tensor=2", {"zero": 1, "microbatches": 2}), ("tensor=4,data=2", {})]
-PLACED_ON_HOST = re.compile(r'annotate_device_placement.*_xla_buffer_placement = "pinned_host".*-> tensor<(\S+)>')
+CASES = [
+    ("fsdp=8", {"zero": 3}),
+    ("data=2,fsdp=2,tensor=2", {"zero": 1, "microbatches": 2}),
+    ("tensor=4,data=2", {}),
+]
+PLACED_ON_HOST = re.compile(
+    r'annotate_device_placement.*_xla_buffer_placement = "pinned_host".*-> tensor<(\S+)>'
+)
 
 
 def trained(mesh: str, **parallel) -> tuple:
@@ -42,7 +50,9 @@ def trained(mesh: str, **parallel) -> tuple:
 def on_gpu(mesh: str, **parallel) -> str:
     """The step as it would be given to a GPU's compiler."""
     built = build(GPT, case(mesh, **parallel))
-    traced = built.program.train_step.trace(jax.eval_shape(built.program.init, jnp.int32(0)), built.batch)
+    traced = built.program.train_step.trace(
+        jax.eval_shape(built.program.init, jnp.int32(0)), built.batch
+    )
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -53,7 +63,9 @@ def test_training_is_the_same_to_the_last_bit(mesh, settings, offload):
     program, other, others = trained(mesh, remat="full", offload=offload, **settings)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(other))
     assert metrics == others
-    on_host = {lies_on_host(leaf.sharding) for leaf in jax.tree.leaves(other.opt_state) if leaf.ndim}
+    on_host = {
+        lies_on_host(leaf.sharding) for leaf in jax.tree.leaves(other.opt_state) if leaf.ndim
+    }
     assert on_host == {program.plan.offloads_moments}
     assert not any(lies_on_host(leaf.sharding) for leaf in jax.tree.leaves((other.params, state)))
 
@@ -72,23 +84,44 @@ def test_a_step_that_is_skipped_leaves_the_moments_on_the_host_alone():
 def test_only_inputs_of_layers_go_to_the_host():
     assert not PLACED_ON_HOST.findall(on_gpu("fsdp=8", remat="full", offload="none"))
     rows = 48 // 8
-    assert set(PLACED_ON_HOST.findall(on_gpu("fsdp=8", remat="full", offload="activations"))) == {f"{rows}x{SEQ_LEN}x{GPT.embed_dim}xf32"}
+    assert set(PLACED_ON_HOST.findall(on_gpu("fsdp=8", remat="full", offload="activations"))) == {
+        f"{rows}x{SEQ_LEN}x{GPT.embed_dim}xf32"
+    }
 
 
 def barriers_of(jaxpr) -> list:
     """The jaxpr in which things are held back, and its barriers in order."""
-    found = [equation for equation in jaxpr.eqns if equation.primitive.name == "optimization_barrier"]
-    inner = [getattr(value, "jaxpr", value) for equation in jaxpr.eqns for value in equation.params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
+    found = [
+        equation for equation in jaxpr.eqns if equation.primitive.name == "optimization_barrier"
+    ]
+    inner = [
+        getattr(value, "jaxpr", value)
+        for equation in jaxpr.eqns
+        for value in equation.params.values()
+        if hasattr(getattr(value, "jaxpr", value), "eqns")
+    ]
     return [(jaxpr, found)] if found else [each for within in inner for each in barriers_of(within)]
 
 
 def needs(jaxpr, variable) -> set:
     """All variables that one is computed from, itself included."""
-    made_by, found, left = {out: equation for equation in jaxpr.eqns for out in equation.outvars}, set(), [variable]
+    made_by, found, left = (
+        {out: equation for equation in jaxpr.eqns for out in equation.outvars},
+        set(),
+        [variable],
+    )
     while left:
         if (each := left.pop()) not in found:
             found.add(each)
-            left += [given for given in made_by[each].invars if not isinstance(given, jax.extend.core.Literal)] if each in made_by else []
+            left += (
+                [
+                    given
+                    for given in made_by[each].invars
+                    if not isinstance(given, jax.extend.core.Literal)
+                ]
+                if each in made_by
+                else []
+            )
     return found
 
 
@@ -98,18 +131,32 @@ def test_every_moment_is_fetched_after_the_one_before(mesh, settings):
     built = build(GPT, case(mesh, offload="optimizer", **settings))
     state = jax.eval_shape(built.program.init, jnp.int32(0))
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    [(jaxpr, barriers)] = barriers_of(built.program.train_step.trace(state, built.batch).jaxpr.jaxpr)
+    [(jaxpr, barriers)] = barriers_of(
+        built.program.train_step.trace(state, built.batch).jaxpr.jaxpr
+    )
     held_back = [barrier.outvars[0] for barrier in barriers]
-    fetched = [equation.invars[0] for equation in jaxpr.eqns if equation.primitive.name == "device_put" and jax.memory.Space.Device in equation.params["devices"]]
+    fetched = [
+        equation.invars[0]
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "device_put"
+        and jax.memory.Space.Device in equation.params["devices"]
+    ]
     assert len(held_back) == len(moments)
     assert fetched == held_back, "and none that waits for nothing"
-    pairs, varying = range(0, len(barriers), 2), [frozenset(re.findall(r"\w+", str(each.aval).partition("V:")[2])) for each in held_back]
+    pairs, varying = (
+        range(0, len(barriers), 2),
+        [frozenset(re.findall(r"\w+", str(each.aval).partition("V:")[2])) for each in held_back],
+    )
     chained = 0
     for place in pairs:
-        before = [earlier for earlier in pairs if earlier < place and varying[earlier] <= varying[place]]
-        for barrier in barriers[place:place + 2]:  # both moments of a leaf
+        before = [
+            earlier for earlier in pairs if earlier < place and varying[earlier] <= varying[place]
+        ]
+        for barrier in barriers[place : place + 2]:  # both moments of a leaf
             waits_for = needs(jaxpr, barrier.invars[1])
-            assert {earlier for earlier in before if held_back[earlier] in waits_for} >= set(before[-1:])
+            assert {earlier for earlier in before if held_back[earlier] in waits_for} >= set(
+                before[-1:]
+            )
             assert not waits_for & set(held_back[place:])
         chained += bool(before)
     assert chained >= len(pairs) - len(set(varying))
@@ -122,46 +169,92 @@ def test_what_cannot_be_offloaded_is_refused():
         build(GPT, case("pipe=2,data=4", remat="full", microbatches=4, offload="all"))
     config = make_config(GPT, case("fsdp=8", offload="optimizer"))
     with pytest.raises(PlanError, match="no host's memory beside that of the devices"):
-        choose_plan(config, Topology(num_devices=8, num_processes=1, num_hosts=1, platform="cpu", device_kind="cpu", bytes_per_device=None))
+        choose_plan(
+            config,
+            Topology(
+                num_devices=8,
+                num_processes=1,
+                num_hosts=1,
+                platform="cpu",
+                device_kind="cpu",
+                bytes_per_device=None,
+            ),
+        )
 
 
 def large(**parallel) -> tuple[Config, Cluster]:
-    config = Config(model=model_preset("llama3-8b")).with_values({
-        "precision.compute": "bf16", "data.seq_len": 4096, "data.global_batch": 1, **{f"parallel.{name}": value for name, value in parallel.items()}})
+    config = Config(model=model_preset("llama3-8b")).with_values(
+        {
+            "precision.compute": "bf16",
+            "data.seq_len": 4096,
+            "data.global_batch": 1,
+            **{f"parallel.{name}": value for name, value in parallel.items()},
+        }
+    )
     return config, Cluster.parse("h200:1")
 
 
 def test_the_planner_knows_what_it_takes_and_saves():
-    (config, cluster), (asked, _) = large(remat="full", offload="none"), large(remat="full", offload="all")
-    kept, moved = (plan_for(each, choose_plan(asked, cluster.topology()).plan.axes, cluster.topology()) for each in (config, asked))
-    before, after = (estimate_memory(config.model, plan, seq_len=4096, global_batch=1) for plan in (kept, moved))
+    (config, cluster), (asked, _) = (
+        large(remat="full", offload="none"),
+        large(remat="full", offload="all"),
+    )
+    kept, moved = (
+        plan_for(each, choose_plan(asked, cluster.topology()).plan.axes, cluster.topology())
+        for each in (config, asked)
+    )
+    before, after = (
+        estimate_memory(config.model, plan, seq_len=4096, global_batch=1) for plan in (kept, moved)
+    )
     assert after.moments == 0
-    assert after.host == before.moments + config.model.num_layers * 4096 * config.model.embed_dim * 2
+    assert (
+        after.host == before.moments + config.model.num_layers * 4096 * config.model.embed_dim * 2
+    )
     assert after.total < before.total
     rates = Rates.of(cluster.accelerator)
-    slower, faster = (predict(config.model, plan, cluster, rates, seq_len=4096, global_batch=1) for plan in (moved, kept))
+    slower, faster = (
+        predict(config.model, plan, cluster, rates, seq_len=4096, global_batch=1)
+        for plan in (moved, kept)
+    )
     copies = {term.name: term.time_s for term in slower.terms}[HOST_COPIES]
     assert copies == pytest.approx(before.moments / (rates.host_share * 63e9), rel=0.01)
     assert slower.step_time_s == pytest.approx(faster.step_time_s + copies)
     with pytest.raises(PlanError, match="unknown speed"):
-        predict(config.model, moved, replace(cluster, to_host=replace(cluster.to_host, bytes_per_s=None)), rates, seq_len=4096, global_batch=1)
+        predict(
+            config.model,
+            moved,
+            replace(cluster, to_host=replace(cluster.to_host, bytes_per_s=None)),
+            rates,
+            seq_len=4096,
+            global_batch=1,
+        )
 
 
 def test_inputs_of_layers_cost_what_their_layers_do_not_hide():
-    """Each goes out during its forward and comes in during its backward: over a quick link for nothing, over a slow one for the copy less the layer's own time."""
+    """Each goes out during its forward and comes in during its backward: over a quick link for
+    nothing, over a slow one for the copy less the layer's own time.
+    """
     config, cluster = large(remat="full", offload="activations")
     plan, rates = plan_for(config, AxisSizes(), cluster.topology()), Rates.of(cluster.accelerator)
     moved_bytes = 2 * config.model.num_layers * 4096 * config.model.embed_dim * 2
 
     def terms(bytes_per_s: float) -> dict[str, float]:
         over = replace(cluster, to_host=replace(cluster.to_host, bytes_per_s=bytes_per_s))
-        return {term.name: term.time_s for term in predict(config.model, plan, over, rates, seq_len=4096, global_batch=1).terms}
+        return {
+            term.name: term.time_s
+            for term in predict(config.model, plan, over, rates, seq_len=4096, global_batch=1).terms
+        }
 
     quick = terms(63e9)
     assert HOST_COPIES not in quick
-    in_layers_s = sum(quick.get(name, 0.0) for name in ("attention", "feed-forward", "recompute", "memory", "launching"))
+    in_layers_s = sum(
+        quick.get(name, 0.0)
+        for name in ("attention", "feed-forward", "recompute", "memory", "launching")
+    )
     for speed in (1e9, 0.5e9):
-        assert terms(speed)[HOST_COPIES] == pytest.approx(moved_bytes / (rates.host_share * speed) - in_layers_s)
+        assert terms(speed)[HOST_COPIES] == pytest.approx(
+            moved_bytes / (rates.host_share * speed) - in_layers_s
+        )
 
 
 def test_it_is_chosen_where_nothing_else_fits_and_not_before():

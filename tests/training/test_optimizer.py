@@ -18,8 +18,13 @@ PEAK = 0.5
 
 def rates(schedule, *, steps=100, warmup=10, **settings):
     """Learning rate of every step, from 1."""
-    config = Config(steps=steps, optimizer=OptimizerConfig(lr=PEAK, schedule=schedule, warmup_steps=warmup, **settings))
-    rate = jax.jit(jax.vmap(learning_rate(config, 10**9)))(jnp.arange(1, steps + 1, dtype=jnp.int32))
+    config = Config(
+        steps=steps,
+        optimizer=OptimizerConfig(lr=PEAK, schedule=schedule, warmup_steps=warmup, **settings),
+    )
+    rate = jax.jit(jax.vmap(learning_rate(config, 10**9)))(
+        jnp.arange(1, steps + 1, dtype=jnp.int32)
+    )
     assert rate.dtype == jnp.float32
     return dict(enumerate(np.asarray(rate).tolist(), 1))
 
@@ -70,8 +75,18 @@ def test_a_run_shorter_than_its_warm_up_warms_up(schedule):
     assert rate[4] == pytest.approx(PEAK)
 
 
-@pytest.mark.parametrize(("num_params", "rate"), [(3_300_000, 2e-3), (124_000_000, 6e-4), (355_000_000, 3e-4), (774_000_000, 2.5e-4),
-                                                  (1_558_000_000, 2e-4), (8_000_000_000, 1.2e-4), (70_000_000_000, 1e-4)])
+@pytest.mark.parametrize(
+    ("num_params", "rate"),
+    [
+        (3_300_000, 2e-3),
+        (124_000_000, 6e-4),
+        (355_000_000, 3e-4),
+        (774_000_000, 2.5e-4),
+        (1_558_000_000, 2e-4),
+        (8_000_000_000, 1.2e-4),
+        (70_000_000_000, 1e-4),
+    ],
+)
 def test_rate_by_model_size(num_params, rate):
     assert peak_learning_rate(OptimizerConfig(), num_params) == rate
     assert peak_learning_rate(OptimizerConfig(lr=0.1), num_params) == 0.1
@@ -81,9 +96,15 @@ def test_rate_by_model_size(num_params, rate):
 def test_matrices_decay_and_vectors_do_not(name):
     shapes = model_shapes(plans.MODELS[name], 104)
     optimizer = adamw(OptimizerConfig(weight_decay=0.25), shapes.names)
-    params, zeros = (jax.tree.map(lambda leaf, v=value: np.full(leaf.shape, v, np.float32), shapes.params) for value in (2, 0))
+    params, zeros = (
+        jax.tree.map(lambda leaf, v=value: np.full(leaf.shape, v, np.float32), shapes.params)
+        for value in (2, 0)
+    )
     updates, _ = jax.jit(lambda: optimizer.update(zeros, optimizer.init(params), params))()
-    decayed = {"/".join(key.key for key in path): float(leaf.max()) for path, leaf in jax.tree_util.tree_leaves_with_path(updates)}
+    decayed = {
+        "/".join(key.key for key in path): float(leaf.max())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(updates)
+    }
     assert set(decayed.values()) == {0.0, 0.5}
     for path, update in decayed.items():
         is_vector = "norm" in path or "bias" in path
@@ -100,10 +121,14 @@ def test_adamw_by_its_definition():
     state = optimizer.init(found)
     for step in (1, 2, 3):
         gradients = {name: random.standard_normal(value.shape) for name, value in params.items()}
-        updates, state = optimizer.update(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), gradients), state, found)
+        updates, state = optimizer.update(
+            jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), gradients), state, found
+        )
         for name, gradient in gradients.items():
             m, v = moments[name]
             m, v = moments[name] = 0.8 * m + 0.2 * gradient, 0.9 * v + 0.1 * gradient**2
-            update = m / (1 - 0.8**step) / (np.sqrt(v / (1 - 0.9**step)) + 0.01) + (0.3 * params[name] if name == "w" else 0)
+            update = m / (1 - 0.8**step) / (np.sqrt(v / (1 - 0.9**step)) + 0.01) + (
+                0.3 * params[name] if name == "w" else 0
+            )
             made: Any = updates
             assert relative_error(np.asarray(made[name]), update) <= F32_RELATIVE

@@ -14,7 +14,18 @@ class Clock:
 
 
 def record(step, step_time_s):
-    return StepRecord(step=step, loss=1.0, grad_norm=1.0, lr=1e-3, tokens=8, step_time_s=step_time_s, tokens_per_s=1.0, mfu=None, plan="p", peak_bytes=None)
+    return StepRecord(
+        step=step,
+        loss=1.0,
+        grad_norm=1.0,
+        lr=1e-3,
+        tokens=8,
+        step_time_s=step_time_s,
+        tokens_per_s=1.0,
+        mfu=None,
+        plan="p",
+        peak_bytes=None,
+    )
 
 
 def test_what_interrupts_steps_is_measured_by_itself_and_begins_them_anew():
@@ -26,9 +37,18 @@ def test_what_interrupts_steps_is_measured_by_itself_and_begins_them_anew():
     progress.step(record(1, 2.0))
     with progress.during("save"):
         clock.now += 50
-        assert (progress.at.doing, progress.at.since_s, progress.at.entered, progress.at.done) == ("save", 102.0, 1, 1)
+        assert (progress.at.doing, progress.at.since_s, progress.at.entered, progress.at.done) == (
+            "save",
+            102.0,
+            1,
+            1,
+        )
     assert (progress.at.doing, progress.at.since_s) == ("step", 152.0)
-    assert (progress.durations_s("step"), progress.durations_s("save"), progress.durations_s("switch")) == ((2.0,), (50.0,), ())
+    assert (
+        progress.durations_s("step"),
+        progress.durations_s("save"),
+        progress.durations_s("switch"),
+    ) == ((2.0,), (50.0,), ())
     progress.forget_steps()
     assert (progress.durations_s("step"), progress.durations_s("save")) == ((), (50.0,))
 

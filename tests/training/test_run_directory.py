@@ -1,4 +1,5 @@
-"""What a run leaves on disk: numbers to the last digit, and logs that survive being cut anywhere."""
+"""What a run leaves on disk: numbers to the last digit, and logs that survive being cut
+anywhere."""
 
 import contextlib
 import dataclasses
@@ -24,22 +25,49 @@ from optimus_jax.run_directory.step_record import StepRecord
 
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8)
-field_names = st.from_regex(r"[a-z]{1,12}", fullmatch=True).filter(lambda name: name not in ("event", "step", "self"))
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+field_names = st.from_regex(r"[a-z]{1,12}", fullmatch=True).filter(
+    lambda name: name not in ("event", "step", "self")
+)
 
 
 def record(step: int, **values: typing.Any) -> StepRecord:
-    some = StepRecord(step=step, loss=5.125, grad_norm=1.5, lr=3e-4, tokens=4096, step_time_s=0.25,
-                      tokens_per_s=16384.0, mfu=None, plan="a1b2c3", peak_bytes=None)
+    some = StepRecord(
+        step=step,
+        loss=5.125,
+        grad_norm=1.5,
+        lr=3e-4,
+        tokens=4096,
+        step_time_s=0.25,
+        tokens_per_s=16384.0,
+        mfu=None,
+        plan="a1b2c3",
+        peak_bytes=None,
+    )
     return dataclasses.replace(some, **values)
 
 
-values = st.fixed_dictionaries({
-    "loss": float32, "grad_norm": float32, "plan": st.text(), "mfu": st.none() | st.floats(0, 1),
-    "peak_bytes": st.none() | st.integers(0, 2**40), "skipped": st.booleans(), "loss_scale": st.none() | float32})
+values = st.fixed_dictionaries(
+    {
+        "loss": float32,
+        "grad_norm": float32,
+        "plan": st.text(),
+        "mfu": st.none() | st.floats(0, 1),
+        "peak_bytes": st.none() | st.integers(0, 2**40),
+        "skipped": st.booleans(),
+        "loss_scale": st.none() | float32,
+    }
+)
 records = st.lists(values, min_size=1, max_size=5).map(
-    lambda steps: [record(step, **values) for step, values in enumerate(steps, start=1)])
+    lambda steps: [record(step, **values) for step, values in enumerate(steps, start=1)]
+)
 
 
 @pytest.fixture
@@ -75,7 +103,10 @@ def test_loss_keeps_every_digit_of_its_float32(loss: float):
         assert np.float32(json.loads(line)["loss"]).tobytes() == np.float32(loss).tobytes()
 
 
-@given(st.dictionaries(field_names, json_values, max_size=4), st.sampled_from(typing.get_args(EventName)))
+@given(
+    st.dictionaries(field_names, json_values, max_size=4),
+    st.sampled_from(typing.get_args(EventName)),
+)
 def test_events_come_back_as_they_were_logged(fields: dict[str, typing.Any], event: EventName):
     with tempfile.TemporaryDirectory() as path:
         run = RunDirectory(path)
@@ -86,7 +117,9 @@ def test_events_come_back_as_they_were_logged(fields: dict[str, typing.Any], eve
 
 
 @given(records, st.data())
-def test_a_run_cut_anywhere_and_run_again_has_the_same_metrics(logged: list[StepRecord], data: st.DataObject):
+def test_a_run_cut_anywhere_and_run_again_has_the_same_metrics(
+    logged: list[StepRecord], data: st.DataObject
+):
     with tempfile.TemporaryDirectory() as path:
         run = RunDirectory(path)
         run.write_config("{}")
@@ -94,14 +127,14 @@ def test_a_run_cut_anywhere_and_run_again_has_the_same_metrics(logged: list[Step
             run.log_step(item)
         metrics = run.path / "metrics.jsonl"
         whole = metrics.read_bytes()
-        kept = whole[:data.draw(st.integers(0, len(whole)), label="bytes kept")]
+        kept = whole[: data.draw(st.integers(0, len(whole)), label="bytes kept")]
         metrics.write_bytes(kept)
 
-        assert run.metrics() == logged[:kept.count(b"\n")]
+        assert run.metrics() == logged[: kept.count(b"\n")]
         resumed = RunDirectory.resume(path)
         resumed.close()  # the lock; it writes as before
         checkpoint = data.draw(st.integers(0, len(logged)), label="step of the checkpoint")
-        for item in logged[min(checkpoint, kept.count(b"\n")):]:
+        for item in logged[min(checkpoint, kept.count(b"\n")) :]:
             resumed.log_step(item)
         assert metrics.read_bytes() == whole
 
@@ -148,9 +181,21 @@ def test_numbers_inside_an_event_that_are_not_finite_are_null(run: RunDirectory)
 def test_fields_of_a_line(run: RunDirectory):
     run.log_step(record(1))
     run.log_step(record(2, skipped=True, loss_scale=32768.0))
-    plain, extra = (json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines())
+    plain, extra = (
+        json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()
+    )
     assert list(plain) == [
-        "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "plan", "peak_bytes"]
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "step_time_s",
+        "tokens_per_s",
+        "mfu",
+        "plan",
+        "peak_bytes",
+    ]
     assert extra.keys() - plain.keys() == {"skipped", "loss_scale"}
 
 
@@ -165,7 +210,12 @@ def test_texts_are_replaced_whole(run: RunDirectory):
     run.write_plan("a long plan")
     run.write_plan("plan")
     assert (run.config_text(), run.plan_text()) == ('{"a": 1}', "plan")
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.json", "lock", "plan.json"]
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "lock",
+        "plan.json",
+    ]
 
 
 def test_a_write_that_fails_leaves_the_old_text(run: RunDirectory):
@@ -177,10 +227,16 @@ def test_a_write_that_fails_leaves_the_old_text(run: RunDirectory):
 def test_default_name_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "20250131-120000")
-    names = [RunDirectory.create(None, model).path.relative_to(tmp_path).as_posix()
-             for model in ("gpt2", "gpt2", "gpt2", "meta-llama/Llama-3")]
-    assert names == ["runs/gpt2-20250131-120000", "runs/gpt2-20250131-120000-2", "runs/gpt2-20250131-120000-3",
-                     "runs/Llama-3-20250131-120000"]
+    names = [
+        RunDirectory.create(None, model).path.relative_to(tmp_path).as_posix()
+        for model in ("gpt2", "gpt2", "gpt2", "meta-llama/Llama-3")
+    ]
+    assert names == [
+        "runs/gpt2-20250131-120000",
+        "runs/gpt2-20250131-120000-2",
+        "runs/gpt2-20250131-120000-3",
+        "runs/Llama-3-20250131-120000",
+    ]
 
 
 def test_default_name_holds_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -270,7 +326,10 @@ def test_going_back_moves_the_lines_of_later_steps_away(run: RunDirectory):
     assert run.metrics() == []
 
 
-@pytest.mark.parametrize("garbage", [b"garbage", b"\xff\xfe\x00", b"[1, 2]", b'{"step": 2}', b'{"step": "2", "loss": 1}', b""])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"garbage", b"\xff\xfe\x00", b"[1, 2]", b'{"step": 2}', b'{"step": "2", "loss": 1}', b""],
+)
 def test_a_damaged_line_is_passed_over_with_one_warning(run: RunDirectory, garbage: bytes):
     run.log_step(record(1))
     with (run.path / "metrics.jsonl").open("ab") as file:
@@ -331,7 +390,10 @@ def test_lines_wait_for_room_and_end_no_run(run: RunDirectory, told: list[str]):
         run.log_event("eval", 2)
         run.log_step(record(3))
         assert (run.path / "metrics.jsonl").stat().st_size == size, "no torn line"
-        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl of the run cannot be read or written(.|\n)*do: "):
+        with pytest.raises(
+            RunDirectoryError,
+            match=r"metrics\.jsonl of the run cannot be read or written(.|\n)*do: ",
+        ):
             run.check()
         assert len(told) == 1, "once, and not at every step"
     assert run.failure is None
@@ -369,7 +431,9 @@ def test_a_config_that_does_not_fit_on_the_disk_is_an_error(run: RunDirectory):
 def test_a_default_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").touch()
-    with pytest.raises(ConfigError, match=f"cannot be made(.|\\n)*{tmp_path / 'runs'}(.|\\n)*--run-dir"):
+    with pytest.raises(
+        ConfigError, match=f"cannot be made(.|\\n)*{tmp_path / 'runs'}(.|\\n)*--run-dir"
+    ):
         RunDirectory.create(None, "gpt2")
     (tmp_path / "runs").unlink()
 

@@ -15,19 +15,27 @@ from optimus_jax.errors import RunDirectoryError
 from optimus_jax.run_directory import lock as run_lock
 from optimus_jax.run_directory.lock import LockedError, RunLock
 
-HOLD = "import sys, pathlib; from optimus_jax.run_directory.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+HOLD = (
+    "import sys, pathlib; from optimus_jax.run_directory.lock import RunLock; lock ="
+    " RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+)
 
 
 def test_the_second_is_refused_and_told_who_is_first(tmp_path: Path):
     first = RunLock(tmp_path / "lock")
-    with pytest.raises(RunDirectoryError, match=f"another process is writing(.|\\n)*process {os.getpid()} on {socket.gethostname()}"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=f"another process is writing(.|\\n)*process {os.getpid()} on {socket.gethostname()}",
+    ):
         RunLock(tmp_path / "lock")
     first.release()
     first.release()
     RunLock(tmp_path / "lock").release()
 
 
-def test_who_has_patience_waits_for_the_first_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_has_patience_waits_for_the_first_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     first, told = RunLock(tmp_path / "lock"), list[str]()
     monkeypatch.setattr(run_lock.time, "sleep", lambda _: first.release())
     RunLock(tmp_path / "lock", told.append, patience_s=100.0).release()
@@ -37,15 +45,25 @@ def test_who_has_patience_waits_for_the_first_to_go(tmp_path: Path, monkeypatch:
 
 def test_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first, clock = RunLock(tmp_path / "lock"), [0.0]
-    monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda time_s: clock.append(clock.pop() + time_s)))
+    monkeypatch.setattr(
+        run_lock,
+        "time",
+        SimpleNamespace(
+            monotonic=lambda: clock[0], sleep=lambda time_s: clock.append(clock.pop() + time_s)
+        ),
+    )
     with pytest.raises(RunDirectoryError, match="another process is writing"):
         RunLock(tmp_path / "lock", lambda _: None, patience_s=7.5)
     assert clock == [7.5]
     first.release()
 
 
-def test_who_waited_for_one_that_removed_all_does_not_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A start that came to nothing takes away what it had begun, the lock too: to write there now would be to write nowhere."""
+def test_who_waited_for_one_that_removed_all_does_not_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A start that came to nothing takes away what it had begun, the lock too: to write there now
+    would be to write nowhere.
+    """
     first = RunLock(tmp_path / "lock")
 
     def go(seconds: float) -> None:
@@ -59,7 +77,12 @@ def test_who_waited_for_one_that_removed_all_does_not_have_it(tmp_path: Path, mo
 
 
 def test_a_lock_dies_with_its_process(tmp_path: Path):
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(RunDirectoryError, match=f"process {holder.pid} on"):

@@ -1,4 +1,7 @@
-"""What a step does with numbers that are not finite, and how f16 finds its loss scale. On all three axes at once."""
+"""What a step does with numbers that are not finite, and how f16 finds its loss scale.
+
+On all three axes at once.
+"""
 
 import functools
 from dataclasses import replace
@@ -19,9 +22,16 @@ TOO_LARGE = 2.0**100
 @functools.cache
 def program(precision):
     """A program and its compiled step."""
-    built = plans.build(plans.GPT, CASE, {
-        "precision.compute": precision, "precision.loss_scale": 1024, "precision.loss_scale_growth_steps": GROWTH_STEPS,
-        "precision.loss_scale_hysteresis": HYSTERESIS})
+    built = plans.build(
+        plans.GPT,
+        CASE,
+        {
+            "precision.compute": precision,
+            "precision.loss_scale": 1024,
+            "precision.loss_scale_growth_steps": GROWTH_STEPS,
+            "precision.loss_scale_hysteresis": HYSTERESIS,
+        },
+    )
     return built.program, plans.compiled_step(built)
 
 
@@ -36,12 +46,21 @@ def step(precision, state):
 def with_scale(state, **changes):
     """`state` with other values in its loss scale."""
     old = state.loss_scale
-    new = {name: jax.device_put(jnp.asarray(value, getattr(old, name).dtype), getattr(old, name).sharding) for name, value in changes.items()}
+    new = {
+        name: jax.device_put(
+            jnp.asarray(value, getattr(old, name).dtype), getattr(old, name).sharding
+        )
+        for name, value in changes.items()
+    }
     return replace(state, loss_scale=replace(old, **new))
 
 
 def scale_of(state):
-    return float(state.loss_scale.scale), int(state.loss_scale.clean_steps), int(state.loss_scale.overflows)
+    return (
+        float(state.loss_scale.scale),
+        int(state.loss_scale.clean_steps),
+        int(state.loss_scale.overflows),
+    )
 
 
 def assert_left_out(before, after):
@@ -54,16 +73,23 @@ def assert_left_out(before, after):
             np.testing.assert_array_equal(new[path], old[path], err_msg=path)
 
 
-@pytest.mark.parametrize(("leaf", "value", "loss_is_finite"), [
-    (("layers", "mlp", "up_bias"), np.nan, False),
-    (("embedding", "table"), np.inf, False),
-    (("final_norm", "scale"), 1e25, True)], ids=["nan", "inf", "a norm too large for float32"])
+@pytest.mark.parametrize(
+    ("leaf", "value", "loss_is_finite"),
+    [
+        (("layers", "mlp", "up_bias"), np.nan, False),
+        (("embedding", "table"), np.inf, False),
+        (("final_norm", "scale"), 1e25, True),
+    ],
+    ids=["nan", "inf", "a norm too large for float32"],
+)
 def test_an_update_that_is_not_finite_is_left_out_and_said(leaf, value, loss_is_finite):
     made, _ = program("f32")
     state = plans.random_state(made)
     broken = jax.tree.map(lambda x: x, state.params)
     section = functools.reduce(dict.__getitem__, leaf[:-1], broken)
-    section[leaf[-1]] = jax.device_put(section[leaf[-1]].at[(0,) * section[leaf[-1]].ndim].set(value), section[leaf[-1]].sharding)
+    section[leaf[-1]] = jax.device_put(
+        section[leaf[-1]].at[(0,) * section[leaf[-1]].ndim].set(value), section[leaf[-1]].sharding
+    )
     broken = replace(state, params=broken)
     after, metrics = step("f32", broken)
     assert metrics["skipped"]
@@ -86,7 +112,9 @@ def test_f32_has_no_loss_scale():
 
 def test_f32_does_not_look_at_a_loss_scale_that_f16_has_left():
     made, _ = program("f32")
-    (expected, plain), (after, metrics) = (step("f32", with_scale(plans.random_state(made), scale=scale)) for scale in (1, 65536))
+    (expected, plain), (after, metrics) = (
+        step("f32", with_scale(plans.random_state(made), scale=scale)) for scale in (1, 65536)
+    )
     assert metrics == plain
     for path, values in host_leaves(expected.params).items():
         np.testing.assert_array_equal(host_leaves(after.params)[path], values, err_msg=path)
@@ -100,8 +128,16 @@ def test_f16_is_f32_within_its_own_rounding_whatever_the_scale():
         assert not metrics["skipped"]
         assert metrics["loss_scale"] == scale
         assert metrics["loss"] != expected["loss"]
-        assert_close({name: metrics[name] for name in ("loss", "grad_norm")}, {name: expected[name] for name in ("loss", "grad_norm")}, F16_RELATIVE)
-        assert_close((after.params, after.opt_state[0].mu), (exact.params, exact.opt_state[0].mu), F16_RELATIVE)
+        assert_close(
+            {name: metrics[name] for name in ("loss", "grad_norm")},
+            {name: expected[name] for name in ("loss", "grad_norm")},
+            F16_RELATIVE,
+        )
+        assert_close(
+            (after.params, after.opt_state[0].mu),
+            (exact.params, exact.opt_state[0].mu),
+            F16_RELATIVE,
+        )
 
 
 def test_f16_halves_its_scale_after_overflows_in_a_row_and_leaves_the_steps_out():
@@ -146,7 +182,9 @@ def test_f16_doubles_its_scale_after_clean_steps():
 def test_the_scale_never_falls_below_one():
     made, _ = program("f16")
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), plans.random_state(made).params)
-    state = with_scale(replace(plans.random_state(made), params=broken), scale=1, overflows=HYSTERESIS - 1)
+    state = with_scale(
+        replace(plans.random_state(made), params=broken), scale=1, overflows=HYSTERESIS - 1
+    )
     after, metrics = step("f16", state)
     assert metrics["skipped"]
     assert scale_of(after) == (1, 0, 0)

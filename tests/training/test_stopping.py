@@ -31,8 +31,10 @@ def send(number: int) -> None:
 def outside() -> Iterator[list[int]]:
     """Signals that arrive while no StopRequest is entered, kept from ending the tests."""
     seen: list[int] = []
-    previous = {number: signal.signal(number, lambda number, _: seen.append(number))
-                for number in (signal.SIGINT, *TERMINATING)}
+    previous = {
+        number: signal.signal(number, lambda number, _: seen.append(number))
+        for number in (signal.SIGINT, *TERMINATING)
+    }
     yield seen
     for number, handler in previous.items():
         signal.signal(number, handler)
@@ -72,17 +74,32 @@ def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str])
         assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("number", "code"), [
-    (signal.SIGINT, EXIT_INTERRUPT), (signal.SIGTERM, EXIT_RESTART), (signal.SIGUSR1, EXIT_RESTART), (signal.SIGHUP, EXIT_RESTART)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, EXIT_INTERRUPT),
+        (signal.SIGTERM, EXIT_RESTART),
+        (signal.SIGUSR1, EXIT_RESTART),
+        (signal.SIGHUP, EXIT_RESTART),
+    ],
+)
 def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
-    program = f"import os; from optimus_jax.faults import stopping; stopping.exit_when_asked(); os.kill(os.getpid(), {int(number)})"
+    program = (
+        "import os; from optimus_jax.faults import stopping; stopping.exit_when_asked();"
+        f" os.kill(os.getpid(), {int(number)})"
+    )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, f"\n{NOT_BEGUN}\n")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), *((number, 3) for number in TERMINATING)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), *((number, 3) for number in TERMINATING)]
+)
 def test_a_program_that_is_done_ends_with_its_own_code(number: int, code: int):
-    program = f"import os; from optimus_jax.faults import stopping; stopping.raise_when_asked(); stopping.end_when_asked(3); os.kill(os.getpid(), {int(number)})"
+    program = (
+        "import os; from optimus_jax.faults import stopping; stopping.raise_when_asked();"
+        f" stopping.end_when_asked(3); os.kill(os.getpid(), {int(number)})"
+    )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, "")
 
@@ -113,6 +130,7 @@ def test_before_training_signals_are_exceptions():
 @pytest.mark.parametrize("number", [signal.SIGINT, *TERMINATING])
 def test_no_signal_takes_the_place_of_an_error(number: int):
     """Who has launched the processes of a run tells all to end when one has failed."""
+
     def fail(error: BaseException) -> None:
         try:
             with StopRequest():

@@ -67,10 +67,18 @@ class Signals:
 
 
 class Saved:
-    """Checkpoints that only remember their steps; saves of some steps fail in the background, and are known to when they have ended."""
+    """Checkpoints that only remember their steps; saves of some steps fail in the background, and
+    are known to when they have ended.
+    """
 
     def __init__(self, clock, failing=()):
-        self.clock, self.failing, self.done, self.under_way, self.tried = clock, set(failing), [], None, []
+        self.clock, self.failing, self.done, self.under_way, self.tried = (
+            clock,
+            set(failing),
+            [],
+            None,
+            [],
+        )
 
     def save(self, step, state, metadata):
         self.wait()
@@ -99,11 +107,26 @@ class Saved:
 class Loop:
     """A Trainer whose steps take STEP_S and do nothing."""
 
-    def __init__(self, monkeypatch, *, steps=6, several_processes=False, evaluate=None, overseer=None, failing=(), during=lambda step: None, loss=lambda step: 1.0,
-                 stop=None, step_s=STEP_S, **settings):
+    def __init__(
+        self,
+        monkeypatch,
+        *,
+        steps=6,
+        several_processes=False,
+        evaluate=None,
+        overseer=None,
+        failing=(),
+        during=lambda step: None,
+        loss=lambda step: 1.0,
+        stop=None,
+        step_s=STEP_S,
+        **settings,
+    ):
         self.clock, self.records, self.events, self.told = Clock(), [], [], []
         clock = self.clock
-        config = Config().with_values({"steps": steps, "eval_every": 2, "checkpoint.every": 3, **settings})
+        config = Config().with_values(
+            {"steps": steps, "eval_every": 2, "checkpoint.every": 3, **settings}
+        )
         self.begun, self.state = [], SimpleNamespace(step=jnp.int32(0))
 
         def train_step(state, batch):
@@ -134,17 +157,56 @@ class Loop:
                 clock.wait(LOAD_S)
                 yield step, f"batch {step}"
 
-        run = SimpleNamespace(failure=None, log_step=self.records.append, log_event=lambda event, step, **fields: self.events.append((event, step, fields)), check=lambda: None, put_back=lambda: None)
-        plan = SimpleNamespace(precision="f32", digest="", to_json=str, num_devices=2, batch_ways=lambda: 2, pipeline=None)
+        run = SimpleNamespace(
+            failure=None,
+            log_step=self.records.append,
+            log_event=lambda event, step, **fields: self.events.append((event, step, fields)),
+            check=lambda: None,
+            put_back=lambda: None,
+        )
+        plan = SimpleNamespace(
+            precision="f32",
+            digest="",
+            to_json=str,
+            num_devices=2,
+            batch_ways=lambda: 2,
+            pipeline=None,
+        )
         display = Display()
         display.message = self.told.append
         self.checkpoints = Saved(clock, failing)
         self.trainer = Trainer(
-            program=SimpleNamespace(config=config, plan=plan, mesh=SimpleNamespace(local_devices=[]), batch_sharding=None, shapes=SimpleNamespace(num_params=1), state_shardings=None),
-            train_step=train_step, topology=SimpleNamespace(num_processes=2 if several_processes else 1, num_devices=2, dense_peak_flops=lambda _: None),
-            loader=SimpleNamespace(iterate=batches), eval_batches=list, bits_per_token=False, metadata={}, checkpoints=self.checkpoints, run=run, display=display,
-            tensorboard=None, stop=stop or StopRequest(), overseer=overseer and overseer(clock),
-            retries=Retries(self.told.append, is_alone=not several_processes, clock=clock.perf_counter, sleep=clock.wait))
+            program=SimpleNamespace(
+                config=config,
+                plan=plan,
+                mesh=SimpleNamespace(local_devices=[]),
+                batch_sharding=None,
+                shapes=SimpleNamespace(num_params=1),
+                state_shardings=None,
+            ),
+            train_step=train_step,
+            topology=SimpleNamespace(
+                num_processes=2 if several_processes else 1,
+                num_devices=2,
+                dense_peak_flops=lambda _: None,
+            ),
+            loader=SimpleNamespace(iterate=batches),
+            eval_batches=list,
+            bits_per_token=False,
+            metadata={},
+            checkpoints=self.checkpoints,
+            run=run,
+            display=display,
+            tensorboard=None,
+            stop=stop or StopRequest(),
+            overseer=overseer and overseer(clock),
+            retries=Retries(
+                self.told.append,
+                is_alone=not several_processes,
+                clock=clock.perf_counter,
+                sleep=clock.wait,
+            ),
+        )
 
     def train(self):
         return self.trainer.train(self.state)
@@ -155,24 +217,40 @@ class Loop:
 
 @pytest.mark.parametrize("several_processes", [True, False])
 def test_evaluating_and_saving_are_no_part_of_a_steps_time(monkeypatch, several_processes):
-    """Among several processes on a CPU a step is finished when it has been dispatched, and its numbers are read a step later."""
+    """Among several processes on a CPU a step is finished when it has been dispatched, and its
+    numbers are read a step later.
+    """
+
     def evaluate(trainer, state):
         loop.clock.wait(EVALUATION_S)
         return 1.0, 1
 
-    loop = Loop(monkeypatch, several_processes=several_processes, evaluate=evaluate, overseer=Signals)
+    loop = Loop(
+        monkeypatch, several_processes=several_processes, evaluate=evaluate, overseer=Signals
+    )
     assert loop.train().reason == "done"
     told = loop.trainer.overseer.told
     assert [record.step_time_s for record in loop.records] == [LOAD_S + STEP_S] * 6
-    assert [item for item in told if isinstance(item, tuple)] == [(LOAD_S, STEP_S, f"batch {step}") for step in range(1, 7)]
-    assert [item for item in told if not isinstance(item, tuple)] == [1, 2, 3, 4, "probe", 5, 6], "a probe runs when its step is known to be done"
+    assert [item for item in told if isinstance(item, tuple)] == [
+        (LOAD_S, STEP_S, f"batch {step}") for step in range(1, 7)
+    ]
+    assert [item for item in told if not isinstance(item, tuple)] == [1, 2, 3, 4, "probe", 5, 6], (
+        "a probe runs when its step is known to be done"
+    )
 
 
 def stopped(monkeypatch, capfd, number, *, at=4, **settings):
     """A loop that gets a signal in a step, and what is said."""
-    with StopRequest(num_processes=2 if settings.get("several_processes") else 1, last_step=10) as stop:
-        loop = Loop(monkeypatch, steps=10, stop=stop, during=lambda step: os.kill(os.getpid(), number) if step == at else None,
-                    **{"eval_every": 0, "checkpoint.every": 0} | settings)
+    with StopRequest(
+        num_processes=2 if settings.get("several_processes") else 1, last_step=10
+    ) as stop:
+        loop = Loop(
+            monkeypatch,
+            steps=10,
+            stop=stop,
+            during=lambda step: os.kill(os.getpid(), number) if step == at else None,
+            **{"eval_every": 0, "checkpoint.every": 0} | settings,
+        )
         outcome = loop.train()
     return loop, outcome, capfd.readouterr().err
 
@@ -187,12 +265,25 @@ def handlers():
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, "terminate"), (signal.SIGINT, "interrupt")])
-@pytest.mark.parametrize(("step_s", "said"), [(STEP_S, "step 4 is finished and saved first"), (0.1, "steps 3 to 4 are finished and saved first")])
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGTERM, "terminate"), (signal.SIGINT, "interrupt")]
+)
+@pytest.mark.parametrize(
+    ("step_s", "said"),
+    [
+        (STEP_S, "step 4 is finished and saved first"),
+        (0.1, "steps 3 to 4 are finished and saved first"),
+    ],
+)
 def test_the_step_under_way_is_the_last(monkeypatch, capfd, number, reason, step_s, said):
     """Where steps are slow only one is under way; otherwise the devices have the next already."""
     loop, outcome, err = stopped(monkeypatch, capfd, number, step_s=step_s)
-    assert (outcome.reason, outcome.last_step, loop.begun, loop.checkpoints.done) == (reason, 4, [1, 2, 3, 4], [4])
+    assert (outcome.reason, outcome.last_step, loop.begun, loop.checkpoints.done) == (
+        reason,
+        4,
+        [1, 2, 3, 4],
+        [4],
+    )
     assert said in err
     assert [record.step for record in loop.records] == [1, 2, 3, 4]
 
@@ -217,13 +308,16 @@ def test_a_signal_between_steps_begins_no_other(monkeypatch, capfd):
     assert (outcome.last_step, loop.begun, loop.checkpoints.done) == (2, [1, 2], [2])
     assert "the state after step 2 is saved first" in capfd.readouterr().err
     with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)  # as in a switch of plans, after which another loop begins
+        # as in a switch of plans, after which another loop begins
+        os.kill(os.getpid(), signal.SIGTERM)
         loop = Loop(monkeypatch, stop=stop)
         outcome = loop.train()
     assert (outcome.last_step, loop.begun) == (0, [])
 
 
-@pytest.mark.parametrize("wrong", [ZeroDivisionError("of tokens"), ValueError("a batch that cannot be cut")])
+@pytest.mark.parametrize(
+    "wrong", [ZeroDivisionError("of tokens"), ValueError("a batch that cannot be cut")]
+)
 def test_an_evaluation_that_fails_costs_no_state_and_no_run(monkeypatch, wrong):
     saved_before = []
 
@@ -241,13 +335,17 @@ def test_an_evaluation_that_fails_costs_no_state_and_no_run(monkeypatch, wrong):
 
 @pytest.mark.parametrize("several_processes", [True, False])
 @pytest.mark.parametrize("fails_here", [True, False])
-def test_batches_that_one_process_cannot_make_are_waited_for_by_none(monkeypatch, several_processes, fails_here):
+def test_batches_that_one_process_cannot_make_are_waited_for_by_none(
+    monkeypatch, several_processes, fails_here
+):
     def cut():
         if fails_here:
             raise OSError("the file is gone")
         yield None
 
-    monkeypatch.setattr(trainer_module, "gather_from_all", lambda number: [number, int(several_processes)])
+    monkeypatch.setattr(
+        trainer_module, "gather_from_all", lambda number: [number, int(several_processes)]
+    )
     loop = Loop(monkeypatch, several_processes=several_processes)
     object.__setattr__(loop.trainer, "eval_batches", cut)
     loop.trainer.program.eval_step = lambda params, batch: (Scalar(8), Scalar(4))
@@ -255,7 +353,9 @@ def test_batches_that_one_process_cannot_make_are_waited_for_by_none(monkeypatch
     assert loop.train().reason == "done"
     assert loop.checkpoints.done[-1] == 6
     assert len(loop.named("fault")) == (3 if fails_here or several_processes else 0)
-    assert [fields["loss"] for _, fields in loop.named("eval")] == ([] if fails_here or several_processes else [2.0] * 3)
+    assert [fields["loss"] for _, fields in loop.named("eval")] == (
+        [] if fails_here or several_processes else [2.0] * 3
+    )
 
 
 def test_a_held_out_text_without_a_token_that_counts_has_no_loss(monkeypatch):
@@ -285,7 +385,9 @@ def test_a_save_that_fails_is_noticed_at_the_next_step_and_tried_again(monkeypat
 
 
 def test_saves_that_go_on_failing_end_the_run_in_the_end(monkeypatch):
-    loop = Loop(monkeypatch, steps=90, failing=range(99), **{"eval_every": 0, "checkpoint.every": 3})
+    loop = Loop(
+        monkeypatch, steps=90, failing=range(99), **{"eval_every": 0, "checkpoint.every": 3}
+    )
     with pytest.raises(CheckpointError, match="failed"):
         loop.train()
     assert len(loop.checkpoints.tried) == len(PAUSES_S) + 1
@@ -307,16 +409,26 @@ def test_the_last_save_is_tried_as_often_as_there_is_time_for(monkeypatch, is_hu
     monkeypatch.setattr(loop.trainer.display, "message", told)
     if is_hurried:
         with pytest.raises(CheckpointError, match="failed"):
-            loop.trainer._saving.finish(lambda: loop.trainer.save(loop.state, 4), 4, is_hurried=lambda: True)
+            loop.trainer._saving.finish(
+                lambda: loop.trainer.save(loop.state, 4), 4, is_hurried=lambda: True
+            )
         assert (len(loop.checkpoints.tried), rested_s()) == (2, 0)
     else:
-        loop.trainer._saving.finish(lambda: loop.trainer.save(loop.state, 4), 4, is_hurried=lambda: False)
+        loop.trainer._saving.finish(
+            lambda: loop.trainer.save(loop.state, 4), 4, is_hurried=lambda: False
+        )
         assert (loop.checkpoints.steps(), len(loop.checkpoints.tried)) == ([4], 4)
         assert sum(PAUSES_S[:3]) <= rested_s() < sum(PAUSES_S[:3]) + 1
 
 
 def test_of_several_processes_one_that_cannot_write_says_so_at_the_next_step(monkeypatch):
-    loop = Loop(monkeypatch, several_processes=True, steps=90, failing=[3], **{"eval_every": 0, "checkpoint.every": 50})
+    loop = Loop(
+        monkeypatch,
+        several_processes=True,
+        steps=90,
+        failing=[3],
+        **{"eval_every": 0, "checkpoint.every": 50},
+    )
     loop.trainer.checkpoints.save(3, None, {})
     with pytest.raises(CheckpointError, match="step 3 failed"):
         loop.train()
@@ -325,16 +437,24 @@ def test_of_several_processes_one_that_cannot_write_says_so_at_the_next_step(mon
 
 @pytest.mark.parametrize("several_processes", [True, False])
 def test_a_run_that_no_longer_learns_ends_with_an_error(monkeypatch, several_processes):
-    loop = Loop(monkeypatch, steps=50, several_processes=several_processes, loss=lambda step: 1.0 if step < 10 else math.nan, evaluate=lambda *_: (1.0, 1))
+    loop = Loop(
+        monkeypatch,
+        steps=50,
+        several_processes=several_processes,
+        loss=lambda step: 1.0 if step < 10 else math.nan,
+        evaluate=lambda *_: (1.0, 1),
+    )
     with pytest.raises(LearningError, match=r"since step 10(.|\n)*checkpoint.resume_step=6"):
         loop.train()
     assert 14 <= len(loop.begun) <= 16
-    (_, said), = loop.named("end")
+    ((_, said),) = loop.named("end")
     assert (said["reason"], said["back_to"]) == ("not learning", 6)
 
 
 def test_a_run_whose_last_steps_made_no_update_is_not_done(monkeypatch):
-    loop = Loop(monkeypatch, loss=lambda step: 1.0 if step < 5 else math.nan, evaluate=lambda *_: (1.0, 1))
+    loop = Loop(
+        monkeypatch, loss=lambda step: 1.0 if step < 5 else math.nan, evaluate=lambda *_: (1.0, 1)
+    )
     with pytest.raises(LearningError, match="2 step"):
         loop.train()
     assert loop.checkpoints.done == [3, 6]
@@ -347,5 +467,11 @@ def test_a_plan_on_trial_is_the_controllers_to_take_back(monkeypatch):
     class OnTrial(Signals):
         is_on_trial = True
 
-    loop = Loop(monkeypatch, steps=20, loss=lambda step: 1.0 if step < 5 or step > 15 else math.nan, evaluate=lambda *_: (1.0, 1), overseer=OnTrial)
+    loop = Loop(
+        monkeypatch,
+        steps=20,
+        loss=lambda step: 1.0 if step < 5 or step > 15 else math.nan,
+        evaluate=lambda *_: (1.0, 1),
+        overseer=OnTrial,
+    )
     assert loop.train().reason == "done"

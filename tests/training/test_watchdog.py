@@ -33,8 +33,12 @@ def watchdog(clock, tmp_path, peers=None, **more):
     """Of a process that is at step 1 of its first steps, beside others if peers are given."""
     progress = Progress(clock)
     progress.begin("step")
-    heartbeats = None if peers is None else SimpleNamespace(peers=peers, process=0, end=lambda *_: None)
-    return progress, Watchdog(tmp_path, progress, SETTINGS, heartbeats=heartbeats, clock=clock, **more)
+    heartbeats = (
+        None if peers is None else SimpleNamespace(peers=peers, process=0, end=lambda *_: None)
+    )
+    return progress, Watchdog(
+        tmp_path, progress, SETTINGS, heartbeats=heartbeats, clock=clock, **more
+    )
 
 
 def passed(watchdog, clock, seconds):
@@ -118,8 +122,11 @@ def test_what_is_no_step_has_a_limit_of_its_own(clock, tmp_path):
 
 
 def test_a_silent_process_is_noticed_and_an_unknown_one_is_not(clock, tmp_path):
-    peers = [Peer(process=1, is_known=False, silent_s=90.0), Peer(process=2, is_known=True, silent_s=29.0, host="there"),
-             Peer(process=3, is_known=True, silent_s=90.0, state="done")]
+    peers = [
+        Peer(process=1, is_known=False, silent_s=90.0),
+        Peer(process=2, is_known=True, silent_s=29.0, host="there"),
+        Peer(process=3, is_known=True, silent_s=90.0, state="done"),
+    ]
     _, dog = watchdog(clock, tmp_path, peers)
     assert passed(dog, clock, 3) is None
     peers[1] = Peer(process=2, is_known=True, silent_s=31.0, host="there")
@@ -128,16 +135,39 @@ def test_a_silent_process_is_noticed_and_an_unknown_one_is_not(clock, tmp_path):
 
 def test_a_failed_process_is_followed_a_little_later(clock, tmp_path):
     """If all have the same error, each has the time to say so itself."""
-    _, dog = watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")])
+    _, dog = watchdog(
+        clock,
+        tmp_path,
+        [Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")],
+    )
     assert passed(dog, clock, FAILED_S) is None
     assert passed(dog, clock, 2) == "process 1 has failed: no room"
 
 
-@pytest.mark.parametrize(("exit_code", "advice"), [(2, "see what that process has printed"), (75, "start it again with --resume")])
+@pytest.mark.parametrize(
+    ("exit_code", "advice"),
+    [(2, "see what that process has printed"), (75, "start it again with --resume")],
+)
 def test_it_ends_as_the_process_ended_that_failed(clock, tmp_path, capfd, exit_code, advice):
-    """Of several exit codes engines take the largest: a mistake must not look like a fault because others waited for who made it."""
+    """Of several exit codes engines take the largest: a mistake must not look like a fault because
+    others waited for who made it.
+    """
     codes = []
-    _, dog = watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no such file", exit_code=exit_code)], exit=codes.append)
+    _, dog = watchdog(
+        clock,
+        tmp_path,
+        [
+            Peer(
+                process=1,
+                is_known=True,
+                silent_s=0.0,
+                state="failed",
+                why="no such file",
+                exit_code=exit_code,
+            )
+        ],
+        exit=codes.append,
+    )
     why = passed(dog, clock, FAILED_S + 2)
     dog._process = 2  # who does not stay for others
     dog.end(why)
@@ -145,10 +175,19 @@ def test_it_ends_as_the_process_ended_that_failed(clock, tmp_path, capfd, exit_c
     assert advice in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("failure", "exit_code"), [(ConfigError("a typo"), 2), (FaultError("the network"), 75), (ValueError("a mistake of ours"), 75)])
+@pytest.mark.parametrize(
+    ("failure", "exit_code"),
+    [
+        (ConfigError("a typo"), 2),
+        (FaultError("the network"), 75),
+        (ValueError("a mistake of ours"), 75),
+    ],
+)
 def test_others_hear_how_a_process_ends(clock, tmp_path, failure, exit_code):
     heartbeats = Heartbeats(tmp_path, 1, 2, Progress(clock))
-    dog = Watchdog(tmp_path, Progress(clock), SETTINGS, process=1, heartbeats=heartbeats, clock=clock)
+    dog = Watchdog(
+        tmp_path, Progress(clock), SETTINGS, process=1, heartbeats=heartbeats, clock=clock
+    )
     dog.start()
     dog.close(failure)
     said = json.loads((tmp_path / "progress" / "1.json").read_text())
@@ -156,11 +195,17 @@ def test_others_hear_how_a_process_ends(clock, tmp_path, failure, exit_code):
 
 
 def test_who_has_an_error_of_its_own_is_not_ended_for_another_s(tmp_path, monkeypatch):
-    """Process 0 stays for the others, and one that has failed too would be a reason to end it before it has said anything."""
+    """Process 0 stays for the others, and one that has failed too would be a reason to end it
+    before it has said anything.
+    """
     now, codes, watching = Clock(), [], []
     failed = Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")
-    heartbeats = SimpleNamespace(peers=[failed], process=0, start=lambda: None, close=lambda: None, end=lambda *_: None)
-    dog = Watchdog(tmp_path, Progress(now), SETTINGS, heartbeats=heartbeats, clock=now, exit=codes.append)
+    heartbeats = SimpleNamespace(
+        peers=[failed], process=0, start=lambda: None, close=lambda: None, end=lambda *_: None
+    )
+    dog = Watchdog(
+        tmp_path, Progress(now), SETTINGS, heartbeats=heartbeats, clock=now, exit=codes.append
+    )
     monkeypatch.setattr(dog, "_linger", lambda: watching.append(dog._thread.is_alive()))
     dog.start()
     dog.close(ConfigError("a typo"))
@@ -170,7 +215,9 @@ def test_who_has_an_error_of_its_own_is_not_ended_for_another_s(tmp_path, monkey
 
 
 @pytest.mark.parametrize(("process", "has_others"), [(0, True), (0, False), (1, True)])
-def test_process_0_stays_a_moment_for_others_that_it_cannot_see(tmp_path, monkeypatch, process, has_others):
+def test_process_0_stays_a_moment_for_others_that_it_cannot_see(
+    tmp_path, monkeypatch, process, has_others
+):
     """JAX aborts them when it goes, before they can say what they have heard."""
     now, stayed = Clock(), []
     dog = Watchdog(None, Progress(now), SETTINGS, process=process, has_others=has_others, clock=now)
@@ -184,7 +231,10 @@ def test_a_process_that_was_stopped_finds_out(clock, tmp_path):
     _, dog = watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0)])
     assert passed(dog, clock, 1) is None
     clock.now += 60
-    assert dog.trouble(clock.now) == "this process was stopped for 60 s, and the others have gone on without it"
+    assert (
+        dog.trouble(clock.now)
+        == "this process was stopped for 60 s, and the others have gone on without it"
+    )
 
 
 def test_alone_a_process_may_be_stopped_for_any_time(clock, tmp_path):
@@ -199,11 +249,20 @@ def test_alone_a_process_may_be_stopped_for_any_time(clock, tmp_path):
 
 
 def test_who_is_late_is_named():
-    peers = [Peer(process=1, is_known=True, silent_s=40.0, doing="step", entered=6), Peer(process=2, is_known=True, silent_s=0.0, doing="step", entered=7),
-             Peer(process=3, is_known=True, silent_s=0.0, doing="save", doing_s=12.0, entered=7), Peer(process=4, is_known=False, silent_s=0.0)]
+    peers = [
+        Peer(process=1, is_known=True, silent_s=40.0, doing="step", entered=6),
+        Peer(process=2, is_known=True, silent_s=0.0, doing="step", entered=7),
+        Peer(process=3, is_known=True, silent_s=0.0, doing="save", doing_s=12.0, entered=7),
+        Peer(process=4, is_known=False, silent_s=0.0),
+    ]
     assert late(0, 7, "step", peers) == [
-        "process 1 has not begun step 7: it was at step 6, 'step', 40 s ago", "process 3 is at 'save' for 12 s, and this one at 'step'", "process 4 was never heard of"]
-    assert late(0, 6, "step", peers[1:2]) == ["process 0 has not begun step 7: it is at step 6, 'step'"]
+        "process 1 has not begun step 7: it was at step 6, 'step', 40 s ago",
+        "process 3 is at 'save' for 12 s, and this one at 'step'",
+        "process 4 was never heard of",
+    ]
+    assert late(0, 6, "step", peers[1:2]) == [
+        "process 0 has not begun step 7: it is at step 6, 'step'"
+    ]
 
 
 def test_the_end_leaves_an_event_with_every_stack(clock, tmp_path, capfd):
@@ -214,7 +273,12 @@ def test_the_end_leaves_an_event_with_every_stack(clock, tmp_path, capfd):
     assert codes == [75]
     assert "fault: it got no further; this process ends with exit code 75" in capfd.readouterr().err
     event = json.loads((tmp_path / "faults" / "0.jsonl").read_text())
-    assert (event["event"], event["step"], event["what"], event["doing"]) == ("fault", 1, "it got no further", "step")
+    assert (event["event"], event["step"], event["what"], event["doing"]) == (
+        "fault",
+        1,
+        "it got no further",
+        "step",
+    )
     assert "test_the_end_leaves_an_event_with_every_stack" in event["stacks"]
     assert "MainThread" in event["stacks"]
 
@@ -248,7 +312,9 @@ def nobody_reads():
     stderr_that_never_waits.cache_clear()
 
 
-def test_who_does_not_read_what_it_says_does_not_keep_a_process(clock, tmp_path, monkeypatch, nobody_reads):
+def test_who_does_not_read_what_it_says_does_not_keep_a_process(
+    clock, tmp_path, monkeypatch, nobody_reads
+):
     codes = []
     _, dog = watchdog(clock, tmp_path, exit=codes.append)
     monkeypatch.setattr(patient_stream, "LAST_WORDS_S", 0.01)
@@ -286,9 +352,14 @@ def test_a_signal_to_stop_is_heard_while_the_main_thread_does_not_run(tmp_path, 
     assert "told to stop" in json.loads((tmp_path / "faults" / "0.jsonl").read_text())["what"]
 
 
-@pytest.mark.parametrize(("watch", "num_processes", "is_watched"), [("auto", 1, False), ("auto", 2, True), ("on", 1, True), ("off", 2, False)])
+@pytest.mark.parametrize(
+    ("watch", "num_processes", "is_watched"),
+    [("auto", 1, False), ("auto", 2, True), ("on", 1, True), ("off", 2, False)],
+)
 def test_who_is_watched(tmp_path, watch, num_processes, is_watched):
-    dog = Watchdog.of(tmp_path, Progress(), FaultConfig(watch=watch), process=0, num_processes=num_processes)
+    dog = Watchdog.of(
+        tmp_path, Progress(), FaultConfig(watch=watch), process=0, num_processes=num_processes
+    )
     assert (dog is not None) == is_watched
     if dog is not None:
         dog.close()

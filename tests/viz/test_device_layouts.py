@@ -10,7 +10,14 @@ from optimus_jax.config.request import make_config
 from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.viz.layouts import PlacedTensor, draw_mesh, draw_tensors, holdings, placed_batch, placed_model
+from optimus_jax.viz.layouts import (
+    PlacedTensor,
+    draw_mesh,
+    draw_tensors,
+    holdings,
+    placed_batch,
+    placed_model,
+)
 
 
 def placed(model: str, mesh: str, kept="parameters", **settings) -> dict[str, PlacedTensor]:
@@ -19,32 +26,50 @@ def placed(model: str, mesh: str, kept="parameters", **settings) -> dict[str, Pl
     plan = plan_for(config, axes, dataclasses.replace(discover(), num_devices=axes.num_devices))
     devices = build_mesh(plan.axes, jax.devices()[: axes.num_devices])
     batch = placed_batch(config.model, plan, devices, global_batch=16, seq_len=32)
-    return {tensor.name: tensor for tensor in [*placed_model(config.model, plan, devices, kept), batch]}
+    return {
+        tensor.name: tensor for tensor in [*placed_model(config.model, plan, devices, kept), batch]
+    }
 
 
 def texts(figure) -> str:
-    return "\n".join(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+    return "\n".join(
+        text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))
+    )
 
 
-@pytest.mark.parametrize(("mesh", "settings"), [
-    ("data=2,fsdp=2,tensor=2", {}), ("data=8", {}), ("pipe=2,fsdp=2,tensor=2", {"microbatches": 2}), ("fsdp=4,tensor=2", {"zero": 1})])
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("data=2,fsdp=2,tensor=2", {}),
+        ("data=8", {}),
+        ("pipe=2,fsdp=2,tensor=2", {"microbatches": 2}),
+        ("fsdp=4,tensor=2", {"zero": 1}),
+    ],
+)
 def test_parts_are_the_shards_of_arrays(mesh, settings):
     for tensor in placed("llama-nano", mesh, **settings).values():
         sharding = jax.sharding.NamedSharding(tensor.mesh, tensor.spec)
-        array = jax.jit(lambda shape=tensor.shape: jax.numpy.zeros(shape, "float32"), out_shardings=sharding)()
+        array = jax.jit(
+            lambda shape=tensor.shape: jax.numpy.zeros(shape, "float32"), out_shardings=sharding
+        )()
         devices = list(tensor.mesh.devices.flat)
         for shard in array.addressable_shards:
             part = tensor.parts[devices.index(shard.device)]
             assert tuple(stop - start for start, stop in part) == shard.data.shape
             assert tensor.num_bytes(part) == shard.data.nbytes
-            assert all(index.indices(size)[:2] == piece for index, size, piece in zip(shard.index, tensor.shape, part, strict=True))
+            assert all(
+                index.indices(size)[:2] == piece
+                for index, size, piece in zip(shard.index, tensor.shape, part, strict=True)
+            )
 
 
 def test_replicas_and_splits_follow_the_axes():
     tensors = placed("llama-nano", "data=2,fsdp=2,tensor=2")
     query = tensors["layers/attention/query"]
     assert [query.dims[dim] for dim in query.split_dims] == ["embed", "heads"]
-    assert query.parts[0] == query.parts[4] != query.parts[1], "device 4 is device 0 along data, device 1 along tensor"
+    assert query.parts[0] == query.parts[4] != query.parts[1], (
+        "device 4 is device 0 along data, device 1 along tensor"
+    )
     text = holdings([query, tensors["final_norm/scale"]], 5)
     assert "| embed 0:128; heads 4:8 | 262,144 | 1 |" in text
     assert "| all of it | 1,024 | 0-4, 6-7 |" in text
@@ -52,7 +77,10 @@ def test_replicas_and_splits_follow_the_axes():
 
 
 def test_zero_1_splits_moments_and_no_parameters():
-    tensors, moments = (placed("gpt2-nano", "fsdp=8", kept, zero=1)["layers/mlp/up"] for kept in ("parameters", "moments"))
+    tensors, moments = (
+        placed("gpt2-nano", "fsdp=8", kept, zero=1)["layers/mlp/up"]
+        for kept in ("parameters", "moments")
+    )
     assert tensors.split_dims == []
     assert len(set(moments.parts.values())) == 8
 
@@ -60,8 +88,13 @@ def test_zero_1_splits_moments_and_no_parameters():
 def test_stages_name_the_layers_that_they_hold():
     up = placed("gpt2-nano", "pipe=2", schedule="interleaved", microbatches=4)["layers/mlp/up"]
     assert [up.describe(part, 0) for part in up.parts.values()] == ["layers 0, 2", "layers 1, 3"]
-    uneven = placed("gpt2-nano", "pipe=2", microbatches=4, **{"parallel.layers_per_stage": (3, 1)})["layers/mlp/up"]
-    assert [uneven.describe(part, 0) for part in uneven.parts.values()] == ["layers 0-2", "layers 3 + an empty slot + an empty slot"]
+    uneven = placed("gpt2-nano", "pipe=2", microbatches=4, **{"parallel.layers_per_stage": (3, 1)})[
+        "layers/mlp/up"
+    ]
+    assert [uneven.describe(part, 0) for part in uneven.parts.values()] == [
+        "layers 0-2",
+        "layers 3 + an empty slot + an empty slot",
+    ]
 
 
 def test_pictures_name_devices_and_parts():
@@ -69,7 +102,9 @@ def test_pictures_name_devices_and_parts():
     mesh = texts(draw_mesh(tensors["positions"].mesh))
     assert all(f"device {device}" in mesh for device in range(8))
     assert "data 1\nfsdp 0\ntensor 1" in mesh
-    figure = draw_tensors([tensors[name] for name in ("layers/mlp/up", "tokens of a batch", "final_norm/scale")])
+    figure = draw_tensors(
+        [tensors[name] for name in ("layers/mlp/up", "tokens of a batch", "final_norm/scale")]
+    )
     text = texts(figure)
     assert "devices 1, 5" in text
     assert "mlp\n512:1024" in text
@@ -80,6 +115,8 @@ def test_pictures_name_devices_and_parts():
 
 def test_every_part_is_drawn_once_whatever_is_split():
     tensor = placed("gpt2-nano", "pipe=2,fsdp=2,tensor=2", microbatches=2)["layers/mlp/up"]
-    cells = [text for text in texts(draw_tensors([tensor])).splitlines() if text.startswith("device ")]
+    cells = [
+        text for text in texts(draw_tensors([tensor])).splitlines() if text.startswith("device ")
+    ]
     assert sorted(cells) == [f"device {device}" for device in range(8)]
     assert np.prod(tensor.shape) * 4 == sum(map(tensor.num_bytes, set(tensor.parts.values())))

@@ -7,11 +7,30 @@ from hypothesis import strategies as st
 from optimus_jax.viz.frontier import GIB, PlanRecord, draw_frontier, frontier, hover, merged
 
 
-def fake(step_time_s: float, memory_bytes: float, *, rank: int = 1, schedule: str | None = None, microbatches: int = 1, mfu: float | None = None) -> PlanRecord:
+def fake(
+    step_time_s: float,
+    memory_bytes: float,
+    *,
+    rank: int = 1,
+    schedule: str | None = None,
+    microbatches: int = 1,
+    mfu: float | None = None,
+) -> PlanRecord:
     return PlanRecord(
-        rank=rank, axes={"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}, schedule=schedule, microbatches=microbatches, remat="full", zero=0,
-        step_time_s=step_time_s, step_time_interval_s=[0.9 * step_time_s, 1.1 * step_time_s], tokens_per_s=1e6, mfu=mfu,
-        memory_bytes=memory_bytes, bubble=0.25 if schedule else 0.0, communication=0.125)
+        rank=rank,
+        axes={"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2},
+        schedule=schedule,
+        microbatches=microbatches,
+        remat="full",
+        zero=0,
+        step_time_s=step_time_s,
+        step_time_interval_s=[0.9 * step_time_s, 1.1 * step_time_s],
+        tokens_per_s=1e6,
+        mfu=mfu,
+        memory_bytes=memory_bytes,
+        bubble=0.25 if schedule else 0.0,
+        communication=0.125,
+    )
 
 
 numbers = st.integers(1, 6).map(float)
@@ -27,7 +46,11 @@ def test_the_frontier_is_what_nobody_beats(plans):
     times = [plan["step_time_s"] for plan in best]
     assert times == sorted(set(times))
     for plan in plans:
-        beaten = any(place(other) != place(plan) and all(a <= b for a, b in zip(place(other), place(plan), strict=True)) for other in plans)
+        beaten = any(
+            place(other) != place(plan)
+            and all(a <= b for a, b in zip(place(other), place(plan), strict=True))
+            for other in plans
+        )
         assert beaten != any(place(other) == place(plan) for other in best)
 
 
@@ -38,7 +61,16 @@ def test_searches_are_merged_into_one_ranking():
 
 def test_a_pointer_shows_the_plan():
     text = hover(fake(0.5, 2 * GIB, rank=3, schedule="1f1b", microbatches=8, mfu=0.41))
-    for part in ("rank 3: data=4, tensor=2", "1f1b, bubble 25.0%", "8 microbatches", "ZeRO 0", "0.5 s a step (0.45 to 0.55)", "MFU 41.0%", "2.0 GiB", "12.5%"):
+    for part in (
+        "rank 3: data=4, tensor=2",
+        "1f1b, bubble 25.0%",
+        "8 microbatches",
+        "ZeRO 0",
+        "0.5 s a step (0.45 to 0.55)",
+        "MFU 41.0%",
+        "2.0 GiB",
+        "12.5%",
+    ):
         assert part in text
     assert "no stages; 1 microbatch<br>" in hover(fake(1, 1))
     assert "MFU unknown" in hover(fake(1, 1))
@@ -47,7 +79,9 @@ def test_a_pointer_shows_the_plan():
 def test_each_cluster_has_its_plans_and_its_line():
     pytest.importorskip("plotly")
     fast, small, bad = fake(1, 3 * GIB), fake(2, GIB), fake(3, 2 * GIB)
-    figure = draw_frontier({"8 GPUs": [bad, small, fast], "16 GPUs": []}, title="a title", capacity_bytes=80 * GIB)
+    figure = draw_frontier(
+        {"8 GPUs": [bad, small, fast], "16 GPUs": []}, title="a title", capacity_bytes=80 * GIB
+    )
     everything, line, none, no_line = figure.data
     assert list(everything.x) == [2, 1, 3]
     assert list(zip(line.x, line.y, strict=True)) == [(3, 1), (1, 2)]

@@ -16,7 +16,13 @@ pytest.importorskip("matplotlib")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "report.py"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason=f"no Chromium found, by none of the names {', '.join(NAMES)} (on Debian: apt-get install chromium)")
+needs_browser = pytest.mark.skipif(
+    BROWSER is None,
+    reason=(
+        f"no Chromium found, by none of the names {', '.join(NAMES)} (on Debian: apt-get install"
+        " chromium)"
+    ),
+)
 DARK, LIGHT = (f"--blink-settings=preferredColorScheme={number}" for number in (0, 1))
 PROBE = """<script>
 const box = element => element.getBoundingClientRect();
@@ -37,7 +43,9 @@ document.body.append(said);
 
 
 def report(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +63,23 @@ def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
     """The document as the browser has it, and what it complains of."""
     assert BROWSER is not None
     done = subprocess.run(
-        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={page.parent / 'profile'}",
-         "--enable-logging=stderr", "--window-size=1000,800", *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=300)
+        [
+            BROWSER,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={page.parent / 'profile'}",
+            "--enable-logging=stderr",
+            "--window-size=1000,800",
+            *flags,
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
@@ -90,7 +113,9 @@ def test_complaints_would_be_heard(page):
 def test_a_person_sees_the_figures_and_the_last_decision(page):
     seen = probed(page)
     assert len(seen["figures"]) == 6
-    assert all(visible and width > 400 and height > 60 for visible, width, height in seen["figures"])
+    assert all(
+        visible and width > 400 and height > 60 for visible, width, height in seen["figures"]
+    )
     assert seen["lines"] >= 10
     assert seen["why"] == [LAST_WHY]
     assert seen["fits"], "the page is not wider than its window"
@@ -122,15 +147,24 @@ def test_by_default_the_page_lies_with_its_run(tmp_path):
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("no-such-run",), "no run to report on[\\s\\S]*no-such-run"),
-    (("run", "--out", "metrics.jsonl"), "ends in .html[\\s\\S]*metrics.html"),
-    (("run", "--out", "no-such-folder/a.html"), "cannot be written[\\s\\S]*no-such-folder"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no-such-run",), "no run to report on[\\s\\S]*no-such-run"),
+        (("run", "--out", "metrics.jsonl"), "ends in .html[\\s\\S]*metrics.html"),
+        (("run", "--out", "no-such-folder/a.html"), "cannot be written[\\s\\S]*no-such-folder"),
+    ],
+)
 def test_the_users_mistakes_end_with_one_message(tmp_path, arguments, message):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    failed = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    failed = subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert failed.returncode == 2
     assert re.search(message, failed.stderr), failed.stderr
     assert "Traceback" not in failed.stderr
@@ -146,7 +180,15 @@ def test_help_fits_a_screen():
 def test_without_matplotlib_the_message_says_how_to_get_it(tmp_path):
     write_run(tmp_path / "run").close()
     (tmp_path / "matplotlib").mkdir()
-    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ModuleNotFoundError('No module named matplotlib')")
-    failed = subprocess.run([sys.executable, SCRIPT, tmp_path / "run"], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120)
+    (tmp_path / "matplotlib" / "__init__.py").write_text(
+        "raise ModuleNotFoundError('No module named matplotlib')"
+    )
+    failed = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path / "run"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert failed.returncode == 2, failed.stderr
     assert "pip install 'optimus-jax[plots]'" in failed.stderr

@@ -1,4 +1,6 @@
-"""What a report says of a made-up run: every number where it belongs, unknown things called so, and texts that stay texts."""
+"""What a report says of a made-up run: every number where it belongs, unknown things called so, and
+texts that stay texts.
+"""
 
 import itertools
 import json
@@ -18,7 +20,14 @@ from optimus_jax.errors import ConfigError
 from optimus_jax.planning.search.explain import flags
 from optimus_jax.report import wording
 from optimus_jax.report.run_events import Alternative, DecisionLine, decision_of, known, number
-from optimus_jax.report.run_figures import MOST_POINTS, draw_memory, draw_step_times, draw_switch, letter, thinned
+from optimus_jax.report.run_figures import (
+    MOST_POINTS,
+    draw_memory,
+    draw_step_times,
+    draw_switch,
+    letter,
+    thinned,
+)
 from optimus_jax.report.run_story import RunStory
 from optimus_jax.run_directory.directory import RunDirectory
 
@@ -71,29 +80,83 @@ def shown(path) -> Reader:
 
 def test_spans_are_the_plans_in_the_order_in_which_they_ran(story):
     assert [(span.plan, span.first, span.last, span.step_time_s) for span in story.spans] == [
-        (FIRST, 1, 30, pytest.approx(0.21)), (SECOND, 31, 50, 0.11), (FIRST, 51, 60, pytest.approx(0.21))]
-    assert [[one.step for one in story.within(span)][::29] for span in story.spans] == [[1, 30], [31], [51]]
+        (FIRST, 1, 30, pytest.approx(0.21)),
+        (SECOND, 31, 50, 0.11),
+        (FIRST, 51, 60, pytest.approx(0.21)),
+    ]
+    assert [[one.step for one in story.within(span)][::29] for span in story.spans] == [
+        [1, 30],
+        [31],
+        [51],
+    ]
     assert story.plans == [FIRST, SECOND, "tried0000000"]
-    assert story.layouts == {FIRST: PLAN.describe(), SECOND: "mesh data=8, zero 0", "tried0000000": "mesh tensor=8, zero 0"}
+    assert story.layouts == {
+        FIRST: PLAN.describe(),
+        SECOND: "mesh data=8, zero 0",
+        "tried0000000": "mesh tensor=8, zero 0",
+    }
 
 
 def test_decisions_are_read_with_what_they_weighed(story):
     assert [(one.action, one.step, one.plan) for one in story.decisions] == [
-        ("tried", 0, FIRST), ("tried", 0, "tried0000000"), ("switch", 24, SECOND), ("stay", 58, None)]
+        ("tried", 0, FIRST),
+        ("tried", 0, "tried0000000"),
+        ("switch", 24, SECOND),
+        ("stay", 58, None),
+    ]
     best, other = story.decisions[2].alternatives
     assert (best.gain_s, best.cost_s, best.probability) == (12.0, 1.5, 0.97)
     assert other.gain_s is None
 
 
 def test_what_the_controller_writes_is_what_is_read():
-    weighed = policy.Alternative(plan=PLAN, rung="remesh", step_time_s=0.5, gain_s=9.0, cost_s=1.0, probability=0.95, verdict="chosen")
-    decision = policy.Decision(step=7, action="switch", why="it is worth it", plan=PLAN, rung="remesh", trigger="a slower link", step_time_s=0.75,
-                               inputs={"link": 4.0}, alternatives=(weighed,))
+    weighed = policy.Alternative(
+        plan=PLAN,
+        rung="remesh",
+        step_time_s=0.5,
+        gain_s=9.0,
+        cost_s=1.0,
+        probability=0.95,
+        verdict="chosen",
+    )
+    decision = policy.Decision(
+        step=7,
+        action="switch",
+        why="it is worth it",
+        plan=PLAN,
+        rung="remesh",
+        trigger="a slower link",
+        step_time_s=0.75,
+        inputs={"link": 4.0},
+        alternatives=(weighed,),
+    )
     read = decision_of({"event": "decision", "step": 7, "time_s": 1.0, **decision.as_json()})
     assert read == DecisionLine(
-        step=7, time_s=1.0, action="switch", why="it is worth it", rung="remesh", plan=PLAN.digest, layout=flags(PLAN), trigger="a slower link",
-        present_step_time_s=0.75, inputs={"link": 4.0}, predicted_step_time_s=0.5, measured_step_time_s=None, alternatives=(Alternative(
-            layout=flags(PLAN), plan=PLAN.digest, rung="remesh", predicted_step_time_s=0.5, gain_s=9.0, cost_s=1.0, probability=0.95, why="chosen"),))
+        step=7,
+        time_s=1.0,
+        action="switch",
+        why="it is worth it",
+        rung="remesh",
+        plan=PLAN.digest,
+        layout=flags(PLAN),
+        trigger="a slower link",
+        present_step_time_s=0.75,
+        inputs={"link": 4.0},
+        predicted_step_time_s=0.5,
+        measured_step_time_s=None,
+        alternatives=(
+            Alternative(
+                layout=flags(PLAN),
+                plan=PLAN.digest,
+                rung="remesh",
+                predicted_step_time_s=0.5,
+                gain_s=9.0,
+                cost_s=1.0,
+                probability=0.95,
+                why="chosen",
+            ),
+        ),
+    )
 
 
 def test_a_switch_is_timed_by_phase_and_seen_in_the_steps_around_it(story):
@@ -105,8 +168,9 @@ def test_a_switch_is_timed_by_phase_and_seen_in_the_steps_around_it(story):
 
 
 def test_predictions_meet_the_steps_that_ran_under_that_plan(story):
-    assert [(one.plan, one.predicted_s, one.measured_s, one.is_trial) for one in story.comparisons] == [
-        (FIRST, 0.18, 0.21, True), ("tried0000000", 0.3, 0.45, True), (SECOND, 0.1, 0.11, False)]
+    assert [
+        (one.plan, one.predicted_s, one.measured_s, one.is_trial) for one in story.comparisons
+    ] == [(FIRST, 0.18, 0.21, True), ("tried0000000", 0.3, 0.45, True), (SECOND, 0.1, 0.11, False)]
     assert story.comparisons[-1].how == "median of steps 31 to 50"
 
 
@@ -119,10 +183,23 @@ def test_a_plan_that_another_decision_overtook_was_not_measured(tmp_path):
     run.log_event("decision", 5, **decided)
     run.log_event("decision", 9, **decided | {"plan": FIRST})
     measured = [pair.measured_s for pair in RunStory.read(run.path).comparisons]
-    assert measured == [None, pytest.approx(0.21, abs=0.02), None], "steps before a decision do not tell how it came out"
+    assert measured == [
+        None,
+        pytest.approx(0.21, abs=0.02),
+        None,
+    ], "steps before a decision do not tell how it came out"
 
 
-@pytest.mark.parametrize(("reason", "status"), [("done", "done"), ("terminate", "stopped on request"), ("not learning", "it no longer learnt"), ("odd", "ended: odd"), (None, "under way, or killed")])
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("done", "done"),
+        ("terminate", "stopped on request"),
+        ("not learning", "it no longer learnt"),
+        ("odd", "ended: odd"),
+        (None, "under way, or killed"),
+    ],
+)
 def test_status(tmp_path, reason, status):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     run.log_event("start", 0)
@@ -137,18 +214,49 @@ def test_status(tmp_path, reason, status):
 def test_why_the_plan_in_use_is_in_use(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     said = []
-    for name, fields in (("plan", {"why": "it was given"}), ("decision", {"action": "switch", "why": "it is faster"}), ("remesh", {}),
-                         ("decision", {"action": "stay", "why": "it is good"}), ("rollback", {"why": "it was slower"}), ("rollback", {})):
+    for name, fields in (
+        ("plan", {"why": "it was given"}),
+        ("decision", {"action": "switch", "why": "it is faster"}),
+        ("remesh", {}),
+        ("decision", {"action": "stay", "why": "it is good"}),
+        ("rollback", {"why": "it was slower"}),
+        ("rollback", {}),
+    ):
         run.log_event(name, 1, **fields)
         said.append(RunStory.read(run.path).why_current)
-    assert said == ["it was given", "it was given", "it is faster", "it is faster", "it was slower", None]
+    assert said == [
+        "it was given",
+        "it was given",
+        "it is faster",
+        "it is faster",
+        "it was slower",
+        None,
+    ]
 
 
 def test_the_page_says_what_is_known_and_what_is_not(shown):
-    for words in (LAST_WHY, "data=8 saves half of every step", "no end is recorded", "60 of 80", "the canary was slower than promised", "training waited 484 ms",
-                  "12 MiB", "Predicted 300 ms a step, measured 450 ms.", "device: 3; what: lost", "held out", "how much was in use is unknown", "verify unknown",
-                  "1 step without an update", "0.21 ± 0.01 (20 samples, good)", "1.10", "--mesh data=8",
-                  "saves 3% of a step", "the loss", "220 ms a step", "last 10 steps under it"):
+    for words in (
+        LAST_WHY,
+        "data=8 saves half of every step",
+        "no end is recorded",
+        "60 of 80",
+        "the canary was slower than promised",
+        "training waited 484 ms",
+        "12 MiB",
+        "Predicted 300 ms a step, measured 450 ms.",
+        "device: 3; what: lost",
+        "held out",
+        "how much was in use is unknown",
+        "verify unknown",
+        "1 step without an update",
+        "0.21 ± 0.01 (20 samples, good)",
+        "1.10",
+        "--mesh data=8",
+        "saves 3% of a step",
+        "the loss",
+        "220 ms a step",
+        "last 10 steps under it",
+    ):
         assert words in shown.words, words
     assert "nan" not in shown.words.lower().replace("finance", "")
     assert "None" not in shown.words.replace("None is recorded", "")
@@ -161,7 +269,14 @@ def test_texts_of_a_run_are_never_markup(tmp_path):
     run.log_event("start", 0, devices=hostile, data=hostile)
     run.log_step(step(1, hostile))
     fields = {"plan": hostile, "layout": hostile, "why": hostile, "rung": hostile}
-    run.log_event("decision", 1, action="switch", inputs={hostile: hostile}, alternatives=[{**fields, "predicted_step_time_s": 1.0}], **fields)
+    run.log_event(
+        "decision",
+        1,
+        action="switch",
+        inputs={hostile: hostile},
+        alternatives=[{**fields, "predicted_step_time_s": 1.0}],
+        **fields,
+    )
     run.log_event("remesh", 1, phases_s={hostile: 1.0}, from_plan=hostile, **fields)
     run.log_event("fault", 1, **{hostile: hostile})
     shown = Reader(run_report(run.path))
@@ -189,7 +304,10 @@ def test_the_page_stands_alone_and_every_reference_in_it_leads_somewhere(path, s
     assert all(link.removeprefix("#") in ids for link in links if link != "data:,")
     text = run_report(path)
     assert all(part.split(")")[0] in ids for part in text.split("url(#")[1:])
-    assert {address.split('"')[0] for address in text.replace("https://", "http://").split("http://")[1:]} == {"www.w3.org/2000/svg", "www.w3.org/1999/xlink"}
+    assert {
+        address.split('"')[0]
+        for address in text.replace("https://", "http://").split("http://")[1:]
+    } == {"www.w3.org/2000/svg", "www.w3.org/1999/xlink"}
     assert not {"script", "link", "img", "iframe"} & set(shown.tags) - {"link"}
 
 
@@ -197,7 +315,9 @@ def test_the_page_can_be_read_without_seeing_it(shown):
     assert shown.tags.count("h1") == 1
     assert [tag for tag in shown.tags if tag in ("h1", "h2", "h3")][:2] == ["h1", "h2"]
     assert shown.tags.count("table") == shown.tags.count("caption")
-    labels = [value for tag, name, value in shown.attributes if (tag, name) == ("svg", "aria-label")]
+    labels = [
+        value for tag, name, value in shown.attributes if (tag, name) == ("svg", "aria-label")
+    ]
     assert len(labels) == shown.tags.count("svg") == 6
     assert any("prepare 4.2 s, quiesce 50 ms" in label for label in labels)
     assert ("html", "lang", "en") in shown.attributes
@@ -206,22 +326,40 @@ def test_the_page_can_be_read_without_seeing_it(shown):
 def test_colours_are_the_pages_own(path):
     pictures = run_report(path).split("<svg")[1:]
     assert all("var(--ink)" in picture for picture in pictures)
-    assert not any("#000000" in picture or "#222222" in picture for picture in pictures), "black on a dark screen"
+    assert not any("#000000" in picture or "#222222" in picture for picture in pictures), (
+        "black on a dark screen"
+    )
 
 
 def test_a_pointer_is_told_what_it_is_over(story):
     picture = draw_step_times(story)
     with page_settings():
         drawn = to_svg(picture.figure, name="times", label="", titles=picture.titles)
-    for words in ("plan A, steps 1 to 30, median 210 ms", "plan B, steps 31 to 50, median 110 ms: mesh data=8", "rollback after step 50"):
+    for words in (
+        "plan A, steps 1 to 30, median 210 ms",
+        "plan B, steps 31 to 50, median 110 ms: mesh data=8",
+        "rollback after step 50",
+    ):
         assert f"<title>{words}" in drawn
 
 
 def test_a_run_before_its_first_step(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
-    run.log_event("decision", 0, plan=FIRST, layout="mesh data=1", predicted_step_time_s=1.0, measured_step_time_s=2.0)
+    run.log_event(
+        "decision",
+        0,
+        plan=FIRST,
+        layout="mesh data=1",
+        predicted_step_time_s=1.0,
+        measured_step_time_s=2.0,
+    )
     shown = Reader(run_report(run.path))
-    for words in ("No step has been recorded yet", "trial before the first step", "config.json", "0 of unknown"):
+    for words in (
+        "No step has been recorded yet",
+        "trial before the first step",
+        "config.json",
+        "0 of unknown",
+    ):
         assert words in shown.words
 
 
@@ -230,7 +368,12 @@ def test_a_run_without_decisions(tmp_path):
     run.write_config("{}")
     run.log_step(step(1, peak_bytes=3 * 2**30))
     shown = Reader(run_report(run.path))
-    for words in ("No decision is recorded", "never moved to another plan", "No fault is recorded", "at most 3 GiB in use"):
+    for words in (
+        "No decision is recorded",
+        "never moved to another plan",
+        "No fault is recorded",
+        "at most 3 GiB in use",
+    ):
         assert words in shown.words
 
 
@@ -245,10 +388,12 @@ def test_logs_can_be_cut_anywhere(path, cuts):
     with tempfile.TemporaryDirectory() as folder:
         for name, cut in zip(("metrics.jsonl", "events.jsonl"), cuts, strict=True):
             content = (path / name).read_bytes()
-            (Path(folder) / name).write_bytes(content[:round(cut * len(content))])
+            (Path(folder) / name).write_bytes(content[: round(cut * len(content))])
         story = RunStory.read(folder)
         assert [one.step for one in story.steps] == list(range(1, len(story.steps) + 1))
-        assert [pair.predicted_s for pair in story.comparisons] == [0.18, 0.3, 0.1][:len(story.comparisons)]
+        assert [pair.predicted_s for pair in story.comparisons] == [0.18, 0.3, 0.1][
+            : len(story.comparisons)
+        ]
         assert all(told.startswith("config.json") for told in story.troubles)
 
 
@@ -256,33 +401,102 @@ def test_a_damaged_line_is_passed_over_and_told(path, tmp_path):
     for name in ("metrics.jsonl", "events.jsonl", "config.json"):
         (tmp_path / name).write_bytes((path / name).read_bytes() + b'{"event": "dec\x00\n')
     shown = Reader(run_report(tmp_path))
-    for words in ("metrics.jsonl, line 61, is damaged", "events.jsonl, line 13, is damaged", "config.json: ", LAST_WHY):
+    for words in (
+        "metrics.jsonl, line 61, is damaged",
+        "events.jsonl, line 13, is damaged",
+        "config.json: ",
+        LAST_WHY,
+    ):
         assert words in shown.words
 
 
-@pytest.mark.parametrize(("value", "is_known"), ids=itertools.count(), argvalues=[
-    (0, True), (-1.5, True), (2**1000, True), (2**2000, False), (float("inf"), False), (float("nan"), False), (True, False), ("1", False), (None, False)])
+@pytest.mark.parametrize(
+    ("value", "is_known"),
+    ids=itertools.count(),
+    argvalues=[
+        (0, True),
+        (-1.5, True),
+        (2**1000, True),
+        (2**2000, False),
+        (float("inf"), False),
+        (float("nan"), False),
+        (True, False),
+        ("1", False),
+        (None, False),
+    ],
+)
 def test_a_known_value_is_a_finite_number(value, is_known):
     assert known(value) == is_known
     assert number({"field": value}, "field") == (value if is_known else None)
 
 
-anything = st.recursive(st.none() | st.booleans() | st.integers() | st.just(2**2000) | st.floats(allow_nan=False) | st.text(max_size=5),
-                        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2), max_leaves=4)
-FIELDS = ("plan", "from_plan", "layout", "why", "action", "alternatives", "inputs", "phases_s", "predicted_step_time_s", "measured_step_time_s", "loss",
-          "step", "time_s", "reason", "step_bytes_per_device")
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.just(2**2000)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+FIELDS = (
+    "plan",
+    "from_plan",
+    "layout",
+    "why",
+    "action",
+    "alternatives",
+    "inputs",
+    "phases_s",
+    "predicted_step_time_s",
+    "measured_step_time_s",
+    "loss",
+    "step",
+    "time_s",
+    "reason",
+    "step_bytes_per_device",
+)
 
 
-@given(events=st.lists(st.fixed_dictionaries(
-    {"event": st.sampled_from(["decision", "remesh", "rollback", "eval", "compile", "end", "fault", "plan"])},
-    optional=dict.fromkeys(FIELDS, anything)), max_size=6), fields=st.fixed_dictionaries({}, optional=dict.fromkeys(
-        ("step_time_s", "peak_bytes", "plan", "tokens_per_s", "mfu"), anything)))
+@given(
+    events=st.lists(
+        st.fixed_dictionaries(
+            {
+                "event": st.sampled_from(
+                    ["decision", "remesh", "rollback", "eval", "compile", "end", "fault", "plan"]
+                )
+            },
+            optional=dict.fromkeys(FIELDS, anything),
+        ),
+        max_size=6,
+    ),
+    fields=st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(
+            ("step_time_s", "peak_bytes", "plan", "tokens_per_s", "mfu"), anything
+        ),
+    ),
+)
 @FEW
 def test_whatever_a_field_holds_there_is_a_page(events, fields):
     with tempfile.TemporaryDirectory() as folder:
         lines = [json.dumps(event).encode() + b"\n" for event in events]
         (Path(folder) / "events.jsonl").write_bytes(b"".join(lines))
-        written = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens": 1, "step_time_s": 1.0, "tokens_per_s": 1.0, "mfu": None, "plan": "a", "peak_bytes": None}
+        written = {
+            "step": 1,
+            "loss": 1.0,
+            "grad_norm": 1.0,
+            "lr": 1.0,
+            "tokens": 1,
+            "step_time_s": 1.0,
+            "tokens_per_s": 1.0,
+            "mfu": None,
+            "plan": "a",
+            "peak_bytes": None,
+        }
         (Path(folder) / "metrics.jsonl").write_text(json.dumps(written | fields) + "\n")
         assert run_report(folder).endswith("</html>\n")
 
@@ -292,18 +506,29 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
     for place in range(1, 6 * MOST_POINTS):
         run.log_step(step(place, step_time_s=9.0 if place == 77 else 0.2))
     for place in range(1, MOST_ROWS + 101):
-        run.log_event("decision", place, action="switch" if place == 5 else "stay", why=f"reason {place}.")
+        run.log_event(
+            "decision", place, action="switch" if place == 5 else "stay", why=f"reason {place}."
+        )
     text = run_report(run.path)
     assert len(text) < 600_000
-    for words in ("Each point is the median of 6 steps", "1 step took longer than the chart is high, at most 9 s", "99 older decisions are left out", "reason 5.", "reason 300."):
+    for words in (
+        "Each point is the median of 6 steps",
+        "1 step took longer than the chart is high, at most 9 s",
+        "99 older decisions are left out",
+        "reason 5.",
+        "reason 300.",
+    ):
         assert words in text
     assert "reason 6." not in text, "a switch is kept, an old stay is not"
 
 
 def test_memory_is_what_was_measured_and_what_the_compiler_said(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
-    assert draw_memory(RunStory.read(write_run(tmp_path / "sample").path)).caption == (
-        "On one device: how much was in use is unknown, as the backend does not say; the last compiled step needs 70 MiB.")
+    assert (
+        draw_memory(RunStory.read(write_run(tmp_path / "sample").path)).caption
+        == "On one device: how much was in use is unknown, as the backend does not say; the last"
+        " compiled step needs 70 MiB."
+    )
     run.log_step(step(1, peak_bytes=2**30))
     run.log_step(step(2, peak_bytes=2**31))
     (line,) = draw_memory(RunStory.read(run.path)).figure.axes[0].lines
@@ -319,8 +544,12 @@ def _with_one_step(tmp_path: Path) -> Path:
 
 def test_phases_of_a_switch_follow_one_another(story):
     bars = draw_switch(story.switches[0]).figure.axes[0].patches
-    assert [bar.get_x() for bar in bars] == pytest.approx([0, *np.cumsum(list(PHASES.values()))[:-1]])
-    assert [bar.get_width() for bar in bars if bar.get_width() > 0.01] == pytest.approx([seconds for seconds in PHASES.values() if seconds > 0.01])
+    assert [bar.get_x() for bar in bars] == pytest.approx(
+        [0, *np.cumsum(list(PHASES.values()))[:-1]]
+    )
+    assert [bar.get_width() for bar in bars if bar.get_width() > 0.01] == pytest.approx(
+        [seconds for seconds in PHASES.values() if seconds > 0.01]
+    )
     assert [bool(bar.get_hatch()) for bar in bars] == [True, False, False, False, False, True]
 
 
@@ -335,17 +564,44 @@ def test_a_thinned_line_hides_no_extreme(values, per_point):
 
 def test_letters_never_end():
     letters = [letter(place) for place in range(800)]
-    assert letters[:2] + letters[25:28] + letters[701:703] == ["A", "B", "Z", "AA", "AB", "ZZ", "AAA"]
+    assert letters[:2] + letters[25:28] + letters[701:703] == [
+        "A",
+        "B",
+        "Z",
+        "AA",
+        "AB",
+        "ZZ",
+        "AAA",
+    ]
     assert len(set(letters)) == 800
 
 
-@pytest.mark.parametrize(("said", "words"), [
-    (wording.duration(None), "unknown"), (wording.duration(float("nan")), "unknown"), (wording.duration(0), "0 s"), (wording.duration(2e-5), "20 µs"),
-    (wording.duration(0.0412), "41.2 ms"), (wording.duration(3.066), "3.07 s"), (wording.duration(125), "2 min 5 s"), (wording.duration(12000), "3 h 20 min"),
-    (wording.memory(None), "unknown"), (wording.memory(0), "0 bytes"), (wording.memory(1023), "0.999 KiB"), (wording.duration(0.9996), "1,000 ms"), (wording.memory(1.25 * 2**30), "1.25 GiB"),
-    (wording.memory(2**51), "2,048 TiB"), (wording.share(None), "unknown"), (wording.share(0.125), "12.5%"), (wording.count(None), "unknown"),
-    (wording.when(0.0), "1970-01-01 00:00:00"), (wording.when(1e30), "unknown"), (wording.anything({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
-    (wording.counted(1, "step"), "1 step"), (wording.counted(2000, "step"), "2,000 steps"),
-])
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (wording.duration(None), "unknown"),
+        (wording.duration(float("nan")), "unknown"),
+        (wording.duration(0), "0 s"),
+        (wording.duration(2e-5), "20 µs"),
+        (wording.duration(0.0412), "41.2 ms"),
+        (wording.duration(3.066), "3.07 s"),
+        (wording.duration(125), "2 min 5 s"),
+        (wording.duration(12000), "3 h 20 min"),
+        (wording.memory(None), "unknown"),
+        (wording.memory(0), "0 bytes"),
+        (wording.memory(1023), "0.999 KiB"),
+        (wording.duration(0.9996), "1,000 ms"),
+        (wording.memory(1.25 * 2**30), "1.25 GiB"),
+        (wording.memory(2**51), "2,048 TiB"),
+        (wording.share(None), "unknown"),
+        (wording.share(0.125), "12.5%"),
+        (wording.count(None), "unknown"),
+        (wording.when(0.0), "1970-01-01 00:00:00"),
+        (wording.when(1e30), "unknown"),
+        (wording.anything({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
+        (wording.counted(1, "step"), "1 step"),
+        (wording.counted(2000, "step"), "2,000 steps"),
+    ],
+)
 def test_wording(said, words):
     assert said == words

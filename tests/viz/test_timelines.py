@@ -18,22 +18,37 @@ from optimus_jax.viz.timelines import (
     tasks_of,
 )
 
-SCHEDULES = [make_schedule("gpipe", 4, 8), make_schedule("1f1b", 4, 8), make_schedule("interleaved", 4, 8, 2), make_schedule("1f1b", 3, 5, latency=2)]
+SCHEDULES = [
+    make_schedule("gpipe", 4, 8),
+    make_schedule("1f1b", 4, 8),
+    make_schedule("interleaved", 4, 8, 2),
+    make_schedule("1f1b", 3, 5, latency=2),
+]
 
 
 @given(schedule=st.sampled_from(SCHEDULES), backward_time=st.sampled_from([1.0, 2.0, 3.0]))
-def test_boxes_fill_the_critical_path_and_wait_for_their_inputs(schedule: Schedule, backward_time: float):
+def test_boxes_fill_the_critical_path_and_wait_for_their_inputs(
+    schedule: Schedule, backward_time: float
+):
     tasks = tasks_of(schedule, backward_time)
     times = 1 / schedule.num_repeats, backward_time / schedule.num_repeats
-    assert max(task.start + task.duration for task in tasks) == pytest.approx(schedule.critical_path(*times))
-    assert sum(task.duration for task in tasks) == pytest.approx(schedule.num_stages * schedule.ideal_time(*times))
+    assert max(task.start + task.duration for task in tasks) == pytest.approx(
+        schedule.critical_path(*times)
+    )
+    assert sum(task.duration for task in tasks) == pytest.approx(
+        schedule.num_stages * schedule.ideal_time(*times)
+    )
     ends = {(task.is_forward, task.stage, task.task): task.start + task.duration for task in tasks}
     for task in tasks:
         upstream = (task.is_forward, task.stage - (1 if task.is_forward else -1), task.task)
         assert ends.get(upstream, 0) <= task.start + 1e-9
     for stage in range(schedule.num_stages):
-        own = sorted((task.start, task.start + task.duration) for task in tasks if task.stage == stage)
-        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(own)), "one thing at a time"
+        own = sorted(
+            (task.start, task.start + task.duration) for task in tasks if task.stage == stage
+        )
+        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(own)), (
+            "one thing at a time"
+        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=schedule_name)
@@ -53,7 +68,9 @@ def test_summary_has_a_row_for_each():
 def test_timelines_draw_every_task_on_one_scale_of_time():
     figure = draw_timelines(SCHEDULES)
     panels = figure.axes
-    assert [axes.get_title(loc="left").split(":")[0] for axes in panels] == [schedule_name(schedule) for schedule in SCHEDULES]
+    assert [axes.get_title(loc="left").split(":")[0] for axes in panels] == [
+        schedule_name(schedule) for schedule in SCHEDULES
+    ]
     assert "bubble 37.5%, at most 7 microbatches" in panels[1].get_title(loc="left")
     assert len({axes.get_xlim() for axes in panels}) == 1
     for axes, schedule in zip(panels, SCHEDULES, strict=True):
@@ -63,20 +80,28 @@ def test_timelines_draw_every_task_on_one_scale_of_time():
 
 
 def test_numbers_that_do_not_fit_their_box_are_left_out():
-    few, many = (draw_timelines([make_schedule("1f1b", 2, microbatches)]).axes[0] for microbatches in (4, 400))
+    few, many = (
+        draw_timelines([make_schedule("1f1b", 2, microbatches)]).axes[0]
+        for microbatches in (4, 400)
+    )
     assert len(few.texts) == 16
     assert not many.texts
 
 
 def test_memory_names_each_schedule_in_both_panels():
     over_time, compared = draw_memory(SCHEDULES).axes
-    assert [text.get_text().split(" (")[0] for text in over_time.get_legend().get_texts()] == list(map(schedule_name, SCHEDULES))
+    assert [text.get_text().split(" (")[0] for text in over_time.get_legend().get_texts()] == list(
+        map(schedule_name, SCHEDULES)
+    )
     assert [text.get_text() for text in compared.texts] == list(map(schedule_name, SCHEDULES))
     assert compared.lines[1].get_xydata().tolist() == [[37.5, 7]]
 
 
 def test_growth_has_a_line_for_each_schedule():
-    by_count = {count: [make_schedule("gpipe", 4, count), make_schedule("1f1b", 4, count)] for count in (4, 8, 64)}
+    by_count = {
+        count: [make_schedule("gpipe", 4, count), make_schedule("1f1b", 4, count)]
+        for count in (4, 8, 64)
+    }
     bubbles, kept = draw_growth(by_count).axes
     assert [line.get_ydata().tolist() for line in kept.lines] == [[4, 8, 64], [4, 7, 7]]
     assert [tick.get_text() for tick in kept.get_xticklabels()] == ["4", "8", "64"]

@@ -1,4 +1,5 @@
-"""The agenda: which question is up for decision, which waits behind it, and when to look again without being asked.
+"""The agenda: which question is up for decision, which waits behind it, and when to look again
+without being asked.
 
 One question is open at a time, for a search for its answer may take many steps.
 """
@@ -44,7 +45,9 @@ class Agenda:
         self._review_step, self._review_s = math.inf, math.inf
 
     def put(self, asked: Question) -> None:
-        """Open this one; behind what has to be answered, or belongs to a boundary, all that is not mandatory waits."""
+        """Open this one; behind what has to be answered, or belongs to a boundary, all that is not
+        mandatory waits.
+        """
         if self.question is not None and self.question.is_pressing and not asked.mandatory:
             self._later = asked
         else:
@@ -61,7 +64,9 @@ class Agenda:
         self._later = None
 
     def reopen(self) -> None:
-        """The switch that was decided is not to be had: what forced it is asked again, and all else is dropped."""
+        """The switch that was decided is not to be had: what forced it is asked again, and all else
+        is dropped.
+        """
         self.question, self._later = self.forced, None
 
     def clear(self, review_step: float) -> None:
@@ -75,7 +80,10 @@ class Agenda:
 
     def look_again(self, *, step: float = math.inf, time_s: float = math.inf) -> None:
         """At this step or time at the latest."""
-        self._review_step, self._review_s = min(self._review_step, step), min(self._review_s, time_s)
+        self._review_step, self._review_s = (
+            min(self._review_step, step),
+            min(self._review_s, time_s),
+        )
 
     def is_review_due(self, step: int, time_s: float) -> bool:
         """Whether it is time to look again. It says so once."""

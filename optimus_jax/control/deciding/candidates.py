@@ -1,4 +1,6 @@
-"""Where candidates come from: searches, each done once, other executables for the same state, and what is left of a cluster."""
+"""Where candidates come from: searches, each done once, other executables for the same state, and
+what is left of a cluster.
+"""
 
 import dataclasses
 import itertools
@@ -40,7 +42,10 @@ class Searches:
         self._found: dict[object, Ranking] = {}
 
     def best(self, key: object, pricing: Pricing) -> Sequence[Plan] | None:
-        """The best plans by this pricing; None: not known yet. `key` stands for the pricing without what was learnt since."""
+        """The best plans by this pricing; None: not known yet.
+
+        `key` stands for the pricing without what was learnt since.
+        """
         if key not in self._found:
             try:
                 found = self._searcher(pricing)
@@ -55,16 +60,23 @@ class Searches:
 
 
 def executables(plan: Plan, pricing: Pricing) -> list[Plan]:
-    """Other microbatches and remat for the same state on the same mesh, that are legal and fit, the fastest few."""
+    """Other microbatches and remat for the same state on the same mesh, that are legal and fit, the
+    fastest few.
+    """
     config, parallel = pricing.config, pricing.config.parallel
     rows, rest = divmod(config.data.global_batch, plan.batch_ways())
     if rest:
         return []
-    numbers = [number for number in range(1, rows + 1) if rows % number == 0] if parallel.microbatches is None else [plan.microbatches]
+    numbers = (
+        [number for number in range(1, rows + 1) if rows % number == 0]
+        if parallel.microbatches is None
+        else [plan.microbatches]
+    )
     policies = REMAT_POLICIES if parallel.remat == "auto" else (plan.remat,)
     found = []
     for number in numbers:
-        # From the least recomputing to the most, and the host's memory last: the first that fits is the fastest.
+        # From the least recomputing to the most, and the host's memory last: the first that fits is
+        # the fastest.
         for offload, remat in itertools.product(_offloads(plan, pricing), policies):
             other = replace(plan, microbatches=number, remat=remat, offload=offload)
             if is_legal(other, config) and has_room(other, pricing):
@@ -76,15 +88,27 @@ def executables(plan: Plan, pricing: Pricing) -> list[Plan]:
 
 def _offloads(plan: Plan, pricing: Pricing) -> tuple[Offload, ...]:
     """What may lie on the host while the state lies as it does."""
-    if pricing.config.parallel.offload != "auto" or not can_offload(pricing.cluster.accelerator.platform):
+    if pricing.config.parallel.offload != "auto" or not can_offload(
+        pricing.cluster.accelerator.platform
+    ):
         return (plan.offload,)
     return ("optimizer", "all") if plan.offloads_moments else ("none", "activations")
 
 
 def times(plan: Plan, pricing: Pricing) -> dict[str, float]:
-    """Seconds of each term of a step, by the cost model alone. Raises PlanError where a link's speed is unknown."""
+    """Seconds of each term of a step, by the cost model alone.
+
+    Raises PlanError where a link's speed is unknown.
+    """
     config = pricing.config
-    found = term_times(config.model, plan, pricing.cluster, pricing.rates, seq_len=config.seq_len, global_batch=config.data.global_batch)
+    found = term_times(
+        config.model,
+        plan,
+        pricing.cluster,
+        pricing.rates,
+        seq_len=config.seq_len,
+        global_batch=config.data.global_batch,
+    )
     return {name: time_s for name, time_s in found.items() if time_s > 0}
 
 
@@ -103,16 +127,29 @@ def has_room(plan: Plan, pricing: Pricing) -> bool:
 
 
 def check_allowed(allow: Sequence[str], num_devices: int) -> None:
-    """Raise PlanError unless every mesh on the user's list is one, and the run has devices enough for it."""
+    """Raise PlanError unless every mesh on the user's list is one, and the run has devices enough
+    for it.
+    """
     for text in allow:
         try:
             needed = AxisSizes.parse(text).num_devices
         except PlanError as error:
-            raise PlanError(explain("controller.allow does not list meshes", given=f"controller.allow={';'.join(allow)}: {str(error).splitlines()[0]}",
-                                    do="write them as data=4,tensor=2;fsdp=8")) from error
+            raise PlanError(
+                explain(
+                    "controller.allow does not list meshes",
+                    given=f"controller.allow={';'.join(allow)}: {str(error).splitlines()[0]}",
+                    do="write them as data=4,tensor=2;fsdp=8",
+                )
+            ) from error
         if needed > num_devices:
-            raise PlanError(explain(f"controller.allow names a mesh of {needed} devices, and this run has {num_devices}", given=f"controller.allow={text}",
-                                    do="name meshes of as many devices as there are"))
+            raise PlanError(
+                explain(
+                    f"controller.allow names a mesh of {needed} devices, and this run has"
+                    f" {num_devices}",
+                    given=f"controller.allow={text}",
+                    do="name meshes of as many devices as there are",
+                )
+            )
 
 
 def is_allowed(plan: Plan, allow: Sequence[str]) -> bool:
@@ -126,18 +163,32 @@ def rung_of(plan: Plan, other: Plan, *, same_devices: bool, same_hosts: bool = T
         return "subset" if same_hosts else "restart"
 
     def layout(each: Plan) -> tuple[object, ...]:
-        return each.axes, each.rules, each.zero, each.offloads_moments, each.pipeline and len(each.pipeline.layers_per_stage)
+        return (
+            each.axes,
+            each.rules,
+            each.zero,
+            each.offloads_moments,
+            each.pipeline and len(each.pipeline.layers_per_stage),
+        )
 
     if layout(plan) != layout(other):
         return "remesh"
-    is_alike = plan.pipeline is None or other.pipeline is None or plan.pipeline.layers_per_stage == other.pipeline.layers_per_stage
+    is_alike = (
+        plan.pipeline is None
+        or other.pipeline is None
+        or plan.pipeline.layers_per_stage == other.pipeline.layers_per_stage
+    )
     return "executable" if is_alike else "rebalance"
 
 
-def leaving_out(cluster: Cluster, unusable: frozenset[int], config: Config) -> Iterator[tuple[Cluster, frozenset[int]]]:
-    """What is left of a cluster without some devices: whole hosts, or of a single host the rest, and ids of all that is left out.
+def leaving_out(
+    cluster: Cluster, unusable: frozenset[int], config: Config
+) -> Iterator[tuple[Cluster, frozenset[int]]]:
+    """What is left of a cluster without some devices: whole hosts, or of a single host the rest,
+    and ids of all that is left out.
 
-    First as many as there are, then fewer that divide better: 127 hosts would have to be 127 stages.
+    First as many as there are, then fewer that divide better: 127 hosts would have to be 127
+    stages.
     """
     size = cluster.devices_per_host
     unit = 1 if cluster.num_hosts == 1 else size
@@ -145,20 +196,40 @@ def leaving_out(cluster: Cluster, unusable: frozenset[int], config: Config) -> I
     sound = [place for place in range(cluster.num_devices // unit) if place not in broken]
     for count in _sizes(len(sound), config):
         used = {place * unit + device for place in sound[:count] for device in range(unit)}
-        kept = replace(cluster, devices_per_host=count) if unit == 1 else replace(
-            cluster, num_hosts=count, between=cluster.between if count > 1 else None)
+        kept = (
+            replace(cluster, devices_per_host=count)
+            if unit == 1
+            else replace(cluster, num_hosts=count, between=cluster.between if count > 1 else None)
+        )
         yield kept, frozenset(range(cluster.num_devices)) - used
 
 
 def _sizes(most: int, config: Config) -> list[int]:
-    """The largest few over which the model can be dealt out: what divides neither batch nor heads has to be stages."""
+    """The largest few over which the model can be dealt out: what divides neither batch nor heads
+    has to be stages.
+    """
+
     def num_stages(count: int) -> int:
         return count // math.gcd(count, config.data.global_batch * config.model.num_heads)
 
-    return [count for count in range(most, 0, -1) if num_stages(count) <= config.model.num_layers][:FEWER]
+    return [count for count in range(most, 0, -1) if num_stages(count) <= config.model.num_layers][
+        :FEWER
+    ]
 
 
 def relaxed(config: Config) -> Config:
-    """The config without what the user fixed of the layout, for when that is not to be had any longer."""
-    return dataclasses.replace(config, parallel=dataclasses.replace(
-        config.parallel, mesh="auto", microbatches=None, schedule="auto", repeats=None, layers_per_stage=(), zero=None))
+    """The config without what the user fixed of the layout, for when that is not to be had any
+    longer.
+    """
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(
+            config.parallel,
+            mesh="auto",
+            microbatches=None,
+            schedule="auto",
+            repeats=None,
+            layers_per_stage=(),
+            zero=None,
+        ),
+    )

@@ -1,8 +1,9 @@
 """When step times have changed for good, and how long such a regime is going to last.
 
-A *regime* is a stretch of time in which step times scatter about one level. A change is found by two sums of
-log-likelihood ratios (Page 1954, doi:10.1093/biomet/41.1-2.100), one for each direction, whose terms are bounded:
-no spike counts for more than one vote, so several steps in a row have to agree.
+A *regime* is a stretch of time in which step times scatter about one level. A change is found by
+two sums of log-likelihood ratios (Page 1954, doi:10.1093/biomet/41.1-2.100), one for each
+direction, whose terms are bounded: no spike counts for more than one vote, so several steps in a
+row have to agree.
 """
 
 import math
@@ -15,7 +16,8 @@ from optimus_jax.robust import deviation_from, median_of_sorted
 SHIFT = math.log(1.1)
 """Least change of the logarithm of a step time that is looked for."""
 VOTES = 5
-"""Fewest steps in a row that can tell of a change; spikes in p of all steps do it about once in p^-5."""
+"""Fewest steps in a row that can tell of a change; spikes in p of all steps do it about once in
+p^-5."""
 BACK = 3
 """Fewest steps in a row that can tell that a level is again what it was before the last change."""
 APART = 5.0
@@ -58,7 +60,8 @@ class ChangeDetector:
         self._former: float | None = None
         """Level before the last change; None: there was none."""
         self.level: float | None = None
-        """Median of the regime, without samples that may belong to the next; None below three samples."""
+        """Median of the regime, without samples that may belong to the next; None below three
+        samples."""
         self.noise = LEAST_NOISE
         """Robust deviation of a sample."""
 
@@ -78,7 +81,11 @@ class ChangeDetector:
 
     def recent(self, count: int) -> float | None:
         """Median of the newest `count` samples; None if there are fewer."""
-        return None if len(self._samples) < count else median_of_sorted(sorted(list(self._samples)[-count:]))
+        return (
+            None
+            if len(self._samples) < count
+            else median_of_sorted(sorted(list(self._samples)[-count:]))
+        )
 
     def in_a_row(self, before: float, after: float) -> int:
         """How many of the newest samples in a row are nearer to `after` than to `before`."""
@@ -94,10 +101,13 @@ class ChangeDetector:
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         self._former, self.level = self.level, None
-        self._restart(list(self._samples)[len(self._samples) - count:])
+        self._restart(list(self._samples)[len(self._samples) - count :])
 
     def add(self, value: float) -> Change | None:
-        """Take a sample; what has changed, if that has become clear. What cannot be a logarithm of seconds is left out."""
+        """Take a sample; what has changed, if that has become clear.
+
+        What cannot be a logarithm of seconds is left out.
+        """
         if not abs(value) < LARGEST:
             return None
         if len(self._samples) >= LEAST and self.level is not None:
@@ -114,7 +124,9 @@ class ChangeDetector:
         variance = self.noise**2 * (1.0 + 6.0 / len(self._samples))
         bound = THRESHOLD / VOTES
         slack = UNSURE * self.noise / math.sqrt(len(self._samples))
-        for_up, for_down = (self._shift * (sign * off - self._shift / 2 - slack) / variance for sign in (1.0, -1.0))
+        for_up, for_down = (
+            self._shift * (sign * off - self._shift / 2 - slack) / variance for sign in (1.0, -1.0)
+        )
         self._up = max(0.0, self._up + min(bound, max(-bound, for_up)))
         self._down = max(0.0, self._down + min(bound, max(-bound, for_down)))
         # Float sums of votes: five times a fifth of the threshold has to reach it.
@@ -123,8 +135,15 @@ class ChangeDetector:
         self._since_down = self._since_down + 1 if self._down > 0 else 0
 
     def _is_back(self) -> bool:
-        """Whether the newest samples are at the level before the last change, which takes fewer of them than one that was never seen."""
-        if self._former is None or self.level is None or self._suspects < BACK or abs(self._former - self.level) < max(self._shift, APART * self.noise):
+        """Whether the newest samples are at the level before the last change, which takes fewer of
+        them than one that was never seen.
+        """
+        if (
+            self._former is None
+            or self.level is None
+            or self._suspects < BACK
+            or abs(self._former - self.level) < max(self._shift, APART * self.noise)
+        ):
             return False
         near = max(self._shift / 2, UNSURE * self.noise)
         return all(abs(value - self._former) < near for value in list(self._samples)[-BACK:])
@@ -137,7 +156,7 @@ class ChangeDetector:
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         if abs(after - before) < self._shift / 2:  # a drift: what is old no longer counts
-            self._restart(list(self._samples)[-max(num_steps, LEAST):])
+            self._restart(list(self._samples)[-max(num_steps, LEAST) :])
             return None
         self._former = before
         self._restart(new)
@@ -164,19 +183,21 @@ class ChangeDetector:
 class Durations:
     """How long regimes of one kind last.
 
-    Exponential with a rate that is not known: given past durations, the time that is left has a Lomax distribution. Its
-    shape is that of Jeffreys' prior of a rate, one half, and one more for each that has ended. Before any has, the chance
-    to last x times as long again as so far is (1 + x)^-1/2: heavy-tailed, as disturbances are: on
-    a cluster of 10,000 GPUs they lasted from tens of seconds to nearly ten hours (arXiv:2410.12588). "Wait until what staying
-    has lost is a good part of what switching costs" (ski rental) is the special case of switching when the odds of
-    earning the cost back are even.
+    Exponential with a rate that is not known: given past durations, the time that is left has a
+    Lomax distribution. Its shape is that of Jeffreys' prior of a rate, one half, and one more for
+    each that has ended. Before any has, the chance to last x times as long again as so far is (1 +
+    x)^-1/2: heavy-tailed, as disturbances are: on a cluster of 10,000 GPUs they lasted from tens of
+    seconds to nearly ten hours (arXiv:2410.12588). "Wait until what staying has lost is a good part
+    of what switching costs" (ski rental) is the special case of switching when the odds of earning
+    the cost back are even.
 
     Args:
       prior_s: how long one is expected to have lasted when nothing is known at all.
     """
 
     UNKNOWN_SHAPE = 0.5
-    """Of the distribution before any has ended: Gamma(1/2, 0) is Jeffreys' prior of a Poisson rate (doi:10.1098/rspa.1946.0056)."""
+    """Of the distribution before any has ended: Gamma(1/2, 0) is Jeffreys' prior of a Poisson rate
+    (doi:10.1098/rspa.1946.0056)."""
     LEARNT_FROM = 8
     """Past regimes that count, the newest."""
 
@@ -203,10 +224,15 @@ class Durations:
         scale, shape = self._scale(elapsed_s), self._shape
         if horizon_s <= 0:
             return 0.0
-        return min(horizon_s, -scale / (shape - 1) * math.expm1(-(shape - 1) * math.log1p(horizon_s / scale)))
+        return min(
+            horizon_s,
+            -scale / (shape - 1) * math.expm1(-(shape - 1) * math.log1p(horizon_s / scale)),
+        )
 
     def wait_s(self, elapsed_s: float, further_s: float, probability: float) -> float:
-        """How much longer it has to last until it is expected, with `probability`, to last `further_s` more."""
+        """How much longer it has to last until it is expected, with `probability`, to last
+        `further_s` more.
+        """
         needed = further_s / (probability ** (-1 / self._shape) - 1)
         return max(0.0, needed - self._scale(elapsed_s))
 

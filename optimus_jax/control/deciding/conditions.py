@@ -1,7 +1,7 @@
 """Conditions: how much slower than in the hardware profile links and devices are at the moment.
 
-What plans cost in other conditions is another `Pricing`: slower links, slower matmuls. Factors are kept on a coarse
-grid, so that a search is needed only when something has really changed.
+What plans cost in other conditions is another `Pricing`: slower links, slower matmuls. Factors are
+kept on a coarse grid, so that a search is needed only when something has really changed.
 """
 
 import math
@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, felt_skew
-from optimus_jax.control.signals import COMPUTE_SLOWDOWN, LINK_SLOWDOWN, PROCESS_SKEW, UNKNOWN, Observation, Reading
+from optimus_jax.control.signals import (
+    COMPUTE_SLOWDOWN,
+    LINK_SLOWDOWN,
+    PROCESS_SKEW,
+    UNKNOWN,
+    Observation,
+    Reading,
+)
 from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
@@ -48,8 +55,13 @@ class Conditions:
         return replace(self, skew=1.0)
 
     def felt_by(self, plan: Plan) -> "Conditions":
-        """The same, with what is left of the skew under a plan whose slow stages have fewer layers."""
-        return self if self.skew == 1 else replace(self, skew=felt_skew(plan, self.slow_part, self.skew))
+        """The same, with what is left of the skew under a plan whose slow stages have fewer
+        layers."""
+        return (
+            self
+            if self.skew == 1
+            else replace(self, skew=felt_skew(plan, self.slow_part, self.skew))
+        )
 
     def applied(self, pricing: Pricing) -> Pricing:
         """What plans cost in these conditions."""
@@ -58,11 +70,22 @@ class Conditions:
         compute = self.compute * self.skew
         return replace(
             pricing,
-            cluster=replace(cluster, inside=slowed(cluster.inside, self.inside, cluster.devices_per_host, platform),
-                            between=cluster.between and slowed(cluster.between, self.between, cluster.num_hosts, platform)),
-            rates=rates if compute == 1 else replace(
-                rates, matmul_flops_per_s=rates.matmul_flops_per_s / compute, f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s / compute,
-                memory_bytes_per_s=rates.memory_bytes_per_s / compute, launch_s=rates.launch_s * compute))
+            cluster=replace(
+                cluster,
+                inside=slowed(cluster.inside, self.inside, cluster.devices_per_host, platform),
+                between=cluster.between
+                and slowed(cluster.between, self.between, cluster.num_hosts, platform),
+            ),
+            rates=rates
+            if compute == 1
+            else replace(
+                rates,
+                matmul_flops_per_s=rates.matmul_flops_per_s / compute,
+                f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s / compute,
+                memory_bytes_per_s=rates.memory_bytes_per_s / compute,
+                launch_s=rates.launch_s * compute,
+            ),
+        )
 
     def as_json(self) -> dict[str, float]:
         """Factors that are not 1."""
@@ -77,14 +100,21 @@ def on_grid(factor: float) -> float:
 def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[str, Reading]:
     """What readings say of each factor: only those that are new enough and make sense."""
     found = {
-        INSIDE: _of_link(observation, INSIDE, cluster, axes), BETWEEN: _of_link(observation, BETWEEN, cluster, axes) if cluster.between else UNKNOWN,
-        "compute": observation.reading(COMPUTE_SLOWDOWN), "skew": observation.reading(PROCESS_SKEW)}
+        INSIDE: _of_link(observation, INSIDE, cluster, axes),
+        BETWEEN: _of_link(observation, BETWEEN, cluster, axes) if cluster.between else UNKNOWN,
+        "compute": observation.reading(COMPUTE_SLOWDOWN),
+        "skew": observation.reading(PROCESS_SKEW),
+    }
     return {name: reading for name, reading in found.items() if is_usable(reading)}
 
 
 def is_usable(reading: Reading) -> bool:
     """Whether it says anything: neither unknown nor stale, and a number that can be a factor."""
-    return reading.quality in ("good", "few") and reading.value is not None and FASTEST <= reading.value <= SLOWEST
+    return (
+        reading.quality in ("good", "few")
+        and reading.value is not None
+        and FASTEST <= reading.value <= SLOWEST
+    )
 
 
 def _of_link(observation: Observation, name: str, cluster: Cluster, axes: AxisSizes) -> Reading:
@@ -93,23 +123,34 @@ def _of_link(observation: Observation, name: str, cluster: Cluster, axes: AxisSi
     if is_usable(direct):
         return direct
     link = cluster.inside if name == INSIDE else cluster.between
-    crossing = [reading for axis in MESH_AXES if axes[axis] > 1 and cluster.link_of(axes, axis) is link
-                and is_usable(reading := observation.reading(LINK_SLOWDOWN + axis))]
+    crossing = [
+        reading
+        for axis in MESH_AXES
+        if axes[axis] > 1
+        and cluster.link_of(axes, axis) is link
+        and is_usable(reading := observation.reading(LINK_SLOWDOWN + axis))
+    ]
     return max(crossing, key=lambda reading: reading.value or 0.0, default=UNKNOWN)
 
 
 def slowed(link: Link, factor: float, num_members: int, platform: str) -> Link:
     """`link` whose probe takes `factor` times as long, its latency left out.
 
-    Probes count slowdowns in no less than half of what a message usually takes. Where latency is most of that, the
-    bytes of a message are so much slower that they make up for it.
+    Probes count slowdowns in no less than half of what a message usually takes. Where latency is
+    most of that, the bytes of a message are so much slower that they make up for it.
 
     Args:
       num_members: devices or hosts that it joins, whose all-reduce is the probe.
     """
     if factor == 1 or link.bytes_per_s is None or num_members == 1:
         return link
-    latency_s, share = 2 * (num_members - 1) * (link.latency_s or 0.0), WIRE_SHARE[ALL_REDUCE](num_members)
+    latency_s, share = (
+        2 * (num_members - 1) * (link.latency_s or 0.0),
+        WIRE_SHARE[ALL_REDUCE](num_members),
+    )
     bytes_s = share * messages_of(platform)[1] / link.bytes_per_s
     counted_in = byte_part_s(latency_s + bytes_s, latency_s) / bytes_s
-    return replace(link, bytes_per_s=link.bytes_per_s / (1 + (factor - 1) * counted_in if factor > 1 else factor))
+    return replace(
+        link,
+        bytes_per_s=link.bytes_per_s / (1 + (factor - 1) * counted_in if factor > 1 else factor),
+    )

@@ -28,12 +28,17 @@ class Course:
         """What the run does: it goes back where it was started again from a checkpoint."""
         is_first, goes_back = self._began_s is None, observation.step < self.step
         if self._began_s is None:
-            self._began_s, self._earlier_steps = observation.time_s - sum(observation.step_times_s), observation.step - len(observation.step_times_s)
+            self._began_s, self._earlier_steps = (
+                observation.time_s - sum(observation.step_times_s),
+                observation.step - len(observation.step_times_s),
+            )
         self.step, self.time_s = observation.step, observation.time_s
         return "begins" if is_first else "goes back" if goes_back else "goes on"
 
     def whole_s(self, regime: Regime, step_time_s: float, usual_s: float) -> float:
-        """Expected time of the whole run under the plan that it is under: steps take `step_time_s` as long as the regime lasts, and `usual_s` from then on."""
+        """Expected time of the whole run under the plan that it is under: steps take `step_time_s`
+        as long as the regime lasts, and `usual_s` from then on.
+        """
         steps_left = max(0, self._num_steps - self.step)
         disturbed_s = regime.expected_s(steps_left * step_time_s)
         earlier_s = self._earlier_steps * usual_s + self.time_s - (self._began_s or 0.0)

@@ -1,4 +1,6 @@
-"""What this run has learnt of step times, by plan, batch and conditions, and kept by these names so that it can be named anew."""
+"""What this run has learnt of step times, by plan, batch and conditions, and kept by these names so
+that it can be named anew.
+"""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +13,8 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.beliefs import Query
 
 CONTRADICTS = math.log(1.25)
-"""From a level that was learnt before of the very same: a few steps so far off were done in other conditions than these."""
+"""From a level that was learnt before of the very same: a few steps so far off were done in other
+conditions than these."""
 PERSISTS = 40
 """Steps that are believed against it."""
 LEVELS = 30
@@ -46,9 +49,15 @@ class Experience:
         """With the step at which each was learnt."""
 
     def learn(self, known: Known, level: Level, step: int) -> None:
-        """Steps have this level; it replaces what was known of the same, unless a few steps speak against many."""
+        """Steps have this level; it replaces what was known of the same, unless a few steps speak
+        against many.
+        """
         before = self._levels.get(known)
-        if before is not None and abs(level[0] - before[0][0]) > CONTRADICTS and level[2] < min(PERSISTS, before[0][2]):
+        if (
+            before is not None
+            and abs(level[0] - before[0][0]) > CONTRADICTS
+            and level[2] < min(PERSISTS, before[0][2])
+        ):
             return
         self._levels.pop(known, None)
         self._levels[known] = (level, step)
@@ -57,7 +66,9 @@ class Experience:
         self._tell(known, level, step)
 
     def call_anew(self, was_so: Mapping[str, float]) -> None:
-        """Conditions have turned out to be other ones all the time: so they were when levels were learnt."""
+        """Conditions have turned out to be other ones all the time: so they were when levels were
+        learnt.
+        """
         levels, self._levels = self._levels, {}
         for known in levels:
             self._predictor.forget(self._query_of(known))
@@ -67,7 +78,9 @@ class Experience:
             self._tell(renamed, level, step)
 
     def _tell(self, known: Known, level: Level, step: int) -> None:
-        self._predictor.learn(self._query_of(known), log_time=level[0], noise=level[1], count=level[2], step=step)
+        self._predictor.learn(
+            self._query_of(known), log_time=level[0], noise=level[1], count=level[2], step=step
+        )
 
     def _query_of(self, known: Known) -> Query:
         pricing = known.conditions.felt_by(known.plan).applied(self._prices.of(known.batch))

@@ -1,4 +1,6 @@
-"""A slow process that the run does without: how likely it is to have recovered, and when to try it again."""
+"""A slow process that the run does without: how likely it is to have recovered, and when to try it
+again.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -30,8 +32,17 @@ class LeftOut:
         durations = self.regime.durations
         if durations is None:
             return None
-        return max(self.at_s + durations.over_s(self.regime.elapsed_s, probability), time_s + LOOK_AGAIN * (time_s - self.at_s))
+        return max(
+            self.at_s + durations.over_s(self.regime.elapsed_s, probability),
+            time_s + LOOK_AGAIN * (time_s - self.at_s),
+        )
 
     def still_slow(self, time_s: float) -> "LeftOut":
-        """It was tried again, in vain: it has been slow for longer than was known, and is expected to be so for longer."""
-        return replace(self, regime=replace(self.regime, elapsed_s=self.regime.elapsed_s + time_s - self.at_s), at_s=time_s)
+        """It was tried again, in vain: it has been slow for longer than was known, and is expected
+        to be so for longer.
+        """
+        return replace(
+            self,
+            regime=replace(self.regime, elapsed_s=self.regime.elapsed_s + time_s - self.at_s),
+            at_s=time_s,
+        )

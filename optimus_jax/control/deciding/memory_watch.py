@@ -1,7 +1,7 @@
 """Memory that something else takes from the run.
 
-What a plan needs is estimated; where the device says that more is in use, the rest is taken by something else. A
-reading that is less than the plan needs, or more than there is, says nothing.
+What a plan needs is estimated; where the device says that more is in use, the rest is taken by
+something else. A reading that is less than the plan needs, or more than there is, says nothing.
 """
 
 import math
@@ -20,21 +20,25 @@ TAKEN = 0.1
 GROWN = 0.05
 """The same where it grows, which no estimate that is off does."""
 LEAD_S = 140.0
-"""What is taken more and more has to leave room for so long: a switch is prepared in that time, and a slow compiler needs most of it."""
+"""What is taken more and more has to leave room for so long: a switch is prepared in that time, and
+a slow compiler needs most of it."""
 LONGEST_S, SHORTEST_S = 300.0, 60.0
 """Over which growth is measured: from where it began, but not from further back or over less."""
 CALM_S = 60.0
 """For how long less has to be taken before that counts."""
 AGAIN_S = 120.0
-"""How long memory that ran short is not called free, at the first time; twice as long at each further one."""
+"""How long memory that ran short is not called free, at the first time; twice as long at each
+further one."""
 SETTLING_S = 20.0
 """After a switch, or where another batch has begun, until samples are about what holds now."""
 AHEAD = 0.03
-"""Beyond what is taken, what is left free because more may be taken soon; so much less has to be taken to count as less."""
+"""Beyond what is taken, what is left free because more may be taken soon; so much less has to be
+taken to count as less."""
 MOST = 0.9
 """Share that is given up at most."""
 BEHIND = 2 / MAD_TO_DEVIATION
-"""From the middle of samples on a line to their end, in robust deviations (signals.Reading.spread): half over a quarter of their range, in MADs."""
+"""From the middle of samples on a line to their end, in robust deviations (signals.Reading.spread):
+half over a quarter of their range, in MADs."""
 WIDEST = 0.1
 """Deviation of samples beyond which they are of two plans, and their median is of neither."""
 OVER = 1.05
@@ -50,7 +54,8 @@ class MemoryWatch:
         self.taken = 0.0
         """Share of each device's memory that plans have to do without."""
         self._off: float | None = None
-        """Memory in use over what is estimated for the present plan; None: not known before the next reading."""
+        """Memory in use over what is estimated for the present plan; None: not known before the
+        next reading."""
         self._settled_s: float | None = -math.inf
         """When readings begin to count; None: not known before the next one."""
         self._past: deque[tuple[float, float]] = deque()
@@ -67,7 +72,9 @@ class MemoryWatch:
         """Another plan or another batch, whose estimate is off by something else."""
         self._settled_s, self._off, self._old_peak, self._is_pressed = None, None, self._peak, False
 
-    def observe(self, observation: Observation, needed_share: float | None) -> Literal["pressed", "relieved"] | None:
+    def observe(
+        self, observation: Observation, needed_share: float | None
+    ) -> Literal["pressed", "relieved"] | None:
         """Whether the plan has to give way, or others no longer have to; None: neither.
 
         Args:
@@ -90,16 +97,25 @@ class MemoryWatch:
         growth, wanted = self._growth(), self._wanted()
         if self.taken and wanted < self.taken - AHEAD:
             return self._relieved(time_s)
-        is_full, will_be_full = present >= TAKEN and used >= PRESSED, present >= GROWN and used + growth * LEAD_S >= 1.0
-        # While a switch for it is under way another one has to wait until even that one's plan would not do.
-        if (present if self._is_pressed else wanted) <= self.taken or not (is_full or (growth > 0 and will_be_full)):
+        is_full, will_be_full = (
+            present >= TAKEN and used >= PRESSED,
+            present >= GROWN and used + growth * LEAD_S >= 1.0,
+        )
+        # While a switch for it is under way another one has to wait until even that one's plan
+        # would not do.
+        if (present if self._is_pressed else wanted) <= self.taken or not (
+            is_full or (growth > 0 and will_be_full)
+        ):
             return None
         self.taken, self._is_pressed = wanted, True
         self._pressed_s, self._num_pressed = time_s, self._num_pressed + 1
         return "pressed"
 
     def settle_for_less(self) -> bool:
-        """No plan does without so much: ask for no more than what is taken already. False: that is what was asked for."""
+        """No plan does without so much: ask for no more than what is taken already.
+
+        False: that is what was asked for.
+        """
         if not self.taken:
             return False
         lately = self._lately()
@@ -110,8 +126,9 @@ class MemoryWatch:
     def _used(self, observation: Observation) -> float | None:
         """Share of the memory in use; None: not known, or nonsense.
 
-        A median lags behind what grows. Of samples on a line the newest is BEHIND deviations above it; of samples that are
-        all alike there is no deviation. A peak that is exactly what it was before the switch is still that of the plan before.
+        A median lags behind what grows. Of samples on a line the newest is BEHIND deviations above
+        it; of samples that are all alike there is no deviation. A peak that is exactly what it was
+        before the switch is still that of the plan before.
         """
         used = [_newest(observation, MEMORY_SHARE)]
         peak = _newest(observation, MEMORY_PEAK_SHARE)
@@ -123,7 +140,9 @@ class MemoryWatch:
 
     def _expected(self, time_s: float) -> float:
         """Share that is taken now, going by what was taken under the plan before."""
-        return self._past[-1][1] + self._growth() * (time_s - self._past[-1][0]) if self._past else 0.0
+        return (
+            self._past[-1][1] + self._growth() * (time_s - self._past[-1][0]) if self._past else 0.0
+        )
 
     def _lately(self) -> float:
         """The largest share that was taken in the last while."""
@@ -131,14 +150,19 @@ class MemoryWatch:
         return max(taken for time_s, taken in self._past if newest_s - time_s <= CALM_S)
 
     def _wanted(self) -> float:
-        """Share that plans should do without: what was taken lately, and what will be if it goes on growing for as long as it has."""
+        """Share that plans should do without: what was taken lately, and what will be if it goes on
+        growing for as long as it has.
+        """
         lately, begun_s = self._lately(), self._begun()[0]
         lead_s = max(LEAD_S, self._past[-1][0] - begun_s)
         return min(MOST, lately + max(AHEAD, self._growth() * lead_s)) if lately >= GROWN else 0.0
 
     def _relieved(self, time_s: float) -> Literal["relieved"] | None:
         """Less is taken: for long enough, and for longer each time that it did not stay so."""
-        if time_s - self._past[0][0] < CALM_S or time_s - self._pressed_s < AGAIN_S * 2**self._num_pressed:
+        if (
+            time_s - self._past[0][0] < CALM_S
+            or time_s - self._pressed_s < AGAIN_S * 2**self._num_pressed
+        ):
             return None
         self.taken = self._wanted()
         return "relieved"
@@ -153,14 +177,19 @@ class MemoryWatch:
 
     def _begun(self) -> tuple[float, float]:
         """When growth began, as far as is known, and the share taken then."""
-        return max(((when_s, taken) for when_s, taken in self._past if taken < GROWN / 2), default=self._past[0])
+        return max(
+            ((when_s, taken) for when_s, taken in self._past if taken < GROWN / 2),
+            default=self._past[0],
+        )
 
     def applied(self, pricing: Pricing) -> Pricing:
         """Prices with the memory that is left."""
         capacity = pricing.cluster.accelerator.memory_bytes
         if not self.taken or capacity is None:
             return pricing
-        accelerator = replace(pricing.cluster.accelerator, memory_bytes=int(capacity * max(0.0, 1 - self.taken)))
+        accelerator = replace(
+            pricing.cluster.accelerator, memory_bytes=int(capacity * max(0.0, 1 - self.taken))
+        )
         return replace(pricing, cluster=replace(pricing.cluster, accelerator=accelerator))
 
 

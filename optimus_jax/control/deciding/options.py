@@ -1,7 +1,7 @@
 """All plans worth weighing at a moment, each on devices that can be used there.
 
-Where devices are lost, what is left; where a process is slow, also all but it; where one was left out, also all with
-it, as if it had recovered.
+Where devices are lost, what is left; where a process is slow, also all but it; where one was left
+out, also all with it, as if it had recovered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,8 @@ from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.search.search import Pricing
 
 STAGED = ("1f1b", "interleaved")
-"""Schedules, which only plans with stages have: few large ones, whose layers can be dealt out finely, or many small ones."""
+"""Schedules, which only plans with stages have: few large ones, whose layers can be dealt out
+finely, or many small ones."""
 SPARED = 8
 """Plans with fewer layers for slow stages that are weighed, the fastest by the cost model."""
 
@@ -94,14 +95,35 @@ class Options:
     Args:
       prices: of the run.
       searches: what is best on given devices.
-      keeps_devices: whether all devices stay in use whatever is wrong with them: a process without one would have nothing to run.
+      keeps_devices: whether all devices stay in use whatever is wrong with them: a process without
+        one would have nothing to run.
       allow: meshes that the user has listed; empty: all.
     """
 
-    def __init__(self, prices: Prices, searches: Searches, *, keeps_devices: bool = False, allow: Sequence[str] = ()) -> None:
-        self._prices, self._searches, self._keeps_devices, self._allow = prices, searches, keeps_devices, allow
+    def __init__(
+        self,
+        prices: Prices,
+        searches: Searches,
+        *,
+        keeps_devices: bool = False,
+        allow: Sequence[str] = (),
+    ) -> None:
+        self._prices, self._searches, self._keeps_devices, self._allow = (
+            prices,
+            searches,
+            keeps_devices,
+            allow,
+        )
 
-    def all(self, view: View, standing: Standing, known: list[Plan], learnt: Calibration, *, mandatory: bool) -> list[Offer] | None:
+    def all(
+        self,
+        view: View,
+        standing: Standing,
+        known: list[Plan],
+        learnt: Calibration,
+        *,
+        mandatory: bool,
+    ) -> list[Offer] | None:
         """Every plan worth weighing; None: a search is still at work.
 
         Args:
@@ -120,11 +142,16 @@ class Options:
                 return None
             for plan in [*plans, *spared]:
                 if (plan, place.without) != (standing.plan, standing.without):
-                    offers.setdefault((plan.digest, place.without), Offer(plan=plan, place=self._felt(place, plan, view)))
+                    offers.setdefault(
+                        (plan.digest, place.without),
+                        Offer(plan=plan, place=self._felt(place, plan, view)),
+                    )
         return list(offers.values())
 
     def back(self, view: View, before: Standing) -> list[Offer]:
-        """The plan that the run was under, on the devices that it used; empty if that cannot be had."""
+        """The plan that the run was under, on the devices that it used; empty if that cannot be
+        had.
+        """
         priced, conditions = self._prices.of(view.batch), view.conditions
         if view.left_out is not None and not view.left_out.devices <= before.without:
             conditions = replace(conditions, skew=view.left_out.skew)
@@ -132,9 +159,18 @@ class Options:
             conditions = conditions.without_skew()
         size = priced.cluster.devices_per_host
         num_hosts, rest = divmod(before.plan.num_devices, size)
-        cluster = replace(priced.cluster, num_hosts=max(1, num_hosts), devices_per_host=rest or size, between=priced.cluster.between if num_hosts > 1 else None)
+        cluster = replace(
+            priced.cluster,
+            num_hosts=max(1, num_hosts),
+            devices_per_host=rest or size,
+            between=priced.cluster.between if num_hosts > 1 else None,
+        )
         place = self._place(replace(priced, cluster=cluster), conditions, before.without, view)
-        can_be = view.lost <= before.without and is_legal(before.plan, priced.config) and has_room(before.plan, place.pricing)
+        can_be = (
+            view.lost <= before.without
+            and is_legal(before.plan, priced.config)
+            and has_room(before.plan, place.pricing)
+        )
         return [Offer(plan=before.plan, place=place)] if can_be else []
 
     def _places(self, view: View) -> Iterator[Place]:
@@ -144,50 +180,106 @@ class Options:
         if self._keeps_devices:
             places = [(frozenset[int](), conditions, 1.0)]
         elif view.left_out is not None:
-            places = [(lost | view.left_out.devices, conditions, 1.0), (lost, conditions, view.left_out.recovered(view.time_s))]
+            places = [
+                (lost | view.left_out.devices, conditions, 1.0),
+                (lost, conditions, view.left_out.recovered(view.time_s)),
+            ]
         elif view.slow - lost:
             places.append((lost | view.slow, conditions.without_skew(), 1.0))
         for unusable, there, likely in places:
             whole = [(priced.cluster, frozenset[int]())]
-            for cluster, without in leaving_out(priced.cluster, unusable, priced.config) if unusable else whole:
+            for cluster, without in (
+                leaving_out(priced.cluster, unusable, priced.config) if unusable else whole
+            ):
                 yield self._place(replace(priced, cluster=cluster), there, without, view, likely)
 
-    def _rebalanced(self, plans: list[Plan], place: Place, view: View, learnt: Calibration) -> list[Plan] | None:
-        """Of these plans and of the best with stages, those that spare a slow process; None: a search is still at work."""
+    def _rebalanced(
+        self, plans: list[Plan], place: Place, view: View, learnt: Calibration
+    ) -> list[Plan] | None:
+        """Of these plans and of the best with stages, those that spare a slow process; None: a
+        search is still at work.
+        """
         conditions, config = place.conditions, place.pricing.config
         if conditions.skew == 1 or conditions.slow_part == ANYWHERE:
             return []
-        staged = [plan for plan in plans if plan.pipeline and plan.num_devices == place.pricing.cluster.num_devices]
-        for schedule in STAGED if config.parallel.schedule == "auto" and config.parallel.mesh == "auto" else ():
+        staged = [
+            plan
+            for plan in plans
+            if plan.pipeline and plan.num_devices == place.pricing.cluster.num_devices
+        ]
+        for schedule in (
+            STAGED if config.parallel.schedule == "auto" and config.parallel.mesh == "auto" else ()
+        ):
             best = self._best(place, view, learnt, schedule=schedule)
             if best is None:
                 return None
             staged += best
-        found = dict.fromkeys(rebalanced(plan, conditions.slow_part, conditions.skew) for plan in staged)
-        legal = [plan for plan in found if plan is not None and is_legal(plan, config) and has_room(plan, place.pricing)]
-        return sorted(legal, key=lambda plan: learnt.step_time_s(times(plan, self._felt(place, plan, view).pricing)))[:SPARED]
+        found = dict.fromkeys(
+            rebalanced(plan, conditions.slow_part, conditions.skew) for plan in staged
+        )
+        legal = [
+            plan
+            for plan in found
+            if plan is not None and is_legal(plan, config) and has_room(plan, place.pricing)
+        ]
+        return sorted(
+            legal,
+            key=lambda plan: learnt.step_time_s(times(plan, self._felt(place, plan, view).pricing)),
+        )[:SPARED]
 
     @staticmethod
     def _felt(place: Place, plan: Plan, view: View) -> Place:
         """The place as a plan feels it whose slow stages have fewer layers."""
         felt = place.conditions.felt_by(plan)
-        return place if felt == place.conditions else replace(place, pricing=view.memory.applied(felt.applied(place.profiled)))
+        return (
+            place
+            if felt == place.conditions
+            else replace(place, pricing=view.memory.applied(felt.applied(place.profiled)))
+        )
 
     @staticmethod
-    def _place(priced: Pricing, conditions: Conditions, without: frozenset[int], view: View, likely: float = 1.0) -> Place:
-        return Place(conditions=conditions, profiled=priced, pricing=view.memory.applied(conditions.applied(priced)), setting=setting(view.batch, conditions),
-                     normal=view.memory.applied(view.normal.applied(priced)), without=without, likely=likely)
+    def _place(
+        priced: Pricing,
+        conditions: Conditions,
+        without: frozenset[int],
+        view: View,
+        likely: float = 1.0,
+    ) -> Place:
+        return Place(
+            conditions=conditions,
+            profiled=priced,
+            pricing=view.memory.applied(conditions.applied(priced)),
+            setting=setting(view.batch, conditions),
+            normal=view.memory.applied(view.normal.applied(priced)),
+            without=without,
+            likely=likely,
+        )
 
-    def _found(self, place: Place, view: View, learnt: Calibration, *, mandatory: bool) -> list[Plan] | None:
+    def _found(
+        self, place: Place, view: View, learnt: Calibration, *, mandatory: bool
+    ) -> list[Plan] | None:
         num_devices, found = place.pricing.cluster.num_devices, list[Plan]()
-        for mesh in [text for text in self._allow if AxisSizes.parse(text).num_devices == num_devices] if self._allow else [""]:
+        for mesh in (
+            [text for text in self._allow if AxisSizes.parse(text).num_devices == num_devices]
+            if self._allow
+            else [""]
+        ):
             best = self._best(place, view, learnt, mesh=mesh)
             if best is None:
                 return None
             found += best
         return self._best(place, view, learnt, free=True) if mandatory and not found else found
 
-    def _best(self, place: Place, view: View, learnt: Calibration, *, mesh: str = "", schedule: str = "", free: bool = False) -> list[Plan] | None:
+    def _best(
+        self,
+        place: Place,
+        view: View,
+        learnt: Calibration,
+        *,
+        mesh: str = "",
+        schedule: str = "",
+        free: bool = False,
+    ) -> list[Plan] | None:
         """What a search finds there; None: it is still at work.
 
         Args:
@@ -196,14 +288,32 @@ class Options:
         """
         pricing = replace(place.pricing, calibration=learnt)
         only = {"parallel.mesh": mesh} | {"parallel.schedule": schedule}
-        config = relaxed(pricing.config) if free else pricing.config.with_values({name: value for name, value in only.items() if value})
-        key = (place.setting, pricing.cluster.num_devices, round(view.memory.taken, 2), mesh, schedule, free)
+        config = (
+            relaxed(pricing.config)
+            if free
+            else pricing.config.with_values({name: value for name, value in only.items() if value})
+        )
+        key = (
+            place.setting,
+            pricing.cluster.num_devices,
+            round(view.memory.taken, 2),
+            mesh,
+            schedule,
+            free,
+        )
         found = self._searches.best(key, replace(pricing, config=config))
         return None if found is None else list(found)
 
     @staticmethod
     def _known(place: Place, view: View, standing: Standing, known: list[Plan]) -> list[Plan]:
         """Known plans, and other executables for the run's state, that fit there."""
-        here = [plan for plan in known if plan.num_devices == place.pricing.cluster.num_devices and is_legal(plan, place.pricing.config)
-                and has_room(plan, place.pricing)]
-        return here + (executables(standing.plan, place.pricing) if place.without == standing.without else [])
+        here = [
+            plan
+            for plan in known
+            if plan.num_devices == place.pricing.cluster.num_devices
+            and is_legal(plan, place.pricing.config)
+            and has_room(plan, place.pricing)
+        ]
+        return here + (
+            executables(standing.plan, place.pricing) if place.without == standing.without else []
+        )

@@ -1,4 +1,6 @@
-"""Parts of a run with batches of their own that are known beforehand: batch-size ramps, curricula of sequence lengths."""
+"""Parts of a run with batches of their own that are known beforehand: batch-size ramps, curricula
+of sequence lengths.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +32,10 @@ class Phases:
     """
 
     def __init__(self, phases: Sequence[Phase], num_steps: int) -> None:
-        self._phases, self._num_steps = tuple([phase for phase in phases if phase.steps_before < num_steps]), num_steps
+        self._phases, self._num_steps = (
+            tuple([phase for phase in phases if phase.steps_before < num_steps]),
+            num_steps,
+        )
         self._looked_at: set[Phase] = set()
 
     def steps_left(self, step: int) -> int:

@@ -1,4 +1,6 @@
-"""What plans of one run cost, by batch and conditions: the cost model's figures, as the predictor and the search are asked."""
+"""What plans of one run cost, by batch and conditions: the cost model's figures, as the predictor
+and the search are asked.
+"""
 
 import hashlib
 import math
@@ -39,22 +41,35 @@ class Prices:
         if batch not in self._of:
             config = self.base.config
             data = replace(config.data, global_batch=batch[0], seq_len=batch[1])
-            self._of[batch] = self.base if batch == self.first_batch else replace(self.base, config=replace(config, data=data))
+            self._of[batch] = (
+                self.base
+                if batch == self.first_batch
+                else replace(self.base, config=replace(config, data=data))
+            )
         return self._of[batch]
 
     def log_time(self, plan: Plan, batch: Batch, conditions: Conditions) -> float:
-        """Logarithm of a step's seconds by the cost model. Raises PlanError where a link's speed is unknown."""
+        """Logarithm of a step's seconds by the cost model.
+
+        Raises PlanError where a link's speed is unknown.
+        """
         key = (plan, batch, conditions)
         if key not in self._log_times:
-            self._log_times[key] = math.log(sum(times(plan, conditions.felt_by(plan).applied(self.of(batch))).values()))
+            self._log_times[key] = math.log(
+                sum(times(plan, conditions.felt_by(plan).applied(self.of(batch))).values())
+            )
         return self._log_times[key]
 
     def memory_share(self, plan: Plan, batch: Batch) -> float | None:
-        """Of a device's memory, what the plan is estimated to need; None: it is not known how much there is."""
+        """Of a device's memory, what the plan is estimated to need; None: it is not known how much
+        there is.
+        """
         key = (plan, batch)
         if key not in self._memory_shares:
             pricing, capacity = self.of(batch), self.base.cluster.accelerator.memory_bytes
-            self._memory_shares[key] = None if capacity is None else pricing.memory(plan).total / capacity
+            self._memory_shares[key] = (
+                None if capacity is None else pricing.memory(plan).total / capacity
+            )
         return self._memory_shares[key]
 
 
@@ -66,7 +81,12 @@ def setting(batch: Batch, conditions: Conditions) -> str:
 
 def query(plan: Plan, pricing: Pricing, named: str, regime: int = 0) -> Query:
     """What a predictor is asked about a plan. Raises PlanError where a link's speed is unknown."""
-    return Query(plan=f"{plan.digest} of {_digest(pricing.config.model)}", setting=named, regime=regime, terms_s=times(plan, pricing))
+    return Query(
+        plan=f"{plan.digest} of {_digest(pricing.config.model)}",
+        setting=named,
+        regime=regime,
+        terms_s=times(plan, pricing),
+    )
 
 
 @lru_cache(maxsize=64)

@@ -25,10 +25,16 @@ class Quarantine:
         self._failures[plan.digest] = (number, step + self._steps * 2 ** min(number, LONGEST), why)
 
     def first_end(self, step: int) -> float:
-        """The first step after this one from which on a plan may be tried that may not be now; infinite: there is none."""
-        return min((until for _, until, _ in self._failures.values() if until > step), default=math.inf)
+        """The first step after this one from which on a plan may be tried that may not be now;
+        infinite: there is none.
+        """
+        return min(
+            (until for _, until, _ in self._failures.values() if until > step), default=math.inf
+        )
 
     def why(self, plan: Plan, step: int) -> str:
         """Why it is not to be tried at this step; empty: it may be."""
         number, until, why = self._failures.get(plan.digest, (0, 0, ""))
-        return f"failed {number} times ({why}), not again before step {until}" if step < until else ""
+        return (
+            f"failed {number} times ({why}), not again before step {until}" if step < until else ""
+        )

@@ -1,6 +1,8 @@
-"""Fewer layers for stages that are slow: where one process computes more slowly than the others, all stages wait for its own.
+"""Fewer layers for stages that are slow: where one process computes more slowly than the others,
+all stages wait for its own.
 
-Rows cannot be dealt out unevenly: every process runs the same program on shards of the same shape. Layers can.
+Rows cannot be dealt out unevenly: every process runs the same program on shards of the same shape.
+Layers can.
 """
 
 import heapq
@@ -10,7 +12,8 @@ from dataclasses import replace
 from optimus_jax.plan import Plan
 
 SlowPart = tuple[float, float]
-"""Where a slow process's devices lie among those of a mesh, in its order: shares from 0 to 1, first and last."""
+"""Where a slow process's devices lie among those of a mesh, in its order: shares from 0 to 1, first
+and last."""
 ANYWHERE: SlowPart = (0.0, 1.0)
 """Nobody knows where."""
 
@@ -18,11 +21,15 @@ ANYWHERE: SlowPart = (0.0, 1.0)
 def stage_factors(plan: Plan, slow_part: SlowPart, skew: float) -> list[float]:
     """Of each stage's devices, how many times as long as usual they compute."""
     pipe, (first, last) = plan.axes.pipe, slow_part
-    return [skew if first < (stage + 1) / pipe and last > stage / pipe else 1.0 for stage in range(pipe)]
+    return [
+        skew if first < (stage + 1) / pipe and last > stage / pipe else 1.0 for stage in range(pipe)
+    ]
 
 
 def felt_skew(plan: Plan, slow_part: SlowPart, skew: float) -> float:
-    """How many times as long as on sound devices the slowest stage of `plan` computes: less than `skew` if the slow stages have fewer layers."""
+    """How many times as long as on sound devices the slowest stage of `plan` computes: less than
+    `skew` if the slow stages have fewer layers.
+    """
     if plan.pipeline is None:
         return skew
     layers, factors = plan.pipeline.layers_per_stage, stage_factors(plan, slow_part, skew)
@@ -32,12 +39,17 @@ def felt_skew(plan: Plan, slow_part: SlowPart, skew: float) -> float:
 
 
 def rebalanced(plan: Plan, slow_part: SlowPart, skew: float) -> Plan | None:
-    """The plan with its layers dealt out such that the slowest stage is as fast as can be; None: that is how they are, or there are no stages."""
+    """The plan with its layers dealt out such that the slowest stage is as fast as can be; None:
+    that is how they are, or there are no stages.
+    """
     if plan.pipeline is None:
         return None
     factors = stage_factors(plan, slow_part, skew)
     num_virtual = len(plan.pipeline.layers_per_stage)
-    layers = _dealt_out(sum(plan.pipeline.layers_per_stage), [factors[place % plan.axes.pipe] for place in range(num_virtual)])
+    layers = _dealt_out(
+        sum(plan.pipeline.layers_per_stage),
+        [factors[place % plan.axes.pipe] for place in range(num_virtual)],
+    )
     other = replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=layers))
 
     def slowest(each: Sequence[int]) -> float:
@@ -47,7 +59,9 @@ def rebalanced(plan: Plan, slow_part: SlowPart, skew: float) -> Plan | None:
 
 
 def _dealt_out(num_layers: int, factors: Sequence[float]) -> tuple[int, ...]:
-    """At least one for each; every further one goes where it does least harm, which is exact (pipeline/partition.py)."""
+    """At least one for each; every further one goes where it does least harm, which is exact
+    (pipeline/partition.py).
+    """
     layers = [1] * len(factors)
     queue = [(2 * factor, -place) for place, factor in enumerate(factors)]
     heapq.heapify(queue)

@@ -1,4 +1,6 @@
-"""The scales: what could be switched to, each against the plan that the run is under, in time, cost and doubt."""
+"""The scales: what could be switched to, each against the plan that the run is under, in time, cost
+and doubt.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +43,16 @@ class Scales:
     is_compiled: Callable[[Plan, Batch, frozenset[int]], bool]
     """Whether a plan's executable for these batches, without these devices, is there."""
 
-    def weigh(self, question: Question, offers: Sequence[Offer], view: View, readings: Mapping[str, Reading], *, now: Setting, blocked: str) -> Decision:
+    def weigh(
+        self,
+        question: Question,
+        offers: Sequence[Offer],
+        view: View,
+        readings: Mapping[str, Reading],
+        *,
+        now: Setting,
+        blocked: str,
+    ) -> Decision:
         """The answer to a question.
 
         Args:
@@ -49,57 +60,156 @@ class Scales:
           now: names the present conditions.
           blocked: why nothing may be done; empty: it may.
         """
-        watch, plan, priced = self.watch, self.track.now.plan, view.memory.applied(self.prices.of(question.batch))
-        asked = [query(plan, view.conditions.felt_by(plan).applied(priced), setting(question.batch, watch.conditions), watch.regime)]
-        asked += [query(offer.plan, offer.place.pricing, offer.place.setting, watch.regime) for offer in offers]
+        watch, plan, priced = (
+            self.watch,
+            self.track.now.plan,
+            view.memory.applied(self.prices.of(question.batch)),
+        )
+        asked = [
+            query(
+                plan,
+                view.conditions.felt_by(plan).applied(priced),
+                setting(question.batch, watch.conditions),
+                watch.regime,
+            )
+        ]
+        asked += [
+            query(offer.plan, offer.place.pricing, offer.place.setting, watch.regime)
+            for offer in offers
+        ]
         if watch.is_disturbed:
             normal = setting(question.batch, watch.normal)
-            asked += [query(plan, watch.normal.applied(priced), normal)] + [query(offer.plan, offer.place.normal, normal) for offer in offers]
+            asked += [query(plan, watch.normal.applied(priced), normal)] + [
+                query(offer.plan, offer.place.normal, normal) for offer in offers
+            ]
         forecast, after = self.predictor.foretell(asked), len(offers) + 1
         # What has to be left is left, if not to a mesh on the user's list then to another one.
-        allow = self.settings.allow if not question.mandatory or any(is_allowed(offer.plan, self.settings.allow) for offer in offers) else ()
+        allow = (
+            self.settings.allow
+            if not question.mandatory
+            or any(is_allowed(offer.plan, self.settings.allow) for offer in offers)
+            else ()
+        )
         candidates = [
-            self._candidate(offer, question, view, now, allow, *forecast.ratio(index, 0), forecast.ratio(after + index, after)[0] if watch.is_disturbed else None)
-            for index, offer in enumerate(offers, start=1)]
-        step_time_s, usual_s = forecast.step_time_s(0), forecast.step_time_s(after if watch.is_disturbed else 0)
-        steps_left = self.phases.steps_left(self.course.step if question.at_step is None else question.at_step)
-        # Whether to go back does not depend on how long conditions last: the same ones hold for both plans.
-        regime = watch.regime_at(view.time_s) if question.only is None else Regime(elapsed_s=0.0, durations=None)
+            self._candidate(
+                offer,
+                question,
+                view,
+                now,
+                allow,
+                *forecast.ratio(index, 0),
+                forecast.ratio(after + index, after)[0] if watch.is_disturbed else None,
+            )
+            for index, offer in enumerate(offers, start=1)
+        ]
+        step_time_s, usual_s = (
+            forecast.step_time_s(0),
+            forecast.step_time_s(after if watch.is_disturbed else 0),
+        )
+        steps_left = self.phases.steps_left(
+            self.course.step if question.at_step is None else question.at_step
+        )
+        # Whether to go back does not depend on how long conditions last: the same ones hold for
+        # both plans.
+        regime = (
+            watch.regime_at(view.time_s)
+            if question.only is None
+            else Regime(elapsed_s=0.0, durations=None)
+        )
         situation = Situation(
-            step=self.course.step, trigger=question.trigger, step_time_s=step_time_s, horizon_s=steps_left * step_time_s, regime=regime, blocked=blocked,
-            caution=1.0 if question.only is not None else self.allowance.caution(view.time_s), budget_s=self._budget_s(step_time_s, usual_s), mandatory=question.mandatory, at_step=question.at_step,
-            inputs=self._inputs(question, view, readings, forecast.interval_s(0), steps_left))
+            step=self.course.step,
+            trigger=question.trigger,
+            step_time_s=step_time_s,
+            horizon_s=steps_left * step_time_s,
+            regime=regime,
+            blocked=blocked,
+            caution=1.0 if question.only is not None else self.allowance.caution(view.time_s),
+            budget_s=self._budget_s(step_time_s, usual_s),
+            mandatory=question.mandatory,
+            at_step=question.at_step,
+            inputs=self._inputs(question, view, readings, forecast.interval_s(0), steps_left),
+        )
         return policy.decide(situation, candidates, self.settings)
 
-    def _candidate(self, offer: Offer, question: Question, view: View, now: Setting, allow: Sequence[str], log_ratio: float, deviation: float,
-                   log_ratio_after: float | None) -> Candidate:
+    def _candidate(
+        self,
+        offer: Offer,
+        question: Question,
+        view: View,
+        now: Setting,
+        allow: Sequence[str],
+        log_ratio: float,
+        deviation: float,
+        log_ratio_after: float | None,
+    ) -> Candidate:
         plan, place, old = offer.plan, offer.place, self.track.now.plan
-        rung, compiled = self.track.rung(plan, place.without), self.is_compiled(plan, question.batch, place.without)
+        rung, compiled = (
+            self.track.rung(plan, place.without),
+            self.is_compiled(plan, question.batch, place.without),
+        )
         is_listed = is_allowed(plan, allow)
         return Candidate(
-            plan=plan, rung=rung, log_ratio=log_ratio, deviation=deviation, log_ratio_after=log_ratio_after, without=place.without, likely=place.likely,
-            barred=self.quarantine.why(plan, self.course.step) if is_listed else "not on the list of meshes that may be switched to",
+            plan=plan,
+            rung=rung,
+            log_ratio=log_ratio,
+            deviation=deviation,
+            log_ratio_after=log_ratio_after,
+            without=place.without,
+            likely=place.likely,
+            barred=self.quarantine.why(plan, self.course.step)
+            if is_listed
+            else "not on the list of meshes that may be switched to",
             cost_s=self.costs.expected_s(rung, old, plan, place.pricing, compiled=compiled),
             prepare_s=self.costs.prepare_s(rung, compiled=compiled),
             return_s=self.costs.expected_s(rung, plan, old, place.normal, compiled=True),
             is_free=self.track.is_repair(place.without, view.slow) or self._goes_home(plan),
-            was_left=question.only is None and self.track.left_in(plan) == now)
+            was_left=question.only is None and self.track.left_in(plan) == now,
+        )
 
     def _goes_home(self, plan: Plan) -> bool:
-        """Whether a disturbance is over that `plan` was left for: the way back was reserved when it was left."""
+        """Whether a disturbance is over that `plan` was left for: the way back was reserved when it
+        was left.
+        """
         return not self.watch.is_disturbed and self.track.has_left(plan)
 
     def _budget_s(self, step_time_s: float, usual_s: float) -> float:
-        """What switches may still take, of the time that the whole run is expected to take if it stays where it is."""
-        whole_s = self.course.whole_s(self.watch.regime_at(self.course.time_s), step_time_s, usual_s)
+        """What switches may still take, of the time that the whole run is expected to take if it
+        stays where it is.
+        """
+        whole_s = self.course.whole_s(
+            self.watch.regime_at(self.course.time_s), step_time_s, usual_s
+        )
         return self.allowance.budget_s(whole_s, self.costs.spent_s)
 
-    def _inputs(self, question: Question, view: View, readings: Mapping[str, Reading], interval_s: tuple[float, float], steps_left: int) -> dict[str, Any]:
+    def _inputs(
+        self,
+        question: Question,
+        view: View,
+        readings: Mapping[str, Reading],
+        interval_s: tuple[float, float],
+        steps_left: int,
+    ) -> dict[str, Any]:
         watch = self.watch
-        values = {name: reading.value for name, reading in sorted(readings.items())
-                  if reading.quality in ("good", "few") and reading.value is not None and math.isfinite(reading.value)}
+        values = {
+            name: reading.value
+            for name, reading in sorted(readings.items())
+            if reading.quality in ("good", "few")
+            and reading.value is not None
+            and math.isfinite(reading.value)
+        }
         return {
-            "plan": self.track.now.plan.digest, "global_batch": question.batch[0], "seq_len": question.batch[1], "step_time_low_s": interval_s[0],
-            "step_time_high_s": interval_s[1], "conditions": watch.conditions.as_json(), "unexplained": watch.regime != 0,
-            "distrusted": sorted(watch.distrusted), "held_s": watch.regime_at(view.time_s).elapsed_s, "steps_left": steps_left,
-            "spent_s": self.costs.spent_s, "memory_taken": view.memory.taken, "lost_devices": sorted(view.lost), **values}
+            "plan": self.track.now.plan.digest,
+            "global_batch": question.batch[0],
+            "seq_len": question.batch[1],
+            "step_time_low_s": interval_s[0],
+            "step_time_high_s": interval_s[1],
+            "conditions": watch.conditions.as_json(),
+            "unexplained": watch.regime != 0,
+            "distrusted": sorted(watch.distrusted),
+            "held_s": watch.regime_at(view.time_s).elapsed_s,
+            "steps_left": steps_left,
+            "spent_s": self.costs.spent_s,
+            "memory_taken": view.memory.taken,
+            "lost_devices": sorted(view.lost),
+            **values,
+        }

@@ -1,7 +1,8 @@
 """What switches cost: how long a run is delayed by one, before any has been made and after.
 
-A delay is the sum of a part that depends on the state that moves and of fixed parts by rung. How far off these
-expectations are is learnt from the switches that were made, as a factor for each rung and one for all.
+A delay is the sum of a part that depends on the state that moves and of fixed parts by rung. How
+far off these expectations are is learnt from the switches that were made, as a factor for each rung
+and one for all.
 """
 
 import math
@@ -21,17 +22,23 @@ MOVE_BYTES_PER_S = 1e9
 CHECKPOINT_BYTES_PER_S = 1e9
 """Each host's, to and from disk."""
 REBALANCED = 0.5
-"""Of the state, what moves when stages of the same mesh get other layers: neighbours hand over some."""
+"""Of the state, what moves when stages of the same mesh get other layers: neighbours hand over
+some."""
 OWN = 0.5
-"""Weight of a rung's own experience against that of all switches: switches of its own that count as much as one of all."""
+"""Weight of a rung's own experience against that of all switches: switches of its own that count as
+much as one of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchCosts:
-    """Expectations before any switch was made. Guesses, to be replaced by what the first switches take."""
+    """Expectations before any switch was made.
+
+    Guesses, to be replaced by what the first switches take.
+    """
 
     prepare_s: float = 30.0
-    """From the decision until a switch can be made, where it has to be compiled; steps go on meanwhile."""
+    """From the decision until a switch can be made, where it has to be compiled; steps go on
+    meanwhile."""
     compile_tax_s: float = 3.0
     """What compiling in the background takes from the steps that go on meanwhile."""
     stop_s: float = 1.0
@@ -39,11 +46,13 @@ class SwitchCosts:
     verify_s: float = 1.0
     """Checksums."""
     first_steps_s: float = 2.0
-    """What the first steps of an executable take beyond their time. Not a part of the delay that a switch reports, which ends before them."""
+    """What the first steps of an executable take beyond their time. Not a part of the delay that a
+    switch reports, which ends before them."""
     restart_s: float = 90.0
     """Processes end and start again, restore and compile."""
     subset_restarts: bool = True
-    """Whether processes have to start again for other devices; a single one moves the state to them in memory."""
+    """Whether processes have to start again for other devices; a single one moves the state to them
+    in memory."""
     failure: float = 0.05
     """Probability that a switch is taken back, and costs twice for nothing."""
 
@@ -59,7 +68,9 @@ class CostModel:
         self.spent_s = 0.0
         """On the switches so far that the run had a choice about, and on what came to nothing."""
 
-    def expected_s(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
+    def expected_s(
+        self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool
+    ) -> float:
         """Delay by a switch, the risk that it fails included.
 
         Args:
@@ -72,7 +83,9 @@ class CostModel:
         return (delay_s + self._costs.first_steps_s) * (1 + self._costs.failure)
 
     def prepare_s(self, rung: Rung, *, compiled: bool) -> float:
-        """Expected from a decision until its switch can be made, steps going on meanwhile: nothing where processes start again, which compile then."""
+        """Expected from a decision until its switch can be made, steps going on meanwhile: nothing
+        where processes start again, which compile then.
+        """
         if compiled or self._restarts(rung):
             return 0.0
         return statistics.median(self._prepared_s) if self._prepared_s else self._costs.prepare_s
@@ -82,8 +95,20 @@ class CostModel:
         if 0 <= time_s < math.inf:
             self._prepared_s.append(time_s)
 
-    def learn(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool, delay_s: float, counts: bool = True) -> None:
-        """A switch took so long, what compiling took from steps included and its first steps not. What makes no sense is left out.
+    def learn(
+        self,
+        rung: Rung,
+        old: Plan,
+        plan: Plan,
+        pricing: Pricing,
+        *,
+        compiled: bool,
+        delay_s: float,
+        counts: bool = True,
+    ) -> None:
+        """A switch took so long, what compiling took from steps included and its first steps not.
+
+        What makes no sense is left out.
 
         Args:
           counts: the run had a choice, so that its budget pays for it.
@@ -91,7 +116,9 @@ class CostModel:
         if not math.isfinite(delay_s) or delay_s < 0:
             return
         self.charge(delay_s if counts else 0.0)
-        off = math.log(max(delay_s, 1e-3) / self._prior_s(rung, old, plan, pricing, compiled=compiled))
+        off = math.log(
+            max(delay_s, 1e-3) / self._prior_s(rung, old, plan, pricing, compiled=compiled)
+        )
         for key in (rung, None):
             self._seen.setdefault(key, []).append(off)
 
@@ -102,7 +129,9 @@ class CostModel:
     def _restarts(self, rung: Rung) -> bool:
         return rung == "restart" or (rung == "subset" and self._costs.subset_restarts)
 
-    def _prior_s(self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool) -> float:
+    def _prior_s(
+        self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool
+    ) -> float:
         costs = self._costs
         fixed_s = costs.stop_s + (0.0 if compiled else costs.compile_tax_s)
         if rung == "executable":
@@ -116,33 +145,57 @@ class CostModel:
         return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S
 
     def _factor(self, rung: Rung) -> float:
-        """Of this rung, drawn to that of all, which is drawn to 1: one switch mends half of what is off."""
+        """Of this rung, drawn to that of all, which is drawn to 1: one switch mends half of what is
+        off.
+        """
+
         def drawn(offs: list[float], towards: float, weight: float) -> float:
             return (sum(offs) + weight * towards) / (len(offs) + weight)
 
-        return math.exp(drawn(self._seen.get(rung, []), drawn(self._seen.get(None, []), 0.0, 1.0), OWN))
+        return math.exp(
+            drawn(self._seen.get(rung, []), drawn(self._seen.get(None, []), 0.0, 1.0), OWN)
+        )
 
 
 def _host_bytes(plan: Plan, pricing: Pricing) -> float:
-    """What a host writes to a checkpoint, and reads: what its devices hold, copies of the same once."""
+    """What a host writes to a checkpoint, and reads: what its devices hold, copies of the same
+    once.
+    """
     size, memory, axes = pricing.cluster.devices_per_host, pricing.memory(plan), plan.axes
-    beyond_tensor = max(1, size // axes.tensor)  # devices of a host with the same part of each layer, for tensor is innermost in a mesh
+    # devices of a host with the same part of each layer, for tensor is innermost in a mesh
+    beyond_tensor = max(1, size // axes.tensor)
 
     def copies(is_split: bool) -> int:
-        return min(max(1, beyond_tensor // axes.fsdp), axes.data) if is_split else min(beyond_tensor, axes.fsdp * axes.data)
+        return (
+            min(max(1, beyond_tensor // axes.fsdp), axes.data)
+            if is_split
+            else min(beyond_tensor, axes.fsdp * axes.data)
+        )
 
     return size * (memory.params / copies(plan.zero >= 3) + memory.moments / copies(plan.zero >= 1))
 
 
 def from_other_hosts(old: Plan, cluster: Cluster) -> float:
-    """Share of what a device gets in a move that is not on its host under `old`: none where each host holds a whole copy of the state."""
-    return 1 - 1 / cluster.hosts_crossed(old.axes, (PIPE, TENSOR, FSDP) if old.zero else (PIPE, TENSOR))
+    """Share of what a device gets in a move that is not on its host under `old`: none where each
+    host holds a whole copy of the state.
+    """
+    return 1 - 1 / cluster.hosts_crossed(
+        old.axes, (PIPE, TENSOR, FSDP) if old.zero else (PIPE, TENSOR)
+    )
 
 
 def _move_s(state_bytes: int, old: Plan, pricing: Pricing) -> float:
     cluster = pricing.cluster
     between = cluster.between or cluster.inside
-    far_bytes = state_bytes * from_other_hosts(old, cluster) if old.num_devices == cluster.num_devices else state_bytes
-    seconds = (num_bytes / (MOVE_SHARE * link.bytes_per_s) if link.bytes_per_s else num_bytes / MOVE_BYTES_PER_S
-               for num_bytes, link in ((far_bytes, between), (state_bytes - far_bytes, cluster.inside)))
+    far_bytes = (
+        state_bytes * from_other_hosts(old, cluster)
+        if old.num_devices == cluster.num_devices
+        else state_bytes
+    )
+    seconds = (
+        num_bytes / (MOVE_SHARE * link.bytes_per_s)
+        if link.bytes_per_s
+        else num_bytes / MOVE_BYTES_PER_S
+        for num_bytes, link in ((far_bytes, between), (state_bytes - far_bytes, cluster.inside))
+    )
     return sum(seconds)

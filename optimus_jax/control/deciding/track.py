@@ -41,7 +41,7 @@ class Track:
 
     def is_compiled(self, plan: Plan) -> bool:
         """Whether its executable is still there."""
-        return plan.digest in list(self._plans)[-self._num_executables:]
+        return plan.digest in list(self._plans)[-self._num_executables :]
 
     def moved(self, standing: Standing, setting: Setting, *, fled: bool) -> None:
         """The run is now under `standing`; it left what it was under in these conditions.
@@ -55,7 +55,9 @@ class Track:
         self._fled = self._fled - {standing.plan.digest} | ({old.plan.digest} if fled else set())
 
     def taken_back(self, time_s: float) -> None:
-        """It is again what it was before the last switch; a slow process that was tried again is as slow as it was."""
+        """It is again what it was before the last switch; a slow process that was tried again is as
+        slow as it was.
+        """
         left_out = self.before.left_out
         self._stand(replace(self.before, left_out=left_out and left_out.still_slow(time_s)))
 
@@ -69,7 +71,9 @@ class Track:
     def rung(self, plan: Plan, without: frozenset[int]) -> Rung:
         """What a switch to `plan` without these devices touches."""
         same_devices = without == self.now.without and plan.num_devices == self.now.plan.num_devices
-        return rung_of(self.now.plan, plan, same_devices=same_devices, same_hosts=self._num_hosts == 1)
+        return rung_of(
+            self.now.plan, plan, same_devices=same_devices, same_hosts=self._num_hosts == 1
+        )
 
     def has_left(self, plan: Plan) -> bool:
         """Whether the run was under it and left it by choice."""
@@ -80,12 +84,20 @@ class Track:
         return self._left.get(plan.digest)
 
     def is_repair(self, without: frozenset[int], slow: frozenset[int]) -> bool:
-        """Whether a plan without these devices leaves out those of a slow process, or uses again what was lost or left out: a fault's costs, not the budget's."""
+        """Whether a plan without these devices leaves out those of a slow process, or uses again
+        what was lost or left out: a fault's costs, not the budget's.
+        """
         left_out = self.now.left_out
-        takes_back = left_out is not None and without < self.now.without and self.now.without - without <= left_out.devices
+        takes_back = (
+            left_out is not None
+            and without < self.now.without
+            and self.now.without - without <= left_out.devices
+        )
         return bool(slow and slow <= without) or takes_back or self._undoes_loss(without)
 
     def _undoes_loss(self, without: frozenset[int]) -> bool:
         """Whether a plan without these devices uses some that were lost and have come back."""
         left_out, used_again = self.now.left_out, self.now.without - without
-        return without < self.now.without and not used_again <= (left_out.devices if left_out is not None else frozenset())
+        return without < self.now.without and not used_again <= (
+            left_out.devices if left_out is not None else frozenset()
+        )

@@ -1,9 +1,9 @@
 """Which conditions the run is in: readings and step times, held against one another.
 
-A reading that claims other conditions is believed if step times have changed as the cost model says they should, or
-if the present plan could not feel it and the reading is good. It is distrusted if step times ought to have changed and did
-not; so are its relatives. Step times that change without a reading that explains it open an unexplained regime:
-whatever it is, it may hit every plan.
+A reading that claims other conditions is believed if step times have changed as the cost model says
+they should, or if the present plan could not feel it and the reading is good. It is distrusted if
+step times ought to have changed and did not; so are its relatives. Step times that change without a
+reading that explains it open an unexplained regime: whatever it is, it may hit every plan.
 """
 
 import math
@@ -16,16 +16,24 @@ from optimus_jax.control.deciding.conditions import Conditions, on_grid
 from optimus_jax.control.policy import Regime
 from optimus_jax.control.signals import Observation, Reading
 
-LEAST = {"inside": math.log(1.25), "between": math.log(1.25), "compute": math.log(1.2), "skew": math.log(1.12)}
-"""Change of a factor's logarithm that makes other conditions: more than readings scatter; what hits all plans alike matters less."""
+LEAST = {
+    "inside": math.log(1.25),
+    "between": math.log(1.25),
+    "compute": math.log(1.2),
+    "skew": math.log(1.12),
+}
+"""Change of a factor's logarithm that makes other conditions: more than readings scatter; what hits
+all plans alike matters less."""
 FAMILY = {"inside": "link", "between": "link", "compute": "compute", "skew": "skew"}
 """What is measured in the same way, and wrong together."""
 FELT = 0.05
 """Predicted change of the logarithm of step times that they can confirm or deny."""
 AGREES = 0.35
-"""Of the predicted change, what is seen of it at least where the reading is right; and of the change that is seen, what is predicted at least."""
+"""Of the predicted change, what is seen of it at least where the reading is right; and of the
+change that is seen, what is predicted at least."""
 ALARMING = math.log(2.0)
-"""Above the level: a step that takes so long is asked about at once, before others have shown that it was no accident."""
+"""Above the level: a step that takes so long is asked about at once, before others have shown that
+it was no accident."""
 WORTH = 0.25
 """Of the time that changed steps have lost: it may take so much to know why."""
 RECENT = 5
@@ -73,7 +81,8 @@ class Watch:
         self._has_rumours = False
         """Whether a few samples claim what step times would feel."""
         self.changed_s: float | None = None
-        """On the run's clock, when step times last changed, or seemed to, and no reading had said why; None: never."""
+        """On the run's clock, when step times last changed, or seemed to, and no reading had said
+        why; None: never."""
         self._is_alarmed = False
         """Whether the newest step took far longer than usual."""
         self._lost_s = 0.0
@@ -81,7 +90,8 @@ class Watch:
         self._anchor: float | None = None
         """Level in these conditions outside unexplained regimes, once one has begun."""
         self._excess: float | None = None
-        """Of the level over that, when the run left its plan or batch in an unexplained regime: under the next ones it is taken to be as much."""
+        """Of the level over that, when the run left its plan or batch in an unexplained regime:
+        under the next ones it is taken to be as much."""
         self._skipped = self._plan_steps = 0
         self._num_regimes = 0
         self._seen_steps = 0
@@ -96,7 +106,9 @@ class Watch:
         return self.regime != 0 or self.conditions.distance(self.normal) > DISTURBED
 
     def regime_at(self, time_s: float) -> Regime:
-        """How long present conditions have held; the normal ones are here to stay until they have ended once."""
+        """How long present conditions have held; the normal ones are here to stay until they have
+        ended once.
+        """
         elapsed_s = 0.0 if self._since_s is None else max(0.0, time_s - self._since_s)
         return Regime(elapsed_s=elapsed_s, durations=self._durations.get(self.is_disturbed))
 
@@ -112,12 +124,18 @@ class Watch:
 
     @property
     def steps_alike(self) -> int:
-        """Newest steps that were done in present conditions; while a change is suspected, those that speak for it."""
+        """Newest steps that were done in present conditions; while a change is suspected, those
+        that speak for it.
+        """
         return self.detector.suspects or self.detector.count
 
     def leave_out(self, time_s: float) -> None:
         """The slow process is not used any longer; on the others, conditions are normal."""
-        self.conditions, self.straggler, self._since_s = self.conditions.without_skew(), None, time_s
+        self.conditions, self.straggler, self._since_s = (
+            self.conditions.without_skew(),
+            None,
+            time_s,
+        )
 
     def restart(self) -> None:
         """Another plan or another batch: step times have another level."""
@@ -128,12 +146,18 @@ class Watch:
         self._early.clear()
         self._is_alarmed = False
 
-    def observe(self, observation: Observation, claims: Mapping[str, Reading], log_time_of: Callable[[Conditions], float]) -> str:
+    def observe(
+        self,
+        observation: Observation,
+        claims: Mapping[str, Reading],
+        log_time_of: Callable[[Conditions], float],
+    ) -> str:
         """Take what is new. What has changed, in words; empty: nothing.
 
         Args:
           claims: usable readings of factors, by name.
-          log_time_of: logarithm of the present plan's step time in some conditions, by the cost model.
+          log_time_of: logarithm of the present plan's step time in some conditions, by the cost
+            model.
         """
         if self._since_s is None:
             self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
@@ -161,13 +185,25 @@ class Watch:
                 self._skipped += 1
                 continue
             self._plan_steps += 1
-            value, level = math.log(step_time_s), self.detector.level if self.detector.count >= LEAST_STEPS else None
+            value, level = (
+                math.log(step_time_s),
+                self.detector.level if self.detector.count >= LEAST_STEPS else None,
+            )
             found = self.detector.add(value) or found
-            if self.regime and self._anchor is None and self._excess is not None and self.detector.level is not None and self.detector.count >= LEAST_STEPS:
+            if (
+                self.regime
+                and self._anchor is None
+                and self._excess is not None
+                and self.detector.level is not None
+                and self.detector.count >= LEAST_STEPS
+            ):
                 self._anchor = self.detector.level - self._excess
             is_alarming = level is not None and value - level > ALARMING
             if is_alarming and not self._is_alarmed:
-                self.changed_s, self._lost_s = observation.time_s - step_time_s, step_time_s - math.exp(level or 0.0)
+                self.changed_s, self._lost_s = (
+                    observation.time_s - step_time_s,
+                    step_time_s - math.exp(level or 0.0),
+                )
             self._is_alarmed = is_alarming
         return found
 
@@ -181,12 +217,23 @@ class Watch:
         self.regime = self._num_regimes
         return f"steps take {math.exp(change.after - change.before) - 1:+.0%} of their time"
 
-    def _hear(self, observation: Observation, claims: Mapping[str, Reading], log_time_of: Callable[[Conditions], float]) -> str:
+    def _hear(
+        self,
+        observation: Observation,
+        claims: Mapping[str, Reading],
+        log_time_of: Callable[[Conditions], float],
+    ) -> str:
         """Believe or distrust what readings claim."""
         claimed = self._claimed(claims)
-        news = {name: told for name, value in claimed.items()
-                if abs(math.log(value / getattr(self.conditions, name))) > LEAST[name] and (told := self._told(name, value)) != getattr(self.conditions, name)}
-        self._heard |= {name for name in claimed if name not in news and claims[name].quality == "good"}
+        news = {
+            name: told
+            for name, value in claimed.items()
+            if abs(math.log(value / getattr(self.conditions, name))) > LEAST[name]
+            and (told := self._told(name, value)) != getattr(self.conditions, name)
+        }
+        self._heard |= {
+            name for name in claimed if name not in news and claims[name].quality == "good"
+        }
         for name in [name for name in self._claimed_at if name not in news]:
             del self._claimed_at[name]
         self._early &= news.keys()
@@ -196,7 +243,10 @@ class Watch:
                 del self.distrusted[name]
                 self._claimed_at.pop(name, None)
         news = {name: value for name, value in news.items() if name not in self.distrusted}
-        self._has_rumours = any(claims[name].quality == "few" and self._is_felt(name, value, log_time_of) for name, value in news.items())
+        self._has_rumours = any(
+            claims[name].quality == "few" and self._is_felt(name, value, log_time_of)
+            for name, value in news.items()
+        )
         if not news:
             return ""
         for name in news:
@@ -207,28 +257,49 @@ class Watch:
         for group in self._groups(news, log_time_of):
             if self._is_borne_out(group, claims, log_time_of):
                 return self._believe(group, observation, log_time_of)
-        late = [name for name in news if self._seen_steps - self._claimed_at.get(name, math.inf) >= PATIENCE and self._is_felt(name, news[name], log_time_of)]
+        late = [
+            name
+            for name in news
+            if self._seen_steps - self._claimed_at.get(name, math.inf) >= PATIENCE
+            and self._is_felt(name, news[name], log_time_of)
+        ]
         return self._distrust(late, news) if late else ""
 
     def _told(self, name: str, value: float) -> float:
-        """On the grid; or what is normal, if it is that as far as readings go: what was measured in normal conditions counts again."""
+        """On the grid; or what is normal, if it is that as far as readings go: what was measured in
+        normal conditions counts again.
+        """
         told, normal = on_grid(value), getattr(self.normal, name)
         return normal if abs(math.log(told / normal)) < LEAST[name] else told
 
-    def _groups(self, news: Mapping[str, float], log_time_of: Callable[[Conditions], float]) -> list[dict[str, float]]:
+    def _groups(
+        self, news: Mapping[str, float], log_time_of: Callable[[Conditions], float]
+    ) -> list[dict[str, float]]:
         """Claims that are held against step times together: relatives, each by itself, all.
 
         By itself what is not felt waits for its relatives that are: if those lie, so may it.
         """
-        families = [{name: value for name, value in news.items() if FAMILY[name] == family} for family in dict.fromkeys(FAMILY.values())]
-        felt = {FAMILY[name] for name, value in news.items() if self._is_felt(name, value, log_time_of)}
-        alone = [{name: value} for name, value in news.items() if FAMILY[name] not in felt or self._is_felt(name, value, log_time_of)]
+        families = [
+            {name: value for name, value in news.items() if FAMILY[name] == family}
+            for family in dict.fromkeys(FAMILY.values())
+        ]
+        felt = {
+            FAMILY[name] for name, value in news.items() if self._is_felt(name, value, log_time_of)
+        }
+        alone = [
+            {name: value}
+            for name, value in news.items()
+            if FAMILY[name] not in felt or self._is_felt(name, value, log_time_of)
+        ]
         return [*[group for group in families if group], *alone, dict(news)]
 
     def _claimed(self, claims: Mapping[str, Reading]) -> dict[str, float]:
-        values = {name: reading.value for name, reading in claims.items() if reading.value is not None}
+        values = {
+            name: reading.value for name, reading in claims.items() if reading.value is not None
+        }
         if "compute" in values:
-            # What has been so from the start is learnt from step times, which all plans have in common.
+            # What has been so from the start is learnt from step times, which all plans have in
+            # common.
             if claims["compute"].quality == "good" and self._first_compute is None:
                 self._first_compute = values["compute"]
             values["compute"] /= self._first_compute or values["compute"]
@@ -241,32 +312,69 @@ class Watch:
         return values
 
     def _is_felt(self, name: str, value: float, log_time_of: Callable[[Conditions], float]) -> bool:
-        return abs(log_time_of(replace(self.conditions, **{name: value})) - log_time_of(self.conditions)) >= FELT
+        return (
+            abs(
+                log_time_of(replace(self.conditions, **{name: value}))
+                - log_time_of(self.conditions)
+            )
+            >= FELT
+        )
 
-    def _is_borne_out(self, group: Mapping[str, float], claims: Mapping[str, Reading], log_time_of: Callable[[Conditions], float]) -> bool:
+    def _is_borne_out(
+        self,
+        group: Mapping[str, float],
+        claims: Mapping[str, Reading],
+        log_time_of: Callable[[Conditions], float],
+    ) -> bool:
         """Whether to believe these factors."""
         before, after = log_time_of(self.conditions), log_time_of(replace(self.conditions, **group))
         predicted = after - before
-        is_good = all(claims[name].quality == "good" and FAMILY[name] not in self._strikes for name in group)
-        if abs(predicted) < FELT:  # nothing to hold it against; what is suddenly faster than it ever was needs more than a word
-            return is_good and all(name not in self._heard or value >= min(1.0, getattr(self.normal, name)) for name, value in group.items())
+        is_good = all(
+            claims[name].quality == "good" and FAMILY[name] not in self._strikes for name in group
+        )
+        # nothing to hold it against; what is suddenly faster than it ever was needs more than a
+        # word
+        if abs(predicted) < FELT:
+            return is_good and all(
+                name not in self._heard or value >= min(1.0, getattr(self.normal, name))
+                for name, value in group.items()
+            )
         if (level := self.detector.recent(RECENT)) is None:
             return False
-        if self.regime == 0 and (not self._heard.issuperset(group) or self._early.intersection(group)):  # it may have been so all the time
-            # Of a factor that was heard before, what is believed is a reading too, and an older one.
+        # it may have been so all the time
+        if self.regime == 0 and (
+            not self._heard.issuperset(group) or self._early.intersection(group)
+        ):
+            # Of a factor that was heard before, what is believed is a reading too, and an older
+            # one.
             unsure = UNSURE if not self._heard.issuperset(group) else OUTDATED
             return is_good and abs(level - after) <= abs(level - before) + unsure
         if (reference := self._anchor if self.regime else self.detector.level) is None:
             return False
-        if self.regime and any((claims[name].time_s or -math.inf) < (self.changed_s or -math.inf) for name in group):
+        if self.regime and any(
+            (claims[name].time_s or -math.inf) < (self.changed_s or -math.inf) for name in group
+        ):
             return False  # what was so before they changed is not why they have
         seen = level - reference
         return AGREES <= seen / predicted <= 1 / AGREES and abs(seen) > self.detector.noise
 
-    def _believe(self, group: Mapping[str, float], observation: Observation, log_time_of: Callable[[Conditions], float]) -> str:
-        felt = abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions)) >= FELT
-        # What was heard before was so then, and is otherwise now: only what is heard for the first time may have been so all the time.
-        self.was_so = {name: value for name, value in group.items() if name not in self._heard} if self.regime == 0 else {}
+    def _believe(
+        self,
+        group: Mapping[str, float],
+        observation: Observation,
+        log_time_of: Callable[[Conditions], float],
+    ) -> str:
+        felt = (
+            abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions))
+            >= FELT
+        )
+        # What was heard before was so then, and is otherwise now: only what is heard for the first
+        # time may have been so all the time.
+        self.was_so = (
+            {name: value for name, value in group.items() if name not in self._heard}
+            if self.regime == 0
+            else {}
+        )
         self.conditions = replace(self.conditions, **group)
         self._heard |= set(group)
         if self.was_so:
@@ -277,14 +385,22 @@ class Watch:
             self.detector.begin_with(self._num_new())
         if "skew" in group:
             index = observation.reading("straggler").value
-            self.straggler = int(index) if group["skew"] > 1 and index is not None and math.isfinite(index) else None
+            self.straggler = (
+                int(index)
+                if group["skew"] > 1 and index is not None and math.isfinite(index)
+                else None
+            )
         self._early -= group.keys()
         for name in group:
             self._claimed_at.pop(name, None)
-        return " and ".join(f"{_WORDS[name]} {value:.2g} times as long as profiled" for name, value in group.items())
+        return " and ".join(
+            f"{_WORDS[name]} {value:.2g} times as long as profiled" for name, value in group.items()
+        )
 
     def _num_new(self) -> int:
-        """How many of the newest samples belong to conditions that have just been believed: the others are no measure of them."""
+        """How many of the newest samples belong to conditions that have just been believed: the
+        others are no measure of them.
+        """
         before, after = self.detector.level, self.detector.recent(RECENT)
         return 0 if before is None or after is None else self.detector.in_a_row(before, after)
 
@@ -304,14 +420,20 @@ class Watch:
         if not self.is_disturbed and not self._durations:  # normal conditions have shown themselves
             return
         if not self._durations:
-            self._durations = {kind: Durations(PRIOR_STEPS * self._newest_s) for kind in (False, True)}
+            self._durations = {
+                kind: Durations(PRIOR_STEPS * self._newest_s) for kind in (False, True)
+            }
         assert self._since_s is not None, "observations have come"
         self._durations[was_disturbed].ended(begun_s - self._since_s)
         self._since_s = begun_s
 
 
-_WORDS = {"inside": "exchanges inside hosts take", "between": "exchanges between hosts take", "compute": "computing takes",
-          "skew": "the slowest process computes"}
+_WORDS = {
+    "inside": "exchanges inside hosts take",
+    "between": "exchanges between hosts take",
+    "compute": "computing takes",
+    "skew": "the slowest process computes",
+}
 
 
 def _sane(step_times_s: tuple[float, ...]) -> list[float]:

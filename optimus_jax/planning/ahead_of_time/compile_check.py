@@ -1,9 +1,10 @@
 """Compiling a plan for GPUs that are not there: does it fit, and what does it say on the wire?
 
 XLA's GPU compiler needs no GPU, only its wheels (extra `plan-gpu`) and a description of the device
-(`targets/`). It runs in a subprocess, so that this process neither loads the CUDA plugin nor dies with the
-compiler. Memory and collectives are those of the program that would run, with the reservations of CAVEATS. The
-compiler never says that memory is short, so the comparison with the device's is made here.
+(`targets/`). It runs in a subprocess, so that this process neither loads the CUDA plugin nor dies
+with the compiler. Memory and collectives are those of the program that would run, with the
+reservations of CAVEATS. The compiler never says that memory is short, so the comparison with the
+device's is made here.
 """
 
 import dataclasses
@@ -22,19 +23,27 @@ from optimus_jax.planning.ahead_of_time.rematerialised import rematerialised
 from optimus_jax.planning.profiles.cluster import Cluster
 
 HEADROOM_SHARE = 0.06
-"""Of a device's memory, left for what the compiler does not count: the driver's context and kernels, NCCL's buffers, autotuning, the next batch."""
+"""Of a device's memory, left for what the compiler does not count: the driver's context and
+kernels, NCCL's buffers, autotuning, the next batch."""
 TIMEOUT_S = 600.0
 """For one compilation; the largest of the presets take less than two minutes."""
 WORKER = "optimus_jax.planning.ahead_of_time.compile_worker"
-CAVEATS = ("nothing is autotuned", "workspace of cuDNN's attention is not counted", "borders between hosts are unknown to the compiler")
-"""What a compiled program here and on the devices may differ in; the headroom has to cover the first two."""
+CAVEATS = (
+    "nothing is autotuned",
+    "workspace of cuDNN's attention is not counted",
+    "borders between hosts are unknown to the compiler",
+)
+"""What a compiled program here and on the devices may differ in; the headroom has to cover the
+first two."""
 _TARGETS = Path(__file__).parent / "targets"
 
 
 def can_compile() -> bool:
     """Whether the CUDA compiler's wheels are installed."""
     return importlib.util.find_spec("jax_plugins") is not None and any(
-        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None for version in (12, 13))
+        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None
+        for version in (12, 13)
+    )
 
 
 def targets() -> tuple[str, ...]:
@@ -42,50 +51,114 @@ def targets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _TARGETS.glob("*.textproto")))
 
 
-def check(config: Config, plan: Plan, cluster: Cluster, *, headroom_share: float = HEADROOM_SHARE, timeout_s: float = TIMEOUT_S) -> CompileReport:
-    """Compile the training step of `config` under `plan` for the devices of `cluster`, which need not be there.
+def check(
+    config: Config,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    headroom_share: float = HEADROOM_SHARE,
+    timeout_s: float = TIMEOUT_S,
+) -> CompileReport:
+    """Compile the training step of `config` under `plan` for the devices of `cluster`, which need
+    not be there.
 
     Raises:
-      PlanError: the compiler is not installed or knows no such device, the plan is for another number of devices,
-        or compiling failed or took too long.
+      PlanError: the compiler is not installed or knows no such device, the plan is for another
+        number of devices, or compiling failed or took too long.
     """
     _check_possible(plan, cluster)
-    request = {"config": config.to_json(), "plan": plan.to_json(),
-               "target": (_TARGETS / f"{cluster.accelerator.name}.textproto").read_text(),
-               "num_hosts": cluster.num_hosts, "devices_per_host": cluster.devices_per_host}
+    request = {
+        "config": config.to_json(),
+        "plan": plan.to_json(),
+        "target": (_TARGETS / f"{cluster.accelerator.name}.textproto").read_text(),
+        "num_hosts": cluster.num_hosts,
+        "devices_per_host": cluster.devices_per_host,
+    }
     answer, said = _in_subprocess(request, plan, timeout_s)
-    answer |= {"rematerialised": [dataclasses.asdict(each) for each in rematerialised(said, config, plan)],
-               "plan": plan.digest, "target": cluster.accelerator.name, "num_devices": cluster.num_devices,
-               "capacity_bytes": cluster.accelerator.memory_bytes, "headroom_share": headroom_share}
+    answer |= {
+        "rematerialised": [dataclasses.asdict(each) for each in rematerialised(said, config, plan)],
+        "plan": plan.digest,
+        "target": cluster.accelerator.name,
+        "num_devices": cluster.num_devices,
+        "capacity_bytes": cluster.accelerator.memory_bytes,
+        "headroom_share": headroom_share,
+    }
     return CompileReport.from_json(json.dumps(answer))
 
 
 def _check_possible(plan: Plan, cluster: Cluster) -> None:
     name = cluster.accelerator.name
     if not can_compile():
-        raise PlanError(explain("compiling for GPUs that are not here needs XLA's CUDA compiler", given="its wheels are not installed",
-                                do="pip install 'optimus-jax[plan-gpu]' (Linux; no GPU and no driver are needed)"))
+        raise PlanError(
+            explain(
+                "compiling for GPUs that are not here needs XLA's CUDA compiler",
+                given="its wheels are not installed",
+                do="pip install 'optimus-jax[plan-gpu]' (Linux; no GPU and no driver are needed)",
+            )
+        )
     if name not in targets():
-        raise PlanError(explain(f"nothing is known of {name} that the compiler would have to know", given=f"--cluster {cluster}",
-                                do=f"compile for {' or '.join(targets())}, or add optimus_jax/planning/targets/{name}.textproto"))
+        raise PlanError(
+            explain(
+                f"nothing is known of {name} that the compiler would have to know",
+                given=f"--cluster {cluster}",
+                do=(
+                    f"compile for {' or '.join(targets())}, or add"
+                    f" optimus_jax/planning/targets/{name}.textproto"
+                ),
+            )
+        )
     if plan.offload != "none":
-        raise PlanError(explain("the compiler forgets what lies on the host where there is no GPU, so that its figures would be wrong",
-                                given=f"offload={plan.offload}", do="check a plan with parallel.offload=none, or measure this one on a GPU"))
+        raise PlanError(
+            explain(
+                "the compiler forgets what lies on the host where there is no GPU, so that its"
+                " figures would be wrong",
+                given=f"offload={plan.offload}",
+                do="check a plan with parallel.offload=none, or measure this one on a GPU",
+            )
+        )
     if plan.num_devices != cluster.num_devices:
-        raise PlanError(explain(f"the plan is for {plan.num_devices} devices, the cluster has {cluster.num_devices}", given=f"mesh {plan.axes}",
-                                do="compile the plan for a cluster of its size"))
+        raise PlanError(
+            explain(
+                f"the plan is for {plan.num_devices} devices, the cluster has"
+                f" {cluster.num_devices}",
+                given=f"mesh {plan.axes}",
+                do="compile the plan for a cluster of its size",
+            )
+        )
 
 
 def _in_subprocess(request: dict, plan: Plan, timeout_s: float) -> tuple[dict, str]:
     """The worker's answer, and all that the compiler said beside it."""
     root = str(Path(__file__).parents[3])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+    }
     try:
-        done = subprocess.run([sys.executable, "-m", WORKER], input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-m", WORKER],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=environment,
+        )
     except subprocess.TimeoutExpired as error:
-        raise PlanError(explain(f"compiling took longer than {timeout_s:g} s", given=plan.describe(), do="allow more time, or check fewer plans")) from error
+        raise PlanError(
+            explain(
+                f"compiling took longer than {timeout_s:g} s",
+                given=plan.describe(),
+                do="allow more time, or check fewer plans",
+            )
+        ) from error
     if done.returncode:
         last = "\n".join(done.stderr.strip().splitlines()[-3:])
-        raise PlanError(explain("the plan does not compile", given=f"{plan.describe()}: exit code {done.returncode}, {last}",
-                                do="report this plan; another one may be taken meanwhile"))
+        raise PlanError(
+            explain(
+                "the plan does not compile",
+                given=f"{plan.describe()}: exit code {done.returncode}, {last}",
+                do="report this plan; another one may be taken meanwhile",
+            )
+        )
     return json.loads(done.stdout.strip().splitlines()[-1]), done.stderr

@@ -1,7 +1,8 @@
-"""What is known of a compiled training step: memory against what is there, collectives by mesh axis, arrays made whole.
+"""What is known of a compiled training step: memory against what is there, collectives by mesh
+axis, arrays made whole.
 
-As values, with JSON both ways; planning/ahead_of_time/compile_check.py finds them for devices that are not there, and
-`check_executable` reads the executable that a run is about to use.
+As values, with JSON both ways; planning/ahead_of_time/compile_check.py finds them for devices that
+are not there, and `check_executable` reads the executable that a run is about to use.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ from typing import Protocol
 from optimus_jax.config import AttentionKernel
 
 LIMIT_HEADROOM_SHARE = 0.02
-"""Of what JAX's allocator may use, of which contexts and NCCL have no part: left for gaps between arrays, and for the next batch."""
+"""Of what JAX's allocator may use, of which contexts and NCCL have no part: left for gaps between
+arrays, and for the next batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +39,17 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Rematerialised:
-    """An array that the partitioner made whole on every device, because it knew no better way from one sharding to another."""
+    """An array that the partitioner made whole on every device, because it knew no better way from
+    one sharding to another.
+    """
 
     array: str
     """Its type and shape on one device, such as `f32[4,24,12]`."""
     source: str
     """Where it was written, as JAX names the place."""
     change: tuple[str, ...]
-    """Logical axes whose rule, kept whole or given to another mesh axis, would avoid it; empty: no dimension's size names one."""
+    """Logical axes whose rule, kept whole or given to another mesh axis, would avoid it; empty: no
+    dimension's size names one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,11 @@ class Allocated:
     @property
     def fits(self) -> bool | None:
         """Whether that leaves the headroom; None if the capacity is unknown."""
-        return None if self.capacity_bytes is None else self.total_bytes <= (1 - self.headroom_share) * self.capacity_bytes
+        return (
+            None
+            if self.capacity_bytes is None
+            else self.total_bytes <= (1 - self.headroom_share) * self.capacity_bytes
+        )
 
 
 class MemoryAnalysis(Protocol):
@@ -84,7 +93,11 @@ class MemoryAnalysis(Protocol):
     alias_size_in_bytes: int
 
 
-def check_executable(analysis: MemoryAnalysis, bytes_per_device: int | None, headroom_share: float = LIMIT_HEADROOM_SHARE) -> Allocated:
+def check_executable(
+    analysis: MemoryAnalysis,
+    bytes_per_device: int | None,
+    headroom_share: float = LIMIT_HEADROOM_SHARE,
+) -> Allocated:
     """What the executable of a run needs of its device: the gate before the first step.
 
     Args:
@@ -93,8 +106,13 @@ def check_executable(analysis: MemoryAnalysis, bytes_per_device: int | None, hea
       headroom_share: of that, which has to stay free.
     """
     return Allocated(
-        argument_bytes=analysis.argument_size_in_bytes, temp_bytes=analysis.temp_size_in_bytes, output_bytes=analysis.output_size_in_bytes,
-        alias_bytes=analysis.alias_size_in_bytes, capacity_bytes=bytes_per_device, headroom_share=headroom_share)
+        argument_bytes=analysis.argument_size_in_bytes,
+        temp_bytes=analysis.temp_size_in_bytes,
+        output_bytes=analysis.output_size_in_bytes,
+        alias_bytes=analysis.alias_size_in_bytes,
+        capacity_bytes=bytes_per_device,
+        headroom_share=headroom_share,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +137,12 @@ class CompileReport(Allocated):
 
     @property
     def waited_for(self) -> tuple[Traffic, ...]:
-        """Sends, gathers and scatters that nothing hides: not asynchronous, or nothing between start and end."""
-        return tuple(each for each in self.traffic if each.work_under == 0 and each.kind != "all-reduce")
+        """Sends, gathers and scatters that nothing hides: not asynchronous, or nothing between
+        start and end.
+        """
+        return tuple(
+            each for each in self.traffic if each.work_under == 0 and each.kind != "all-reduce"
+        )
 
     def wire_bytes(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """Bytes that a device sends in a step, by kind and mesh axes."""
@@ -138,6 +160,16 @@ class CompileReport(Allocated):
     def from_json(cls, text: str) -> "CompileReport":
         """The inverse of `to_json`."""
         value = json.loads(text)
-        return cls(**{**value, "unknown_loops": tuple(value["unknown_loops"]),
-                      "traffic": tuple(Traffic(**{**each, "axes": tuple(each["axes"])}) for each in value["traffic"]),
-                      "rematerialised": tuple(Rematerialised(**{**each, "change": tuple(each["change"])}) for each in value["rematerialised"])})
+        return cls(
+            **{
+                **value,
+                "unknown_loops": tuple(value["unknown_loops"]),
+                "traffic": tuple(
+                    Traffic(**{**each, "axes": tuple(each["axes"])}) for each in value["traffic"]
+                ),
+                "rematerialised": tuple(
+                    Rematerialised(**{**each, "change": tuple(each["change"])})
+                    for each in value["rematerialised"]
+                ),
+            }
+        )

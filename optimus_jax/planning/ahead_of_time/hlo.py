@@ -1,11 +1,13 @@
-"""What a compiled program does, read from its text: how often each part runs, its matmuls, its collectives.
+"""What a compiled program does, read from its text: how often each part runs, its matmuls, its
+collectives.
 
-Compiling for devices that are not there gives no cost analysis, and one that ignores how often a loop
-runs would be of no use for a scanned stack of layers. The text has it all: every loop's trip count, every
-matmul's dimensions, and who takes part in every collective.
+Compiling for devices that are not there gives no cost analysis, and one that ignores how often a
+loop runs would be of no use for a scanned stack of layers. The text has it all: every loop's trip
+count, every matmul's dimensions, and who takes part in every collective.
 
-Words: a *computation* is HLO's function (a loop's body, a fusion); a *group* is the devices that one
-collective joins, as partition numbers, which are positions in the mesh (mesh order, tensor fastest).
+Words: a *computation* is HLO's function (a loop's body, a fusion); a *group* is the devices that
+one collective joins, as partition numbers, which are positions in the mesh (mesh order, tensor
+fastest).
 """
 
 import math
@@ -18,9 +20,18 @@ import numpy as np
 
 from optimus_jax.planning.ahead_of_time.hlo_groups import Groups, groups_of
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+)
 _COMPUTING = ("fusion", "dot", "while", "conditional", "call", "custom-call", "copy")
-_CALLEES = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLEES = re.compile(
+    r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
@@ -47,7 +58,9 @@ class Instruction:
     def callees(self) -> tuple[str, ...]:
         """Computations that it runs."""
         named = _CALLEES.findall(self.attributes)
-        branches = (name for group in _BRANCHES.findall(self.attributes) for name in group.split(","))
+        branches = (
+            name for group in _BRANCHES.findall(self.attributes) for name in group.split(",")
+        )
         return (*named, *(name.strip().lstrip("%") for name in branches if name.strip()))
 
     @property
@@ -74,23 +87,35 @@ class Collective:
     groups: Groups
     """Devices that speak with one another; (source, target) for a collective-permute."""
     times: int
-    """Runs in one execution of the program, each branch of a conditional counted as if always taken."""
+    """Runs in one execution of the program, each branch of a conditional counted as if always
+    taken."""
     work_under: int
-    """Computing instructions (fusions, loops, calls) that the compiler put between its start and its end; 0: all wait for it."""
+    """Computing instructions (fusions, loops, calls) that the compiler put between its start and
+    its end; 0: all wait for it."""
     source: str
     """Where the program's author wrote it."""
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in one run: around a ring, whose volume no algorithm without help from switches undercuts."""
+        """Bytes that one device sends in one run: around a ring, whose volume no algorithm without
+        help from switches undercuts.
+        """
         size = max(map(len, self.groups), default=1)
-        share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(self.kind, (size - 1) / size)
+        share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(
+            self.kind, (size - 1) / size
+        )
         return share * self.payload_bytes
 
     def axes(self, sizes: dict[str, int]) -> tuple[str, ...]:
         """Mesh axes along which its groups differ, given the sizes of all axes, slowest first."""
-        members = [np.array(np.unravel_index(group, tuple(sizes.values()))) for group in self.groups]
-        return tuple(name for i, name in enumerate(sizes) if any((where[i] != where[i][0]).any() for where in members))
+        members = [
+            np.array(np.unravel_index(group, tuple(sizes.values()))) for group in self.groups
+        ]
+        return tuple(
+            name
+            for i, name in enumerate(sizes)
+            if any((where[i] != where[i][0]).any() for where in members)
+        )
 
 
 class Program:
@@ -99,18 +124,23 @@ class Program:
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
-        self.num_partitions = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
+        self.num_partitions = (
+            int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
+        )
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
             if header := _HEADER.match(line):
                 current = self.computations[header[2]] = {}
                 self.entry = header[2] if header[1] else self.entry
             elif start := _INSTRUCTION.match(line):
-                current[start[1]] = _instruction(start[1], line[start.end():])
+                current[start[1]] = _instruction(start[1], line[start.end() :])
 
     @cached_property
     def runs(self) -> dict[str, int]:
-        """How often each computation runs in one execution. A loop of unknown length counts once (`unknown_loops`)."""
+        """How often each computation runs in one execution.
+
+        A loop of unknown length counts once (`unknown_loops`).
+        """
         order: list[str] = []
         self._visit(self.entry, set(), order)
         counts = dict.fromkeys(order, 0)
@@ -138,30 +168,61 @@ class Program:
     @property
     def unknown_loops(self) -> tuple[str, ...]:
         """Loops whose length the compiler does not know."""
-        return tuple(i.name for _, i, _ in self.instructions() if i.opcode == "while" and i.trip_count is None)
+        return tuple(
+            i.name
+            for _, i, _ in self.instructions()
+            if i.opcode == "while" and i.trip_count is None
+        )
 
     def dot_flops(self) -> float:
-        """FLOPs of all matmuls in one execution on one device: 2 for each multiplication and addition."""
-        return float(sum(times * self._dot_flops(name, i) for name, i, times in self.instructions() if i.opcode == "dot"))
+        """FLOPs of all matmuls in one execution on one device: 2 for each multiplication and
+        addition.
+        """
+        return float(
+            sum(
+                times * self._dot_flops(name, i)
+                for name, i, times in self.instructions()
+                if i.opcode == "dot"
+            )
+        )
 
     def _dot_flops(self, computation: str, dot: Instruction) -> int:
         left = _dims(self.computations[computation][dot.operands[0]].shape)
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
-        depth = math.prod(left[int(dim)] for dim in contracted[1].split(",") if dim) if contracted else 1
+        depth = (
+            math.prod(left[int(dim)] for dim in contracted[1].split(",") if dim)
+            if contracted
+            else 1
+        )
         return 2 * math.prod(_dims(dot.shape)) * depth
 
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective that runs, in the order of the text."""
-        starts = {callee: (name, i) for name, i, _ in self.instructions() if i.opcode == "async-start" for callee in i.callees}
+        starts = {
+            callee: (name, i)
+            for name, i, _ in self.instructions()
+            if i.opcode == "async-start"
+            for callee in i.callees
+        }
         found = []
         for name, i, times in self.instructions():
             kind = i.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
                 groups = groups_of(i.attributes, self.num_partitions)
-                given = sum(shape_bytes(self.computations[name][operand].shape) for operand in i.operands)
+                given = sum(
+                    shape_bytes(self.computations[name][operand].shape) for operand in i.operands
+                )
                 gathered = max(map(len, groups), default=1) if kind == "all-gather" else 1
-                found.append(Collective(kind=kind, payload_bytes=given * gathered, groups=groups, times=times, source=i.source,
-                                        work_under=self._work_under(*starts.get(name, (name, i)))))
+                found.append(
+                    Collective(
+                        kind=kind,
+                        payload_bytes=given * gathered,
+                        groups=groups,
+                        times=times,
+                        source=i.source,
+                        work_under=self._work_under(*starts.get(name, (name, i))),
+                    )
+                )
         return tuple(found)
 
     def _work_under(self, computation: str, start: Instruction) -> int:
@@ -185,7 +246,10 @@ def dot_flops(text: str) -> float:
 
 def shape_bytes(shape: str) -> int:
     """Bytes of an array, or of all arrays of a tuple."""
-    return sum(math.prod(_split(dims)) * _bits(kind, width) // 8 for kind, width, dims in _ARRAY.findall(shape))
+    return sum(
+        math.prod(_split(dims)) * _bits(kind, width) // 8
+        for kind, width, dims in _ARRAY.findall(shape)
+    )
 
 
 def _bits(kind: str, width: str) -> int:
@@ -207,8 +271,13 @@ def _instruction(name: str, rest: str) -> Instruction:
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opening = rest.index("(", end)
     closing = _closing(rest, opening)
-    return Instruction(name=name, opcode=rest[end:opening].strip(), shape=rest[:end], operands=tuple(_NAME.findall(rest[opening:closing])),
-                       attributes=rest[closing + 1:])
+    return Instruction(
+        name=name,
+        opcode=rest[end:opening].strip(),
+        shape=rest[:end],
+        operands=tuple(_NAME.findall(rest[opening:closing])),
+        attributes=rest[closing + 1 :],
+    )
 
 
 def _closing(text: str, opening: int) -> int:

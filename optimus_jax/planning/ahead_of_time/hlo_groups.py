@@ -1,8 +1,10 @@
-"""Who takes part in a collective of a compiled program: the three ways in which XLA writes groups of devices.
+"""Who takes part in a collective of a compiled program: the three ways in which XLA writes groups
+of devices.
 
-Listed, `{{0,1},{2,3}}`; counted out, `[2,4]<=[2,2,2]T(0,2,1)`; and since jax 0.11 by the axes of a mesh,
-`mesh['data'=2,'fsdp'=4] {'fsdp'}` (openxla/xla: xla/hlo/ir/replica_group.cc, mesh_and_axis.cc).
-Numbers are those of partitions: positions in the mesh of the program (mesh order, tensor fastest).
+Listed, `{{0,1},{2,3}}`; counted out, `[2,4]<=[2,2,2]T(0,2,1)`; and since jax 0.11 by the axes of a
+mesh, `mesh['data'=2,'fsdp'=4] {'fsdp'}` (openxla/xla: xla/hlo/ir/replica_group.cc,
+mesh_and_axis.cc). Numbers are those of partitions: positions in the mesh of the program (mesh
+order, tensor fastest).
 """
 
 import math
@@ -23,18 +25,23 @@ _AXIS_REFERENCE = re.compile(r"'?([\w.-]+)'?(?::\((\d+)\)(\d+))?")
 
 
 def groups_of(attributes: str, num_partitions: int) -> Groups:
-    """Devices that speak with one another in a collective; (source, target) for a collective-permute.
+    """Devices that speak with one another in a collective; (source, target) for a
+    collective-permute.
 
     Args:
       attributes: what stands behind the collective's operands.
-      num_partitions: of the program; all of them are one group where no groups are written (`replica_groups={}`).
+      num_partitions: of the program; all of them are one group where no groups are written
+        (`replica_groups={}`).
 
     Raises:
-      ValueError: groups are written in a way that is not known here, rather than taken for everyone.
+      ValueError: groups are written in a way that is not known here, rather than taken for
+        everyone.
     """
     if listed := _LISTED.search(attributes):
         written = re.findall(r"\{([\d,]+)\}", listed[1])
-        return tuple(tuple(map(int, group.split(","))) for group in written) or (tuple(range(num_partitions)),)
+        return tuple(tuple(map(int, group.split(","))) for group in written) or (
+            tuple(range(num_partitions)),
+        )
     if counted := re.search("replica_groups=(" + _COUNTED + ")", attributes):
         return counted_groups(counted[1])
     if by_axes := _BY_AXES.search(attributes):
@@ -45,7 +52,10 @@ def groups_of(attributes: str, num_partitions: int) -> Groups:
 
 
 def counted_groups(text: str) -> Groups:
-    """The groups that `[4,2]<=[2,4]T(1,0)` stands for: numbers 0, 1, ... shaped, transposed, and cut into 4 rows of 2."""
+    """The groups that `[4,2]<=[2,4]T(1,0)` stands for: numbers 0, 1, ...
+
+    shaped, transposed, and cut into 4 rows of 2.
+    """
     return tuple(tuple(row) for row in _counted(text).tolist())
 
 
@@ -54,7 +64,9 @@ def _counted(text: str) -> NDArray[np.int64]:
     found = re.fullmatch(_COUNTED, text)
     if not found:
         raise ValueError(f"numbers of devices in a form that is not known: {text[:200]}")
-    result, shape, order = (tuple(map(int, part.split(","))) if part else None for part in found.groups())
+    result, shape, order = (
+        tuple(map(int, part.split(","))) if part else None for part in found.groups()
+    )
     assert result
     assert shape
     return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(result)
@@ -66,8 +78,13 @@ def mesh_sizes(mesh: str) -> dict[str, int]:
 
 
 def parts_of_axes(written: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Axis, pieces before the part, and size of the part, of `'fsdp','x':(2)4`: whole fsdp, and of x = 2 x 4 x rest the 4."""
-    return [(name, int(before or 1), int(size or sizes[name])) for name, before, size in _AXIS_REFERENCE.findall(written)]
+    """Axis, pieces before the part, and size of the part, of `'fsdp','x':(2)4`: whole fsdp, and of
+    x = 2 x 4 x rest the 4.
+    """
+    return [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in _AXIS_REFERENCE.findall(written)
+    ]
 
 
 def _groups_by_axes(mesh: str, device_ids: str | None, members: str) -> Groups:
@@ -76,7 +93,15 @@ def _groups_by_axes(mesh: str, device_ids: str | None, members: str) -> Groups:
     meant = parts_of_axes(members, sizes)
     pieces: list[tuple[str, int, int]] = []
     for axis, size in sizes.items():
-        cuts = sorted({1, size} | {cut for name, before, part in meant if name == axis for cut in (before, before * part)})
+        cuts = sorted(
+            {1, size}
+            | {
+                cut
+                for name, before, part in meant
+                if name == axis
+                for cut in (before, before * part)
+            }
+        )
         pieces += [(axis, before, after // before) for before, after in pairwise(cuts)]
     if not device_ids:
         devices = np.arange(math.prod(sizes.values()))
@@ -87,10 +112,14 @@ def _groups_by_axes(mesh: str, device_ids: str | None, members: str) -> Groups:
     inside = [pieces.index(part) for part in meant if part[2] > 1]
     outside = [i for i in range(len(pieces)) if i not in inside]
     shaped = devices.reshape([size for _, _, size in pieces]).transpose(outside + inside)
-    return tuple(tuple(row) for row in shaped.reshape(-1, math.prod(pieces[i][2] for i in inside)).tolist())
+    return tuple(
+        tuple(row) for row in shaped.reshape(-1, math.prod(pieces[i][2] for i in inside)).tolist()
+    )
 
 
 def _as_counted(device_ids: str) -> str:
-    """`[4,16]T(1,0)`, the numbers of a mesh's devices counted in that shape, with the result's own shape left out."""
+    """`[4,16]T(1,0)`, the numbers of a mesh's devices counted in that shape, with the result's own
+    shape left out.
+    """
     shape = device_ids[1 : device_ids.index("]")]
     return f"[{math.prod(map(int, shape.split(',')))}]<={device_ids}"

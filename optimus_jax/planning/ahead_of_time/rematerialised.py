@@ -1,7 +1,8 @@
-"""Reading the compiler's complaint that it made an array whole on every device, and saying which rule to change.
+"""Reading the compiler's complaint that it made an array whole on every device, and saying which
+rule to change.
 
-The training step gives no cause for it, since it places every collective itself (docs/decisions/0001); programs
-that leave a sharding to the partitioner may.
+The training step gives no cause for it, since it places every collective itself
+(docs/decisions/0001); programs that leave a sharding to the partitioner may.
 """
 
 import math
@@ -18,37 +19,69 @@ _BY_AXES = r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?, (?:\[.*?\](?:, \w+=\{[^}]*
 """Since jax 0.11: the axes of a mesh that split each dimension."""
 _SHARDING = rf"\{{(?:devices=\[[\d,]+\][^}}]*|replicated|maximal[^}}]*|manual|{_BY_AXES})\}}"
 _REMATERIALISED = re.compile(
-    rf"Involuntary full rematerialization.*?from sharding ({_SHARDING}) to ({_SHARDING}).*?HLO operation:? %?\S+ = (\w+\[[\d,]*\])(?:.*?op_name=\"([^\"]*)\")?")
+    rf"Involuntary full rematerialization.*?from sharding ({_SHARDING}) to ({_SHARDING}).*?HLO"
+    r" operation:? %?\S+ = (\w+\[[\d,]*\])(?:.*?op_name=\"([^\"]*)\")?"
+)
 
 
 def rematerialised(said: str, config: Config, plan: Plan) -> tuple[Rematerialised, ...]:
     """What the compiler's messages say about arrays that it made whole, each once."""
-    found = {Rematerialised(array=array, source=source or "", change=_rules_to_change(array, before, after, config, plan))
-             for before, after, array, source in _REMATERIALISED.findall(said)}
+    found = {
+        Rematerialised(
+            array=array,
+            source=source or "",
+            change=_rules_to_change(array, before, after, config, plan),
+        )
+        for before, after, array, source in _REMATERIALISED.findall(said)
+    }
     return tuple(sorted(found, key=lambda each: (each.source, each.array)))
 
 
-def _rules_to_change(array: str, before: str, after: str, config: Config, plan: Plan) -> tuple[str, ...]:
-    """The logical axes whose size is that of a dimension which is split otherwise before than after."""
-    ways, others, dims = _ways(before), _ways(after), [int(dim) for dim in re.findall(r"\d+", array.partition("[")[2])]
+def _rules_to_change(
+    array: str, before: str, after: str, config: Config, plan: Plan
+) -> tuple[str, ...]:
+    """The logical axes whose size is that of a dimension which is split otherwise before than
+    after.
+    """
+    ways, others, dims = (
+        _ways(before),
+        _ways(after),
+        [int(dim) for dim in re.findall(r"\d+", array.partition("[")[2])],
+    )
     rank = len(dims)
     ways, others = ([*each, *[1] * rank][:rank] for each in (ways, others))
-    split_otherwise = {dim * way for dim, way, other in zip(dims, ways, others, strict=True) if way != other}
+    split_otherwise = {
+        dim * way for dim, way, other in zip(dims, ways, others, strict=True) if way != other
+    }
     named = _sizes(config.model, plan, config.data.global_batch)
-    return tuple(name for name in plan.active_rules(config.model) if split_otherwise & named.get(name, set()))
+    return tuple(
+        name for name in plan.active_rules(config.model) if split_otherwise & named.get(name, set())
+    )
 
 
 def _sizes(model: ModelConfig, plan: Plan, global_batch: int) -> dict[str, set[int]]:
-    """Sizes of dimensions that each logical axis splits, merged with others as matmuls have them too."""
-    return {BATCH: {global_batch, global_batch // plan.microbatches}, EMBED: {model.embed_dim}, VOCAB: {plan.padded_vocab(model)},
-            HEADS: {model.num_heads, model.num_heads * model.head_dim}, MLP: {model.mlp_dim, 2 * model.mlp_dim},
-            KV_HEADS: {model.num_kv_heads, model.num_kv_heads * model.head_dim}}
+    """Sizes of dimensions that each logical axis splits, merged with others as matmuls have them
+    too.
+    """
+    return {
+        BATCH: {global_batch, global_batch // plan.microbatches},
+        EMBED: {model.embed_dim},
+        VOCAB: {plan.padded_vocab(model)},
+        HEADS: {model.num_heads, model.num_heads * model.head_dim},
+        MLP: {model.mlp_dim, 2 * model.mlp_dim},
+        KV_HEADS: {model.num_kv_heads, model.num_kv_heads * model.head_dim},
+    }
 
 
 def _ways(sharding: str) -> Sequence[int]:
-    """Parts of every dimension in `{devices=[2,1,4]<=[8]}` or `{mesh['data'=2,'tensor'=4], [{'data'}, {}, {'tensor'}]}`; nothing if it is whole everywhere."""
+    """Parts of every dimension in `{devices=[2,1,4]<=[8]}` or `{mesh['data'=2,'tensor'=4],
+    [{'data'}, {}, {'tensor'}]}`; nothing if it is whole everywhere.
+    """
     if by_axes := re.match(r"\{mesh\[([^\]]*)\].*?, \[(.*?)\]", sharding):
         sizes = mesh_sizes(by_axes[1])
-        return [math.prod(size for _, _, size in parts_of_axes(dim, sizes)) for dim in re.findall(r"\{([^}]*)\}", by_axes[2])]
+        return [
+            math.prod(size for _, _, size in parts_of_axes(dim, sizes))
+            for dim in re.findall(r"\{([^}]*)\}", by_axes[2])
+        ]
     found = re.search(r"devices=\[([\d,]+)\]", sharding)
     return [int(ways) for ways in found[1].split(",")] if found else []

@@ -37,7 +37,8 @@ class Exchange(NamedTuple):
     part: Part
     """Where in the step."""
     num_bytes: float
-    """The message on one device: the whole result (all-reduce, all-gather) or argument (reduce-scatter), or what is sent."""
+    """The message on one device: the whole result (all-reduce, all-gather) or argument
+    (reduce-scatter), or what is sent."""
     count: float
     """In that part."""
     hides: bool = False
@@ -49,33 +50,55 @@ class Exchange(NamedTuple):
         return VOCABULARY if self.part == "head" else self.axes[0]
 
 
-def exchanges(model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
+def exchanges(
+    model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile
+) -> list[Exchange]:
     """All that a step of `plan` exchanges; `layer` is what a device sees of a layer."""
     rules = plan.active_rules(model)
     vocab = _vocab_axes(rules, style)
     found = _in_head(plan, vocab, layer, style) + _in_step(model, plan, vocab, layer, style)
     if plan.axes.tensor > 1:
-        found += _over_tensor(plan, [logical for logical in (HEADS, MLP) if logical in rules], layer, style)
+        found += _over_tensor(
+            plan, [logical for logical in (HEADS, MLP) if logical in rules], layer, style
+        )
     if plan.zero >= 2:
         found += _over_fsdp(plan, layer, style)
     if plan.pipeline is not None:
-        found.append(Exchange("send", (PIPE,), "tick", layer.stream_bytes, 1, plan.pipeline.send_slack or not style.lockstep))
+        found.append(
+            Exchange(
+                "send",
+                (PIPE,),
+                "tick",
+                layer.stream_bytes,
+                1,
+                plan.pipeline.send_slack or not style.lockstep,
+            )
+        )
     return found
 
 
-def _over_tensor(plan: Plan, blocks: list[str], layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
-    """After each of the blocks whose matrices are split: forward its result, backward the gradient of its argument."""
+def _over_tensor(
+    plan: Plan, blocks: list[str], layer: LayerShape, style: ImplementationProfile
+) -> list[Exchange]:
+    """After each of the blocks whose matrices are split: forward its result, backward the gradient
+    of its argument.
+    """
     again = 0
-    if plan.remat in ("dots", "full") or (plan.pipeline is not None and not plan.pipeline.keep_residuals):
+    if plan.remat in ("dots", "full") or (
+        plan.pipeline is not None and not plan.pipeline.keep_residuals
+    ):
         again = sum(1 for logical in blocks if logical == HEADS or style.repeats_last)
     num_bytes = _summed_bytes(plan, layer)
-    return [Exchange("all-reduce", (TENSOR,), "layer forward", num_bytes, len(blocks)),
-            Exchange("all-reduce", (TENSOR,), "layer backward", num_bytes, len(blocks) + again)]
+    return [
+        Exchange("all-reduce", (TENSOR,), "layer forward", num_bytes, len(blocks)),
+        Exchange("all-reduce", (TENSOR,), "layer backward", num_bytes, len(blocks) + again),
+    ]
 
 
 def _summed_bytes(plan: Plan, layer: LayerShape) -> float:
     """Of a residual stream of which each device has a part of the sum."""
-    return layer.stream_bytes * (F32_BYTES / layer.width if plan.precision == "f16" else 1)  # mesh/formats.py
+    # mesh/formats.py
+    return layer.stream_bytes * (F32_BYTES / layer.width if plan.precision == "f16" else 1)
 
 
 def _over_fsdp(plan: Plan, layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
@@ -84,31 +107,57 @@ def _over_fsdp(plan: Plan, layer: LayerShape, style: ImplementationProfile) -> l
     scatter = Exchange("reduce-scatter", (FSDP,), "layer backward", weights * F32_BYTES, 1, hides)
     if plan.zero == 2:
         return [scatter]
-    # Backward gathers for the parts of a layer that it computes again, and before if it computes the stage again.
+    # Backward gathers for the parts of a layer that it computes again, and before if it computes
+    # the stage again.
     again = 2 if plan.pipeline is not None and not plan.pipeline.keep_residuals else 1
-    return [Exchange("all-gather", (FSDP,), "layer forward", weights * layer.width, 1, hides),
-            Exchange("all-gather", (FSDP,), "layer backward", weights * layer.width, again, hides), scatter]
+    return [
+        Exchange("all-gather", (FSDP,), "layer forward", weights * layer.width, 1, hides),
+        Exchange("all-gather", (FSDP,), "layer backward", weights * layer.width, again, hides),
+        scatter,
+    ]
 
 
-def _in_head(plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
-    """Embedded tokens, the gradient of the last hidden state, and the loss's sums; with stages, what the last has and the first gets."""
+def _in_head(
+    plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: ImplementationProfile
+) -> list[Exchange]:
+    """Embedded tokens, the gradient of the last hidden state, and the loss's sums; with stages,
+    what the last has and the first gets.
+    """
     found = []
     if vocab:
-        both = (layer.stream_bytes + _summed_bytes(plan, layer)) / 2  # embedded tokens, of which the other devices have zeros, and a gradient
-        found += [Exchange("all-reduce", vocab, "head", both, 2), Exchange("all-reduce", vocab, "head", layer.tokens * 3 * F32_BYTES, 1)]
+        # embedded tokens, of which the other devices have zeros, and a gradient
+        both = (layer.stream_bytes + _summed_bytes(plan, layer)) / 2
+        found += [
+            Exchange("all-reduce", vocab, "head", both, 2),
+            Exchange("all-reduce", vocab, "head", layer.tokens * 3 * F32_BYTES, 1),
+        ]
     if plan.pipeline is not None and style.head_shared:
         found.append(Exchange("all-reduce", (PIPE,), "head", layer.stream_bytes, 2))
     return found
 
 
-def _in_step(model: ModelConfig, plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: ImplementationProfile) -> list[Exchange]:
+def _in_step(
+    model: ModelConfig,
+    plan: Plan,
+    vocab: tuple[str, ...],
+    layer: LayerShape,
+    style: ImplementationProfile,
+) -> list[Exchange]:
     """Gradients between replicas, and what ZeRO puts together again."""
     axes, outer = plan.axes, _outer_params(model, plan, vocab, style)
     params = layer_params(model, plan, layer) + outer
     if plan.zero == 0:
         replicas = tuple(axis for axis in (DATA, FSDP) if axes[axis] > 1)
-        return [Exchange("all-reduce", replicas, "step", params * style.gradient_bytes, 1)] if replicas else []
-    found = [Exchange("all-reduce", (DATA,), "step", params / axes.fsdp * style.gradient_bytes, 1)] if axes.data > 1 else []
+        return (
+            [Exchange("all-reduce", replicas, "step", params * style.gradient_bytes, 1)]
+            if replicas
+            else []
+        )
+    found = (
+        [Exchange("all-reduce", (DATA,), "step", params / axes.fsdp * style.gradient_bytes, 1)]
+        if axes.data > 1
+        else []
+    )
     if plan.zero <= 2:
         found.append(Exchange("all-gather", (FSDP,), "step", params * F32_BYTES, 1))
     if plan.zero == 1:
@@ -122,8 +171,14 @@ def _in_step(model: ModelConfig, plan: Plan, vocab: tuple[str, ...], layer: Laye
 
 
 def layer_params(model: ModelConfig, plan: Plan, layer: LayerShape) -> float:
-    """Elements of the layers' matrices on one device, whole along fsdp; empty slots of unequal stages included."""
-    num_layers = model.num_layers if plan.pipeline is None else max(plan.pipeline.layers_per_stage) * plan.pipeline.repeats
+    """Elements of the layers' matrices on one device, whole along fsdp; empty slots of unequal
+    stages included.
+    """
+    num_layers = (
+        model.num_layers
+        if plan.pipeline is None
+        else max(plan.pipeline.layers_per_stage) * plan.pipeline.repeats
+    )
     return num_layers * (layer.attention_weights + layer.mlp_weights)
 
 
@@ -132,12 +187,18 @@ def outer_params(model: ModelConfig, plan: Plan, style: ImplementationProfile) -
     return _outer_params(model, plan, _vocab_axes(plan.active_rules(model), style), style)
 
 
-def _outer_params(model: ModelConfig, plan: Plan, vocab: tuple[str, ...], style: ImplementationProfile) -> float:
+def _outer_params(
+    model: ModelConfig, plan: Plan, vocab: tuple[str, ...], style: ImplementationProfile
+) -> float:
     tables = 1 if model.tied or (plan.pipeline is not None and not style.head_shared) else 2
-    return tables * model.vocab_size / math.prod([plan.axes[axis] for axis in vocab]) * model.embed_dim
+    return (
+        tables * model.vocab_size / math.prod([plan.axes[axis] for axis in vocab]) * model.embed_dim
+    )
 
 
-def _vocab_axes(rules: Mapping[str, tuple[str, ...]], style: ImplementationProfile) -> tuple[str, ...]:
+def _vocab_axes(
+    rules: Mapping[str, tuple[str, ...]], style: ImplementationProfile
+) -> tuple[str, ...]:
     axes = rules.get(VOCAB, ())
     return axes if style.head_shared else tuple(axis for axis in axes if axis != PIPE)
 
@@ -158,8 +219,9 @@ class _Way(NamedTuple):
 class Wires:
     """How long exchanges take on one mesh.
 
-    A collective is a ring through all of its devices: every link carries the same bytes, so the slowest counts, and as many
-    rings cross from host to host as devices on a host take part. Every step of a ring costs a latency.
+    A collective is a ring through all of its devices: every link carries the same bytes, so the
+    slowest counts, and as many rings cross from host to host as devices on a host take part. Every
+    step of a ring costs a latency.
     """
 
     def __init__(self, axes: AxisSizes, cluster: Cluster, rates: Rates):
@@ -167,19 +229,32 @@ class Wires:
         self._ways: dict[tuple[tuple[str, ...], bool], _Way] = {}
 
     def time(self, exchange: Exchange) -> float:
-        """Seconds of one exchange by itself. Raises PlanError if the speed of a link that it crosses is unknown."""
+        """Seconds of one exchange by itself.
+
+        Raises PlanError if the speed of a link that it crosses is unknown.
+        """
         is_send = exchange.kind == "send"
         way = self._ways.get((exchange.axes, is_send))
         if way is None:
-            way = self._ways[exchange.axes, is_send] = self._send(exchange.axes) if is_send else self._ring(exchange.axes)
+            way = self._ways[exchange.axes, is_send] = (
+                self._send(exchange.axes) if is_send else self._ring(exchange.axes)
+            )
         if is_send:
             return exchange.num_bytes * way.s_per_byte + way.latency_s
         around_s = (way.size - 1) / way.size * exchange.num_bytes * way.s_per_byte
-        ring_s = 2.0 * (around_s + way.tree_latency_s) if exchange.kind == "all-reduce" else around_s + way.latency_s
+        ring_s = (
+            2.0 * (around_s + way.tree_latency_s)
+            if exchange.kind == "all-reduce"
+            else around_s + way.latency_s
+        )
         return ring_s + self._rates.arrival_s if way.size > 1 else ring_s
 
     def _ring(self, names: tuple[str, ...]) -> _Way:
-        cluster, rates, size = self._cluster, self._rates, math.prod([self._axes[name] for name in names])
+        cluster, rates, size = (
+            self._cluster,
+            self._rates,
+            math.prod([self._axes[name] for name in names]),
+        )
         if size == 1:
             return _Way(1, 0.0, 0.0, 0.0)
         hosts = cluster.hosts_crossed(self._axes, names)
@@ -199,9 +274,17 @@ class Wires:
     def _send(self, names: tuple[str, ...]) -> _Way:
         cluster, rates = self._cluster, self._rates
         if cluster.hosts_crossed(self._axes, names) == 1:
-            return _Way(2, 1 / (speed_of(cluster.inside) * rates.send_share), _latency(cluster.inside, rates.latency_s))
+            return _Way(
+                2,
+                1 / (speed_of(cluster.inside) * rates.send_share),
+                _latency(cluster.inside, rates.latency_s),
+            )
         assert cluster.between is not None, "several hosts have a link between them"
-        return _Way(2, 1 / (speed_of(cluster.between) * rates.between_share), _latency(cluster.between, rates.between_latency_s))
+        return _Way(
+            2,
+            1 / (speed_of(cluster.between) * rates.between_share),
+            _latency(cluster.between, rates.between_latency_s),
+        )
 
 
 @lru_cache(maxsize=1 << 12)
@@ -213,8 +296,16 @@ def wires(axes: AxisSizes, cluster: Cluster, rates: Rates) -> Wires:
 def speed_of(link: Link) -> float:
     """Bytes per second. Raises PlanError if they are not known."""
     if link.bytes_per_s is None:
-        raise PlanError(explain(f"the speed of {link.name} is unknown, and this plan sends over it", given=link.source,
-                                do="measure it (profile this machine), or give it: --link inside=100GB/s or between=25GB/s"))
+        raise PlanError(
+            explain(
+                f"the speed of {link.name} is unknown, and this plan sends over it",
+                given=link.source,
+                do=(
+                    "measure it (profile this machine), or give it: --link inside=100GB/s or"
+                    " between=25GB/s"
+                ),
+            )
+        )
     return link.bytes_per_s
 
 

@@ -1,8 +1,9 @@
 """Time of a training step under a plan, predicted, term by term.
 
-A microbatch's way through a stage is the sum of its layers, each as long as its operators (planning/cost/stage_time.py)
-and the exchanges between them (planning/cost/communication.py) take; the schedule's ticks (planning/cost/pipeline_time.py)
-say how often that happens; gradients, the optimizer and a fixed rest come once.
+A microbatch's way through a stage is the sum of its layers, each as long as its operators
+(planning/cost/stage_time.py) and the exchanges between them (planning/cost/communication.py) take;
+the schedule's ticks (planning/cost/pipeline_time.py) say how often that happens; gradients, the
+optimizer and a fixed rest come once.
 """
 
 import math
@@ -28,7 +29,14 @@ from optimus_jax.planning.cost.corrections import spread
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.pipeline_time import count_ticks
 from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
-from optimus_jax.planning.cost.stage_time import F32_BYTES, head_rows, head_time, layer_shape, layer_time, place_of
+from optimus_jax.planning.cost.stage_time import (
+    F32_BYTES,
+    head_rows,
+    head_time,
+    layer_shape,
+    layer_time,
+    place_of,
+)
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
 
 NINE_IN_TEN = 1.645
@@ -73,7 +81,8 @@ class Prediction:
     tokens_per_s: float
     """Of all devices together."""
     mfu: float | None
-    """Model FLOPs (models/flops.py) over the dense 16-bit peak; None where that is unknown or the precision is f32."""
+    """Model FLOPs (models/flops.py) over the dense 16-bit peak; None where that is unknown or the
+    precision is f32."""
 
     def operator_shares(self) -> tuple[float, float]:
         """Shares of the step that grow with the time of a layer's, and of the head's, operators."""
@@ -84,12 +93,21 @@ class Prediction:
         return (layers + waiting) / self.step_time_s, times.get(HEAD, 0.0) / self.step_time_s
 
 
-def predict(model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, *, seq_len: int, global_batch: int,
-            style: ImplementationProfile = OURS) -> Prediction:
+def predict(
+    model: ModelConfig,
+    plan: Plan,
+    cluster: Cluster,
+    rates: Rates,
+    *,
+    seq_len: int,
+    global_batch: int,
+    style: ImplementationProfile = OURS,
+) -> Prediction:
     """The time of a step of `plan` on `cluster`, whose devices are as fast as `rates` says.
 
     Raises:
-      PlanError: the mesh is larger than the cluster, or the plan sends over a link of unknown speed.
+      PlanError: the mesh is larger than the cluster, or the plan sends over a link of unknown
+        speed.
     """
     step = _Step(model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch)
     times = step.times()
@@ -98,28 +116,65 @@ def predict(model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, *, s
     peak = cluster.accelerator.dense_peak_flops if plan.precision != "f32" else None
     flops = step_flops(model, num_sequences=global_batch, seq_len=seq_len)
     return Prediction(
-        terms=step.terms(times), step_time_s=time_s, low_s=time_s / margin, high_s=time_s * margin,
+        terms=step.terms(times),
+        step_time_s=time_s,
+        low_s=time_s / margin,
+        high_s=time_s * margin,
         **shares_of(times),
-        tokens_per_s=global_batch * seq_len / time_s, mfu=flops / (time_s * peak * plan.num_devices) if peak else None)
+        tokens_per_s=global_batch * seq_len / time_s,
+        mfu=flops / (time_s * peak * plan.num_devices) if peak else None,
+    )
 
 
 def shares_of(times: Mapping[str, float]) -> dict[str, float]:
     """The bubble's and the exchanges' shares of a step with these terms."""
     time_s = sum(times.values())
-    return {"bubble": times.get(BUBBLE, 0.0) / time_s, "communication": sum([times.get(name, 0.0) for name in COMMUNICATION]) / time_s}
+    return {
+        "bubble": times.get(BUBBLE, 0.0) / time_s,
+        "communication": sum([times.get(name, 0.0) for name in COMMUNICATION]) / time_s,
+    }
 
 
-def term_times(model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, *, seq_len: int, global_batch: int,
-               style: ImplementationProfile = OURS) -> dict[str, float]:
-    """Seconds of every term of `predict`, without words: what a search asks of thousands of plans. Raises what `predict` raises."""
-    return _Step(model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch).times()
+def term_times(
+    model: ModelConfig,
+    plan: Plan,
+    cluster: Cluster,
+    rates: Rates,
+    *,
+    seq_len: int,
+    global_batch: int,
+    style: ImplementationProfile = OURS,
+) -> dict[str, float]:
+    """Seconds of every term of `predict`, without words: what a search asks of thousands of plans.
+
+    Raises what `predict` raises.
+    """
+    return _Step(
+        model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch
+    ).times()
 
 
 class _Step:
     """One step's times; everything is one device's, on the critical path."""
 
-    def __init__(self, model: ModelConfig, plan: Plan, cluster: Cluster, rates: Rates, style: ImplementationProfile, *, seq_len: int, global_batch: int):
-        self.model, self.plan, self.cluster, self.rates, self.style = model, plan, cluster, rates, style
+    def __init__(
+        self,
+        model: ModelConfig,
+        plan: Plan,
+        cluster: Cluster,
+        rates: Rates,
+        style: ImplementationProfile,
+        *,
+        seq_len: int,
+        global_batch: int,
+    ):
+        self.model, self.plan, self.cluster, self.rates, self.style = (
+            model,
+            plan,
+            cluster,
+            rates,
+            style,
+        )
         self.shape = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
         self.place = place_of(self.shape, plan.axes.tensor)
         exchanged = exchanges(model, plan, self.shape, style)
@@ -127,8 +182,24 @@ class _Step:
         for each in exchanged:
             launched[each.part] = launched.get(each.part, 0.0) + each.count
         twice = plan.pipeline is not None and not plan.pipeline.keep_residuals
-        self.layer = layer_time(self.shape, self.place, plan.remat, twice, (launched["layer forward"], launched["layer backward"]), rates, style)
-        self.head = head_time(self.shape.tokens, model.embed_dim, head_rows(model, plan, style), self.shape.width, self.place, rates, style)
+        self.layer = layer_time(
+            self.shape,
+            self.place,
+            plan.remat,
+            twice,
+            (launched["layer forward"], launched["layer backward"]),
+            rates,
+            style,
+        )
+        self.head = head_time(
+            self.shape.tokens,
+            model.embed_dim,
+            head_rows(model, plan, style),
+            self.shape.width,
+            self.place,
+            rates,
+            style,
+        )
         self.exposed: dict[tuple[Part, str], float] = defaultdict(float)
         """Seconds that exchanges add to a part of the step, by term."""
         self.beside = {"layer forward": self.layer.forward, "layer backward": self.layer.backward}
@@ -138,10 +209,15 @@ class _Step:
             self.exposed[each.part, each.term] += self._exposed(each, time_of(each) * each.count)
 
     def _exposed(self, exchange: Exchange, time_s: float) -> float:
-        """What an exchange adds to its part of the step. Side by side, compute and exchange slow each other down."""
+        """What an exchange adds to its part of the step.
+
+        Side by side, compute and exchange slow each other down.
+        """
         if not exchange.hides:
             return time_s
-        side_by_side = min(time_s * self.rates.overlap_share, self.beside.get(exchange.part, math.inf))
+        side_by_side = min(
+            time_s * self.rates.overlap_share, self.beside.get(exchange.part, math.inf)
+        )
         if exchange.part in self.beside:
             self.beside[exchange.part] -= side_by_side
         return time_s - max(0.0, 2.0 - self.rates.overlap_slowdown) * side_by_side
@@ -150,29 +226,57 @@ class _Step:
         """Seconds by term, in the order in which people look at them."""
         plan, layer, exposed = self.plan, self.layer, self.exposed
         visits = self._visits
-        in_layers = {name: visits * (exposed["layer forward", name] + exposed["layer backward", name]) for name in (TENSOR, FSDP)}
+        in_layers = {
+            name: visits * (exposed["layer forward", name] + exposed["layer backward", name])
+            for name in (TENSOR, FSDP)
+        }
         sends, bubble = self._pipeline(visits)
         return {
-            "attention": visits * layer.attention, "feed-forward": visits * layer.feed_forward, "recompute": visits * layer.again,
-            "memory": visits * layer.memory, "launching": visits * layer.launching, HEAD: plan.microbatches * self.head,
-            TENSOR: in_layers[TENSOR], VOCABULARY: plan.microbatches * exposed["head", VOCABULARY],
-            FSDP: in_layers[FSDP] + exposed["step", FSDP], DATA: exposed["step", DATA], PIPE: sends, BUBBLE: bubble,
-            "optimizer": self._optimizer(), HOST_COPIES: self._host_copies(), "overhead": self.rates.step_s}
+            "attention": visits * layer.attention,
+            "feed-forward": visits * layer.feed_forward,
+            "recompute": visits * layer.again,
+            "memory": visits * layer.memory,
+            "launching": visits * layer.launching,
+            HEAD: plan.microbatches * self.head,
+            TENSOR: in_layers[TENSOR],
+            VOCABULARY: plan.microbatches * exposed["head", VOCABULARY],
+            FSDP: in_layers[FSDP] + exposed["step", FSDP],
+            DATA: exposed["step", DATA],
+            PIPE: sends,
+            BUBBLE: bubble,
+            "optimizer": self._optimizer(),
+            HOST_COPIES: self._host_copies(),
+            "overhead": self.rates.step_s,
+        }
 
     def terms(self, times: dict[str, float]) -> tuple[Term, ...]:
         """The same with words; those that take no time are left out."""
         plan, layer = self.plan, self.layer
         visits = f" x {self._visits:g} layers and microbatches"
         how = {
-            "attention": f"matmuls, {_ms(layer.attention)}{visits}", "feed-forward": f"matmuls, {_ms(layer.feed_forward)}{visits}",
-            "recompute": f"remat {plan.remat}, {_ms(layer.again)}{visits}", "memory": f"passes over memory, {_ms(layer.memory)}{visits}",
+            "attention": f"matmuls, {_ms(layer.attention)}{visits}",
+            "feed-forward": f"matmuls, {_ms(layer.feed_forward)}{visits}",
+            "recompute": f"remat {plan.remat}, {_ms(layer.again)}{visits}",
+            "memory": f"passes over memory, {_ms(layer.memory)}{visits}",
             "launching": f"kernels that wait for the host, {_ms(layer.launching)}{visits}",
-            HEAD: f"{_ms(self.head)} x {plan.microbatches} microbatches", TENSOR: f"all-reduces in layers over tensor={plan.axes.tensor}",
-            VOCABULARY: "all-reduces of embedding and head", FSDP: f"gathers and scatters over fsdp={plan.axes.fsdp}, zero {plan.zero}",
-            DATA: f"all-reduce of gradients over data={plan.axes.data}", PIPE: f"sends between pipe={plan.axes.pipe} stages",
-            BUBBLE: "stages that wait for others, or compute along with them", "optimizer": "passes over parameters and moments",
-            HOST_COPIES: f"offload {plan.offload}, over {self.cluster.to_host}", "overhead": "what a step has once"}
-        return tuple([Term(name=name, time_s=time_s, how=how[name]) for name, time_s in times.items() if time_s > 0])
+            HEAD: f"{_ms(self.head)} x {plan.microbatches} microbatches",
+            TENSOR: f"all-reduces in layers over tensor={plan.axes.tensor}",
+            VOCABULARY: "all-reduces of embedding and head",
+            FSDP: f"gathers and scatters over fsdp={plan.axes.fsdp}, zero {plan.zero}",
+            DATA: f"all-reduce of gradients over data={plan.axes.data}",
+            PIPE: f"sends between pipe={plan.axes.pipe} stages",
+            BUBBLE: "stages that wait for others, or compute along with them",
+            "optimizer": "passes over parameters and moments",
+            HOST_COPIES: f"offload {plan.offload}, over {self.cluster.to_host}",
+            "overhead": "what a step has once",
+        }
+        return tuple(
+            [
+                Term(name=name, time_s=time_s, how=how[name])
+                for name, time_s in times.items()
+                if time_s > 0
+            ]
+        )
 
     @property
     def _visits(self) -> float:
@@ -180,7 +284,8 @@ class _Step:
         return self.plan.microbatches * self.model.num_layers / self.plan.axes.pipe
 
     def _pipeline(self, visits: float) -> tuple[float, float]:
-        """Seconds of sends, and of the bubble: what the schedule takes beyond `visits` to layers."""
+        """Seconds of sends, and of the bubble: what the schedule takes beyond `visits` to
+        layers."""
         pipeline, stages = self.plan.pipeline, self.plan.axes.pipe
         if pipeline is None:
             return 0.0, 0.0
@@ -190,9 +295,12 @@ class _Step:
         send = self._in_part("tick")
         if self.style.lockstep:
             ticks = count_ticks(pipeline, stages, self.plan.microbatches)
-            bubble = layers * (ticks.forward * forward + ticks.backward * backward) - visits * (forward + backward)
+            bubble = layers * (ticks.forward * forward + ticks.backward * backward) - visits * (
+                forward + backward
+            )
             return 2 * useful * send, bubble + (ticks.forward + ticks.backward - 2 * useful) * send
-        # Stages that go on when their input is there: the first microbatch's way, then as fast as the slowest stage.
+        # Stages that go on when their input is there: the first microbatch's way, then as fast as
+        # the slowest stage.
         filling = (stages - 1) * (layers * (forward + backward) + 2 * send)
         return 0.0, filling + (useful * layers - visits) * (forward + backward)
 
@@ -201,28 +309,43 @@ class _Step:
 
     def _optimizer(self) -> float:
         smaller = 2 * 2 * (F32_BYTES - self.plan.moment_bytes)  # both moments, read and written
-        return self._updated_params() * (self.style.optimizer_bytes - smaller) / self.rates.memory_bytes_per_s
+        return (
+            self._updated_params()
+            * (self.style.optimizer_bytes - smaller)
+            / self.rates.memory_bytes_per_s
+        )
 
     def _updated_params(self) -> float:
         plan = self.plan
-        params = layer_params(self.model, plan, self.shape) + outer_params(self.model, plan, self.style)
+        params = layer_params(self.model, plan, self.shape) + outer_params(
+            self.model, plan, self.style
+        )
         return params / (plan.axes.fsdp if plan.zero >= 1 else 1)
 
     def _host_copies(self) -> float:
-        """Moments come and go at the same time, and nothing runs beside them; a layer's input goes beside its forward and comes beside its backward."""
+        """Moments come and go at the same time, and nothing runs beside them; a layer's input goes
+        beside its forward and comes beside its backward.
+        """
         plan = self.plan
         if plan.offload == "none":
             return 0.0
         speed = self.cluster.to_host.bytes_per_s
         if speed is None:
-            raise PlanError(explain("the plan keeps something in the host's memory, over a link of unknown speed",
-                                    given=f"offload={plan.offload} on {self.cluster}", do=f"give its speed, such as --link {TO_HOST}=50GB/s, or use offload=none"))
+            raise PlanError(
+                explain(
+                    "the plan keeps something in the host's memory, over a link of unknown speed",
+                    given=f"offload={plan.offload} on {self.cluster}",
+                    do=f"give its speed, such as --link {TO_HOST}=50GB/s, or use offload=none",
+                )
+            )
         rate, time_s = self.rates.host_share * speed, 0.0
         if plan.offloads_moments:
             time_s += 2 * self.plan.moment_bytes * self._updated_params() / rate
         if plan.offloads_activations:
             copy_s = self.shape.stream_bytes / rate
-            time_s += self._visits * (max(0.0, copy_s - self.layer.forward) + max(0.0, copy_s - self.layer.backward))
+            time_s += self._visits * (
+                max(0.0, copy_s - self.layer.forward) + max(0.0, copy_s - self.layer.backward)
+            )
         return time_s
 
 

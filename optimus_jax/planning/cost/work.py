@@ -1,12 +1,13 @@
 """Work: what a device computes, counted before any rate is known.
 
-The time of a matmul of [m, k] and [k, n] on a device with C cores, in tiles of 128 x 128, is taken as
+The time of a matmul of [m, k] and [k, n] on a device with C cores, in tiles of 128 x 128, is taken
+as
 
     2 m k n / rate * (1 + wave * C / tiles) * (1 + inner / k)
 
-since the last wave of tiles leaves cores idle, and since a tile with a short inner dimension spends its time on
-its beginning and end. That is linear in what `Work` holds: all matmuls of a layer are four sums, and their time is
-a few multiplications under any rates.
+since the last wave of tiles leaves cores idle, and since a tile with a short inner dimension spends
+its time on its beginning and end. That is linear in what `Work` holds: all matmuls of a layer are
+four sums, and their time is a few multiplications under any rates.
 """
 
 import math
@@ -45,7 +46,11 @@ class Work(NamedTuple):
 
 
 def matmul(rows: float, inner: float, columns: float, count: float = 1.0) -> Work:
-    """`count` products of [rows, inner] and [inner, columns]; those of one batched product share the cores."""
+    """`count` products of [rows, inner] and [inner, columns]; those of one batched product share
+    the cores.
+    """
     flops = 2.0 * rows * inner * columns * count
-    tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE) * count * max(1.0, inner / SPLIT_INNER)
+    tiles = (
+        math.ceil(rows / TILE) * math.ceil(columns / TILE) * count * max(1.0, inner / SPLIT_INNER)
+    )
     return Work(flops, flops / tiles, flops / inner, flops / (tiles * inner))

@@ -1,12 +1,13 @@
 """Beliefs about step times: what plans take under the cost model, mended by what was measured.
 
-The logarithm of measured over predicted time is a sum: each cost term's share of the step times how far off that term
-is (planning/learning/calibrate.py), what is peculiar to a plan, what to a plan in some conditions, and what an unexplained regime
-does to all plans alike. All of these are normal, so the answer for any set of plans is normal too, with the covariances
-that comparing them needs: what is off in both cancels.
+The logarithm of measured over predicted time is a sum: each cost term's share of the step times how
+far off that term is (planning/learning/calibrate.py), what is peculiar to a plan, what to a plan in
+some conditions, and what an unexplained regime does to all plans alike. All of these are normal, so
+the answer for any set of plans is normal too, with the covariances that comparing them needs: what
+is off in both cancels.
 
-Terms that are off are mended where they stand, so the regression is repeated about the mended shares. Evidence that
-the rest speaks against counts as peculiar to its plan.
+Terms that are off are mended where they stand, so the regression is repeated about the mended
+shares. Evidence that the rest speaks against counts as peculiar to its plan.
 """
 
 import math
@@ -36,11 +37,13 @@ DOUBTED = 2.5
 SURE = 6.0
 """Pieces of evidence that the deviations above count as much as, in how large deviations are."""
 OWN = tuple([2.0 ** (power / 2) for power in range(8)])
-"""Factors on PLAN and SETTING that evidence may speak for: the cost model fits some machines better than others."""
+"""Factors on PLAN and SETTING that evidence may speak for: the cost model fits some machines better
+than others."""
 UNSURE = 2.0
 """Standard deviation of the logarithm of that factor."""
 TAIL = 4.0
-"""Degrees of freedom of the t distribution that evidence is held against when that is judged: a few wild plans are no matter."""
+"""Degrees of freedom of the t distribution that evidence is held against when that is judged: a few
+wild plans are no matter."""
 ROUNDS = 4
 """Of mending the shares; the last changes nothing that matters."""
 
@@ -56,7 +59,8 @@ class Query:
     regime: int = 0
     """Unexplained regime; 0: none."""
     terms_s: Mapping[str, float]
-    """Seconds of each cost term as the cost model has them in these conditions, before anything learnt."""
+    """Seconds of each cost term as the cost model has them in these conditions, before anything
+    learnt."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -82,7 +86,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Beliefs:
-    """Normal beliefs about everything that step times are made of: terms first, then what is peculiar to plans and regimes."""
+    """Normal beliefs about everything that step times are made of: terms first, then what is
+    peculiar to plans and regimes.
+    """
 
     terms: tuple[str, ...]
     columns: Mapping[Latent, int]
@@ -107,17 +113,23 @@ class Beliefs:
     def calibration(self) -> Calibration:
         """Of terms alone."""
         num_terms = len(self.terms)
-        return Calibration(self.terms, self.mean[:num_terms], self.covariance[:num_terms, :num_terms])
+        return Calibration(
+            self.terms, self.mean[:num_terms], self.covariance[:num_terms, :num_terms]
+        )
 
     def rows(self, queries: Sequence[Query]) -> tuple[Vector, Matrix]:
         """For each query: the logarithm that is expected, and how that grows with each column."""
         num_terms = len(self.terms)
-        times = np.array([[query.terms_s.get(name, 0.0) for name in self.terms] for query in queries]).reshape(len(queries), num_terms)
+        times = np.array(
+            [[query.terms_s.get(name, 0.0) for name in self.terms] for query in queries]
+        ).reshape(len(queries), num_terms)
         mended = times * np.exp(self.mean[:num_terms])
         totals = mended.sum(axis=1)
         slopes = np.zeros((len(queries), len(self.mean)))
         slopes[:, :num_terms] = mended / totals[:, None]
-        in_links = slopes[:, :num_terms] @ np.array([name in COMMUNICATION for name in self.terms], dtype=float)
+        in_links = slopes[:, :num_terms] @ np.array(
+            [name in COMMUNICATION for name in self.terms], dtype=float
+        )
         for row, query in enumerate(queries):
             slopes[row, [self.columns[latent] for latent in _latents(query)]] = 1.0
             slopes[row, self.columns[_of_links(query)]] = in_links[row]
@@ -127,11 +139,23 @@ class Beliefs:
         """The same once the evidence is in."""
         if not evidence:
             return self
-        queries, measured = [each.query for each in evidence], np.array([each.log_time for each in evidence])
+        queries, measured = (
+            [each.query for each in evidence],
+            np.array([each.log_time for each in evidence]),
+        )
         noise, believed = np.diag([each.deviation**2 for each in evidence]), self
         left, inverse = np.zeros(len(queries)), np.eye(len(queries))
-        own = [column for (deviation, _), column in self.columns.items() if deviation in (PLAN, SETTING)]
-        doubted = np.array([self.columns[_latents(query)[-1] if query.regime else (PLAN, query.plan)] for query in queries])
+        own = [
+            column
+            for (deviation, _), column in self.columns.items()
+            if deviation in (PLAN, SETTING)
+        ]
+        doubted = np.array(
+            [
+                self.columns[_latents(query)[-1] if query.regime else (PLAN, query.plan)]
+                for query in queries
+            ]
+        )
         doubt = np.zeros(len(queries))
         for _ in range(ROUNDS):
             expected, slopes = believed.rows(queries)
@@ -139,11 +163,23 @@ class Beliefs:
             prior = self.covariance.copy()
             np.add.at(prior, (doubted, doubted), doubt)
             usual = self.covariance[own, own]
-            prior[own, own] += usual * (_likeliest(left, slopes @ prior @ slopes.T + noise, (slopes[:, own] * usual) @ slopes[:, own].T) - 1)
+            prior[own, own] += usual * (
+                _likeliest(
+                    left,
+                    slopes @ prior @ slopes.T + noise,
+                    (slopes[:, own] * usual) @ slopes[:, own].T,
+                )
+                - 1
+            )
             gain = prior @ slopes.T
             inverse = np.linalg.inv(slopes @ gain + noise)
-            believed = replace(self, mean=self.mean + gain @ inverse @ left, covariance=prior - gain @ inverse @ gain.T)
-            # How far each is from what the others say of it: beyond DOUBTED deviations it is peculiar to its plan, or its regime.
+            believed = replace(
+                self,
+                mean=self.mean + gain @ inverse @ left,
+                covariance=prior - gain @ inverse @ gain.T,
+            )
+            # How far each is from what the others say of it: beyond DOUBTED deviations it is
+            # peculiar to its plan, or its regime.
             variance = 1 / np.diag(inverse)
             doubt = np.maximum(doubt, (inverse @ left * variance / DOUBTED) ** 2 - variance)
         # Evidence that agrees, or does not, tells how large deviations are altogether.
@@ -152,18 +188,23 @@ class Beliefs:
 
 
 def _likeliest(left: Vector, covariance: Matrix, own: Matrix) -> float:
-    """Square of the factor on what is peculiar to plans under which each measurement is likeliest, given all others.
+    """Square of the factor on what is peculiar to plans under which each measurement is likeliest,
+    given all others.
 
     Args:
       left: [measured], over what is expected.
       covariance: [measured, measured] of that.
       own: [measured, measured], the part of it that is peculiar to plans.
     """
+
     def score(factor: float) -> float:
         inverse = np.linalg.inv(covariance + (factor**2 - 1) * own)
         precision = np.diag(inverse)
         surprise = np.log1p((inverse @ left) ** 2 / precision / TAIL)
-        return float(np.sum(np.log(precision) - (TAIL + 1) * surprise)) / 2 - (math.log(factor) / UNSURE) ** 2 / 2
+        return (
+            float(np.sum(np.log(precision) - (TAIL + 1) * surprise)) / 2
+            - (math.log(factor) / UNSURE) ** 2 / 2
+        )
 
     return max(OWN, key=score) ** 2
 
@@ -176,4 +217,8 @@ def _of_links(query: Query) -> Latent:
 def _latents(query: Query) -> tuple[Latent, ...]:
     """What is peculiar to it, as (deviation, name)."""
     own = (_of_links(query), (PLAN, query.plan), (SETTING, f"{query.plan} in {query.setting}"))
-    return own if not query.regime else (*own, (REGIME, f"{query.regime}"), (REGIME_PLAN, f"{query.plan} in {query.regime}"))
+    return (
+        own
+        if not query.regime
+        else (*own, (REGIME, f"{query.regime}"), (REGIME_PLAN, f"{query.plan} in {query.regime}"))
+    )

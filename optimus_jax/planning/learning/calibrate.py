@@ -1,8 +1,8 @@
 """How far off the terms of the cost model are, as a rule and after what was measured.
 
-A step's predicted time is a sum of terms. The logarithm of how far off each is has a normal distribution: before anything is
-measured all terms are off together, exchanges more so, and each by itself a little. So what is learnt of some terms says
-something of others too.
+A step's predicted time is a sum of terms. The logarithm of how far off each is has a normal
+distribution: before anything is measured all terms are off together, exchanges more so, and each by
+itself a little. So what is learnt of some terms says something of others too.
 """
 
 import math
@@ -63,7 +63,8 @@ class Calibration:
 
     def _extended(self, names: tuple[str, ...]) -> "Calibration":
         prior, known = _prior(names), [names.index(name) for name in self.terms]
-        # Regression on the known terms: what they have in common with another one is known of that too.
+        # Regression on the known terms: what they have in common with another one is known of that
+        # too.
         slopes = prior[:, known] @ np.linalg.inv(prior[np.ix_(known, known)])
         learnt = prior[np.ix_(known, known)] - self.covariance
         return Calibration(names, slopes @ self.mean, prior - slopes @ learnt @ slopes.T)
@@ -73,17 +74,31 @@ class Calibration:
         if not self.terms:
             return prediction
         known = self.covering(term.name for term in prediction.terms)
-        terms = tuple(replace(term, time_s=term.time_s * known.factors[term.name]) for term in prediction.terms)
+        terms = tuple(
+            replace(term, time_s=term.time_s * known.factors[term.name])
+            for term in prediction.terms
+        )
         time_s, before_s = sum(term.time_s for term in terms), prediction.step_time_s
         times = {term.name: term.time_s for term in terms}
         shares = np.array([times.get(name, 0.0) for name in known.terms]) / time_s
         spread = math.sqrt(shares @ known.covariance @ shares + NOISE**2)
         return replace(
-            prediction, terms=terms, step_time_s=time_s, **shares_of(times), low_s=time_s * math.exp(-NINE_IN_TEN * spread), high_s=time_s * math.exp(NINE_IN_TEN * spread),
-            tokens_per_s=prediction.tokens_per_s * before_s / time_s, mfu=prediction.mfu and prediction.mfu * before_s / time_s)
+            prediction,
+            terms=terms,
+            step_time_s=time_s,
+            **shares_of(times),
+            low_s=time_s * math.exp(-NINE_IN_TEN * spread),
+            high_s=time_s * math.exp(NINE_IN_TEN * spread),
+            tokens_per_s=prediction.tokens_per_s * before_s / time_s,
+            mfu=prediction.mfu and prediction.mfu * before_s / time_s,
+        )
 
 
 def _prior(names: Sequence[str]) -> Matrix:
     """[terms, terms]: how far off they are before anything was measured."""
     in_links = np.array([name in COMMUNICATION for name in names], dtype=float)
-    return COMMON**2 * np.ones((len(names), len(names))) + LINKS**2 * np.outer(in_links, in_links) + TERM**2 * np.eye(len(names))
+    return (
+        COMMON**2 * np.ones((len(names), len(names)))
+        + LINKS**2 * np.outer(in_links, in_links)
+        + TERM**2 * np.eye(len(names))
+    )

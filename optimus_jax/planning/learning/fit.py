@@ -1,8 +1,9 @@
 """Rates fitted to measured step times.
 
-First the rates themselves: a damped least-squares fit (Levenberg and Marquardt's) of the logarithms of a few of them to the
-logarithms of step times, held near where they start by a prior, and indifferent to outliers beyond Huber's bound.
-Then what they leave over is told, shape by shape, as corrections (planning/cost/corrections.py).
+First the rates themselves: a damped least-squares fit (Levenberg and Marquardt's) of the logarithms
+of a few of them to the logarithms of step times, held near where they start by a prior, and
+indifferent to outliers beyond Huber's bound. Then what they leave over is told, shape by shape, as
+corrections (planning/cost/corrections.py).
 """
 
 from collections import Counter
@@ -24,17 +25,37 @@ from optimus_jax.planning.profiles.cluster import Cluster
 Vector = NDArray[np.float64]
 
 FITTED: Mapping[str, float] = {
-    "matmul_flops_per_s": 0.15, "memory_bytes_per_s": 0.15, "wave": 0.5, "inner": 0.5, "unaligned_share": 0.5,
-    "interpreter_launch_s": 0.5, "launch_overlap": 0.25, "collective_share": 0.3, "latency_s": 0.7, "between_share": 0.3,
-    "between_latency_s": 0.7, "send_share": 1.5, "step_s": 0.7}
-"""Which rates are fitted, and how far from where they start they are expected: standard deviation of the logarithm."""
+    "matmul_flops_per_s": 0.15,
+    "memory_bytes_per_s": 0.15,
+    "wave": 0.5,
+    "inner": 0.5,
+    "unaligned_share": 0.5,
+    "interpreter_launch_s": 0.5,
+    "launch_overlap": 0.25,
+    "collective_share": 0.3,
+    "latency_s": 0.7,
+    "between_share": 0.3,
+    "between_latency_s": 0.7,
+    "send_share": 1.5,
+    "step_s": 0.7,
+}
+"""Which rates are fitted, and how far from where they start they are expected: standard deviation
+of the logarithm."""
 FITTED_TO_STEPS: Mapping[str, float] = {
-    "matmul_flops_per_s": 0.2, "f32_matmul_flops_per_s": 0.2, "memory_bytes_per_s": 0.2, "pass_share": 0.5, "launch_s": 1.5, "arrival_s": 1.5, "step_s": 1.5}
+    "matmul_flops_per_s": 0.2,
+    "f32_matmul_flops_per_s": 0.2,
+    "memory_bytes_per_s": 0.2,
+    "pass_share": 0.5,
+    "launch_s": 1.5,
+    "arrival_s": 1.5,
+    "step_s": 1.5,
+}
 """The same where matmuls, memory and links were measured by themselves."""
 MODEL_ERROR = 0.08
 """Standard deviation of the logarithm that the time model itself is expected to miss a shape by."""
 MEASURING_ERROR = 0.1
-"""The same of one measurement on a shared cluster, where links and devices have good days and bad."""
+"""The same of one measurement on a shared cluster, where links and devices have good days and
+bad."""
 HUBER = 1.0
 """Standard deviations beyond which a residual counts linearly, not squared."""
 MAX_ROWS = 360
@@ -44,7 +65,8 @@ CORRECTION_SIZE = 0.2
 LEAST_NOISE = 0.02
 """Of a measurement, relative."""
 UNSEEN_ERROR = 0.1
-"""Standard deviation of the logarithm that shapes far from all samples are missed by, beyond what samples are: vTrain's with a width left out."""
+"""Standard deviation of the logarithm that shapes far from all samples are missed by, beyond what
+samples are: vTrain's with a width left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +87,31 @@ class Sample:
 
     def predicted(self, rates: Rates) -> Prediction:
         """The same step, predicted."""
-        return predict(self.model, self.plan, self.cluster, rates, seq_len=self.seq_len, global_batch=self.global_batch, style=self.style)
+        return predict(
+            self.model,
+            self.plan,
+            self.cluster,
+            rates,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            style=self.style,
+        )
 
     def place(self) -> Place:
         """Where its layers and its head lie among measured ones."""
-        shape = layer_shape(self.model, self.plan, seq_len=self.seq_len, global_batch=self.global_batch)
+        shape = layer_shape(
+            self.model, self.plan, seq_len=self.seq_len, global_batch=self.global_batch
+        )
         return place_of(shape, self.plan.axes.tensor)
 
 
-def fit_rates(samples: Sequence[Sample], start: Rates, *, fitted: Mapping[str, float] = FITTED, iterations: int = 12) -> Rates:
+def fit_rates(
+    samples: Sequence[Sample],
+    start: Rates,
+    *,
+    fitted: Mapping[str, float] = FITTED,
+    iterations: int = 12,
+) -> Rates:
     """`start` with the rates in `fitted`, corrections and spread that suit the samples best."""
     rates = _fit_physics(_thinned(samples), replace(start, corrections=()), fitted, iterations)
     rates = replace(rates, source=f"{start.source}; fitted to {len(samples)} measured steps")
@@ -81,9 +119,13 @@ def fit_rates(samples: Sequence[Sample], start: Rates, *, fitted: Mapping[str, f
 
 
 def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
-    """`start`, whose matmuls, memory and links were measured, with what a few steps say of the rest, and the spread that they leave."""
+    """`start`, whose matmuls, memory and links were measured, with what a few steps say of the
+    rest, and the spread that they leave.
+    """
     rates = _fit_physics(samples, start, FITTED_TO_STEPS, iterations=12)
-    return _with_corrections(replace(rates, source=f"{start.source}, and {len(samples)} training steps"), samples)
+    return _with_corrections(
+        replace(rates, source=f"{start.source}, and {len(samples)} training steps"), samples
+    )
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -97,15 +139,28 @@ def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
     return [samples[number] for _, number in sorted(ranked)[:MAX_ROWS]]
 
 
-def _fit_physics(samples: Sequence[Sample], start: Rates, fitted: Mapping[str, float], iterations: int) -> Rates:
+def _fit_physics(
+    samples: Sequence[Sample], start: Rates, fitted: Mapping[str, float], iterations: int
+) -> Rates:
     names, widths = list(fitted), np.array(list(fitted.values()))
     shapes = Counter(sample.place() for sample in samples)
     # Steps of the same shapes share what the model misses, but not what a measurement does.
-    scale = np.array([(shapes[sample.place()] * MODEL_ERROR**2 + MEASURING_ERROR**2) ** 0.5 for sample in samples])
+    scale = np.array(
+        [
+            (shapes[sample.place()] * MODEL_ERROR**2 + MEASURING_ERROR**2) ** 0.5
+            for sample in samples
+        ]
+    )
     measured = np.log([sample.step_time_s for sample in samples])
 
     def rates_at(steps: Vector) -> Rates:
-        return replace(start, **{name: getattr(start, name) * float(np.exp(step)) for name, step in zip(names, steps, strict=True)})
+        return replace(
+            start,
+            **{
+                name: getattr(start, name) * float(np.exp(step))
+                for name, step in zip(names, steps, strict=True)
+            },
+        )
 
     def residuals(steps: Vector) -> Vector:
         rates = rates_at(steps)
@@ -114,16 +169,25 @@ def _fit_physics(samples: Sequence[Sample], start: Rates, fitted: Mapping[str, f
     return rates_at(_least_squares(residuals, scale, widths, iterations))
 
 
-def _least_squares(residuals: Callable[[Vector], Vector], scale: Vector, widths: Vector, iterations: int) -> Vector:
+def _least_squares(
+    residuals: Callable[[Vector], Vector], scale: Vector, widths: Vector, iterations: int
+) -> Vector:
     """Steps from zero that make Huber's sum of residuals / scale, and of steps / widths, least."""
+
     def cost(left: Vector, steps: Vector) -> float:
         size = np.abs(left / scale)
-        return float(np.where(size < HUBER, size**2, HUBER * (2 * size - HUBER)).sum() + ((steps / widths) ** 2).sum())
+        return float(
+            np.where(size < HUBER, size**2, HUBER * (2 * size - HUBER)).sum()
+            + ((steps / widths) ** 2).sum()
+        )
 
     steps, damping = np.zeros_like(widths), 1e-2
     left = residuals(steps)
     for _ in range(iterations):
-        slopes = np.stack([(residuals(steps + nudge) - left) / NUDGE for nudge in NUDGE * np.eye(len(steps))], axis=1)
+        slopes = np.stack(
+            [(residuals(steps + nudge) - left) / NUDGE for nudge in NUDGE * np.eye(len(steps))],
+            axis=1,
+        )
         weights = np.minimum(1.0, HUBER / np.maximum(np.abs(left / scale), 1e-9)) / scale**2
         normal = slopes.T @ (slopes * weights[:, None]) + np.diag(widths**-2.0)
         downhill = slopes.T @ (weights * left) + steps / widths**2
@@ -145,24 +209,48 @@ NUDGE = 1e-3
 
 
 def _with_corrections(rates: Rates, samples: Sequence[Sample]) -> Rates:
-    """The rates with what they leave over told by shape, and with the spread of what they leave over."""
+    """The rates with what they leave over told by shape, and with the spread of what they leave
+    over.
+    """
     predictions = [sample.predicted(rates) for sample in samples]
-    left = np.log([sample.step_time_s / each.step_time_s for sample, each in zip(samples, predictions, strict=True)])
-    known = [(operator, place) for operator in OPERATORS for place in sorted({sample.place() for sample in samples})]
+    left = np.log(
+        [
+            sample.step_time_s / each.step_time_s
+            for sample, each in zip(samples, predictions, strict=True)
+        ]
+    )
+    known = [
+        (operator, place)
+        for operator in OPERATORS
+        for place in sorted({sample.place() for sample in samples})
+    ]
     column = {each: number for number, each in enumerate(known)}
     shares = np.zeros((len(samples), len(known)))
     for row, (sample, prediction) in enumerate(zip(samples, predictions, strict=True)):
         for operator, share in zip(OPERATORS, prediction.operator_shares(), strict=True):
             shares[row, column[operator, sample.place()]] = share
-    kernel = np.array([[CORRECTION_SIZE**2 * likeness(a, b) * (one == other) for other, b in known] for one, a in known])
+    kernel = np.array(
+        [
+            [CORRECTION_SIZE**2 * likeness(a, b) * (one == other) for other, b in known]
+            for one, a in known
+        ]
+    )
     weights, noise = _regression(shares, kernel, left)
-    corrections = tuple(Correction(operator=operator, place=place, weight=float(CORRECTION_SIZE**2 * weight))
-                        for (operator, place), weight in zip(known, weights, strict=True))
-    return replace(rates, corrections=corrections, spread=float(np.hypot(_spread(left), UNSEEN_ERROR)), spread_nearby=noise)
+    corrections = tuple(
+        Correction(operator=operator, place=place, weight=float(CORRECTION_SIZE**2 * weight))
+        for (operator, place), weight in zip(known, weights, strict=True)
+    )
+    return replace(
+        rates,
+        corrections=corrections,
+        spread=float(np.hypot(_spread(left), UNSEEN_ERROR)),
+        spread_nearby=noise,
+    )
 
 
 def _regression(shares: Vector, kernel: Vector, left: Vector) -> tuple[Vector, float]:
-    """Weights of the places in a Gaussian process whose value, in `shares`, is what is left, and the noise; outliers count less.
+    """Weights of the places in a Gaussian process whose value, in `shares`, is what is left, and
+    the noise; outliers count less.
 
     The noise is what each sample's own value is missed by when the others alone are asked.
     """

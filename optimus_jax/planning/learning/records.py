@@ -1,4 +1,6 @@
-"""Measured steps, each kept beside its prediction in readable JSON Lines, and what they teach about later ones."""
+"""Measured steps, each kept beside its prediction in readable JSON Lines, and what they teach about
+later ones.
+"""
 
 import dataclasses
 import json
@@ -45,30 +47,52 @@ def calibration_of(records: Sequence[Record]) -> Calibration:
     for record in records:
         key = (f"{record.plan} of {record.model}", tuple(sorted(record.terms_s.items())))
         logs[key] = [*logs.pop(key, []), math.log(record.measured_s)]
-    # However often a plan was measured, what is peculiar to it says nothing of others: all that is one piece of evidence.
-    evidence = [Evidence(query=Query(plan=plan, setting=f"{number}", terms_s=dict(terms_s)), log_time=sum(times) / len(times), deviation=NOISE)
-                for number, ((plan, terms_s), times) in enumerate(logs.items())][-TAUGHT_BY:]
-    return Beliefs.before([each.query for each in evidence], Calibration()).after(evidence).calibration if evidence else Calibration()
+    # However often a plan was measured, what is peculiar to it says nothing of others: all that is
+    # one piece of evidence.
+    evidence = [
+        Evidence(
+            query=Query(plan=plan, setting=f"{number}", terms_s=dict(terms_s)),
+            log_time=sum(times) / len(times),
+            deviation=NOISE,
+        )
+        for number, ((plan, terms_s), times) in enumerate(logs.items())
+    ][-TAUGHT_BY:]
+    return (
+        Beliefs.before([each.query for each in evidence], Calibration()).after(evidence).calibration
+        if evidence
+        else Calibration()
+    )
 
 
 def read_records(path: Path) -> list[Record]:
-    """The newest records of a file; none if there is no file. A line that is none is left out with a warning."""
+    """The newest records of a file; none if there is no file.
+
+    A line that is none is left out with a warning.
+    """
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
-        warnings.warn(f"earlier measurements cannot be read and do not count: {error}", stacklevel=2)
+        warnings.warn(
+            f"earlier measurements cannot be read and do not count: {error}", stacklevel=2
+        )
         return []
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             record = with_right_types(Record(**parse_json(line)))
-            if not 0 < record.measured_s < math.inf or not 0 < record.predicted_s < math.inf or min(record.terms_s.values()) < 0:
+            if (
+                not 0 < record.measured_s < math.inf
+                or not 0 < record.predicted_s < math.inf
+                or min(record.terms_s.values()) < 0
+            ):
                 raise ValueError("times are finite and above 0")
             records.append(record)
         except (ValueError, TypeError, AttributeError) as error:
-            warnings.warn(f"{path}, line {number} is no measurement and does not count: {error}", stacklevel=2)
+            warnings.warn(
+                f"{path}, line {number} is no measurement and does not count: {error}", stacklevel=2
+            )
     return records[-KEPT:]
 
 

@@ -1,7 +1,8 @@
 """A cluster as a value: hosts, their devices, and what links them; there or not.
 
-Devices are numbered host by host and laid out in mesh order (pipe, data, fsdp, tensor; tensor fastest), as
-mesh/build.py does. Which link a mesh axis crosses is then arithmetic on the plan's axis sizes.
+Devices are numbered host by host and laid out in mesh order (pipe, data, fsdp, tensor; tensor
+fastest), as mesh/build.py does. Which link a mesh axis crosses is then arithmetic on the plan's
+axis sizes.
 """
 
 import math
@@ -23,7 +24,8 @@ from optimus_jax.planning.profiles.links import Link, with_speed
 INSIDE, BETWEEN, TO_HOST = LINKS = ("inside", "between", "host")
 """The names of a cluster's links, as in `--link between=50GB/s`."""
 MOST_DEVICES = 2**16
-"""Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to enumerate."""
+"""Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to
+enumerate."""
 _SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
 
 
@@ -59,57 +61,106 @@ class Cluster:
     @property
     def shape(self) -> str:
         """As `parse` reads it, such as `h100:8x8`."""
-        return f"{self.accelerator.name}:" + (f"{self.num_hosts}x" if self.num_hosts > 1 else "") + str(self.devices_per_host)
+        return (
+            f"{self.accelerator.name}:"
+            + (f"{self.num_hosts}x" if self.num_hosts > 1 else "")
+            + str(self.devices_per_host)
+        )
 
     def __str__(self) -> str:
         devices = f"{self.num_devices} x {self.accelerator.name}, {self.inside}"
-        return devices if self.between is None else f"{devices}; {self.num_hosts} hosts, {self.between}"
+        return (
+            devices
+            if self.between is None
+            else f"{devices}; {self.num_hosts} hosts, {self.between}"
+        )
 
     @classmethod
     def parse(cls, text: str, links: Iterable[str] = ()) -> "Cluster":
-        """From `h100:8x8` (8 hosts of 8 devices) or `h100:8` (one host), with the links of its usual hosts.
+        """From `h100:8x8` (8 hosts of 8 devices) or `h100:8` (one host), with the links of its
+        usual hosts.
 
         Args:
           text: a name of devices/accelerators.py and a shape.
-          links: speeds that replace the usual ones: `inside=`, `between=` or `host=` and what planning/profiles/links.py reads.
+          links: speeds that replace the usual ones: `inside=`, `between=` or `host=` and what
+            planning/profiles/links.py reads.
         Raises:
           ConfigError: a name is unknown, or a shape or a speed cannot be read.
         """
         name, _, shape = text.strip().partition(":")
         accelerator, match = accelerator_named(name.strip()), _SHAPE.fullmatch(shape.strip())
         if match is None:
-            raise ConfigError(explain("a cluster needs its numbers of hosts and devices", given=f"--cluster {text}",
-                                      do=f"write hosts x devices per host, such as {accelerator.name}:2x8, or {accelerator.name}:8 for one host"))
+            raise ConfigError(
+                explain(
+                    "a cluster needs its numbers of hosts and devices",
+                    given=f"--cluster {text}",
+                    do=(
+                        f"write hosts x devices per host, such as {accelerator.name}:2x8, or"
+                        f" {accelerator.name}:8 for one host"
+                    ),
+                )
+            )
         num_hosts, host = int(match[1] or 1), host_of(accelerator.name)
         if num_hosts * int(match[2]) > MOST_DEVICES:
-            raise ConfigError(explain(f"layouts are enumerated for up to {MOST_DEVICES:,} devices", given=f"--cluster {text}", do="give fewer hosts"))
-        cluster = cls(num_hosts=num_hosts, devices_per_host=int(match[2]), accelerator=accelerator,
-                      inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host,
-                      host_bytes_per_device=host.memory_bytes and int(HOST_MEMORY_SHARE * host.memory_bytes) // int(match[2]))
+            raise ConfigError(
+                explain(
+                    f"layouts are enumerated for up to {MOST_DEVICES:,} devices",
+                    given=f"--cluster {text}",
+                    do="give fewer hosts",
+                )
+            )
+        cluster = cls(
+            num_hosts=num_hosts,
+            devices_per_host=int(match[2]),
+            accelerator=accelerator,
+            inside=host.inside,
+            between=host.between if num_hosts > 1 else None,
+            to_host=host.to_host,
+            host_bytes_per_device=host.memory_bytes
+            and int(HOST_MEMORY_SHARE * host.memory_bytes) // int(match[2]),
+        )
         return cluster.with_links(links)
 
     @classmethod
     def of(cls, topology: Topology) -> "Cluster":
-        """The devices that are there. Their links are the usual ones of their kind until they have been measured.
+        """The devices that are there.
 
-        Where it is not known how many machines the processes share, each process counts as one: what they
-        really share is then faster than predicted, never slower.
+        Their links are the usual ones of their kind until they have been measured.
+
+        Where it is not known how many machines the processes share, each process counts as one:
+        what they really share is then faster than predicted, never slower.
 
         Raises:
           ConfigError: some machines have more devices than others.
         """
         num_hosts = topology.num_hosts or topology.num_processes
         if topology.num_devices % num_hosts:
-            raise ConfigError(explain("every host needs as many devices as the others", given=f"{topology.num_devices} devices on {num_hosts} hosts",
-                                      do="start the run on hosts with equal numbers of devices"))
-        known = accelerator_of_kind(topology.device_kind) or Accelerator.unlisted(topology.device_kind, topology.platform)
+            raise ConfigError(
+                explain(
+                    "every host needs as many devices as the others",
+                    given=f"{topology.num_devices} devices on {num_hosts} hosts",
+                    do="start the run on hosts with equal numbers of devices",
+                )
+            )
+        known = accelerator_of_kind(topology.device_kind) or Accelerator.unlisted(
+            topology.device_kind, topology.platform
+        )
         # What JAX may use is less than what the data sheet has.
-        accelerator = replace(known, memory_bytes=topology.bytes_per_device or known.memory_bytes,
-                              compute_capability=topology.compute_capability or known.compute_capability)
+        accelerator = replace(
+            known,
+            memory_bytes=topology.bytes_per_device or known.memory_bytes,
+            compute_capability=topology.compute_capability or known.compute_capability,
+        )
         host = host_of(known.name)
-        return cls(num_hosts=num_hosts, devices_per_host=topology.num_devices // num_hosts, accelerator=accelerator,
-                   inside=host.inside, between=host.between if num_hosts > 1 else None, to_host=host.to_host,
-                   host_bytes_per_device=topology.host_bytes_per_device)
+        return cls(
+            num_hosts=num_hosts,
+            devices_per_host=topology.num_devices // num_hosts,
+            accelerator=accelerator,
+            inside=host.inside,
+            between=host.between if num_hosts > 1 else None,
+            to_host=host.to_host,
+            host_bytes_per_device=topology.host_bytes_per_device,
+        )
 
     def with_links(self, links: Iterable[str]) -> "Cluster":
         """The same with other speeds, such as `between=50GB/s,5us`. Raises ConfigError."""
@@ -117,37 +168,75 @@ class Cluster:
         for text in links:
             name, _, speed = (part.strip() for part in text.partition("="))
             if name not in LINKS or name in speeds:
-                raise ConfigError(explain(f"a cluster has one link {INSIDE!r} its hosts, one {BETWEEN!r} them and one to a {TO_HOST!r}", given=f"--link {text}",
-                                          do=f"give {name!r} once" if name in speeds else nearest(name, LINKS)))
+                raise ConfigError(
+                    explain(
+                        f"a cluster has one link {INSIDE!r} its hosts, one {BETWEEN!r} them and one"
+                        f" to a {TO_HOST!r}",
+                        given=f"--link {text}",
+                        do=f"give {name!r} once" if name in speeds else nearest(name, LINKS),
+                    )
+                )
             link = {INSIDE: self.inside, BETWEEN: self.between, TO_HOST: self.to_host}[name]
             if link is None:
-                raise ConfigError(explain("one host has no link to others", given=f"--link {text}", do="leave it out, or give more hosts"))
+                raise ConfigError(
+                    explain(
+                        "one host has no link to others",
+                        given=f"--link {text}",
+                        do="leave it out, or give more hosts",
+                    )
+                )
             speeds[name] = with_speed(link, speed)
-        return replace(self, inside=speeds.get(INSIDE, self.inside), between=speeds.get(BETWEEN, self.between),
-                       to_host=speeds.get(TO_HOST, self.to_host))
+        return replace(
+            self,
+            inside=speeds.get(INSIDE, self.inside),
+            between=speeds.get(BETWEEN, self.between),
+            to_host=speeds.get(TO_HOST, self.to_host),
+        )
 
     def without(self, number: int) -> "Cluster":
-        """What is left after losing `number` hosts, or devices where there is one host: whoever loses a device of many hosts drains its host.
+        """What is left after losing `number` hosts, or devices where there is one host: whoever
+        loses a device of many hosts drains its host.
 
         Raises:
           ConfigError: nothing is left, or nothing is lost.
         """
-        units, unit = (self.num_hosts, "host") if self.num_hosts > 1 else (self.devices_per_host, "device")
+        units, unit = (
+            (self.num_hosts, "host") if self.num_hosts > 1 else (self.devices_per_host, "device")
+        )
         if not 0 < number < units:
-            raise ConfigError(explain(f"--without takes a number of {unit}s that leaves some", given=f"--without {number} of {units} {unit}{'s' * (units > 1)}",
-                                      do=f"give 1 to {units - 1}" if units > 1 else f"leave it out: there is one {unit}"))
+            raise ConfigError(
+                explain(
+                    f"--without takes a number of {unit}s that leaves some",
+                    given=f"--without {number} of {units} {unit}{'s' * (units > 1)}",
+                    do=(
+                        f"give 1 to {units - 1}"
+                        if units > 1
+                        else f"leave it out: there is one {unit}"
+                    ),
+                )
+            )
         if unit == "device":
             return replace(self, devices_per_host=units - number)
-        return replace(self, num_hosts=units - number, between=self.between if units - number > 1 else None)
+        return replace(
+            self, num_hosts=units - number, between=self.between if units - number > 1 else None
+        )
 
     def topology(self) -> Topology:
         """What the trainer would find there: one process for each host."""
-        return Topology(num_devices=self.num_devices, num_processes=self.num_hosts, num_hosts=self.num_hosts, platform=self.accelerator.platform,
-                        device_kind=self.accelerator.device_kind, compute_capability=self.accelerator.compute_capability,
-                        bytes_per_device=self.bytes_per_device, host_bytes_per_device=self.host_bytes_per_device)
+        return Topology(
+            num_devices=self.num_devices,
+            num_processes=self.num_hosts,
+            num_hosts=self.num_hosts,
+            platform=self.accelerator.platform,
+            device_kind=self.accelerator.device_kind,
+            compute_capability=self.accelerator.compute_capability,
+            bytes_per_device=self.bytes_per_device,
+            host_bytes_per_device=self.host_bytes_per_device,
+        )
 
     def hosts_crossed(self, axes: AxisSizes, names: tuple[str, ...]) -> int:
-        """Hosts over which a collective over the mesh axes `names` spreads: of all its groups, the widest.
+        """Hosts over which a collective over the mesh axes `names` spreads: of all its groups, the
+        widest.
 
         Raises:
           PlanError: the mesh has more devices than the cluster.
@@ -155,7 +244,8 @@ class Cluster:
         return self._spread(axes, names)[0]
 
     def link_of(self, axes: AxisSizes, axis: str) -> Link:
-        """The slowest link that a collective over mesh axis `axis` crosses; a link of unknown speed counts as slowest.
+        """The slowest link that a collective over mesh axis `axis` crosses; a link of unknown speed
+        counts as slowest.
 
         Raises:
           PlanError: the mesh has more devices than the cluster.
@@ -171,15 +261,25 @@ class Cluster:
 
 
 @lru_cache(maxsize=1 << 16)
-def _spread(axes: AxisSizes, names: tuple[str, ...], num_hosts: int, devices_per_host: int) -> tuple[int, int]:
-    """Of all groups over `names`: the most hosts of one, and the most members of one on one host."""
+def _spread(
+    axes: AxisSizes, names: tuple[str, ...], num_hosts: int, devices_per_host: int
+) -> tuple[int, int]:
+    """Of all groups over `names`: the most hosts of one, and the most members of one on one
+    host."""
     num_devices, group_size = axes.num_devices, math.prod(axes[name] for name in names)
     if num_devices > num_hosts * devices_per_host:
-        raise PlanError(explain(f"the mesh has {num_devices} devices, the cluster {num_hosts * devices_per_host}", given=str(axes),
-                                do="give a larger cluster or smaller axes"))
+        raise PlanError(
+            explain(
+                f"the mesh has {num_devices} devices, the cluster {num_hosts * devices_per_host}",
+                given=str(axes),
+                do="give a larger cluster or smaller axes",
+            )
+        )
     if num_devices <= devices_per_host or group_size == 1:
         return 1, group_size
-    host_of_device = np.arange(num_devices).reshape([axes[name] for name in MESH_AXES]) // devices_per_host
+    host_of_device = (
+        np.arange(num_devices).reshape([axes[name] for name in MESH_AXES]) // devices_per_host
+    )
     others = [dim for dim, name in enumerate(MESH_AXES) if name not in names]
     members = [dim for dim, name in enumerate(MESH_AXES) if name in names]
     groups = host_of_device.transpose(others + members).reshape(-1, group_size)

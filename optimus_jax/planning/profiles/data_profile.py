@@ -1,11 +1,12 @@
-"""What a training stream holds: its size, its documents, how well windows pack them, and the batch sizes that suit it.
+"""What a training stream holds: its size, its documents, how well windows pack them, and the batch
+sizes that suit it.
 
-Examples are windows of the stream (data/sampler.py): documents lie one after the other, so no row is ever
-padded. What is lost is the rest of the stream after the last window, the loss at every border of documents
-and, to attention, all that lies beyond such a border or a window's.
+Examples are windows of the stream (data/sampler.py): documents lie one after the other, so no row
+is ever padded. What is lost is the rest of the stream after the last window, the loss at every
+border of documents and, to attention, all that lies beyond such a border or a window's.
 
-A stream on disk is read block by block and never held in memory. Of a stream longer than the limit, evenly spread blocks
-stand for the rest; the profile says how many tokens it has seen.
+A stream on disk is read block by block and never held in memory. Of a stream longer than the limit,
+evenly spread blocks stand for the rest; the profile says how many tokens it has seen.
 """
 
 import json
@@ -25,7 +26,8 @@ BLOCK_TOKENS = 1 << 22
 """Tokens looked at in one go: 8 to 16 MB, and an eighth of that for what is found."""
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MIN_STEPS_PER_EPOCH = 100
-"""A batch size that makes sense leaves at least so many steps in an epoch, so that a seed decides what a batch holds."""
+"""A batch size that makes sense leaves at least so many steps in an epoch, so that a seed decides
+what a batch holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,8 @@ class DataProfile:
     attended_share: float
     """Pairs of a token and one before it in its window, of which both are of one document."""
     padded_share: float
-    """For comparison: tokens over places, if each document began a row of its own and rows were padded."""
+    """For comparison: tokens over places, if each document began a row of its own and rows were
+    padded."""
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -78,7 +81,9 @@ class DataProfile:
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of all tokens, the rest after the last window included, whose loss counts in an epoch."""
+        """Share of all tokens, the rest after the last window included, whose loss counts in an
+        epoch.
+        """
         return self.trained_share * self.tokens_per_epoch / self.num_tokens
 
     @property
@@ -91,47 +96,106 @@ class DataProfile:
         return self.num_examples / global_batch
 
     def batch_sizes(self, multiple_of: int = 1) -> tuple[BatchSize, ...]:
-        """Batches of `multiple_of` times a power of two, or three times one, that leave an epoch MIN_STEPS_PER_EPOCH steps.
+        """Batches of `multiple_of` times a power of two, or three times one, that leave an epoch
+        MIN_STEPS_PER_EPOCH steps.
 
         Args:
-          multiple_of: devices along data and fsdp, times microbatches: what a batch is dealt out to.
+          multiple_of: devices along data and fsdp, times microbatches: what a batch is dealt out
+            to.
         """
         largest = self.num_examples // MIN_STEPS_PER_EPOCH
-        factors = sorted(base << power for base in (1, 3) for power in range(max(1, largest).bit_length()))
-        return tuple(BatchSize(global_batch=batch, tokens=batch * self.seq_len, steps_per_epoch=self.steps_per_epoch(batch))
-                     for batch in (multiple_of * factor for factor in factors) if batch <= largest)
+        factors = sorted(
+            base << power for base in (1, 3) for power in range(max(1, largest).bit_length())
+        )
+        return tuple(
+            BatchSize(
+                global_batch=batch,
+                tokens=batch * self.seq_len,
+                steps_per_epoch=self.steps_per_epoch(batch),
+            )
+            for batch in (multiple_of * factor for factor in factors)
+            if batch <= largest
+        )
 
     def warnings(self, *, global_batch: int, steps: int) -> tuple[str, ...]:
-        """What a person should know before a run of so many steps with such batches; empty if nothing."""
+        """What a person should know before a run of so many steps with such batches; empty if
+        nothing.
+        """
         found, epochs = [], steps / self.steps_per_epoch(global_batch)
         if global_batch > self.num_examples:
-            found.append(f"a batch of {global_batch:,} examples is more than the data has ({self.num_examples:,}): "
-                         f"each is in every batch {global_batch / self.num_examples:.1f} times")
+            found.append(
+                f"a batch of {global_batch:,} examples is more than the data has"
+                f" ({self.num_examples:,}): each is in every batch"
+                f" {global_batch / self.num_examples:.1f} times"
+            )
         elif global_batch * MIN_STEPS_PER_EPOCH > self.num_examples:
-            found.append(f"an epoch is only {self.steps_per_epoch(global_batch):.1f} steps of {global_batch:,} examples")
+            found.append(
+                f"an epoch is only {self.steps_per_epoch(global_batch):.1f} steps of"
+                f" {global_batch:,} examples"
+            )
         if epochs > 1:
             found.append(f"{steps:,} steps see the data {epochs:.1f} times")
         return tuple(found)
 
     def to_json(self) -> str:
         """All figures as a JSON object."""
-        return json.dumps(asdict(self) | {"tokens_per_epoch": self.tokens_per_epoch, "packing_efficiency": self.packing_efficiency}, indent=2) + "\n"
+        return (
+            json.dumps(
+                asdict(self)
+                | {
+                    "tokens_per_epoch": self.tokens_per_epoch,
+                    "packing_efficiency": self.packing_efficiency,
+                },
+                indent=2,
+            )
+            + "\n"
+        )
 
     def describe(self) -> str:
         """Some lines for people."""
-        lengths = ", ".join(f"{share:.0%} {tokens:,}" for share, tokens in self.length_quantiles.items())
+        lengths = ", ".join(
+            f"{share:.0%} {tokens:,}" for share, tokens in self.length_quantiles.items()
+        )
         batches = ", ".join(f"{size.global_batch:,}" for size in self.batch_sizes())
-        return "\n".join([
-            f"{self.name}: {self.num_tokens:,} tokens ({self.num_bytes:,} bytes), {self.num_documents:,} documents"
-            + (f" (estimated from {self.tokens_read:,} tokens)" if self.is_estimate else ""),
-            f"document length in tokens: mean {self.mean_length:,.0f}; share no longer than: {lengths or 'unknown'}",
-            f"windows of {self.seq_len:,}: {self.num_examples:,} examples, {self.tokens_per_epoch:,} tokens per epoch",
-            f"packing: {self.packing_efficiency:.2%} of the tokens are trained on (padded rows would be {self.padded_share:.1%} full); "
-            f"{self.whole_share:.1%} of tokens have their whole document in their window; attention within documents {self.attended_share:.1%} of causal",
-            f"global batches that leave {MIN_STEPS_PER_EPOCH} steps per epoch: {batches or 'none'}"]) + "\n"
+        return (
+            "\n".join(
+                [
+                    f"{self.name}: {self.num_tokens:,} tokens ({self.num_bytes:,} bytes),"
+                    f" {self.num_documents:,} documents"
+                    + (
+                        f" (estimated from {self.tokens_read:,} tokens)" if self.is_estimate else ""
+                    ),
+                    (
+                        f"document length in tokens: mean {self.mean_length:,.0f}; share no longer"
+                        f" than: {lengths or 'unknown'}"
+                    ),
+                    (
+                        f"windows of {self.seq_len:,}: {self.num_examples:,} examples,"
+                        f" {self.tokens_per_epoch:,} tokens per epoch"
+                    ),
+                    (
+                        f"packing: {self.packing_efficiency:.2%} of the tokens are trained on"
+                        f" (padded rows would be {self.padded_share:.1%} full);"
+                        f" {self.whole_share:.1%} of tokens have their whole document in their"
+                        f" window; attention within documents {self.attended_share:.1%} of causal"
+                    ),
+                    (
+                        f"global batches that leave {MIN_STEPS_PER_EPOCH} steps per epoch:"
+                        f" {batches or 'none'}"
+                    ),
+                ]
+            )
+            + "\n"
+        )
 
 
-def profile_data(stream: TokenStream, *, seq_len: int, respect_documents: bool = True, max_tokens: int = MAX_TOKENS_READ) -> DataProfile:
+def profile_data(
+    stream: TokenStream,
+    *,
+    seq_len: int,
+    respect_documents: bool = True,
+    max_tokens: int = MAX_TOKENS_READ,
+) -> DataProfile:
     """The profile of a stream that is cut into examples of `seq_len` tokens.
 
     Args:
@@ -146,27 +210,59 @@ def profile_data(stream: TokenStream, *, seq_len: int, respect_documents: bool =
     has_open_end = len(stream) > 0 and int(stream.tokens[-1]) != stream.eos
     num_documents = round(found.num_ends * len(stream) / max(1, found.tokens_read)) + has_open_end
     return DataProfile(
-        name=stream.name, num_bytes=stream.tokens.nbytes, num_tokens=len(stream), tokens_read=found.tokens_read, num_documents=num_documents,
-        mean_length=len(stream) / max(1, num_documents), seq_len=seq_len, num_examples=num_examples,
-        length_quantiles=dict(zip(QUANTILES, np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist(), strict=True)) if len(lengths) else {},
-        trained_share=1 - found.ends_in_windows / max(1, found.windowed) if respect_documents else 1.0,
+        name=stream.name,
+        num_bytes=stream.tokens.nbytes,
+        num_tokens=len(stream),
+        tokens_read=found.tokens_read,
+        num_documents=num_documents,
+        mean_length=len(stream) / max(1, num_documents),
+        seq_len=seq_len,
+        num_examples=num_examples,
+        length_quantiles=(
+            dict(
+                zip(
+                    QUANTILES,
+                    np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist(),
+                    strict=True,
+                )
+            )
+            if len(lengths)
+            else {}
+        ),
+        trained_share=(
+            1 - found.ends_in_windows / max(1, found.windowed) if respect_documents else 1.0
+        ),
         attended_share=found.pairs_within / max(1, found.pairs) if respect_documents else 1.0,
         whole_share=found.whole / max(1, found.windowed),
-        padded_share=float(lengths.sum() / (-(-lengths // seq_len) * seq_len).sum()) if len(lengths) else 1.0)
+        padded_share=(
+            float(lengths.sum() / (-(-lengths // seq_len) * seq_len).sum()) if len(lengths) else 1.0
+        ),
+    )
 
 
-def _document_ends(stream: TokenStream, max_tokens: int, seq_len: int) -> Iterator[tuple[range, NDArray[np.int64]]]:
-    """Blocks of the stream, and the places behind each document that ends in them. Every block begins with a window."""
+def _document_ends(
+    stream: TokenStream, max_tokens: int, seq_len: int
+) -> Iterator[tuple[range, NDArray[np.int64]]]:
+    """Blocks of the stream, and the places behind each document that ends in them.
+
+    Every block begins with a window.
+    """
     block = max(1, min(BLOCK_TOKENS, max_tokens) // seq_len) * seq_len
     num_blocks = math.ceil(len(stream) / block)
     num_read = num_blocks if len(stream) <= max_tokens else max(1, max_tokens // block)
     for index in np.linspace(0, num_blocks - 1, num_read).astype(int).tolist():
         tokens = np.asarray(stream.tokens[index * block : (index + 1) * block])
-        yield range(index * block, index * block + len(tokens)), index * block + 1 + np.flatnonzero(tokens == stream.eos)
+        yield (
+            range(index * block, index * block + len(tokens)),
+            index * block + 1 + np.flatnonzero(tokens == stream.eos),
+        )
 
 
 class _Found:
-    """What blocks, given in the order of the stream, add up to. All counts are of tokens, or of pairs of them."""
+    """What blocks, given in the order of the stream, add up to.
+
+    All counts are of tokens, or of pairs of them.
+    """
 
     def __init__(self, seq_len: int, in_windows: int):
         self._seq_len, self._in_windows = seq_len, in_windows
@@ -174,10 +270,12 @@ class _Found:
         self._stop = 0
         """Where the last block ended."""
         self._begin: int | None = 0
-        """Where the document begins that goes on beyond the last block; None: in a part that was not read."""
+        """Where the document begins that goes on beyond the last block; None: in a part that was
+        not read."""
         self.tokens_read = self.num_ends = 0
         self.windowed = self.ends_in_windows = self.whole = 0
-        """Tokens in windows; those of them that end a document; those whose document lies in their window."""
+        """Tokens in windows; those of them that end a document; those whose document lies in their
+        window."""
         self.pairs = self.pairs_within = 0
         """Twice the pairs of a window, as seq_len^2; those within documents."""
 
@@ -190,7 +288,10 @@ class _Found:
         self._begin, self._stop = int(borders[-1]) if len(borders) else None, block.stop
         self.tokens_read += len(block)
         self.num_ends += len(ends)
-        self._add_windows(range(block.start, min(block.stop, self._in_windows)), borders[borders <= self._in_windows])
+        self._add_windows(
+            range(block.start, min(block.stop, self._in_windows)),
+            borders[borders <= self._in_windows],
+        )
 
     def _add_windows(self, block: range, borders: NDArray[np.int64]) -> None:
         """Whole windows, and the borders of documents in them; the first may lie before them."""

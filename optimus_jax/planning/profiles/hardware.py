@@ -1,9 +1,9 @@
 """The hardware profile: what was measured on the devices that are there, kept for the next run.
 
-A profile belongs to the *setting* that it was measured in: the devices, their number, the driver, XLA's flags and
-JAX's version. It is kept as JSON in the user's cache directory, under the setting's digest, and measured again
-when anything of that changes. In a run of several processes all measure and the first one's profile counts, so
-that all plan alike.
+A profile belongs to the *setting* that it was measured in: the devices, their number, the driver,
+XLA's flags and JAX's version. It is kept as JSON in the user's cache directory, under the setting's
+digest, and measured again when anything of that changes. In a run of several processes all measure
+and the first one's profile counts, so that all plan alike.
 """
 
 import dataclasses
@@ -72,10 +72,18 @@ class Setting:
     def now(cls, devices: Devices, sizes: ProbeSizes, driver: str | None) -> "Setting":
         """Of this run. Every process has to call it."""
         return cls(
-            device_kind=devices[0].device_kind, platform=devices[0].platform, num_devices=len(devices), num_processes=jax.process_count(),
-            num_hosts=count_hosts(), processor=_processor(), driver=driver if devices[0].platform == "gpu" else None,
-            jax=jax.__version__, jaxlib=importlib.metadata.version("jaxlib"), xla_flags=" ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
-            probes=_digest(dataclasses.asdict(sizes)))
+            device_kind=devices[0].device_kind,
+            platform=devices[0].platform,
+            num_devices=len(devices),
+            num_processes=jax.process_count(),
+            num_hosts=count_hosts(),
+            processor=_processor(),
+            driver=driver if devices[0].platform == "gpu" else None,
+            jax=jax.__version__,
+            jaxlib=importlib.metadata.version("jaxlib"),
+            xla_flags=" ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+            probes=_digest(dataclasses.asdict(sizes)),
+        )
 
     @property
     def digest(self) -> str:
@@ -106,36 +114,74 @@ class HardwareProfile:
     def from_json(cls, text: str) -> "HardwareProfile":
         """Raises ConfigError, TypeError or ValueError if it is not a profile."""
         profile = build(cls, parse_json(text))
-        if any(not 0 < each.time_s < math.inf for each in (*profile.probed.matmuls, *profile.probed.passes, *profile.probed.host_copies, *profile.probed.collectives)):
+        if any(
+            not 0 < each.time_s < math.inf
+            for each in (
+                *profile.probed.matmuls,
+                *profile.probed.passes,
+                *profile.probed.host_copies,
+                *profile.probed.collectives,
+            )
+        ):
             raise ValueError("a time in it is not above 0")
         return profile
 
     def fit(self, kind: str, axis_size: int, stride: int = 1) -> CollectiveFit | None:
         """Of a kind of collective over a mesh axis; None: not measured."""
-        return next((fit for fit in self.fits if (fit.kind, fit.axis_size, fit.stride) == (kind, axis_size, stride)), None)
+        return next(
+            (
+                fit
+                for fit in self.fits
+                if (fit.kind, fit.axis_size, fit.stride) == (kind, axis_size, stride)
+            ),
+            None,
+        )
 
     def cluster(self, cluster: Cluster) -> Cluster:
         """`cluster`, which is the one that was measured, with links as they were measured."""
         inside = self._link(cluster.devices_per_host, 1, "inside the host")
-        between = self._link(cluster.num_hosts, cluster.devices_per_host, "between hosts") if cluster.between is not None else None
-        return replace(cluster, inside=inside or cluster.inside, between=between or cluster.between, to_host=self._link_to_host() or cluster.to_host)
+        between = (
+            self._link(cluster.num_hosts, cluster.devices_per_host, "between hosts")
+            if cluster.between is not None
+            else None
+        )
+        return replace(
+            cluster,
+            inside=inside or cluster.inside,
+            between=between or cluster.between,
+            to_host=self._link_to_host() or cluster.to_host,
+        )
 
     def _link_to_host(self) -> Link | None:
         largest = max(self.probed.host_copies, key=lambda each: each.num_bytes, default=None)
-        return largest and Link(name="to the host, measured", bytes_per_s=largest.bytes_per_s, latency_s=None,
-                                source=f"{largest.num_bytes:,} bytes each way at the same time, {self.measured_at}")
+        return largest and Link(
+            name="to the host, measured",
+            bytes_per_s=largest.bytes_per_s,
+            latency_s=None,
+            source=f"{largest.num_bytes:,} bytes each way at the same time, {self.measured_at}",
+        )
 
     def _link(self, axis_size: int, stride: int, where: str) -> Link | None:
         fit = self.fit(ALL_REDUCE, axis_size, stride)
         if fit is None or fit.bytes_per_s is None:
             return None
         hops = 2 * (axis_size - 1)  # of a ring: once around to sum, once to hand out
-        return Link(name=f"{where}, measured", bytes_per_s=fit.bytes_per_s, latency_s=fit.latency_s / hops,
-                    source=f"all-reduce over {axis_size} devices, {self.measured_at}")
+        return Link(
+            name=f"{where}, measured",
+            bytes_per_s=fit.bytes_per_s,
+            latency_s=fit.latency_s / hops,
+            source=f"all-reduce over {axis_size} devices, {self.measured_at}",
+        )
 
 
-def profile_hardware(devices: Devices | None = None, *, progress: Progress | None = None, refresh: bool = False,
-                     sizes: ProbeSizes | None = None, cache: Path | None = None) -> HardwareProfile:
+def profile_hardware(
+    devices: Devices | None = None,
+    *,
+    progress: Progress | None = None,
+    refresh: bool = False,
+    sizes: ProbeSizes | None = None,
+    cache: Path | None = None,
+) -> HardwareProfile:
     """The profile of `devices`: kept from an earlier run, or measured now (at most two minutes).
 
     Every process of a run has to call it, before there is a model on the devices.
@@ -150,20 +196,34 @@ def profile_hardware(devices: Devices | None = None, *, progress: Progress | Non
     kept = _Kept.of(devices, sizes, cache)
     if not refresh and (profile := kept.read()) is not None:
         return profile
-    probed = probe(kept.devices, kept.sizes, several_hosts=kept.setting.num_hosts > 1, progress=progress)
-    measured = HardwareProfile(setting=kept.setting, measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                               probed=probed, fits=fit_collectives(probed.collectives), nvml=kept.nvml)
+    probed = probe(
+        kept.devices, kept.sizes, several_hosts=kept.setting.num_hosts > 1, progress=progress
+    )
+    measured = HardwareProfile(
+        setting=kept.setting,
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        probed=probed,
+        fits=fit_collectives(probed.collectives),
+        nvml=kept.nvml,
+    )
     if jax.process_index() == 0:
         write_whole(kept.path, measured.to_json(), "the hardware profile")
     return HardwareProfile.from_json(broadcast_from_0(measured.to_json()))
 
 
-def kept_profile(devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None) -> HardwareProfile | None:
-    """The profile of an earlier run; None if there is none. Nothing is measured. Arguments of `profile_hardware`; every process calls it."""
+def kept_profile(
+    devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None
+) -> HardwareProfile | None:
+    """The profile of an earlier run; None if there is none. Nothing is measured.
+
+    Arguments of `profile_hardware`; every process calls it.
+    """
     return _Kept.of(devices, sizes, cache).read()
 
 
-def profile_path(devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None) -> Path:
+def profile_path(
+    devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None
+) -> Path:
     """Where the profile of these devices is kept, if it is; every process calls it."""
     return _Kept.of(devices, sizes, cache).path
 
@@ -181,10 +241,18 @@ class _Kept:
     @classmethod
     def of(cls, devices: Devices | None, sizes: ProbeSizes | None, cache: Path | None) -> "_Kept":
         devices = devices_by_host() if devices is None else devices
-        sizes = sizes or ProbeSizes.of(np.asarray(devices, dtype=object)[0].platform, jax.process_count())
+        sizes = sizes or ProbeSizes.of(
+            np.asarray(devices, dtype=object)[0].platform, jax.process_count()
+        )
         nvml = read_nvml()
         setting = Setting.now(devices, sizes, nvml.driver)
-        return cls(devices=devices, sizes=sizes, nvml=nvml, setting=setting, path=(cache or measurements_directory()) / f"{setting.digest}.json")
+        return cls(
+            devices=devices,
+            sizes=sizes,
+            nvml=nvml,
+            setting=setting,
+            path=(cache or measurements_directory()) / f"{setting.digest}.json",
+        )
 
     def read(self) -> HardwareProfile | None:
         """What the first process finds there."""
@@ -200,10 +268,18 @@ def _read(path: Path, setting: Setting) -> HardwareProfile | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, ConfigError) as error:
-        warnings.warn(f"the hardware profile {path} cannot be used ({str(error).splitlines()[0]}) and is measured again", stacklevel=3)
+        warnings.warn(
+            f"the hardware profile {path} cannot be used ({str(error).splitlines()[0]}) and is"
+            " measured again",
+            stacklevel=3,
+        )
         return None
     if profile.setting != setting:
-        warnings.warn(f"the hardware profile {path} is of another setting than its name says, and is measured again", stacklevel=3)
+        warnings.warn(
+            f"the hardware profile {path} is of another setting than its name says, and is measured"
+            " again",
+            stacklevel=3,
+        )
         return None
     return profile
 
@@ -211,7 +287,11 @@ def _read(path: Path, setting: Setting) -> HardwareProfile | None:
 def _processor() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
-        names = (line.partition(":")[2].strip() for line in _CPU_INFO.read_text().splitlines() if line.startswith("model name"))
+        names = (
+            line.partition(":")[2].strip()
+            for line in _CPU_INFO.read_text().splitlines()
+            if line.startswith("model name")
+        )
         model = next(names, "")
     except OSError:  # not Linux
         model = ""

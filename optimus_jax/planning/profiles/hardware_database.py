@@ -1,7 +1,8 @@
 """The hosts that accelerators come in: what links their devices, and what links the hosts.
 
-Speeds are peaks in one direction for each device, as makers publish them (NVIDIA prints both directions
-together). No latency is published for any of them; the time model has its own for what is unknown.
+Speeds are peaks in one direction for each device, as makers publish them (NVIDIA prints both
+directions together). No latency is published for any of them; the time model has its own for what
+is unknown.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ class Host:
     to_host: Link
     """From each device to the host's memory."""
     memory_bytes: int | None = None
-    """Its memory, as the same data sheets have it (of a DGX A100 the smaller one); None: whatever the site has bought."""
+    """Its memory, as the same data sheets have it (of a DGX A100 the smaller one); None: whatever
+    the site has bought."""
 
 
 NETWORK = Link.unknown("network")
@@ -37,26 +39,59 @@ def _link(name: str, gb_per_s: float, source: str) -> Link:
 
 
 def _ndr(dgx: str, url: str) -> Link:
-    return _link("InfiniBand NDR 400", 50, f"NVIDIA {dgx} data sheet, a port of 400 Gb/s for each GPU: {url}")
+    return _link(
+        "InfiniBand NDR 400", 50, f"NVIDIA {dgx} data sheet, a port of 400 Gb/s for each GPU: {url}"
+    )
 
 
-_PCIE_3 = _link("PCIe 3 x16", 15.75, "PCI Express Base Specification 3.0: 8 GT/s, 16 lanes, 128b/130b")
-_PCIE_4 = _link("PCIe 4 x16", 31.5, "PCI Express Base Specification 4.0: 16 GT/s, 16 lanes, 128b/130b")
-_PCIE_5 = _link("PCIe 5 x16", 63.0, "PCI Express Base Specification 5.0: 32 GT/s, 16 lanes, 128b/130b")
-_NVLINK_2 = _link("NVLink 2", 150, "NVIDIA V100 data sheet: 300 GB/s both ways, summed over its neighbours")
+_PCIE_3 = _link(
+    "PCIe 3 x16", 15.75, "PCI Express Base Specification 3.0: 8 GT/s, 16 lanes, 128b/130b"
+)
+_PCIE_4 = _link(
+    "PCIe 4 x16", 31.5, "PCI Express Base Specification 4.0: 16 GT/s, 16 lanes, 128b/130b"
+)
+_PCIE_5 = _link(
+    "PCIe 5 x16", 63.0, "PCI Express Base Specification 5.0: 32 GT/s, 16 lanes, 128b/130b"
+)
+_NVLINK_2 = _link(
+    "NVLink 2", 150, "NVIDIA V100 data sheet: 300 GB/s both ways, summed over its neighbours"
+)
 _NVLINK_3 = _link("NVLink 3", 300, "NVIDIA A100 data sheet: 600 GB/s both ways")
 _NVLINK_4 = _link("NVLink 4", 450, "NVIDIA H100 and H200 data sheets: 900 GB/s both ways")
 _NVLINK_5 = _link("NVLink 5", 900, "NVIDIA DGX B200 data sheet: 14.4 TB/s both ways for 8 GPUs")
-_EDR = _link("InfiniBand EDR 100", 6.25, "NVIDIA DGX-1 With Tesla V100 System Architecture white paper, 4 ports of 100 Gb/s for 8 GPUs: "
-             "https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf")
-_HDR = _link("InfiniBand HDR 200", 25, "NVIDIA DGX A100 data sheet, a port of 200 Gb/s for each GPU: "
-             "https://images.nvidia.com/aem-dam/Solutions/Data-Center/nvidia-dgx-a100-datasheet.pdf")
+_EDR = _link(
+    "InfiniBand EDR 100",
+    6.25,
+    "NVIDIA DGX-1 With Tesla V100 System Architecture white paper, 4 ports of 100 Gb/s for 8 GPUs: "
+    "https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf",
+)
+_HDR = _link(
+    "InfiniBand HDR 200",
+    25,
+    "NVIDIA DGX A100 data sheet, a port of 200 Gb/s for each GPU: "
+    "https://images.nvidia.com/aem-dam/Solutions/Data-Center/nvidia-dgx-a100-datasheet.pdf",
+)
 
 _DGX_1 = Host(inside=_NVLINK_2, between=_EDR, to_host=_PCIE_3, memory_bytes=512 * 10**9)
 _DGX_A100 = Host(inside=_NVLINK_3, between=_HDR, to_host=_PCIE_4, memory_bytes=10**12)
-_DGX_H100 = Host(inside=_NVLINK_4, between=_ndr("DGX H100", "https://www.nvidia.com/en-us/data-center/dgx-h100/"), to_host=_PCIE_5, memory_bytes=2 * 10**12)
-_DGX_H200 = Host(inside=_NVLINK_4, between=_ndr("DGX H200", "https://www.nvidia.com/en-us/data-center/dgx-h200/"), to_host=_PCIE_5, memory_bytes=2 * 10**12)
-_DGX_B200 = Host(inside=_NVLINK_5, between=_ndr("DGX B200", "https://www.nvidia.com/en-us/data-center/dgx-b200/"), to_host=_PCIE_5, memory_bytes=2 * 10**12)
+_DGX_H100 = Host(
+    inside=_NVLINK_4,
+    between=_ndr("DGX H100", "https://www.nvidia.com/en-us/data-center/dgx-h100/"),
+    to_host=_PCIE_5,
+    memory_bytes=2 * 10**12,
+)
+_DGX_H200 = Host(
+    inside=_NVLINK_4,
+    between=_ndr("DGX H200", "https://www.nvidia.com/en-us/data-center/dgx-h200/"),
+    to_host=_PCIE_5,
+    memory_bytes=2 * 10**12,
+)
+_DGX_B200 = Host(
+    inside=_NVLINK_5,
+    between=_ndr("DGX B200", "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
+    to_host=_PCIE_5,
+    memory_bytes=2 * 10**12,
+)
 _SERVER_PCIE_4 = Host(inside=_PCIE_4, between=NETWORK, to_host=_PCIE_4)
 _SERVER_PCIE_5 = Host(inside=_PCIE_5, between=NETWORK, to_host=_PCIE_5)
 
@@ -80,4 +115,5 @@ HOSTS = {
     "v100": _DGX_1,
     "v100-16gb": _DGX_1,
 }
-"""By the accelerator's name. Devices on NVLink: in NVIDIA's own DGX; the others: in a server with a full slot for each."""
+"""By the accelerator's name. Devices on NVLink: in NVIDIA's own DGX; the others: in a server with a
+full slot for each."""

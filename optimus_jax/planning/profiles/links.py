@@ -28,7 +28,11 @@ class Link:
 
     def __str__(self) -> str:
         speed = "unknown speed" if self.bytes_per_s is None else f"{self.bytes_per_s / 1e9:g} GB/s"
-        return f"{self.name} ({speed})" if self.latency_s is None else f"{self.name} ({speed}, {self.latency_s * 1e6:g} us)"
+        return (
+            f"{self.name} ({speed})"
+            if self.latency_s is None
+            else f"{self.name} ({speed}, {self.latency_s * 1e6:g} us)"
+        )
 
     @classmethod
     def unknown(cls, name: str) -> "Link":
@@ -37,7 +41,8 @@ class Link:
 
 
 def with_speed(link: Link, text: str) -> Link:
-    """`link` with the speed, the latency or both that a person gave, such as `50GB/s`, `400Gb/s,5us` or `2us`.
+    """`link` with the speed, the latency or both that a person gave, such as `50GB/s`,
+    `400Gb/s,5us` or `2us`.
 
     B is bytes and b bits, in one direction and for each device; k, M, G and T are powers of ten.
 
@@ -50,13 +55,23 @@ def with_speed(link: Link, text: str) -> Link:
         if speed:
             field, value = "bytes_per_s", float(speed[1]) * _PREFIXES[speed[2]] * _BYTES[speed[3]]
         elif latency:
-            field, value = "latency_s", float(latency[1]) / _PER_SECOND[latency[2].replace("µ", "u")]
+            field, value = (
+                "latency_s",
+                float(latency[1]) / _PER_SECOND[latency[2].replace("µ", "u")],
+            )
         else:
             field, value = "", 0.0
         if not field or field in changes or value == 0:
-            raise ConfigError(explain(
-                f"cannot read the link's speed {part.strip()!r}", given=text,
-                do="give bytes or bits per second of one device in one direction, such as 50GB/s or 400Gb/s, and if known a latency, such as 50GB/s,5us"))
+            raise ConfigError(
+                explain(
+                    f"cannot read the link's speed {part.strip()!r}",
+                    given=text,
+                    do=(
+                        "give bytes or bits per second of one device in one direction, such as"
+                        " 50GB/s or 400Gb/s, and if known a latency, such as 50GB/s,5us"
+                    ),
+                )
+            )
         changes[field] = value
     # A link of another speed is another link, whatever the usual one is called.
     name = "given link" if "bytes_per_s" in changes else link.name

@@ -1,8 +1,9 @@
 """What probes find, as values: how long a matmul, a pass over memory or a collective takes.
 
-Times are the shortest of several runs with all devices at work, as they are in training. The *message* of a
-collective is the whole array that it is about: each device's operand of an all-reduce, reduce-scatter,
-all-to-all or permute, each device's result of an all-gather. What a device sends of it is WIRE_SHARE.
+Times are the shortest of several runs with all devices at work, as they are in training. The
+*message* of a collective is the whole array that it is about: each device's operand of an
+all-reduce, reduce-scatter, all-to-all or permute, each device's result of an all-gather. What a
+device sends of it is WIRE_SHARE.
 """
 
 import itertools
@@ -24,7 +25,8 @@ WIRE_SHARE = {
     ALL_TO_ALL: lambda size: (size - 1) / size,
     PERMUTE: lambda size: 1.0,
 }
-"""Bytes that each of `size` devices sends for each byte of the message, in a ring (Thakur et al. 2005, doi:10.1177/1094342005051521)."""
+"""Bytes that each of `size` devices sends for each byte of the message, in a ring (Thakur et al.
+2005, doi:10.1177/1094342005051521)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,9 @@ class MemoryTime:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopyTime:
-    """An array that comes from its host's memory to each device while another of its size goes there, as moments do in an offloaded step."""
+    """An array that comes from its host's memory to each device while another of its size goes
+    there, as moments do in an offloaded step.
+    """
 
     num_bytes: int
     """Of one of the two."""
@@ -87,7 +91,8 @@ class CollectiveTime:
     axis_size: int
     """Devices of a group."""
     stride: int
-    """From one device of a group to the next, in the order of the mesh: 1 along its fastest axis."""
+    """From one device of a group to the next, in the order of the mesh: 1 along its fastest
+    axis."""
     num_bytes: int
     """The message."""
     time_s: float
@@ -101,7 +106,9 @@ class CollectiveTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFit:
-    """time = latency_s + bytes on the wire / bytes_per_s, for one kind of collective over one mesh axis."""
+    """time = latency_s + bytes on the wire / bytes_per_s, for one kind of collective over one mesh
+    axis.
+    """
 
     kind: str
     """A key of WIRE_SHARE."""
@@ -116,12 +123,17 @@ class CollectiveFit:
 
     def time_s(self, num_bytes: float) -> float:
         """Of a message of `num_bytes`."""
-        return self.latency_s + (WIRE_SHARE[self.kind](self.axis_size) * num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+        return self.latency_s + (
+            WIRE_SHARE[self.kind](self.axis_size) * num_bytes / self.bytes_per_s
+            if self.bytes_per_s
+            else 0.0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapTime:
-    """Matmuls and an all-reduce that do not need one another: each alone, and both in one program."""
+    """Matmuls and an all-reduce that do not need one another: each alone, and both in one
+    program."""
 
     matmul_s: float
     """Matmuls alone."""
@@ -132,26 +144,45 @@ class OverlapTime:
 
     @property
     def slowdown(self) -> float:
-        """How much longer the longer of the two takes beside the other: 1 if overlap is free, about 2 if there is none."""
+        """How much longer the longer of the two takes beside the other: 1 if overlap is free, about
+        2 if there is none.
+        """
         return max(1.0, self.together_s / max(self.matmul_s, self.collective_s))
 
 
 def fit_collectives(times: Iterable[CollectiveTime]) -> tuple[CollectiveFit, ...]:
     """A fit for each kind, axis size and stride that was measured with two messages or more."""
+
     def group(time: CollectiveTime) -> tuple[str, int, int]:
         return time.kind, time.axis_size, time.stride
 
-    groups = itertools.groupby(sorted(times, key=lambda time: (*group(time), time.num_bytes)), key=group)
-    return tuple(_fit(*key, members) for key, members in ((key, list(members)) for key, members in groups) if len(members) > 1)
+    groups = itertools.groupby(
+        sorted(times, key=lambda time: (*group(time), time.num_bytes)), key=group
+    )
+    return tuple(
+        _fit(*key, members)
+        for key, members in ((key, list(members)) for key, members in groups)
+        if len(members) > 1
+    )
 
 
 def _fit(kind: str, axis_size: int, stride: int, times: list[CollectiveTime]) -> CollectiveFit:
-    wire, seconds = np.array([time.wire_bytes for time in times]), np.array([time.time_s for time in times])
+    wire, seconds = (
+        np.array([time.wire_bytes for time in times]),
+        np.array([time.time_s for time in times]),
+    )
     # Least squares of the relative error: small messages count as much as large ones.
-    (latency_s, s_per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, wire / seconds], axis=1), np.ones_like(seconds), rcond=None)
+    (latency_s, s_per_byte), *_ = np.linalg.lstsq(
+        np.stack([1 / seconds, wire / seconds], axis=1), np.ones_like(seconds), rcond=None
+    )
     if latency_s < 0:
         latency_s, s_per_byte = 0.0, np.sum(wire / seconds) / np.sum((wire / seconds) ** 2)
     if s_per_byte <= 0:
         latency_s, s_per_byte = np.sum(1 / seconds) / np.sum(1 / seconds**2), 0.0
-    return CollectiveFit(kind=kind, axis_size=axis_size, stride=stride, latency_s=float(latency_s),
-                         bytes_per_s=float(1 / s_per_byte) if s_per_byte > 0 else None)
+    return CollectiveFit(
+        kind=kind,
+        axis_size=axis_size,
+        stride=stride,
+        latency_s=float(latency_s),
+        bytes_per_s=float(1 / s_per_byte) if s_per_byte > 0 else None,
+    )

@@ -1,4 +1,5 @@
-"""What a model costs, by kind of layer, before anything is known of devices: parameters, FLOPs, activation bytes.
+"""What a model costs, by kind of layer, before anything is known of devices: parameters, FLOPs,
+activation bytes.
 
 Parameters come from abstract shapes; FLOPs and bytes are the closed forms of models/flops.py and
 models/activations.py, which say by which convention they count. All figures are of the whole model,
@@ -88,12 +89,19 @@ class ModelProfile:
         return sum(kind.model_flops for kind in self.kinds)
 
     def computed_flops(self, remat: RematPolicy) -> float:
-        """FLOPs per token that one device would compute: forward, backward, and what backward computes again."""
-        return sum(kind.forward_flops + kind.backward_flops + kind.recomputed_flops[remat] for kind in self.kinds)
+        """FLOPs per token that one device would compute: forward, backward, and what backward
+        computes again.
+        """
+        return sum(
+            kind.forward_flops + kind.backward_flops + kind.recomputed_flops[remat]
+            for kind in self.kinds
+        )
 
     def activation_bytes(self, remat: RematPolicy) -> float:
         """Bytes per token that wait for backward."""
-        return sum(kind.activation_bytes[remat] for kind in self.kinds) + self.kept_once_bytes[remat]
+        return (
+            sum(kind.activation_bytes[remat] for kind in self.kinds) + self.kept_once_bytes[remat]
+        )
 
     def to_json(self) -> str:
         """All figures as a JSON object."""
@@ -101,27 +109,90 @@ class ModelProfile:
 
     def describe(self) -> str:
         """A table for people: a row for each kind and one for all; MFLOPs and KiB per token."""
-        columns = ["layer kind", "parameters", "counts", "forward", "backward", *(f"again {p}" for p in REMAT_POLICIES),
-                   *(f"KiB {p}" for p in REMAT_POLICIES)]
-        rows = [columns, *(_row(kind.kind, kind.num_params, (kind.model_flops, kind.forward_flops, kind.backward_flops,
-                                                             *kind.recomputed_flops.values()), kind.activation_bytes.values())
-                           for kind in self.kinds), self._total_row()]
+        columns = [
+            "layer kind",
+            "parameters",
+            "counts",
+            "forward",
+            "backward",
+            *(f"again {p}" for p in REMAT_POLICIES),
+            *(f"KiB {p}" for p in REMAT_POLICIES),
+        ]
+        rows = [
+            columns,
+            *(
+                _row(
+                    kind.kind,
+                    kind.num_params,
+                    (
+                        kind.model_flops,
+                        kind.forward_flops,
+                        kind.backward_flops,
+                        *kind.recomputed_flops.values(),
+                    ),
+                    kind.activation_bytes.values(),
+                )
+                for kind in self.kinds
+            ),
+            self._total_row(),
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        title = (f"{self.name}: {self.num_params:,} parameters; sequences of {self.seq_len:,} tokens, {self.precision}, attention {self.kernel}. "
-                 "MFLOPs per token (what counts for MFU has causal attention), KiB per token; closed forms, not measured")
-        return "\n".join([title, *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)]) + "\n"
+        title = (
+            f"{self.name}: {self.num_params:,} parameters; sequences of {self.seq_len:,} tokens,"
+            f" {self.precision}, attention {self.kernel}. MFLOPs per token (what counts for MFU has"
+            " causal attention), KiB per token; closed forms, not measured"
+        )
+        return (
+            "\n".join(
+                [
+                    title,
+                    *(
+                        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+                        for row in rows
+                    ),
+                ]
+            )
+            + "\n"
+        )
 
     def _total_row(self) -> list[str]:
-        total = [sum(numbers) for numbers in zip(*(
-            (kind.model_flops, kind.forward_flops, kind.backward_flops, *kind.recomputed_flops.values()) for kind in self.kinds), strict=True)]
-        return _row("all", self.num_params, total, [self.activation_bytes(remat) for remat in REMAT_POLICIES])
+        total = [
+            sum(numbers)
+            for numbers in zip(
+                *(
+                    (
+                        kind.model_flops,
+                        kind.forward_flops,
+                        kind.backward_flops,
+                        *kind.recomputed_flops.values(),
+                    )
+                    for kind in self.kinds
+                ),
+                strict=True,
+            )
+        ]
+        return _row(
+            "all",
+            self.num_params,
+            total,
+            [self.activation_bytes(remat) for remat in REMAT_POLICIES],
+        )
 
 
-def _row(name: str, num_params: int, num_flops: Iterable[float], num_bytes: Iterable[float]) -> list[str]:
-    return [name, f"{num_params:,}", *(f"{number / 1e6:,.2f}" for number in num_flops), *(f"{number / 1024:,.1f}" for number in num_bytes)]
+def _row(
+    name: str, num_params: int, num_flops: Iterable[float], num_bytes: Iterable[float]
+) -> list[str]:
+    return [
+        name,
+        f"{num_params:,}",
+        *(f"{number / 1e6:,.2f}" for number in num_flops),
+        *(f"{number / 1024:,.1f}" for number in num_bytes),
+    ]
 
 
-def profile_model(model: ModelConfig, *, seq_len: int, precision: Precision, kernel: AttentionKernel) -> ModelProfile:
+def profile_model(
+    model: ModelConfig, *, seq_len: int, precision: Precision, kernel: AttentionKernel
+) -> ModelProfile:
     """The profile of a model, as one device would run it.
 
     Args:
@@ -130,51 +201,118 @@ def profile_model(model: ModelConfig, *, seq_len: int, precision: Precision, ker
     """
     assert kernel != "auto", "which kernel runs is known when a profile is made"
     params, layers = _params_by_kind(model), model.num_layers
-    attention, feed_forward = layers * flops.attention_params(model), layers * flops.feed_forward_params(model)
+    attention, feed_forward = (
+        layers * flops.attention_params(model),
+        layers * flops.feed_forward_params(model),
+    )
 
     def kept(part: Callable[[KeptBytes], float]) -> dict[RematPolicy, float]:
         sizes = {"kernel": kernel, "seq_len": seq_len, "itemsize": ITEM_BYTES[precision]}
         return {remat: layers * part(kept_bytes(model, remat, **sizes)) for remat in REMAT_POLICIES}
 
     def again(index: int) -> dict[RematPolicy, float]:
-        return {remat: 2.0 * layers * flops.params_used_again(model, remat)[index] for remat in REMAT_POLICIES}
+        return {
+            remat: 2.0 * layers * flops.params_used_again(model, remat)[index]
+            for remat in REMAT_POLICIES
+        }
 
     stream, nothing = model.embed_dim * ITEM_BYTES[precision], dict.fromkeys(REMAT_POLICIES, 0.0)
     kinds = (
         _matmuls(LayerKind.EMBEDDING, params, 0, nothing, nothing),
         # The stream that the last norm begins from is kept like a layer's.
-        _matmuls(LayerKind.NORMS, params, 0, nothing, {p: n + stream for p, n in kept(lambda k: k.stream).items()}),
+        _matmuls(
+            LayerKind.NORMS,
+            params,
+            0,
+            nothing,
+            {p: n + stream for p, n in kept(lambda k: k.stream).items()},
+        ),
         _matmuls(LayerKind.ATTENTION, params, attention, again(0), kept(lambda k: k.attention)),
         _core(model, seq_len, kernel, kept(lambda k: k.weights)),
-        _matmuls(LayerKind.FEED_FORWARD, params, feed_forward, again(1), kept(lambda k: k.feed_forward)),
-        # Its forward computes the gradient by its input, which waits for backward (training/loss.py).
-        _matmuls(LayerKind.HEAD, params, flops.head_params(model), nothing, dict.fromkeys(REMAT_POLICIES, float(stream))))
+        _matmuls(
+            LayerKind.FEED_FORWARD, params, feed_forward, again(1), kept(lambda k: k.feed_forward)
+        ),
+        # Its forward computes the gradient by its input, which waits for backward
+        # (training/loss.py).
+        _matmuls(
+            LayerKind.HEAD,
+            params,
+            flops.head_params(model),
+            nothing,
+            dict.fromkeys(REMAT_POLICIES, float(stream)),
+        ),
+    )
     return ModelProfile(
-        name=model.name, seq_len=seq_len, precision=precision, kernel=kernel, kinds=kinds,
-        kept_once_bytes={remat: kept_once_bytes(model, remat, kernel=kernel, seq_len=seq_len, itemsize=ITEM_BYTES[precision],
-                                                respect_documents=True) for remat in REMAT_POLICIES})
+        name=model.name,
+        seq_len=seq_len,
+        precision=precision,
+        kernel=kernel,
+        kinds=kinds,
+        kept_once_bytes={
+            remat: kept_once_bytes(
+                model,
+                remat,
+                kernel=kernel,
+                seq_len=seq_len,
+                itemsize=ITEM_BYTES[precision],
+                respect_documents=True,
+            )
+            for remat in REMAT_POLICIES
+        },
+    )
 
 
-def _matmuls(kind: LayerKind, params: Mapping[LayerKind, int], elements: int, again: Mapping[RematPolicy, float],
-             kept: Mapping[RematPolicy, float]) -> KindProfile:
+def _matmuls(
+    kind: LayerKind,
+    params: Mapping[LayerKind, int],
+    elements: int,
+    again: Mapping[RematPolicy, float],
+    kept: Mapping[RematPolicy, float],
+) -> KindProfile:
     """A kind whose FLOPs are every token times so many elements of matrices."""
     return KindProfile(
-        kind=kind, num_params=params[kind], model_flops=6.0 * elements, forward_flops=2.0 * elements, backward_flops=4.0 * elements,
-        recomputed_flops=again, activation_bytes=kept)
+        kind=kind,
+        num_params=params[kind],
+        model_flops=6.0 * elements,
+        forward_flops=2.0 * elements,
+        backward_flops=4.0 * elements,
+        recomputed_flops=again,
+        activation_bytes=kept,
+    )
 
 
-def _core(model: ModelConfig, seq_len: int, kernel: AttentionKernel, kept: Mapping[RematPolicy, float]) -> KindProfile:
-    counted, computed = flops.causal_pairs(seq_len) / seq_len, flops.computed_pairs(seq_len, kernel) / seq_len
+def _core(
+    model: ModelConfig, seq_len: int, kernel: AttentionKernel, kept: Mapping[RematPolicy, float]
+) -> KindProfile:
+    counted, computed = (
+        flops.causal_pairs(seq_len) / seq_len,
+        flops.computed_pairs(seq_len, kernel) / seq_len,
+    )
     forward = model.num_layers * flops.core_flops(model, computed)
     return KindProfile(
-        kind=LayerKind.ATTENTION_CORE, num_params=0, model_flops=3 * model.num_layers * flops.core_flops(model, counted),
-        forward_flops=forward, backward_flops=2 * forward, activation_bytes=kept,
-        recomputed_flops={remat: model.num_layers * flops.core_flops_again(model, computed, remat, kernel) for remat in REMAT_POLICIES})
+        kind=LayerKind.ATTENTION_CORE,
+        num_params=0,
+        model_flops=3 * model.num_layers * flops.core_flops(model, counted),
+        forward_flops=forward,
+        backward_flops=2 * forward,
+        activation_bytes=kept,
+        recomputed_flops={
+            remat: model.num_layers * flops.core_flops_again(model, computed, remat, kernel)
+            for remat in REMAT_POLICIES
+        },
+    )
 
 
 _KIND_OF_PART = {
-    "embedding": LayerKind.EMBEDDING, "positions": LayerKind.EMBEDDING, "final_norm": LayerKind.NORMS, "head": LayerKind.HEAD,
-    "attention_norm": LayerKind.NORMS, "mlp_norm": LayerKind.NORMS, "attention": LayerKind.ATTENTION, "mlp": LayerKind.FEED_FORWARD}
+    "embedding": LayerKind.EMBEDDING,
+    "positions": LayerKind.EMBEDDING,
+    "final_norm": LayerKind.NORMS,
+    "head": LayerKind.HEAD,
+    "attention_norm": LayerKind.NORMS,
+    "mlp_norm": LayerKind.NORMS,
+    "attention": LayerKind.ATTENTION,
+    "mlp": LayerKind.FEED_FORWARD,
+}
 """By the names of the modules in models/transformer.py."""
 
 

@@ -1,7 +1,8 @@
 """What NVIDIA's driver says about the GPUs of this host (NVML, through nvidia-ml-py).
 
-All GPUs of the host are read, also those that CUDA_VISIBLE_DEVICES hides from JAX, in the driver's order (by
-PCI address). Whatever a GPU or a driver does not tell is None. API: https://docs.nvidia.com/deploy/nvml-api/.
+All GPUs of the host are read, also those that CUDA_VISIBLE_DEVICES hides from JAX, in the driver's
+order (by PCI address). Whatever a GPU or a driver does not tell is None. API:
+https://docs.nvidia.com/deploy/nvml-api/.
 """
 
 import importlib
@@ -12,9 +13,15 @@ from types import ModuleType
 SWITCH = "switch"
 """What an NVLink leads to in a host with NVSwitch."""
 PATHS = {
-    "INTERNAL": "same board", "SINGLE": "one PCIe switch", "MULTIPLE": "several PCIe switches", "HOSTBRIDGE": "one PCIe host bridge",
-    "NODE": "one NUMA node", "SYSTEM": "between NUMA nodes"}
-"""NVML_TOPOLOGY_...: where the PCIe paths of two GPUs meet, nearest first (`nvidia-smi topo -m`)."""
+    "INTERNAL": "same board",
+    "SINGLE": "one PCIe switch",
+    "MULTIPLE": "several PCIe switches",
+    "HOSTBRIDGE": "one PCIe host bridge",
+    "NODE": "one NUMA node",
+    "SYSTEM": "between NUMA nodes",
+}
+"""NVML_TOPOLOGY_...: where the PCIe paths of two GPUs meet, nearest first (`nvidia-smi topo
+-m`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,8 @@ class NvmlFacts:
     gpus: tuple[Gpu, ...] = ()
     """In the driver's order."""
     paths: tuple[tuple[str | None, ...], ...] = ()
-    """From GPU (row) to GPU (column) over PCIe: a value of PATHS; None on the diagonal. NVLinks are in `gpus`."""
+    """From GPU (row) to GPU (column) over PCIe: a value of PATHS; None on the diagonal. NVLinks are
+    in `gpus`."""
 
 
 def read_nvml(library: ModuleType | None = None) -> NvmlFacts:
@@ -111,7 +119,9 @@ class Driver:
         self._library = library
 
     def ask(self, name: str, *args: object) -> object:
-        """The answer; None if there is none, or if this release of the library does not know the question or a constant in it."""
+        """The answer; None if there is none, or if this release of the library does not know the
+        question or a constant in it.
+        """
         if None in args:
             return None
         try:
@@ -139,21 +149,36 @@ class Driver:
 
 
 def _facts(driver: Driver) -> NvmlFacts:
-    handles = [handle for index in range(driver.whole("nvmlDeviceGetCount") or 0)
-               if (handle := driver.ask("nvmlDeviceGetHandleByIndex", index)) is not None]
+    handles = [
+        handle
+        for index in range(driver.whole("nvmlDeviceGetCount") or 0)
+        if (handle := driver.ask("nvmlDeviceGetHandleByIndex", index)) is not None
+    ]
     cuda = driver.whole("nvmlSystemGetCudaDriverVersion_v2")
     names = {driver.constant(f"NVML_TOPOLOGY_{name}"): words for name, words in PATHS.items()}
     return NvmlFacts(
-        missing=None, driver=driver.text("nvmlSystemGetDriverVersion"),
+        missing=None,
+        driver=driver.text("nvmlSystemGetDriverVersion"),
         cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
         gpus=tuple(_gpu(driver, handle) for handle in handles),
-        paths=tuple(tuple(None if one is other else names.get(driver.whole("nvmlDeviceGetTopologyCommonAncestor", one, other))
-                          for other in handles) for one in handles))
+        paths=tuple(
+            tuple(
+                None
+                if one is other
+                else names.get(driver.whole("nvmlDeviceGetTopologyCommonAncestor", one, other))
+                for other in handles
+            )
+            for one in handles
+        ),
+    )
 
 
 def _gpu(driver: Driver, handle: object) -> Gpu:
     core, memory = driver.constant("NVML_CLOCK_SM"), driver.constant("NVML_CLOCK_MEM")
-    total, ecc = getattr(driver.ask("nvmlDeviceGetMemoryInfo", handle), "total", None), driver.ask("nvmlDeviceGetEccMode", handle)
+    total, ecc = (
+        getattr(driver.ask("nvmlDeviceGetMemoryInfo", handle), "total", None),
+        driver.ask("nvmlDeviceGetEccMode", handle),
+    )
     return Gpu(
         name=driver.text("nvmlDeviceGetName", handle),
         pci_address=_address(driver.ask("nvmlDeviceGetPciInfo", handle)),
@@ -168,8 +193,11 @@ def _gpu(driver: Driver, handle: object) -> Gpu:
         max_pcie_generation=driver.whole("nvmlDeviceGetMaxPcieLinkGeneration", handle),
         pcie_lanes=driver.whole("nvmlDeviceGetCurrPcieLinkWidth", handle),
         max_pcie_lanes=driver.whole("nvmlDeviceGetMaxPcieLinkWidth", handle),
-        ecc=ecc[0] == driver.constant("NVML_FEATURE_ENABLED") if isinstance(ecc, list | tuple) else None,
-        nvlinks=tuple(_nvlinks(driver, handle)))
+        ecc=ecc[0] == driver.constant("NVML_FEATURE_ENABLED")
+        if isinstance(ecc, list | tuple)
+        else None,
+        nvlinks=tuple(_nvlinks(driver, handle)),
+    )
 
 
 def _nvlinks(driver: Driver, handle: object) -> Iterator[NvLink]:
@@ -177,10 +205,18 @@ def _nvlinks(driver: Driver, handle: object) -> Iterator[NvLink]:
         active = driver.whole("nvmlDeviceGetNvLinkState", handle, port)
         if active is None:  # no such port
             continue
-        kind, switch = driver.whole("nvmlDeviceGetNvLinkRemoteDeviceType", handle, port), driver.constant("NVML_NVLINK_DEVICE_TYPE_SWITCH")
+        kind, switch = (
+            driver.whole("nvmlDeviceGetNvLinkRemoteDeviceType", handle, port),
+            driver.constant("NVML_NVLINK_DEVICE_TYPE_SWITCH"),
+        )
         yield NvLink(
-            port=port, active=active == driver.constant("NVML_FEATURE_ENABLED"), version=driver.whole("nvmlDeviceGetNvLinkVersion", handle, port),
-            peer=SWITCH if kind is not None and kind == switch else _address(driver.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, port)))
+            port=port,
+            active=active == driver.constant("NVML_FEATURE_ENABLED"),
+            version=driver.whole("nvmlDeviceGetNvLinkVersion", handle, port),
+            peer=SWITCH
+            if kind is not None and kind == switch
+            else _address(driver.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, port)),
+        )
 
 
 def _address(pci_info: object) -> str | None:
@@ -189,4 +225,10 @@ def _address(pci_info: object) -> str | None:
 
 def _text(answer: object) -> str | None:
     # Which of the two depends on the function and on the library's release.
-    return answer.decode() if isinstance(answer, bytes) else answer if isinstance(answer, str) else None
+    return (
+        answer.decode()
+        if isinstance(answer, bytes)
+        else answer
+        if isinstance(answer, str)
+        else None
+    )

@@ -1,10 +1,12 @@
-"""Programs that time the devices: matmuls, passes over memory, collectives, and both at once; and copies from and to the host.
+"""Programs that time the devices: matmuls, passes over memory, collectives, and both at once; and
+copies from and to the host.
 
-Each program runs on all devices together inside one `shard_map`, because that is how a training step runs: virtual
-CPU devices share cores, GPUs share power and links. The operation is repeated inside its program, so that
-launching the program hardly counts; each repeat needs one element of the one before, so that XLA can
-neither drop nor hoist it. Operand and result keep their memory from run to run (they are donated): on a CPU
-the first use of new memory can take longer than what is measured. Of several runs the shortest counts.
+Each program runs on all devices together inside one `shard_map`, because that is how a training
+step runs: virtual CPU devices share cores, GPUs share power and links. The operation is repeated
+inside its program, so that launching the program hardly counts; each repeat needs one element of
+the one before, so that XLA can neither drop nor hoist it. Operand and result keep their memory from
+run to run (they are donated): on a CPU the first use of new memory can take longer than what is
+measured. Of several runs the shortest counts.
 """
 
 import time
@@ -70,7 +72,8 @@ class Timing:
     """How long a program is made, and how often it runs."""
 
     guessed_flops_per_s: float
-    """About what a device does: with the next, it decides how often a program repeats its operation, and nothing else."""
+    """About what a device does: with the next, it decides how often a program repeats its
+    operation, and nothing else."""
     guessed_bytes_per_s: float
     """The same for memory and links."""
     program_s: float
@@ -87,14 +90,23 @@ class Timing:
 def time_launch(devices: Devices, timing: Timing) -> float:
     """Seconds from calling a program that does next to nothing until it has ended."""
     mesh = _mesh(devices)
-    return _shortest_of_each_s([partial(_program(mesh, lambda x: x + 1), _zeros(mesh, (1,), jnp.dtype(jnp.float32)))], timing.runs)[0]
+    return _shortest_of_each_s(
+        [partial(_program(mesh, lambda x: x + 1), _zeros(mesh, (1,), jnp.dtype(jnp.float32)))],
+        timing.runs,
+    )[0]
 
 
 def time_matmul(devices: Devices, timing: Timing, m: int, k: int, n: int, dtype: str) -> MatmulTime:
     """[m, k] by [k, n] on every device."""
     mesh, kind = _mesh(devices), jnp.dtype(DTYPES[dtype])
-    time_s = _repeated_s(mesh, lambda x, w: x @ w, [_noise(mesh, (m, k), kind), _noise(mesh, (k, n), kind)], (m, n), timing,
-                         timing.repeats(flops=2 * m * k * n))
+    time_s = _repeated_s(
+        mesh,
+        lambda x, w: x @ w,
+        [_noise(mesh, (m, k), kind), _noise(mesh, (k, n), kind)],
+        (m, n),
+        timing,
+        timing.repeats(flops=2 * m * k * n),
+    )
     return MatmulTime(m=m, k=k, n=n, dtype=dtype, time_s=time_s)
 
 
@@ -103,21 +115,49 @@ def time_pass(devices: Devices, timing: Timing, num_bytes: int) -> MemoryTime:
     mesh, kind = _mesh(devices), jnp.dtype(jnp.float32)
     shape = (max(1, num_bytes // kind.itemsize),)
     moved = 2 * shape[0] * kind.itemsize
-    return MemoryTime(num_bytes=moved, time_s=_repeated_s(mesh, lambda x: 0.5 * x, [_noise(mesh, shape, kind)], shape, timing,
-                                                          timing.repeats(num_bytes=moved)))
+    return MemoryTime(
+        num_bytes=moved,
+        time_s=_repeated_s(
+            mesh,
+            lambda x: 0.5 * x,
+            [_noise(mesh, shape, kind)],
+            shape,
+            timing,
+            timing.repeats(num_bytes=moved),
+        ),
+    )
 
 
 def time_host_copy(devices: Devices, timing: Timing, num_bytes: int) -> HostCopyTime:
-    """Arrays of `num_bytes` from the host's pinned memory to each device of this process and from each there, all at the same time: devices share the host."""
+    """Arrays of `num_bytes` from the host's pinned memory to each device of this process and from
+    each there, all at the same time: devices share the host.
+    """
     mine = [device for device in devices if device.process_index == jax.process_index()]
-    on_device, on_host = ([SingleDeviceSharding(device, memory_kind=kind) for device in mine] for kind in (DEVICE_MEMORY, HOST_MEMORY))
-    bits = np.resize(np.random.default_rng(0).integers(0, 256, _NOISE_LENGTH, dtype=np.uint8), num_bytes)
+    on_device, on_host = (
+        [SingleDeviceSharding(device, memory_kind=kind) for device in mine]
+        for kind in (DEVICE_MEMORY, HOST_MEMORY)
+    )
+    bits = np.resize(
+        np.random.default_rng(0).integers(0, 256, _NOISE_LENGTH, dtype=np.uint8), num_bytes
+    )
     arrays = jax.device_put([bits] * 2 * len(mine), on_host + on_device)
-    return HostCopyTime(num_bytes=num_bytes, time_s=_shortest_of_each_s([lambda: jax.device_put(arrays, on_device + on_host, may_alias=False)], timing.runs)[0])
+    return HostCopyTime(
+        num_bytes=num_bytes,
+        time_s=_shortest_of_each_s(
+            [lambda: jax.device_put(arrays, on_device + on_host, may_alias=False)], timing.runs
+        )[0],
+    )
 
 
-def time_collective(devices: Devices, timing: Timing, kind: str, axis_size: int, stride: int, num_bytes: int,
-                    dtype: str) -> CollectiveTime:
+def time_collective(
+    devices: Devices,
+    timing: Timing,
+    kind: str,
+    axis_size: int,
+    stride: int,
+    num_bytes: int,
+    dtype: str,
+) -> CollectiveTime:
     """A collective of about `num_bytes` in all groups of a mesh axis at once."""
     mesh, element = _mesh(devices, axis_size, stride), jnp.dtype(DTYPES[dtype])
     part = max(1, round(num_bytes / element.itemsize / axis_size))
@@ -126,12 +166,27 @@ def time_collective(devices: Devices, timing: Timing, kind: str, axis_size: int,
     operand = _zeros(mesh, (part if kind == ALL_GATHER else message,), element)
     # Only XLA's GPU compiler writes the result of an all-reduce over its operand.
     in_place = kind == ALL_REDUCE and mesh.devices.flat[0].platform != "cpu"
-    time_s = _repeated_s(mesh, lambda x: _COLLECTIVES[kind](x, axis_size), [operand], (part if kind == REDUCE_SCATTER else message,), timing,
-                         timing.repeats(num_bytes=num_bytes), in_place=in_place)
-    return CollectiveTime(kind=kind, axis_size=axis_size, stride=stride, num_bytes=message * element.itemsize, time_s=time_s)
+    time_s = _repeated_s(
+        mesh,
+        lambda x: _COLLECTIVES[kind](x, axis_size),
+        [operand],
+        (part if kind == REDUCE_SCATTER else message,),
+        timing,
+        timing.repeats(num_bytes=num_bytes),
+        in_place=in_place,
+    )
+    return CollectiveTime(
+        kind=kind,
+        axis_size=axis_size,
+        stride=stride,
+        num_bytes=message * element.itemsize,
+        time_s=time_s,
+    )
 
 
-def time_overlap(devices: Devices, timing: Timing, matmul: MatmulTime, all_reduce: CollectiveTime) -> OverlapTime:
+def time_overlap(
+    devices: Devices, timing: Timing, matmul: MatmulTime, all_reduce: CollectiveTime
+) -> OverlapTime:
     """An all-reduce over all devices beside a chain of square matmuls that takes about as long.
 
     Args:
@@ -151,26 +206,42 @@ def time_overlap(devices: Devices, timing: Timing, matmul: MatmulTime, all_reduc
 
     operands = (_noise(mesh, (matmul.m, matmul.k), kind), _noise(mesh, (matmul.k, matmul.k), kind))
     zeros = _zeros(mesh, (max(1, all_reduce.num_bytes // kind.itemsize),), kind)
-    matmul_s, collective_s, together_s = _shortest_of_each_s([
-        partial(_program(mesh, matmuls), *operands),
-        partial(_program(mesh, lambda x: lax.psum(x, _GROUP)), zeros),
-        partial(_program(mesh, together), *operands, zeros)], 2 * timing.runs)
+    matmul_s, collective_s, together_s = _shortest_of_each_s(
+        [
+            partial(_program(mesh, matmuls), *operands),
+            partial(_program(mesh, lambda x: lax.psum(x, _GROUP)), zeros),
+            partial(_program(mesh, together), *operands, zeros),
+        ],
+        2 * timing.runs,
+    )
     return OverlapTime(matmul_s=matmul_s, collective_s=collective_s, together_s=together_s)
 
 
-def _repeated_s(mesh: Mesh, operation: Callable[..., Array], operands: list[Array], result_shape: tuple[int, ...], timing: Timing,
-                repeats: int, *, in_place: bool = False) -> float:
-    """Seconds of `operation` on a device's parts of `operands`, with a result of `result_shape` in the format of the first.
+def _repeated_s(
+    mesh: Mesh,
+    operation: Callable[..., Array],
+    operands: list[Array],
+    result_shape: tuple[int, ...],
+    timing: Timing,
+    repeats: int,
+    *,
+    in_place: bool = False,
+) -> float:
+    """Seconds of `operation` on a device's parts of `operands`, with a result of `result_shape` in
+    the format of the first.
 
-    `in_place`: the compiler writes the result over the operand, and would copy one that is needed again; so let it
-    work on its own last result.
+    `in_place`: the compiler writes the result over the operand, and would copy one that is needed
+    again; so let it work on its own last result.
     """
+
     def run(x: Array, result: Array, *others: Array) -> tuple[Array, Array]:
         def once(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             x, result = carry
             if in_place:
                 return x, operation(result, *others)
-            x = lax.dynamic_update_slice(x, lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), (0,) * x.ndim)
+            x = lax.dynamic_update_slice(
+                x, lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), (0,) * x.ndim
+            )
             return x, operation(x, *others)
 
         return lax.fori_loop(0, repeats, once, (x, result))
@@ -193,16 +264,23 @@ def _mesh(devices: Devices, axis_size: int = 1, stride: int = 1) -> Mesh:
 
 def _program(mesh: Mesh, on_device: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """`on_device` of each device's own part of arrays with a leading dimension of devices."""
+
     def mine(*operands: Array) -> Array | tuple[Array, ...]:
         return jax.tree.map(lambda x: x[None], on_device(*(x[0] for x in operands)))
 
     spec = PartitionSpec(_AXES)
-    # Types of varying axes would ask for a cast wherever a loop begins; a probe has no gradient that needs them.
-    return jax.jit(jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), donate_argnums=donate)
+    # Types of varying axes would ask for a cast wherever a loop begins; a probe has no gradient
+    # that needs them.
+    return jax.jit(
+        jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+        donate_argnums=donate,
+    )
 
 
 def _noise(mesh: Mesh, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """An array of `shape` on each device: of random numbers, for GPUs are faster on constants, small enough for a chain of matmuls."""
+    """An array of `shape` on each device: of random numbers, for GPUs are faster on constants,
+    small enough for a chain of matmuls.
+    """
     noise = np.random.default_rng(0).normal(size=_NOISE_LENGTH, scale=shape[0] ** -0.5)
     return _array(mesh, np.resize(noise.astype(dtype), shape))
 
@@ -217,10 +295,15 @@ def _array(mesh: Mesh, each: np.ndarray) -> Array:
 
 
 def _shortest_of_each_s(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Of so many times each, after one that compiles; in turn, so that whatever else the machine does befalls all of them."""
+    """Of so many times each, after one that compiles; in turn, so that whatever else the machine
+    does befalls all of them.
+    """
     for run in runs:
         jax.block_until_ready(run())
-    return [min(seconds) for seconds in zip(*([_seconds(run) for run in runs] for _ in range(times)), strict=True)]
+    return [
+        min(seconds)
+        for seconds in zip(*([_seconds(run) for run in runs] for _ in range(times)), strict=True)
+    ]
 
 
 def _seconds(run: Callable[[], object]) -> float:

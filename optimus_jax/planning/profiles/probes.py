@@ -1,7 +1,7 @@
 """Which probes are run, in which order, and what they found together.
 
-Collectives are measured along a mesh axis of each size that divides the number of devices: along the
-fastest axis of the mesh and, if there are several hosts, along the slowest too.
+Collectives are measured along a mesh axis of each size that divides the number of devices: along
+the fastest axis of the mesh and, if there are several hosts, along the slowest too.
 """
 
 import math
@@ -61,17 +61,45 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, platform: str, num_processes: int = 1) -> "ProbeSizes":
-        """What suits a platform; between processes CPU devices exchange by way of sockets, and large messages would take all the time that there is."""
+        """What suits a platform; between processes CPU devices exchange by way of sockets, and
+        large messages would take all the time that there is.
+        """
         if platform == "cpu":
-            messages = (4 * KIB, 64 * KIB, MIB, 8 * MIB) if num_processes == 1 else (4 * KIB, 64 * KIB, MIB)
+            messages = (
+                (4 * KIB, 64 * KIB, MIB, 8 * MIB)
+                if num_processes == 1
+                else (4 * KIB, 64 * KIB, MIB)
+            )
             weights = ((64, 64), (64, 256), (256, 256), (256, 1024), (1024, 256), (1024, 1024))
-            return cls(matmuls=tuple((m, k, n) for m in (64, 512) for k, n in weights), dtypes=("f32",),
-                       pass_bytes=(256 * KIB, 4 * MIB, 32 * MIB), message_bytes=messages,
-                       timing=Timing(guessed_flops_per_s=1e10, guessed_bytes_per_s=4e9, program_s=0.01, runs=4))
-        weights = ((512, 512), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 16384), (16384, 4096), (8192, 8192))
-        return cls(matmuls=tuple((m, k, n) for m in (1024, 8192) for k, n in weights), dtypes=("bf16", "f32"),
-                   pass_bytes=(MIB, 16 * MIB, 256 * MIB), message_bytes=(64 * KIB, MIB, 16 * MIB, 128 * MIB), host_bytes=(16 * MIB, 256 * MIB),
-                   timing=Timing(guessed_flops_per_s=2e14, guessed_bytes_per_s=1e11, program_s=0.01, runs=5))
+            return cls(
+                matmuls=tuple((m, k, n) for m in (64, 512) for k, n in weights),
+                dtypes=("f32",),
+                pass_bytes=(256 * KIB, 4 * MIB, 32 * MIB),
+                message_bytes=messages,
+                timing=Timing(
+                    guessed_flops_per_s=1e10, guessed_bytes_per_s=4e9, program_s=0.01, runs=4
+                ),
+            )
+        weights = (
+            (512, 512),
+            (1024, 1024),
+            (1024, 4096),
+            (4096, 1024),
+            (4096, 4096),
+            (4096, 16384),
+            (16384, 4096),
+            (8192, 8192),
+        )
+        return cls(
+            matmuls=tuple((m, k, n) for m in (1024, 8192) for k, n in weights),
+            dtypes=("bf16", "f32"),
+            pass_bytes=(MIB, 16 * MIB, 256 * MIB),
+            message_bytes=(64 * KIB, MIB, 16 * MIB, 128 * MIB),
+            host_bytes=(16 * MIB, 256 * MIB),
+            timing=Timing(
+                guessed_flops_per_s=2e14, guessed_bytes_per_s=1e11, program_s=0.01, runs=5
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,37 +124,90 @@ class Probed:
     """Compiling included."""
 
 
-def probe(devices: Devices, sizes: ProbeSizes, *, several_hosts: bool, progress: Progress | None = None) -> Probed:
-    """Measure `devices`, given in the order of the mesh. Every process that has one of them has to call it."""
+def probe(
+    devices: Devices, sizes: ProbeSizes, *, several_hosts: bool, progress: Progress | None = None
+) -> Probed:
+    """Measure `devices`, given in the order of the mesh.
+
+    Every process that has one of them has to call it.
+    """
     matmuls = [(*shape, dtype) for dtype in sizes.dtypes for shape in sizes.matmuls]
     collectives = list(_collectives(len(devices), sizes, several_hosts))
     overlaps = [()] if len(devices) > 1 else []
-    agenda = Agenda(sizes.budget_s, 1 + len(matmuls) + len(sizes.pass_bytes) + len(sizes.host_bytes) + len(collectives) + len(overlaps), progress)
+    agenda = Agenda(
+        sizes.budget_s,
+        1
+        + len(matmuls)
+        + len(sizes.pass_bytes)
+        + len(sizes.host_bytes)
+        + len(collectives)
+        + len(overlaps),
+        progress,
+    )
     launch_s = [time_launch(devices, sizes.timing) for _ in agenda.through("launch", [()])]
     # The few of them before the many: if time runs out, each kind has been measured, in part.
-    passes = [time_pass(devices, sizes.timing, *each) for each in agenda.through("pass over memory", [(size,) for size in sizes.pass_bytes])]
-    host_copies = [time_host_copy(devices, sizes.timing, *each) for each in agenda.through("copies from and to the host", [(size,) for size in sizes.host_bytes])]
-    matmul_times = [time_matmul(devices, sizes.timing, *each) for each in agenda.through("matmul", matmuls)]
-    collective_times = [time_collective(devices, sizes.timing, *each, sizes.dtypes[0]) for each in agenda.through("collective", collectives)]
-    beside = [time_overlap(devices, sizes.timing, *_for_overlap(matmul_times, collective_times, sizes.dtypes[0]))
-              for _ in agenda.through("matmuls beside an all-reduce", overlaps)]
-    return Probed(launch_s=launch_s[0] if launch_s else None, matmuls=tuple(matmul_times), passes=tuple(passes), host_copies=tuple(host_copies),
-                  collectives=tuple(collective_times), overlap=beside[0] if beside else None, num_left_out=agenda.num_left_out, took_s=agenda.elapsed_s())
+    passes = [
+        time_pass(devices, sizes.timing, *each)
+        for each in agenda.through("pass over memory", [(size,) for size in sizes.pass_bytes])
+    ]
+    host_copies = [
+        time_host_copy(devices, sizes.timing, *each)
+        for each in agenda.through(
+            "copies from and to the host", [(size,) for size in sizes.host_bytes]
+        )
+    ]
+    matmul_times = [
+        time_matmul(devices, sizes.timing, *each) for each in agenda.through("matmul", matmuls)
+    ]
+    collective_times = [
+        time_collective(devices, sizes.timing, *each, sizes.dtypes[0])
+        for each in agenda.through("collective", collectives)
+    ]
+    beside = [
+        time_overlap(
+            devices, sizes.timing, *_for_overlap(matmul_times, collective_times, sizes.dtypes[0])
+        )
+        for _ in agenda.through("matmuls beside an all-reduce", overlaps)
+    ]
+    return Probed(
+        launch_s=launch_s[0] if launch_s else None,
+        matmuls=tuple(matmul_times),
+        passes=tuple(passes),
+        host_copies=tuple(host_copies),
+        collectives=tuple(collective_times),
+        overlap=beside[0] if beside else None,
+        num_left_out=agenda.num_left_out,
+        took_s=agenda.elapsed_s(),
+    )
 
 
-def _collectives(num_devices: int, sizes: ProbeSizes, several_hosts: bool) -> Iterator[tuple[str, int, int, int]]:
+def _collectives(
+    num_devices: int, sizes: ProbeSizes, several_hosts: bool
+) -> Iterator[tuple[str, int, int, int]]:
     """Kind, axis size, stride and message of each collective to measure."""
     axis_sizes = [size for size in range(2, num_devices + 1) if num_devices % size == 0]
-    axes = {(size, stride): None for size in axis_sizes for stride in (1, num_devices // size if several_hosts else 1)}
+    axes = {
+        (size, stride): None
+        for size in axis_sizes
+        for stride in (1, num_devices // size if several_hosts else 1)
+    }
     ends = (min(sizes.message_bytes), max(sizes.message_bytes))
-    every = [(kind, *axis, message) for message in sizes.message_bytes for axis in axes for kind in KINDS]
-    # Smallest and largest messages first, and of these all-reduces: if time runs out, every axis, and so every link, has a fit.
+    every = [
+        (kind, *axis, message) for message in sizes.message_bytes for axis in axes for kind in KINDS
+    ]
+    # Smallest and largest messages first, and of these all-reduces: if time runs out, every axis,
+    # and so every link, has a fit.
     yield from sorted(every, key=lambda each: (each[-1] not in ends, each[0] != ALL_REDUCE))
 
 
-def _for_overlap(matmuls: Iterable[MatmulTime], collectives: Iterable[CollectiveTime], dtype: str) -> tuple[MatmulTime, CollectiveTime]:
+def _for_overlap(
+    matmuls: Iterable[MatmulTime], collectives: Iterable[CollectiveTime], dtype: str
+) -> tuple[MatmulTime, CollectiveTime]:
     """The largest all-reduce over all devices, and the square matmul that is closest to it."""
-    all_reduce = max((each for each in collectives if each.kind == ALL_REDUCE), key=lambda each: (each.axis_size, each.num_bytes))
+    all_reduce = max(
+        (each for each in collectives if each.kind == ALL_REDUCE),
+        key=lambda each: (each.axis_size, each.num_bytes),
+    )
     square = [each for each in matmuls if each.k == each.n and each.dtype == dtype]
     return min(square, key=lambda each: abs(math.log(each.time_s / all_reduce.time_s))), all_reduce
 
@@ -135,7 +216,11 @@ class Agenda:
     """Hands out probes while there is time, and says how far they are."""
 
     def __init__(self, budget_s: float, num_probes: int, progress: Progress | None) -> None:
-        self._end_s, self._num_probes, self._progress = time.perf_counter() + budget_s, num_probes, progress
+        self._end_s, self._num_probes, self._progress = (
+            time.perf_counter() + budget_s,
+            num_probes,
+            progress,
+        )
         self._budget_s = budget_s
         self._num_done = self.num_left_out = 0
 
@@ -157,4 +242,8 @@ class Agenda:
     def _is_over(self) -> bool:
         """The same answer in all processes, for they have to run the same probes."""
         over = time.perf_counter() > self._end_s
-        return over if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(over)).any())
+        return (
+            over
+            if jax.process_count() == 1
+            else bool(multihost_utils.process_allgather(np.array(over)).any())
+        )

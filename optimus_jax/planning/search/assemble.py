@@ -1,4 +1,5 @@
-"""From axis sizes and what the user fixed to a whole Plan: every field that is left open gets its plain default.
+"""From axis sizes and what the user fixed to a whole Plan: every field that is left open gets its
+plain default.
 
 Nothing here weighs one layout against another; planning/search/search.py does.
 """
@@ -23,7 +24,8 @@ from optimus_jax.store.local_copies import local_file
 LOSS_CHUNK_TOKENS = 2048
 """For a whole vocabulary; as many times more for a part of it. A GPU wants large matmuls."""
 LOSS_CHUNK_TOKENS_CPU = {False: 256, True: 128}
-"""A CPU wants a chunk's logits near its caches (docs/decisions/0003), and several virtual devices share its memory."""
+"""A CPU wants a chunk's logits near its caches (docs/decisions/0003), and several virtual devices
+share its memory."""
 RECOMPUTE_LEAST: RematPolicy = "none"
 OFFLOADING_MORE: tuple[Offload, ...] = ("none", "activations", "optimizer", "all")
 """Layers' inputs first: their copies run beside compute, those of moments do not."""
@@ -38,7 +40,8 @@ MICROBATCHES_PER_STAGE = 4
 
 
 def check_words(config: Config, topology: Topology) -> None:
-    """Raise PlanError for a setting that cannot be read, or cannot be had whatever the layout is."""
+    """Raise PlanError for a setting that cannot be read, or cannot be had whatever the layout
+    is."""
     if config.parallel.mesh != "auto":
         AxisSizes.parse(config.parallel.mesh)
     make_rules(config.model, config.parallel.rules)
@@ -47,8 +50,13 @@ def check_words(config: Config, topology: Topology) -> None:
         _read_table(config.parallel.schedule)
     choose_kernel(config, topology, compute_precision(config, topology))
     if config.parallel.offload not in ("auto", "none") and not can_offload(topology.platform):
-        raise PlanError(explain("there is no host's memory beside that of the devices", given=f"parallel.offload={config.parallel.offload} on {topology}",
-                                do="leave parallel.offload out, or train on GPUs"))
+        raise PlanError(
+            explain(
+                "there is no host's memory beside that of the devices",
+                given=f"parallel.offload={config.parallel.offload} on {topology}",
+                do="leave parallel.offload out, or train on GPUs",
+            )
+        )
 
 
 def can_offload(platform: str) -> bool:
@@ -64,19 +72,40 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
     pipeline = pipelining(config, axes)
     rules = make_rules(model, parallel.rules)
     return Plan(
-        axes=axes, rules=rules, zero=zero, pipeline=pipeline,
+        axes=axes,
+        rules=rules,
+        zero=zero,
+        pipeline=pipeline,
         microbatches=fixed_microbatches(config, pipeline)
-        or _microbatches(config.data.global_batch, axes, interleaved=pipeline is not None and pipeline.repeats > 1),
-        remat=first_remat(config), precision=precision, moments=config.precision.moments,
-        attention=choose_kernel(config, topology, precision), loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
+        or _microbatches(
+            config.data.global_batch,
+            axes,
+            interleaved=pipeline is not None and pipeline.repeats > 1,
+        ),
+        remat=first_remat(config),
+        precision=precision,
+        moments=config.precision.moments,
+        attention=choose_kernel(config, topology, precision),
+        loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
+        offload=first_offload(config),
+    )
 
 
 def compute_precision(config: Config, topology: Topology) -> Precision:
-    """The number format of activations and matmuls. Raises PlanError if the devices do not have the one asked for."""
+    """The number format of activations and matmuls.
+
+    Raises PlanError if the devices do not have the one asked for.
+    """
     wanted, capability = config.precision.compute, topology.compute_capability
     has_bf16 = capability is None or capability >= AMPERE
     if wanted == "bf16" and not has_bf16:
-        raise PlanError(explain(f"a {topology.device_kind} has no bf16", given="precision bf16", do="use --precision f16 or f32"))
+        raise PlanError(
+            explain(
+                f"a {topology.device_kind} has no bf16",
+                given="precision bf16",
+                do="use --precision f16 or f32",
+            )
+        )
     if wanted == "auto":
         return "f32" if topology.platform == "cpu" else "bf16" if has_bf16 else "f16"
     return wanted
@@ -96,50 +125,86 @@ def first_remat(config: Config) -> RematPolicy:
 
 def fixed_microbatches(config: Config, pipeline: Pipelining | None) -> int | None:
     """What the user said, else what the user's own table is for; None: it is open."""
-    own_table = None if pipeline is None or pipeline.table is None else Schedule.from_json(pipeline.table)
+    own_table = (
+        None if pipeline is None or pipeline.table is None else Schedule.from_json(pipeline.table)
+    )
     return config.parallel.microbatches or (own_table and own_table.num_microbatches)
 
 
 def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: Topology) -> int:
     """Tokens of a device whose logits exist at the same time."""
-    whole = LOSS_CHUNK_TOKENS_CPU[axes.num_devices > 1] if topology.platform == "cpu" else LOSS_CHUNK_TOKENS
-    return config.parallel.loss_chunk_tokens or whole * math.prod(axes[axis] for axis in dict(rules).get(VOCAB, ()))
+    whole = (
+        LOSS_CHUNK_TOKENS_CPU[axes.num_devices > 1]
+        if topology.platform == "cpu"
+        else LOSS_CHUNK_TOKENS
+    )
+    return config.parallel.loss_chunk_tokens or whole * math.prod(
+        axes[axis] for axis in dict(rules).get(VOCAB, ())
+    )
 
 
 def memory_fallbacks(config: Config, plan: Plan, platform: str) -> list[Plan]:
-    """`plan` and, in rising order of work, what it becomes where the user left open what is computed again or lies on the host.
+    """`plan` and, in rising order of work, what it becomes where the user left open what is
+    computed again or lies on the host.
 
-    Needs of memory fall along remat policies; then the same again with more on the host, which is slow, so that it is asked only where nothing else fits.
+    Needs of memory fall along remat policies; then the same again with more on the host, which is
+    slow, so that it is asked only where nothing else fits.
     """
-    policies: tuple[RematPolicy, ...] = REMAT_POLICIES if config.parallel.remat == "auto" else (plan.remat,)
-    offloads = OFFLOADING_MORE if config.parallel.offload == "auto" and can_offload(platform) else (plan.offload,)
+    policies: tuple[RematPolicy, ...] = (
+        REMAT_POLICIES if config.parallel.remat == "auto" else (plan.remat,)
+    )
+    offloads = (
+        OFFLOADING_MORE
+        if config.parallel.offload == "auto" and can_offload(platform)
+        else (plan.offload,)
+    )
     plans = []
     for offload in offloads:
         here = [dataclasses.replace(plan, remat=remat, offload=offload) for remat in policies]
         if plan.pipeline is not None and config.parallel.stage_residuals == "auto":
-            # A stage that is computed again has no use for layers that are computed again one by one, but for memory within a tick.
+            # A stage that is computed again has no use for layers that are computed again one by
+            # one, but for memory within a tick.
             stage = dataclasses.replace(plan.pipeline, keep_residuals=False)
             here += [dataclasses.replace(other, pipeline=stage) for other in here]
-        plans += [other for other in here if not other.offloads_activations or (other.remat == "full" and other.pipeline is None)]
+        plans += [
+            other
+            for other in here
+            if not other.offloads_activations or (other.remat == "full" and other.pipeline is None)
+        ]
     return plans or [plan]
 
 
 def pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
-    """What the user fixed of the pipeline; the rest is 1F1B on stages as even as the layers divide."""
+    """What the user fixed of the pipeline; the rest is 1F1B on stages as even as the layers
+    divide."""
     parallel = config.parallel
     _check_schedule_name(parallel.schedule)
     if axes.pipe == 1:
-        given = {"schedule": parallel.schedule not in ("auto", "none"), "repeats": parallel.repeats is not None,
-                 "layers_per_stage": bool(parallel.layers_per_stage), "send_slack": parallel.send_slack,
-                 "stage_residuals": parallel.stage_residuals == "recompute"}
+        given = {
+            "schedule": parallel.schedule not in ("auto", "none"),
+            "repeats": parallel.repeats is not None,
+            "layers_per_stage": bool(parallel.layers_per_stage),
+            "send_slack": parallel.send_slack,
+            "stage_residuals": parallel.stage_residuals == "recompute",
+        }
         if any(given.values()):
-            raise PlanError(explain(
-                "there are no pipeline stages to schedule", given=f"{', '.join(name for name in given if given[name])} on mesh {axes}",
-                do="use pipe=2 or more, or none of these settings"))
+            raise PlanError(
+                explain(
+                    "there are no pipeline stages to schedule",
+                    given=f"{', '.join(name for name in given if given[name])} on mesh {axes}",
+                    do="use pipe=2 or more, or none of these settings",
+                )
+            )
         return None
     table, name, repeats = None, parallel.schedule, parallel.repeats
     if name == "none":
-        raise PlanError(explain("pipeline stages need a schedule", given=f"--schedule none on mesh {axes}", do="use a schedule, or pipe=1"))
+        raise PlanError(
+            explain(
+                "pipeline stages need a schedule",
+                given=f"--schedule none on mesh {axes}",
+                do="use a schedule, or pipe=1",
+            )
+        )
     if name.endswith(TABLE_SUFFIX):
         table, own = _read_table(name)
         name, repeats = own.name, repeats or own.num_repeats
@@ -148,15 +213,26 @@ def pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
     repeats = repeats or (DEFAULT_REPEATS if name == "interleaved" else 1)
     _check_visits(config, axes, name, repeats, own_table=table is not None)
     return Pipelining(
-        schedule=name, repeats=repeats, send_slack=parallel.send_slack, table=table,
+        schedule=name,
+        repeats=repeats,
+        send_slack=parallel.send_slack,
+        table=table,
         keep_residuals=parallel.stage_residuals != "recompute",
-        layers_per_stage=parallel.layers_per_stage or layers_per_stage(config.model.num_layers, axes.pipe * repeats))
+        layers_per_stage=parallel.layers_per_stage
+        or layers_per_stage(config.model.num_layers, axes.pipe * repeats),
+    )
 
 
 def _check_schedule_name(name: str) -> None:
     if name not in ("auto", "none", *SCHEDULES) and not name.endswith(TABLE_SUFFIX):
-        raise PlanError(explain(f"unknown schedule {name!r}", given=f"--schedule {name}",
-                                do=nearest(name, ("auto", *SCHEDULES)) + f" (or name a table in a {TABLE_SUFFIX} file)"))
+        raise PlanError(
+            explain(
+                f"unknown schedule {name!r}",
+                given=f"--schedule {name}",
+                do=nearest(name, ("auto", *SCHEDULES))
+                + f" (or name a table in a {TABLE_SUFFIX} file)",
+            )
+        )
 
 
 def _read_table(path: str) -> tuple[str, Schedule]:
@@ -166,26 +242,43 @@ def _read_table(path: str) -> tuple[str, Schedule]:
         return text, Schedule.from_json(text)
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "not text"
-        raise PlanError(explain("a schedule's table cannot be read", given=f"--schedule {path}: {what}",
-                                do=f"name a file that exists, or a schedule: {', '.join(('auto', *SCHEDULES))}")) from error
+        raise PlanError(
+            explain(
+                "a schedule's table cannot be read",
+                given=f"--schedule {path}: {what}",
+                do=f"name a file that exists, or a schedule: {', '.join(('auto', *SCHEDULES))}",
+            )
+        ) from error
     except PlanError as error:
         raise PlanError(f"--schedule {path}: {error}") from error
 
 
-def _check_visits(config: Config, axes: AxisSizes, schedule: str, repeats: int, *, own_table: bool) -> None:
+def _check_visits(
+    config: Config, axes: AxisSizes, schedule: str, repeats: int, *, own_table: bool
+) -> None:
     """That the schedule has such repeats, and that there is a layer for each."""
     if repeats > 1 and schedule not in REPEATING and not own_table:
-        raise PlanError(explain(f"schedule {schedule!r} visits each device once", given=f"--schedule {schedule}, parallel.repeats={repeats}",
-                                do=f"use repeats=1, or schedule {' or '.join(REPEATING)}"))
+        raise PlanError(
+            explain(
+                f"schedule {schedule!r} visits each device once",
+                given=f"--schedule {schedule}, parallel.repeats={repeats}",
+                do=f"use repeats=1, or schedule {' or '.join(REPEATING)}",
+            )
+        )
     if axes.pipe * repeats > config.model.num_layers:
         visits = f" x repeats={repeats}" if repeats > 1 else ""
-        raise PlanError(explain(
-            f"{config.model.name} has fewer layers than there are stages", given=f"model.num_layers={config.model.num_layers}, pipe={axes.pipe}{visits}",
-            do=f"use {config.model.num_layers} stages at most"))
+        raise PlanError(
+            explain(
+                f"{config.model.name} has fewer layers than there are stages",
+                given=f"model.num_layers={config.model.num_layers}, pipe={axes.pipe}{visits}",
+                do=f"use {config.model.num_layers} stages at most",
+            )
+        )
 
 
 def _microbatches(global_batch: int, axes: AxisSizes, *, interleaved: bool) -> int:
-    """About MICROBATCHES_PER_STAGE for each stage, as far as the batch divides; 1 without stages."""
+    """About MICROBATCHES_PER_STAGE for each stage, as far as the batch divides; 1 without
+    stages."""
     if axes.pipe == 1:
         return 1
     rows = max(1, global_batch // (axes.data * axes.fsdp))

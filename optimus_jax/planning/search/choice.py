@@ -1,10 +1,11 @@
 """The Plan that a run starts with: what the user fixed, and the planner's choice for the rest.
 
 A mesh that was given is kept, and gets the least recomputing that is estimated to fit. With
-`--mesh auto` all legal layouts are ranked (planning/search/search.py) if it is known how fast the devices
-are, from a profile of this machine or from data sheets. If it is not known, nothing is invented but
-a simple rule holds: all devices along `data` if a whole copy of the training state fits on each, else
-along `fsdp`. What was chosen and why is part of the answer, so that it can be shown.
+`--mesh auto` all legal layouts are ranked (planning/search/search.py) if it is known how fast the
+devices are, from a profile of this machine or from data sheets. If it is not known, nothing is
+invented but a simple rule holds: all devices along `data` if a whole copy of the training state
+fits on each, else along `fsdp`. What was chosen and why is part of the answer, so that it can be
+shown.
 """
 
 import dataclasses
@@ -18,11 +19,24 @@ from optimus_jax.mesh.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes, check_dev
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
-from optimus_jax.planning.search.assemble import DEFAULT_ZERO, can_offload, check_words, memory_fallbacks, plan_for
+from optimus_jax.planning.search.assemble import (
+    DEFAULT_ZERO,
+    can_offload,
+    check_words,
+    memory_fallbacks,
+    plan_for,
+)
 from optimus_jax.planning.search.divisibility import divisibility, near_batches, no_better
 from optimus_jax.planning.search.divisors import divisors
 from optimus_jax.planning.search.explain import gib, why_best
-from optimus_jax.planning.search.search import USABLE_SHARE, Candidate, Pricing, fits, on_the_host, search
+from optimus_jax.planning.search.search import (
+    USABLE_SHARE,
+    Candidate,
+    Pricing,
+    fits,
+    on_the_host,
+    search,
+)
 from optimus_jax.planning.search.suggestions import with_neighbours
 
 GLOBAL_BATCH = "data.global_batch"
@@ -40,29 +54,47 @@ class Choice:
     ranked: tuple[Candidate, ...] = ()
     """The best that the planner found, `plan` first; empty where nothing was ranked."""
     tried_s: Mapping[Plan, float] = field(default_factory=dict)
-    """Seconds of a step of each plan that was tried before the run; only the first process knows them."""
+    """Seconds of a step of each plan that was tried before the run; only the first process knows
+    them."""
 
 
-def choose_plan(config: Config, topology: Topology, pricing: Pricing | None = None, *, kept: tuple[str, ...] = ()) -> Choice:
+def choose_plan(
+    config: Config,
+    topology: Topology,
+    pricing: Pricing | None = None,
+    *,
+    kept: tuple[str, ...] = (),
+) -> Choice:
     """The Plan that a run of `config` on `topology` starts with.
 
     Args:
       pricing: of this config, if it is known how fast the devices are.
       kept: names, or beginnings of names, of settings that an error must not suggest to change.
     Raises:
-      PlanError: what the user fixed is not legal, or no plan is estimated to fit into memory; the text says what would be accepted.
+      PlanError: what the user fixed is not legal, or no plan is estimated to fit into memory; the
+        text says what would be accepted.
     """
     check_words(config, topology)
     try:
-        return _choice(config, topology, pricing, may_change_batch=not GLOBAL_BATCH.startswith(kept))
+        return _choice(
+            config, topology, pricing, may_change_batch=not GLOBAL_BATCH.startswith(kept)
+        )
     except PlanError as error:
         # Without the pricing: what the rule accepts the search does too, and this is tried often.
-        raise with_neighbours(error, config, topology, lambda other, devices: _choice(other, devices, None), kept=kept) from error
+        raise with_neighbours(
+            error, config, topology, lambda other, devices: _choice(other, devices, None), kept=kept
+        ) from error
 
 
-def _choice(config: Config, topology: Topology, pricing: Pricing | None, *, may_change_batch: bool = False) -> Choice:
+def _choice(
+    config: Config, topology: Topology, pricing: Pricing | None, *, may_change_batch: bool = False
+) -> Choice:
     if config.parallel.mesh == "auto" and topology.num_devices > 1:
-        return _by_rule(config, topology, may_change_batch=may_change_batch) if pricing is None else _by_search(config, topology, pricing, may_change_batch=may_change_batch)
+        return (
+            _by_rule(config, topology, may_change_batch=may_change_batch)
+            if pricing is None
+            else _by_search(config, topology, pricing, may_change_batch=may_change_batch)
+        )
     if config.parallel.mesh == "auto":
         return _on_axes(config, AxisSizes(), topology, "auto: there is one device")
     axes = AxisSizes.parse(config.parallel.mesh)
@@ -82,38 +114,68 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
 
 
 def _by_rule(config: Config, topology: Topology, *, may_change_batch: bool) -> Choice:
-    """Without rates: whole copies if they fit, else shards; what the batch cannot be split over is said, and which near it could."""
+    """Without rates: whole copies if they fit, else shards; what the batch cannot be split over is
+    said, and which near it could.
+    """
     choice = _by_plain_rule(config, topology)
     if not may_change_batch or choice.plan.axes.tensor * choice.plan.axes.pipe == 1:
         return choice
     near = near_batches(config.data.global_batch, topology.num_devices)
     if not near and config.data.global_batch % topology.num_devices:
-        return dataclasses.replace(choice, why=f"{choice.why}; {no_better(config.data.global_batch, topology.num_devices, tried=near)}")
-    over = " or ".join(f"--global-batch {batch} over {math.gcd(batch, topology.num_devices)}" for batch in near)
+        return dataclasses.replace(
+            choice,
+            why=(
+                f"{choice.why};"
+                f" {no_better(config.data.global_batch, topology.num_devices, tried=near)}"
+            ),
+        )
+    over = " or ".join(
+        f"--global-batch {batch} over {math.gcd(batch, topology.num_devices)}" for batch in near
+    )
     return dataclasses.replace(choice, why=f"{choice.why}; {over} of them") if near else choice
 
 
 def _by_plain_rule(config: Config, topology: Topology) -> Choice:
     zero = config.parallel.zero
     if zero:
-        return _on_legal(config, _legal(config, topology, FSDP), topology, f"auto: zero={zero} was asked for, and is over fsdp")
+        return _on_legal(
+            config,
+            _legal(config, topology, FSDP),
+            topology,
+            f"auto: zero={zero} was asked for, and is over fsdp",
+        )
     whole = _legal(config, topology, DATA)
     if fits(_estimate(config, plan_for(config, whole, topology)), topology):
-        return _on_legal(config, whole, topology, "auto: a whole training state fits on each device, and plain data parallelism communicates least")
+        return _on_legal(
+            config,
+            whole,
+            topology,
+            "auto: a whole training state fits on each device, and plain data parallelism"
+            " communicates least",
+        )
     config = config.with_values({"parallel.zero": zero if zero is not None else DEFAULT_ZERO})
-    return _on_legal(config, _legal(config, topology, FSDP), topology, "auto: a whole training state does not fit on a device, so it is split over all of them")
+    return _on_legal(
+        config,
+        _legal(config, topology, FSDP),
+        topology,
+        "auto: a whole training state does not fit on a device, so it is split over all of them",
+    )
 
 
 def _on_legal(config: Config, axes: AxisSizes, topology: Topology, why: str) -> Choice:
     """`_on_axes`, saying what else was split and why."""
     rest = axes.tensor * axes.pipe
     if rest > 1:
-        why += f"; the batch can be dealt out over {topology.num_devices // rest} of {topology.num_devices} devices, so layers are split {rest} ways"
+        why += (
+            f"; the batch can be dealt out over {topology.num_devices // rest} of"
+            f" {topology.num_devices} devices, so layers are split {rest} ways"
+        )
     return _on_axes(config, axes, topology, why)
 
 
 def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
-    """The batch over as many devices along `axis` as it can be dealt out over, the rest along tensor inside a host, or pipe where heads cannot be split.
+    """The batch over as many devices along `axis` as it can be dealt out over, the rest along
+    tensor inside a host, or pipe where heads cannot be split.
 
     Raises:
       PlanError: nothing is legal; why all devices along `axis` are not.
@@ -124,7 +186,9 @@ def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
         for tensor in reversed(divisors(math.gcd(num_devices // ways, on_host))):
             axes = AxisSizes(**{axis: ways, TENSOR: tensor, PIPE: num_devices // ways // tensor})
             try:
-                plan_for(config, axes, topology).validate(config.model, global_batch=config.data.global_batch)
+                plan_for(config, axes, topology).validate(
+                    config.model, global_batch=config.data.global_batch
+                )
             except PlanError as error:
                 first = first or error
             else:
@@ -133,7 +197,9 @@ def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
     raise first
 
 
-def _by_search(config: Config, topology: Topology, pricing: Pricing, *, may_change_batch: bool) -> Choice:
+def _by_search(
+    config: Config, topology: Topology, pricing: Pricing, *, may_change_batch: bool
+) -> Choice:
     """The fastest of all legal layouts that fit."""
     ranking = search(pricing, top=RANKED)
     if not ranking.best:
@@ -144,28 +210,76 @@ def _by_search(config: Config, topology: Topology, pricing: Pricing, *, may_chan
     best.plan.validate(config.model, global_batch=config.data.global_batch)
     divided = divisibility(pricing, best, may_change_batch=may_change_batch, may_leave_hosts=False)
     said = "".join(f"; {reason}" for reason in divided.reasons) if divided.is_worth_saying else ""
-    said += "".join(f"; --global-batch {other.global_batch} is predicted to give {other.describe()}" for other in divided.batches)
+    said += "".join(
+        f"; --global-batch {other.global_batch} is predicted to give {other.describe()}"
+        for other in divided.batches
+    )
     said += "" if divided.no_batch is None else f"; {divided.no_batch}"
-    return Choice(plan=best.plan, memory=best.memory, ranked=ranking.best,
-                  why=f"auto: predicted to be {why_best(best.prediction, ranking.num_priced)}; rates: {pricing.rates.source}{said}")
+    return Choice(
+        plan=best.plan,
+        memory=best.memory,
+        ranked=ranking.best,
+        why=(
+            f"auto: predicted to be {why_best(best.prediction, ranking.num_priced)}; rates:"
+            f" {pricing.rates.source}{said}"
+        ),
+    )
 
 
 def _estimate(config: Config, plan: Plan) -> MemoryEstimate:
-    return estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch)
+    return estimate_memory(
+        config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
+    )
 
 
 def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topology) -> str:
     """Needed and present, and whether splitting everything would help."""
     devices = topology.num_devices
-    split = dataclasses.replace(plan, axes=AxisSizes(fsdp=devices), zero=DEFAULT_ZERO if devices > 1 else 0, pipeline=None, remat="full",
-                                offload="all" if config.parallel.offload == "auto" and can_offload(topology.platform) else plan.offload)
+    split = dataclasses.replace(
+        plan,
+        axes=AxisSizes(fsdp=devices),
+        zero=DEFAULT_ZERO if devices > 1 else 0,
+        pipeline=None,
+        remat="full",
+        offload=(
+            "all"
+            if config.parallel.offload == "auto" and can_offload(topology.platform)
+            else plan.offload
+        ),
+    )
     numbers = (1, max(1, config.data.global_batch // devices))
-    least, halved = (min((_estimate(config, dataclasses.replace(split, microbatches=number, moments=moments)) for number in numbers), key=lambda estimate: estimate.total)
-                     for moments in (plan.moments, "bf16"))
+    least, halved = (
+        min(
+            (
+                _estimate(config, dataclasses.replace(split, microbatches=number, moments=moments))
+                for number in numbers
+            ),
+            key=lambda estimate: estimate.total,
+        )
+        for moments in (plan.moments, "bf16")
+    )
     return explain(
-        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed, {gib(topology.bytes_per_device or 0)} are there, of which {USABLE_SHARE:.0%} are counted on" + on_the_host(memory, topology),
-        given=f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer {gib(memory.moments)}, "
-              f"gradients {gib(memory.gradients)}, activations {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)",
-        do="split more over fsdp, or use more microbatches" if fits(least, topology) else
-           f"keep moments in bf16 (the setting precision.moments){' and split more over fsdp' * (devices > 1)}: all split and computed again, about {gib(halved.total)} per device are then needed" if fits(halved, topology) else
-           f"use more devices or a smaller model: all split and computed again, about {gib(least.total)} per device are needed" + on_the_host(least, topology))
+        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed,"
+        f" {gib(topology.bytes_per_device or 0)} are there, of which {USABLE_SHARE:.0%} are"
+        " counted on" + on_the_host(memory, topology),
+        given=(
+            f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer"
+            f" {gib(memory.moments)}, gradients {gib(memory.gradients)}, activations"
+            f" {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)"
+        ),
+        do=(
+            "split more over fsdp, or use more microbatches"
+            if fits(least, topology)
+            else (
+                "keep moments in bf16 (the setting"
+                f" precision.moments){' and split more over fsdp' * (devices > 1)}: all split and"
+                f" computed again, about {gib(halved.total)} per device are then needed"
+                if fits(halved, topology)
+                else (
+                    "use more devices or a smaller model: all split and computed again, about"
+                    f" {gib(least.total)} per device are needed"
+                )
+                + on_the_host(least, topology)
+            )
+        ),
+    )

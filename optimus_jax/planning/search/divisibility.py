@@ -1,8 +1,10 @@
-"""Whether it is the batch that makes a cluster slow: which sizes near what was asked divide better, and what they would give.
+"""Whether it is the batch that makes a cluster slow: which sizes near what was asked divide better,
+and what they would give.
 
-A batch is split over data x fsdp, so over the greatest common divisor of the batch and the number of devices at most. What is
-left of the devices has to go to tensor and pipe, which cost more. Near batches that more devices divide are priced by the search
-that ranked the plans; so are clusters with some hosts left idle. MOST_PRICED of them bound what that takes.
+A batch is split over data x fsdp, so over the greatest common divisor of the batch and the number
+of devices at most. What is left of the devices has to go to tensor and pipe, which cost more. Near
+batches that more devices divide are priced by the search that ranked the plans; so are clusters
+with some hosts left idle. MOST_PRICED of them bound what that takes.
 """
 
 import math
@@ -21,7 +23,8 @@ NEAR = 1.25
 """A batch is near another one up to this factor; farther off it is another training run."""
 MOST_BATCHES, MOST_CLUSTERS = 3, 2
 MOST_PRICED = MOST_BATCHES + MOST_CLUSTERS
-"""Searches beyond the one that was asked for. Fewer are made where fewer sizes divide better; none where the batch divides over all devices."""
+"""Searches beyond the one that was asked for. Fewer are made where fewer sizes divide better; none
+where the batch divides over all devices."""
 WORTH_SAYING = 0.03
 """Least share of more tokens per second; smaller ones lie far inside the predictions' error."""
 
@@ -50,13 +53,23 @@ class Alternative:
 
     def as_json(self) -> dict[str, Any]:
         """What `scripts/plan.py --json` prints."""
-        return {"global_batch": self.global_batch, "num_devices": self.num_devices, "mesh": str(self.plan.axes), "microbatches": self.plan.microbatches,
-                "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s, "gain": self.gain}
+        return {
+            "global_batch": self.global_batch,
+            "num_devices": self.num_devices,
+            "mesh": str(self.plan.axes),
+            "microbatches": self.plan.microbatches,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "gain": self.gain,
+        }
 
     def describe(self) -> str:
         """What it would give, in words."""
         gain = "" if self.gain is None else f" ({self.gain:+.1%})"
-        return f"{self.tokens_per_s:,.0f} tokens/s{gain}, step {self.step_time_s:.3g} s, mesh {self.plan.axes}"
+        return (
+            f"{self.tokens_per_s:,.0f} tokens/s{gain}, step {self.step_time_s:.3g} s, mesh"
+            f" {self.plan.axes}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +79,16 @@ class Divisibility:
     reasons: tuple[str, ...] = ()
     """What does not divide, in words; empty: everything does."""
     batches: tuple[Alternative, ...] = ()
-    """On the same devices, nearest first; only those that are predicted to give more tokens per second."""
+    """On the same devices, nearest first; only those that are predicted to give more tokens per
+    second."""
     clusters: tuple[Alternative, ...] = ()
     """The same batch on fewer hosts, likewise."""
     no_batch: str | None = None
-    """Why `batches` is empty though the batch leaves devices over, and from which batch on none is; None: it is not, or no other batch is an answer."""
+    """Why `batches` is empty though the batch leaves devices over, and from which batch on none is;
+    None: it is not, or no other batch is an answer."""
     is_awkward: bool = False
-    """Whether a prime of the number of devices divides neither the batch nor the heads: the layout is then odd, whether or not something near is better."""
+    """Whether a prime of the number of devices divides neither the batch nor the heads: the layout
+    is then odd, whether or not something near is better."""
 
     @property
     def is_worth_saying(self) -> bool:
@@ -80,9 +96,16 @@ class Divisibility:
         return bool(self.batches or self.clusters or self.is_awkward or self.no_batch)
 
 
-def divisibility(pricing: Pricing, best: Candidate | None, *, may_change_batch: bool = True, may_leave_hosts: bool = True,
-                 progress: Progress | None = None) -> Divisibility:
-    """Why the best plan is not better, if that is for numbers that do not divide, and what would be.
+def divisibility(
+    pricing: Pricing,
+    best: Candidate | None,
+    *,
+    may_change_batch: bool = True,
+    may_leave_hosts: bool = True,
+    progress: Progress | None = None,
+) -> Divisibility:
+    """Why the best plan is not better, if that is for numbers that do not divide, and what would
+    be.
 
     Args:
       pricing: of the run and cluster that were asked for.
@@ -96,9 +119,25 @@ def divisibility(pricing: Pricing, best: Candidate | None, *, may_change_batch: 
     near = near_batches(batch, num_devices) if may_change_batch else []
     better = tuple(_priced([_with_batch(pricing, each) for each in near], now, progress))
     leaves_over = batch % num_devices > 0
-    clusters = [replace(pricing, cluster=each) for each in smaller_clusters(pricing.cluster, pricing.config)] if may_leave_hosts else []
-    return Divisibility(reasons=reasons, is_awkward=bool(_left_over(pricing.config, num_devices)), batches=better, clusters=tuple(_priced(clusters, now, progress)),
-                        no_batch=no_better(batch, num_devices, tried=near) if may_change_batch and leaves_over and not better else None)
+    clusters = (
+        [
+            replace(pricing, cluster=each)
+            for each in smaller_clusters(pricing.cluster, pricing.config)
+        ]
+        if may_leave_hosts
+        else []
+    )
+    return Divisibility(
+        reasons=reasons,
+        is_awkward=bool(_left_over(pricing.config, num_devices)),
+        batches=better,
+        clusters=tuple(_priced(clusters, now, progress)),
+        no_batch=(
+            no_better(batch, num_devices, tried=near)
+            if may_change_batch and leaves_over and not better
+            else None
+        ),
+    )
 
 
 def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[str]:
@@ -106,51 +145,93 @@ def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[
     batch, model = config.data.global_batch, config.model
     ways = math.gcd(batch, num_devices)
     if ways < num_devices:
-        over = f"over {ways:,} of {_factored(num_devices)} devices at most" if ways > 1 else f"over none of {_factored(num_devices)} devices"
-        yield f"a batch of {batch:,} can be split {over}, so layers are split {num_devices // ways:,} ways or more"
+        over = (
+            f"over {ways:,} of {_factored(num_devices)} devices at most"
+            if ways > 1
+            else f"over none of {_factored(num_devices)} devices"
+        )
+        yield (
+            f"a batch of {batch:,} can be split {over}, so layers are split {num_devices // ways:,}"
+            " ways or more"
+        )
     if odd := _left_over(config, num_devices):
-        yield f"{_factors(odd)} neither the batch nor the {model.num_heads} heads, which leaves pipe, or tensor with whole heads"
+        yield (
+            f"{_factors(odd)} neither the batch nor the {model.num_heads} heads, which leaves pipe,"
+            " or tensor with whole heads"
+        )
     if wide := {prime for prime in prime_factors(num_devices) if model.embed_dim % prime}:
-        yield f"{_factors(wide, negated=True)} the model's width of {model.embed_dim:,}, which rules out fsdp"
+        yield (
+            f"{_factors(wide, negated=True)} the model's width of {model.embed_dim:,}, which rules"
+            " out fsdp"
+        )
     if plan is not None and plan.pipeline is not None and model.num_layers % plan.axes.pipe:
-        yield f"{model.num_layers} layers over pipe={plan.axes.pipe} leave stages uneven, and every tick lasts as long as its largest stage"
+        yield (
+            f"{model.num_layers} layers over pipe={plan.axes.pipe} leave stages uneven, and every"
+            " tick lasts as long as its largest stage"
+        )
 
 
 def near_batches(batch: int, num_devices: int) -> list[int]:
-    """Batches within NEAR of `batch`, nearest first, each split over more devices than any nearer one."""
+    """Batches within NEAR of `batch`, nearest first, each split over more devices than any nearer
+    one.
+    """
     found: list[int] = []
     most = math.gcd(batch, num_devices)
-    near = {number for ways in divisors(num_devices) if ways > most
-            for number in (batch // ways * ways, batch // ways * ways + ways) if number and max(number / batch, batch / number) <= NEAR}
+    near = {
+        number
+        for ways in divisors(num_devices)
+        if ways > most
+        for number in (batch // ways * ways, batch // ways * ways + ways)
+        if number and max(number / batch, batch / number) <= NEAR
+    }
     for number in sorted(near, key=lambda number: (abs(math.log(number / batch)), number)):
         if (ways := math.gcd(number, num_devices)) > most:
             found.append(number)
             most = ways
-    return found if len(found) <= MOST_BATCHES else [found[0], *found[-(MOST_BATCHES - 1):]]
+    return found if len(found) <= MOST_BATCHES else [found[0], *found[-(MOST_BATCHES - 1) :]]
 
 
 def no_better(batch: int, num_devices: int, *, tried: Sequence[int]) -> str:
-    """That no batch near this one, which leaves devices over, is better; and the nearest one that leaves none.
+    """That no batch near this one, which leaves devices over, is better; and the nearest one that
+    leaves none.
 
     Args:
       tried: near batches that are split over more devices, but are not predicted to give more.
     """
     below = batch // num_devices * num_devices
-    whole = min((each for each in (below, below + num_devices) if each), key=lambda each: (abs(math.log(each / batch)), each))
+    whole = min(
+        (each for each in (below, below + num_devices) if each),
+        key=lambda each: (abs(math.log(each / batch)), each),
+    )
     first, last = math.ceil(batch / NEAR), math.floor(batch * NEAR)
     near = f"no batch from {first:,} to {last:,}" if last > first else "no batch near it"
     if not tried:
         said = f"{near} can be split over more"
     elif len(tried) == 1:
-        said = f"--global-batch {tried[0]} can be split over more, but is not predicted to give {WORTH_SAYING:.0%} more tokens/s"
+        said = (
+            f"--global-batch {tried[0]} can be split over more, but is not predicted to give"
+            f" {WORTH_SAYING:.0%} more tokens/s"
+        )
     else:
-        said = f"--global-batch {' or '.join(map(str, tried))} can be split over more, but neither is predicted to give {WORTH_SAYING:.0%} more tokens/s"
+        said = (
+            f"--global-batch {' or '.join(map(str, tried))} can be split over more, but neither is"
+            f" predicted to give {WORTH_SAYING:.0%} more tokens/s"
+        )
     ratio = max(whole / batch, batch / whole)
-    return said if whole in tried else f"{said}; the nearest that all {num_devices:,} devices divide is --global-batch {whole}, {ratio:.3g} times {'larger' if whole > batch else 'smaller'}"
+    return (
+        said
+        if whole in tried
+        else (
+            f"{said}; the nearest that all {num_devices:,} devices divide is --global-batch"
+            f" {whole}, {ratio:.3g} times {'larger' if whole > batch else 'smaller'}"
+        )
+    )
 
 
 def smaller_clusters(cluster: Cluster, config: Config) -> list[Cluster]:
-    """The cluster with some hosts idle, or devices where it is one host: the fewest first, each easier to split over data and fsdp than any larger one."""
+    """The cluster with some hosts idle, or devices where it is one host: the fewest first, each
+    easier to split over data and fsdp than any larger one.
+    """
     found: list[Cluster] = []
     most = _ways_over_fsdp(config, cluster.num_devices)
     units = cluster.num_hosts if cluster.num_hosts > 1 else cluster.devices_per_host
@@ -167,41 +248,67 @@ def smaller_clusters(cluster: Cluster, config: Config) -> list[Cluster]:
 def _ways_over_fsdp(config: Config, num_devices: int) -> int:
     """Devices that both the batch and the model's matrices can be split over."""
     ways = math.gcd(config.data.global_batch, num_devices)
-    return math.prod(prime**power for prime, power in prime_factors(ways).items() if config.model.embed_dim % prime == 0)
+    return math.prod(
+        prime**power
+        for prime, power in prime_factors(ways).items()
+        if config.model.embed_dim % prime == 0
+    )
 
 
 def _with_batch(pricing: Pricing, batch: int) -> Pricing:
     return replace(pricing, config=pricing.config.with_values({"data.global_batch": batch}))
 
 
-def _priced(others: Iterable[Pricing], now: float | None, progress: Progress | None) -> Iterator[Alternative]:
+def _priced(
+    others: Iterable[Pricing], now: float | None, progress: Progress | None
+) -> Iterator[Alternative]:
     """Those that are worth saying."""
     for other in others:
         if progress is not None:
-            progress(f"pricing a batch of {other.config.data.global_batch:,} on {other.cluster.num_devices:,} devices")
+            progress(
+                f"pricing a batch of {other.config.data.global_batch:,} on"
+                f" {other.cluster.num_devices:,} devices"
+            )
         try:
             best = search(other, top=1).best
         except PlanError:  # what the user fixed cannot be had with it
             continue
         gain = best[0].prediction.tokens_per_s / now - 1 if best and now else None
         if best and (gain is None or gain >= WORTH_SAYING):
-            yield Alternative(global_batch=other.config.data.global_batch, cluster=other.cluster, plan=best[0].plan, gain=gain,
-                              step_time_s=best[0].prediction.step_time_s, tokens_per_s=best[0].prediction.tokens_per_s)
+            yield Alternative(
+                global_batch=other.config.data.global_batch,
+                cluster=other.cluster,
+                plan=best[0].plan,
+                gain=gain,
+                step_time_s=best[0].prediction.step_time_s,
+                tokens_per_s=best[0].prediction.tokens_per_s,
+            )
 
 
 def _left_over(config: Config, num_devices: int) -> set[int]:
     """Primes of the devices that the batch leaves over and the heads do not take."""
-    return {prime for prime in prime_factors(num_devices // math.gcd(config.data.global_batch, num_devices)) if config.model.num_heads % prime}
+    return {
+        prime
+        for prime in prime_factors(num_devices // math.gcd(config.data.global_batch, num_devices))
+        if config.model.num_heads % prime
+    }
 
 
 def _factored(number: int) -> str:
     """Such as `960 (2^6 x 3 x 5)`."""
-    factors = " x ".join(f"{prime}^{power}" if power > 1 else str(prime) for prime, power in sorted(prime_factors(number).items()))
+    factors = " x ".join(
+        f"{prime}^{power}" if power > 1 else str(prime)
+        for prime, power in sorted(prime_factors(number).items())
+    )
     return f"{number:,} ({factors})" if factors and factors != str(number) else f"{number:,}"
 
 
 def _factors(primes: Iterable[int], *, negated: bool = False) -> str:
     """Such as `the factors 3 and 5 divide`, to be followed by what."""
     ordered = sorted(primes)
-    verb = ("does not divide" if negated else "divides") if len(ordered) == 1 else ("do not divide" if negated else "divide")
+    verb = (
+        ("does not divide" if negated else "divides")
+        if len(ordered) == 1
+        else ("do not divide" if negated else "divide")
+    )
     return f"the factor{'s' * (len(ordered) > 1)} {' and '.join(map(str, ordered))} {verb}"

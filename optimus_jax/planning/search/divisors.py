@@ -1,4 +1,6 @@
-"""What divides a number, in the time that its square root takes: a batch may be a billion examples by a slip of the pen."""
+"""What divides a number, in the time that its square root takes: a batch may be a billion examples
+by a slip of the pen.
+"""
 
 import math
 from functools import lru_cache

@@ -36,16 +36,29 @@ def why_not(other: Prediction, best: Prediction) -> str:
     before, after = (_by_name(prediction) for prediction in (best, other))
     changes = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {*before, *after}}
     ordered = sorted(changes.items(), key=lambda change: (-change[1], change[0]))
-    losses = [f"{name} +{seconds(change)}" for name, change in ordered[:2] if change > WORTH_SAYING * best.step_time_s]
-    gains = [f"{name} -{seconds(-change)}" for name, change in ordered[-1:] if -change > WORTH_SAYING * best.step_time_s]
+    losses = [
+        f"{name} +{seconds(change)}"
+        for name, change in ordered[:2]
+        if change > WORTH_SAYING * best.step_time_s
+    ]
+    gains = [
+        f"{name} -{seconds(-change)}"
+        for name, change in ordered[-1:]
+        if -change > WORTH_SAYING * best.step_time_s
+    ]
     if not losses:
         return f"as fast within {max(0.0, other.step_time_s / best.step_time_s - 1):.1%}"
-    return f"{other.step_time_s / best.step_time_s - 1:.1%} slower: {', '.join(losses)}" + (f"; though {gains[0]}" if gains else "")
+    return f"{other.step_time_s / best.step_time_s - 1:.1%} slower: {', '.join(losses)}" + (
+        f"; though {gains[0]}" if gains else ""
+    )
 
 
 def term_rows(prediction: Prediction) -> list[list[str]]:
     """A row for each term: name, time, share, where it comes from."""
-    return [[term.name, seconds(term.time_s), f"{term.time_s / prediction.step_time_s:.1%}", term.how] for term in prediction.terms]
+    return [
+        [term.name, seconds(term.time_s), f"{term.time_s / prediction.step_time_s:.1%}", term.how]
+        for term in prediction.terms
+    ]
 
 
 def flags(plan: Plan) -> str:
@@ -58,7 +71,9 @@ def flags(plan: Plan) -> str:
     if pipeline := plan.pipeline:
         parts.append(f"--schedule {pipeline.schedule}")
         parts += [f"--set parallel.repeats={pipeline.repeats}"] if pipeline.repeats > 1 else []
-        parts.append(f"--set parallel.stage_residuals={'keep' if pipeline.keep_residuals else 'recompute'}")
+        parts.append(
+            f"--set parallel.stage_residuals={'keep' if pipeline.keep_residuals else 'recompute'}"
+        )
         parts += ["--set parallel.send_slack=true"] if pipeline.send_slack else []
     if whole := whole_over_tensor(plan):
         parts.append(f"--set parallel.rules={','.join(f'{name}=none' for name in whole)}")

@@ -56,7 +56,9 @@ def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:
     for pipe in divisors(num_devices):
         for data in divisors(num_devices // pipe):
             for fsdp in divisors(num_devices // pipe // data):
-                yield AxisSizes(pipe=pipe, data=data, fsdp=fsdp, tensor=num_devices // pipe // data // fsdp)
+                yield AxisSizes(
+                    pipe=pipe, data=data, fsdp=fsdp, tensor=num_devices // pipe // data // fsdp
+                )
 
 
 def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
@@ -70,12 +72,25 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
     kernel = choose_kernel(config, topology, precision)
     if parallel.mesh != "auto":
         check_devices(AxisSizes.parse(parallel.mesh), topology.num_devices)
-    for axes in [AxisSizes.parse(parallel.mesh)] if parallel.mesh != "auto" else axis_sizes(topology.num_devices):
+    for axes in (
+        [AxisSizes.parse(parallel.mesh)]
+        if parallel.mesh != "auto"
+        else axis_sizes(topology.num_devices)
+    ):
         for rules in _rules(config, axes):
             common = Plan(
-                axes=axes, rules=rules, zero=0, microbatches=1, pipeline=None, precision=precision, moments=config.precision.moments, attention=kernel,
+                axes=axes,
+                rules=rules,
+                zero=0,
+                microbatches=1,
+                pipeline=None,
+                precision=precision,
+                moments=config.precision.moments,
+                attention=kernel,
                 remat=first_remat(config),
-                loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology), offload=first_offload(config))
+                loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
+                offload=first_offload(config),
+            )
             yield from _like(common, config)
 
 
@@ -88,13 +103,26 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
         yield Rejection(layouts=str(axes), reason=_first_line(error))
         return
     if not _zero_stages(config, axes):
-        yield Rejection(layouts=str(axes), reason=f"zero={config.parallel.zero} " + ("splits over fsdp" if config.parallel.zero else "over fsdp is data parallelism"))
+        yield Rejection(
+            layouts=str(axes),
+            reason=f"zero={config.parallel.zero} "
+            + ("splits over fsdp" if config.parallel.zero else "over fsdp is data parallelism"),
+        )
         return
     if common.offloads_activations and (axes.pipe > 1 or common.remat != "full"):
-        yield Rejection(layouts=str(axes), reason=f"offload={common.offload} needs one stage, computed again layer by layer (remat=full)")
+        yield Rejection(
+            layouts=str(axes),
+            reason=(
+                f"offload={common.offload} needs one stage, computed again layer by layer"
+                " (remat=full)"
+            ),
+        )
         return
     if global_batch % ways:
-        yield Rejection(layouts=str(axes), reason=f"the global batch of {global_batch} does not divide over data*fsdp={ways}")
+        yield Rejection(
+            layouts=str(axes),
+            reason=f"the global batch of {global_batch} does not divide over data*fsdp={ways}",
+        )
         return
     for pipeline in _pipelines(config, axes):
         if isinstance(pipeline, Rejection):
@@ -106,17 +134,25 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
             continue
         for microbatches in numbers:
             for zero in _zero_stages(config, axes):
-                layout = dataclasses.replace(common, zero=zero, microbatches=microbatches, pipeline=pipeline)
+                layout = dataclasses.replace(
+                    common, zero=zero, microbatches=microbatches, pipeline=pipeline
+                )
                 yield _checked(layout, config) if _fixes_pipeline(config) else layout
 
 
 def _fixes_pipeline(config: Config) -> bool:
     parallel = config.parallel
-    return parallel.schedule not in ("auto", REPEATING) or parallel.repeats is not None or bool(parallel.layers_per_stage)
+    return (
+        parallel.schedule not in ("auto", REPEATING)
+        or parallel.repeats is not None
+        or bool(parallel.layers_per_stage)
+    )
 
 
 def _checked(layout: Plan, config: Config) -> Plan | Rejection:
-    """What the user fixed of the pipeline is made for some meshes only; what is enumerated here is right without a check."""
+    """What the user fixed of the pipeline is made for some meshes only; what is enumerated here is
+    right without a check.
+    """
     try:
         layout.validate(config.model, global_batch=config.data.global_batch)
     except PlanError as error:
@@ -134,7 +170,12 @@ def _zero_stages(config: Config, axes: AxisSizes) -> tuple[int, ...]:
     parallel = config.parallel
     if parallel.zero is not None:
         # Zero over fsdp is data parallelism by another name: only who names the mesh means it.
-        return (parallel.zero,) if (axes.fsdp > 1) == (parallel.zero > 0) or (parallel.zero == 0 and parallel.mesh != "auto") else ()
+        return (
+            (parallel.zero,)
+            if (axes.fsdp > 1) == (parallel.zero > 0)
+            or (parallel.zero == 0 and parallel.mesh != "auto")
+            else ()
+        )
     return (1, 2, 3) if axes.fsdp > 1 else (0,)
 
 
@@ -158,25 +199,48 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
         return
     fewest = 2 if parallel.schedule == REPEATING else 1
     if num_layers < axes.pipe * fewest:
-        yield Rejection(layouts=str(axes), reason=f"{num_layers} layers cannot fill {axes.pipe} stages x {fewest} visits")
-    visits = divisors(num_layers // axes.pipe) if num_layers % axes.pipe == 0 else (1,) if num_layers > axes.pipe else ()
+        yield Rejection(
+            layouts=str(axes),
+            reason=f"{num_layers} layers cannot fill {axes.pipe} stages x {fewest} visits",
+        )
+    visits = (
+        divisors(num_layers // axes.pipe)
+        if num_layers % axes.pipe == 0
+        else (1,)
+        if num_layers > axes.pipe
+        else ()
+    )
     for repeats in (each for each in visits if each >= fewest):
         yield Pipelining(
-            schedule=REPEATING if repeats > 1 else "1f1b", repeats=repeats, send_slack=parallel.send_slack, table=None,
-            keep_residuals=parallel.stage_residuals != "recompute", layers_per_stage=layers_per_stage(num_layers, axes.pipe * repeats))
+            schedule=REPEATING if repeats > 1 else "1f1b",
+            repeats=repeats,
+            send_slack=parallel.send_slack,
+            table=None,
+            keep_residuals=parallel.stage_residuals != "recompute",
+            layers_per_stage=layers_per_stage(num_layers, axes.pipe * repeats),
+        )
 
 
-def _microbatches(config: Config, rows: int, axes: AxisSizes, pipeline: Pipelining | None) -> list[int] | Rejection:
+def _microbatches(
+    config: Config, rows: int, axes: AxisSizes, pipeline: Pipelining | None
+) -> list[int] | Rejection:
     """Numbers of microbatches that a device's rows of a batch can be dealt out in."""
     repeats = 1 if pipeline is None else pipeline.repeats
     unit = axes.pipe if repeats > 1 and pipeline is not None and pipeline.table is None else 1
     asked = fixed_microbatches(config, pipeline)
-    legal = [number for number in ([asked] if asked is not None else divisors(rows)) if rows % number == 0 and number % unit == 0]
+    legal = [
+        number
+        for number in ([asked] if asked is not None else divisors(rows))
+        if rows % number == 0 and number % unit == 0
+    ]
     if legal:
         return legal
     asked_for = "" if asked is None else f", and microbatches={asked} was asked for"
     stages = f" and are multiples of {unit} stages" if unit > 1 else ""
-    return Rejection(layouts=f"{axes}, repeats={repeats}", reason=f"microbatches divide {rows} rows{stages}{asked_for}")
+    return Rejection(
+        layouts=f"{axes}, repeats={repeats}",
+        reason=f"microbatches divide {rows} rows{stages}{asked_for}",
+    )
 
 
 def _first_line(error: PlanError) -> str:

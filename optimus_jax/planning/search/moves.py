@@ -1,7 +1,8 @@
 """Single changes of what the user fixed of the layout, and how far each is from what was asked.
 
 A distance has no unit. It is 1 for a setting that is changed at all, and where settings are numbers
-0.1 more for each doubling or halving. planning/search/suggestions.py adds changes up and tries them.
+0.1 more for each doubling or halving. planning/search/suggestions.py adds changes up and tries
+them.
 """
 
 import itertools
@@ -23,7 +24,8 @@ from optimus_jax.planning.search.layouts import axis_sizes
 DOUBLING = 0.1
 """Distance of a number from its double."""
 TOGETHER = 0.4
-"""Distance of one more setting of the pipeline: they are often meaningless one without the other."""
+"""Distance of one more setting of the pipeline: they are often meaningless one without the
+other."""
 UNUSED_AXIS = {"data": 0.01, "fsdp": 0.02, "tensor": 0.03, "pipe": 0.04}
 """Distance added where a mesh axis comes into use: an axis that the user named comes first."""
 
@@ -38,9 +40,16 @@ class Move:
 
 
 def asked_axes(config: Config, topology: Topology) -> AxisSizes:
-    """The mesh that was asked for; where it was left open, the one that nearness is measured from."""
+    """The mesh that was asked for; where it was left open, the one that nearness is measured
+    from."""
     mesh, devices = config.parallel.mesh, topology.num_devices
-    return AxisSizes.parse(mesh) if mesh != "auto" else AxisSizes(fsdp=devices) if config.parallel.zero else AxisSizes(data=devices)
+    return (
+        AxisSizes.parse(mesh)
+        if mesh != "auto"
+        else AxisSizes(fsdp=devices)
+        if config.parallel.zero
+        else AxisSizes(data=devices)
+    )
 
 
 def meshes(config: Config, topology: Topology) -> Iterator[Move]:
@@ -51,8 +60,15 @@ def meshes(config: Config, topology: Topology) -> Iterator[Move]:
             unused = sum(UNUSED_AXIS[axis] for axis in MESH_AXES if axes[axis] > 1 == asked[axis])
             apart = sum(_doublings(axes[axis], asked[axis]) for axis in MESH_AXES)
             yield Move(changes={"parallel.mesh": str(axes)}, distance=1 + unused + DOUBLING * apart)
-    if topology.platform == "cpu" and topology.num_processes == 1 and asked.num_devices != topology.num_devices:
-        yield Move(changes={"cpu_devices": asked.num_devices}, distance=1 + DOUBLING * _doublings(asked.num_devices, topology.num_devices))
+    if (
+        topology.platform == "cpu"
+        and topology.num_processes == 1
+        and asked.num_devices != topology.num_devices
+    ):
+        yield Move(
+            changes={"cpu_devices": asked.num_devices},
+            distance=1 + DOUBLING * _doublings(asked.num_devices, topology.num_devices),
+        )
 
 
 def _pipelines(config: Config, topology: Topology) -> Iterator[Move]:
@@ -61,34 +77,65 @@ def _pipelines(config: Config, topology: Topology) -> Iterator[Move]:
     options: dict[str, list[tuple[float, Any]]] = {}
     if parallel.schedule != "auto":
         others = ["1f1b", *SCHEDULES, "auto"] if pipe > 1 else ["auto"]
-        options["schedule"] = [(0.02 * place, name) for place, name in enumerate(dict.fromkeys(others)) if name != parallel.schedule]
+        options["schedule"] = [
+            (0.02 * place, name)
+            for place, name in enumerate(dict.fromkeys(others))
+            if name != parallel.schedule
+        ]
     if parallel.repeats is not None:
         numbers = range(1, config.model.num_layers // pipe + 1) if pipe > 1 else ()
-        options["repeats"] = [(0.0, None), *((0.05 + DOUBLING * _doublings(n, parallel.repeats), n) for n in numbers if n != parallel.repeats)]
-    for name, is_set, unset in (("layers_per_stage", bool(parallel.layers_per_stage), ()), ("send_slack", parallel.send_slack, False),
-                                ("stage_residuals", parallel.stage_residuals != "auto", "auto")):
+        options["repeats"] = [
+            (0.0, None),
+            *(
+                (0.05 + DOUBLING * _doublings(n, parallel.repeats), n)
+                for n in numbers
+                if n != parallel.repeats
+            ),
+        ]
+    for name, is_set, unset in (
+        ("layers_per_stage", bool(parallel.layers_per_stage), ()),
+        ("send_slack", parallel.send_slack, False),
+        ("stage_residuals", parallel.stage_residuals != "auto", "auto"),
+    ):
         if is_set:
             options[name] = [(0.0, unset)]
     for num_changed in range(1, len(options) + 1):
         for names in itertools.combinations(options, num_changed):
             for chosen in itertools.product(*(options[name] for name in names)):
-                yield Move(changes={f"parallel.{name}": value for name, (_, value) in zip(names, chosen, strict=True)},
-                           distance=1 + TOGETHER * (num_changed - 1) + sum(distance for distance, _ in chosen))
+                yield Move(
+                    changes={
+                        f"parallel.{name}": value
+                        for name, (_, value) in zip(names, chosen, strict=True)
+                    },
+                    distance=1
+                    + TOGETHER * (num_changed - 1)
+                    + sum(distance for distance, _ in chosen),
+                )
 
 
 def _zero_stages(config: Config, topology: Topology) -> Iterator[Move]:
     asked = config.parallel.zero
     stages = range(4) if asked_axes(config, topology).fsdp > 1 else (0,) if asked else ()
-    return (Move(changes={"parallel.zero": zero}, distance=1 + 0.05 * abs(zero - (asked or 0))) for zero in stages if zero != asked)
+    return (
+        Move(changes={"parallel.zero": zero}, distance=1 + 0.05 * abs(zero - (asked or 0)))
+        for zero in stages
+        if zero != asked
+    )
 
 
 def _rules(config: Config, topology: Topology) -> Iterator[Move]:
     """Without one of the user's rules, or with one or two more dimensions kept whole."""
     given, axes = config.parallel.rules, asked_axes(config, topology)
     for rule in given:
-        yield Move(changes={"parallel.rules": tuple(other for other in given if other != rule)}, distance=1)
+        yield Move(
+            changes={"parallel.rules": tuple(other for other in given if other != rule)}, distance=1
+        )
     ruled = {rule.partition("=")[0].strip() for rule in given}
-    whole = [f"{name}=none" for name, split in ((HEADS, axes.tensor), (MLP, axes.tensor), (EMBED, axes.fsdp)) if split > 1 and name not in ruled]
+    whole = [
+        f"{name}=none"
+        for name, split in ((HEADS, axes.tensor), (MLP, axes.tensor), (EMBED, axes.fsdp))
+        if split > 1 and name not in ruled
+    ]
     for number in (1, 2):
         for more in itertools.combinations(whole, number):
             yield Move(changes={"parallel.rules": (*given, *more)}, distance=1 + 0.1 * number)
@@ -111,7 +158,10 @@ def _microbatches(config: Config, topology: Topology) -> Iterator[Move]:
     rows, rest = divmod(config.data.global_batch, plan.batch_ways())
     for number in divisors(rows) if not rest else ():
         if number != plan.microbatches:
-            yield Move(changes={"parallel.microbatches": number}, distance=1 + DOUBLING * _doublings(number, plan.microbatches))
+            yield Move(
+                changes={"parallel.microbatches": number},
+                distance=1 + DOUBLING * _doublings(number, plan.microbatches),
+            )
 
 
 def _global_batches(config: Config, topology: Topology) -> Iterator[Move]:
@@ -123,7 +173,10 @@ def _global_batches(config: Config, topology: Topology) -> Iterator[Move]:
     below = config.data.global_batch // unit * unit
     for number in (below, below + unit):
         if number not in (0, config.data.global_batch):
-            yield Move(changes={"data.global_batch": number}, distance=1 + DOUBLING * _doublings(number, config.data.global_batch))
+            yield Move(
+                changes={"data.global_batch": number},
+                distance=1 + DOUBLING * _doublings(number, config.data.global_batch),
+            )
 
 
 def _plan(config: Config, topology: Topology) -> Plan | None:
@@ -139,5 +192,13 @@ def _doublings(number: int, other: int) -> float:
 
 
 MOVES: Sequence[Callable[[Config, Topology], Iterator[Move]]] = (
-    meshes, _pipelines, _zero_stages, _rules, _recomputing, _microbatches, _global_batches)
-"""Of each kind, all moves from a config; a later kind may look at what an earlier one has changed."""
+    meshes,
+    _pipelines,
+    _zero_stages,
+    _rules,
+    _recomputing,
+    _microbatches,
+    _global_batches,
+)
+"""Of each kind, all moves from a config; a later kind may look at what an earlier one has
+changed."""

@@ -1,7 +1,8 @@
 """The plan of a phase: that of the phase before, as far as the phase's batches allow it.
 
-State has to move only if the mesh, or what is sharded over it, changes. So the plan stays if it is legal and fits; else other
-microbatches and recomputing on the same layout; only where there are none, another layout, if the mesh was not asked for.
+State has to move only if the mesh, or what is sharded over it, changes. So the plan stays if it is
+legal and fits; else other microbatches and recomputing on the same layout; only where there are
+none, another layout, if the mesh was not asked for.
 """
 
 import math
@@ -23,7 +24,9 @@ Prices = Callable[[Config], Pricing | None]
 """What plans cost for a run of a config; None: that is not known."""
 
 
-def plans_ahead(config: Config, plan: Plan, step: int, topology: Topology, prices: Prices) -> list[tuple[Phase, Plan]]:
+def plans_ahead(
+    config: Config, plan: Plan, step: int, topology: Topology, prices: Prices
+) -> list[tuple[Phase, Plan]]:
     """The phases that begin after `step`, each with the plan that it would have.
 
     Args:
@@ -48,21 +51,44 @@ def plan_of(phase: Phase, config: Config, plan: Plan, topology: Topology, prices
             return each
     try:
         if config.parallel.mesh == "auto" or config.control == "auto":
-            parallel = replace(own.parallel, mesh="auto", microbatches=None, schedule="auto", repeats=None, layers_per_stage=(), zero=None)
+            parallel = replace(
+                own.parallel,
+                mesh="auto",
+                microbatches=None,
+                schedule="auto",
+                repeats=None,
+                layers_per_stage=(),
+                zero=None,
+            )
             freed = own if config.parallel.mesh == "auto" else replace(own, parallel=parallel)
             return choose_plan(freed, topology, prices(freed), kept=("data.",)).plan
-        return choose_plan(replace(own, parallel=replace(own.parallel, mesh=str(plan.axes))), topology, kept=("data.",)).plan
+        return choose_plan(
+            replace(own, parallel=replace(own.parallel, mesh=str(plan.axes))),
+            topology,
+            kept=("data.",),
+        ).plan
     except PlanError as error:
-        raise PlanError(f"the batches after step {phase.steps_before} (data.phases: {phase}): {error}") from error
+        raise PlanError(
+            f"the batches after step {phase.steps_before} (data.phases: {phase}): {error}"
+        ) from error
 
 
 def _on_same_layout(config: Config, plan: Plan) -> Iterator[Plan]:
-    """The plan itself, then with the nearest numbers of microbatches, then with more recomputing where that was left open."""
+    """The plan itself, then with the nearest numbers of microbatches, then with more recomputing
+    where that was left open.
+    """
     yield plan
-    rows, fixed = config.data.global_batch // plan.batch_ways(), fixed_microbatches(config, plan.pipeline)
+    rows, fixed = (
+        config.data.global_batch // plan.batch_ways(),
+        fixed_microbatches(config, plan.pipeline),
+    )
     numbers = [fixed] if fixed else list(divisors(rows))
     numbers.sort(key=lambda number: (abs(math.log(number / plan.microbatches)), number))
-    policies = REMAT_POLICIES[REMAT_POLICIES.index(plan.remat):] if config.parallel.remat == "auto" else (plan.remat,)
+    policies = (
+        REMAT_POLICIES[REMAT_POLICIES.index(plan.remat) :]
+        if config.parallel.remat == "auto"
+        else (plan.remat,)
+    )
     for remat in policies:
         for number in numbers:
             other = replace(plan, microbatches=number, remat=remat)
@@ -76,5 +102,7 @@ def _is_possible(config: Config, plan: Plan, topology: Topology) -> bool:
         plan.validate(config.model, global_batch=config.data.global_batch)
     except PlanError:
         return False
-    memory = estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch)
+    memory = estimate_memory(
+        config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
+    )
     return fits(memory, topology)

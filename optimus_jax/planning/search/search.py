@@ -39,7 +39,8 @@ class Ranking:
     """What a search has found."""
 
     best: tuple[Candidate, ...]
-    """Fastest first; of each mesh with its rules and its repeats, the fastest. Empty: nothing fits."""
+    """Fastest first; of each mesh with its rules and its repeats, the fastest. Empty: nothing
+    fits."""
     rejections: tuple[Rejection, ...]
     """What is not legal, or does not fit, among what was looked at."""
     num_priced: int
@@ -62,16 +63,36 @@ class Pricing:
 
     def step_time_s(self, plan: Plan) -> float:
         """Of `predicted`, at less cost: what a search asks of every layout."""
-        return self.calibration.step_time_s(term_times(
-            self.config.model, plan, self.cluster, self.rates, seq_len=self.config.seq_len, global_batch=self.config.data.global_batch))
+        return self.calibration.step_time_s(
+            term_times(
+                self.config.model,
+                plan,
+                self.cluster,
+                self.rates,
+                seq_len=self.config.seq_len,
+                global_batch=self.config.data.global_batch,
+            )
+        )
 
     def uncalibrated(self, plan: Plan) -> Prediction:
         """The same without what was learnt from measurements."""
-        return predict(self.config.model, plan, self.cluster, self.rates, seq_len=self.config.seq_len, global_batch=self.config.data.global_batch)
+        return predict(
+            self.config.model,
+            plan,
+            self.cluster,
+            self.rates,
+            seq_len=self.config.seq_len,
+            global_batch=self.config.data.global_batch,
+        )
 
     def memory(self, plan: Plan) -> MemoryEstimate:
         """Bytes on the most loaded device."""
-        return estimate_memory(self.config.model, plan, seq_len=self.config.seq_len, global_batch=self.config.data.global_batch)
+        return estimate_memory(
+            self.config.model,
+            plan,
+            seq_len=self.config.seq_len,
+            global_batch=self.config.data.global_batch,
+        )
 
     def fitting(self, layout: Plan) -> Candidate | Rejection:
         """The layout with the least recomputing that fits."""
@@ -79,13 +100,21 @@ class Pricing:
             memory = self.memory(plan)
             if fits(memory, self.cluster):
                 return Candidate(plan=plan, prediction=self.predicted(plan), memory=memory)
-        return Rejection(layouts=layout.describe(), needs_bytes=memory.total,
-                         reason=f"needs about {gib(memory.total)}, whatever is recomputed; {USABLE_SHARE:.0%} of {gib(self.cluster.bytes_per_device or 0)} may be used"
-                                + on_the_host(memory, self.cluster))
+        return Rejection(
+            layouts=layout.describe(),
+            needs_bytes=memory.total,
+            reason=(
+                f"needs about {gib(memory.total)}, whatever is recomputed; {USABLE_SHARE:.0%} of"
+                f" {gib(self.cluster.bytes_per_device or 0)} may be used"
+            )
+            + on_the_host(memory, self.cluster),
+        )
 
 
 def search(pricing: Pricing, *, top: int = 10) -> Ranking:
-    """The `top` best plans for the run and cluster of `pricing`; what its config fixes is kept. Deterministic.
+    """The `top` best plans for the run and cluster of `pricing`; what its config fixes is kept.
+
+    Deterministic.
 
     Raises:
       PlanError: the config fixes what no layout can have.
@@ -98,7 +127,9 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
         try:
             priced.append((pricing.step_time_s(layout), len(priced), layout))
         except PlanError as error:  # it would cross a link of unknown speed
-            rejections.append(Rejection(layouts=layout.describe(), reason=str(error).splitlines()[0]))
+            rejections.append(
+                Rejection(layouts=layout.describe(), reason=str(error).splitlines()[0])
+            )
     best: dict[object, Candidate] = {}
     slowest_s: list[float] = []
     for least_s, _, layout in sorted(priced):
@@ -118,13 +149,25 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
 
 
 def fits(memory: MemoryEstimate, there: Topology | Cluster) -> bool:
-    """Whether the estimate leaves room, on the devices and for them on their hosts; a memory that is unknown is not argued with."""
-    on_device = there.bytes_per_device is None or memory.total <= USABLE_SHARE * there.bytes_per_device
-    return on_device and (there.host_bytes_per_device is None or memory.host <= there.host_bytes_per_device)
+    """Whether the estimate leaves room, on the devices and for them on their hosts; a memory that
+    is unknown is not argued with.
+    """
+    on_device = (
+        there.bytes_per_device is None or memory.total <= USABLE_SHARE * there.bytes_per_device
+    )
+    return on_device and (
+        there.host_bytes_per_device is None or memory.host <= there.host_bytes_per_device
+    )
 
 
 def on_the_host(memory: MemoryEstimate, there: Topology | Cluster) -> str:
-    """What is needed of the host's memory and what is there, to follow such words of the device's; nothing where nothing lies there."""
+    """What is needed of the host's memory and what is there, to follow such words of the device's;
+    nothing where nothing lies there.
+    """
     if not memory.host:
         return ""
-    return f"; {gib(memory.host)} would lie in the host's memory, where {'it is not known what' if there.host_bytes_per_device is None else gib(there.host_bytes_per_device)} may be used"
+    return (
+        f"; {gib(memory.host)} would lie in the host's memory, where"
+        f" {'it is not known what' if there.host_bytes_per_device is None else gib(there.host_bytes_per_device)}"
+        " may be used"
+    )

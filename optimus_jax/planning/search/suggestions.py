@@ -32,8 +32,16 @@ NAMED = "; what is accepted, nearest first: "
 """Precedes the alternatives in an error's last line; ` or ` stands between them."""
 
 
-def with_neighbours(error: PlanError, config: Config, topology: Topology, accepts: Accepts, *, kept: tuple[str, ...] = ()) -> PlanError:
-    """The error with flags that mend it, each to be added to what was given; or with what is fixed, if none are found.
+def with_neighbours(
+    error: PlanError,
+    config: Config,
+    topology: Topology,
+    accepts: Accepts,
+    *,
+    kept: tuple[str, ...] = (),
+) -> PlanError:
+    """The error with flags that mend it, each to be added to what was given; or with what is fixed,
+    if none are found.
 
     Args:
       accepts: refused `config` with `error`.
@@ -42,12 +50,20 @@ def with_neighbours(error: PlanError, config: Config, topology: Topology, accept
     found = neighbours(config, topology, accepts, kept=kept)
     if found:
         return PlanError(f"{error}{NAMED}{' or '.join(map(typed, found))}")
-    fixed = {"data.global_batch": config.data.global_batch} | {name: value for name, (value, _) in _said(config).items()}
-    return PlanError(f"{error}; nothing near is accepted while all of this is fixed: {typed(fixed)}")
+    fixed = {"data.global_batch": config.data.global_batch} | {
+        name: value for name, (value, _) in _said(config).items()
+    }
+    return PlanError(
+        f"{error}; nothing near is accepted while all of this is fixed: {typed(fixed)}"
+    )
 
 
-def neighbours(config: Config, topology: Topology, accepts: Accepts, *, kept: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Changes that are accepted, nearest first, each of other settings and none with a change that it can do without."""
+def neighbours(
+    config: Config, topology: Topology, accepts: Accepts, *, kept: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """Changes that are accepted, nearest first, each of other settings and none with a change that
+    it can do without.
+    """
     search = _Search(config, topology, accepts)
     found: list[dict[str, Any]] = []
     farthest = float("inf")
@@ -56,17 +72,32 @@ def neighbours(config: Config, topology: Topology, accepts: Accepts, *, kept: tu
             break
         if not search.accepts(changes) or changes.keys() in [other.keys() for other in found]:
             continue
-        if not any(search.accepts({name: value for name, value in changes.items() if name != spare}) for spare in changes):
+        if not any(
+            search.accepts({name: value for name, value in changes.items() if name != spare})
+            for spare in changes
+        ):
             found.append(changes)
             farthest = min(farthest, distance + FARTHER)
         if len(found) == MOST_NAMED:
             break
-    return found or _freed(config, topology, search, kept) or _in_smaller_moments(config, topology, accepts, kept)
+    return (
+        found
+        or _freed(config, topology, search, kept)
+        or _in_smaller_moments(config, topology, accepts, kept)
+    )
 
 
-def _freed(config: Config, topology: Topology, search: "_Search", kept: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The nearest mesh that is accepted once all else is left open, as changes none of which can be spared."""
-    free = {name: default for name, (_, default) in _said(config).items() if name != MESH and not name.startswith(kept)}
+def _freed(
+    config: Config, topology: Topology, search: "_Search", kept: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """The nearest mesh that is accepted once all else is left open, as changes none of which can be
+    spared.
+    """
+    free = {
+        name: default
+        for name, (_, default) in _said(config).items()
+        if name != MESH and not name.startswith(kept)
+    }
     for mesh in sorted(meshes(config, topology), key=lambda move: move.distance):
         changes = mesh.changes | free
         if search.accepts(changes):
@@ -77,8 +108,12 @@ def _freed(config: Config, topology: Topology, search: "_Search", kept: tuple[st
     return []
 
 
-def _in_smaller_moments(config: Config, topology: Topology, accepts: Accepts, kept: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The optimizer's moments in bf16, if that alone helps: the only change here that is not of the layout, so it comes last."""
+def _in_smaller_moments(
+    config: Config, topology: Topology, accepts: Accepts, kept: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """The optimizer's moments in bf16, if that alone helps: the only change here that is not of the
+    layout, so it comes last.
+    """
     changes = {MOMENTS: "bf16"}
     if MOMENTS.startswith(kept):
         return []
@@ -129,13 +164,24 @@ class _Search:
             for later in range(kind, len(MOVES)):
                 for move in MOVES[later](config, topology):
                     if not any(name.startswith(kept) for name in move.changes):
-                        heapq.heappush(heap, (distance + move.distance, next(order), later + 1, changes | move.changes))
+                        heapq.heappush(
+                            heap,
+                            (
+                                distance + move.distance,
+                                next(order),
+                                later + 1,
+                                changes | move.changes,
+                            ),
+                        )
 
     def _changed(self, changes: Mapping[str, Any]) -> tuple[Config, Topology]:
         num_devices = changes.get("cpu_devices", self._topology.num_devices)
         memory = self._topology.bytes_per_device
-        shared = memory and memory * self._topology.num_devices // num_devices  # virtual devices share one memory
-        return _replaced(self._config, changes), dataclasses.replace(self._topology, num_devices=num_devices, bytes_per_device=shared)
+        # virtual devices share one memory
+        shared = memory and memory * self._topology.num_devices // num_devices
+        return _replaced(self._config, changes), dataclasses.replace(
+            self._topology, num_devices=num_devices, bytes_per_device=shared
+        )
 
 
 def _replaced(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -144,11 +190,19 @@ def _replaced(config: Config, changes: Mapping[str, Any]) -> Config:
     for name, value in changes.items():
         section, _, field = name.rpartition(".")
         (sections[section] if section else top)[field] = value
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **sections["parallel"]),
-                               data=dataclasses.replace(config.data, **sections["data"]), **top)
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, **sections["parallel"]),
+        data=dataclasses.replace(config.data, **sections["data"]),
+        **top,
+    )
 
 
 def _said(config: Config) -> dict[str, tuple[Any, Any]]:
     """What the user has fixed of the layout: dotted name to its value, and to the default."""
     given, default = dataclasses.asdict(config.parallel), dataclasses.asdict(ParallelConfig())
-    return {f"parallel.{name}": (value, default[name]) for name, value in given.items() if value != default[name]}
+    return {
+        f"parallel.{name}": (value, default[name])
+        for name, value in given.items()
+        if value != default[name]
+    }

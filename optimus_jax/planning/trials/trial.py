@@ -33,31 +33,48 @@ class Trial:
     shortest_s: float
     """The shortest of them: what other work on the machine has disturbed least."""
     cpu_s: float
-    """CPU-seconds of this process for a step, least of all: steadier than time where cores are shared."""
+    """CPU-seconds of this process for a step, least of all: steadier than time where cores are
+    shared."""
     compile_s: float
     """Tracing and compiling."""
     step_bytes: int
     """That the compiled step needs on a device."""
 
 
-def run_trial(config: Config, plan: Plan, *, num_steps: int, bytes_per_device: int | None = None) -> Trial:
-    """Compile the training step of `config` under `plan`, and time `num_steps` of them on all devices.
+def run_trial(
+    config: Config, plan: Plan, *, num_steps: int, bytes_per_device: int | None = None
+) -> Trial:
+    """Compile the training step of `config` under `plan`, and time `num_steps` of them on all
+    devices.
 
     Raises:
-      PlanError: the compiled step needs more than `bytes_per_device`, here or in another process; nothing was allocated then.
+      PlanError: the compiled step needs more than `bytes_per_device`, here or in another process;
+        nothing was allocated then.
     """
     started = time.perf_counter()
     program = build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan.axes))
-    batch = put_batch(_made_up_batch(config, local_rows(program.batch_sharding, config.data.global_batch)),
-                      program.batch_sharding, config.data.global_batch)
-    abstract = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                            jax.eval_shape(program.init, jnp.int32(0)), program.state_shardings)
+    batch = put_batch(
+        _made_up_batch(config, local_rows(program.batch_sharding, config.data.global_batch)),
+        program.batch_sharding,
+        config.data.global_batch,
+    )
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(program.init, jnp.int32(0)),
+        program.state_shardings,
+    )
     step = program.train_step.lower(abstract, batch).compile()
     compile_s = time.perf_counter() - started
     allocated = check_executable(step.memory_analysis(), bytes_per_device)
     if not all(gather_from_all(allocated.fits is not False)):
-        raise PlanError(explain(f"the compiled step needs {gib(allocated.total_bytes)} per device, {gib(bytes_per_device or 0)} are there",
-                                given=plan.describe(), do="leave this plan out"))
+        raise PlanError(
+            explain(
+                f"the compiled step needs {gib(allocated.total_bytes)} per device,"
+                f" {gib(bytes_per_device or 0)} are there",
+                given=plan.describe(),
+                do="leave this plan out",
+            )
+        )
     state, wall, cpu = program.init(jnp.int32(config.seed)), [], []
     for _ in range(WARM_UP + num_steps):
         wall_before, cpu_before = time.perf_counter(), time.process_time()
@@ -65,13 +82,27 @@ def run_trial(config: Config, plan: Plan, *, num_steps: int, bytes_per_device: i
         jax.block_until_ready(metrics)
         wall.append(time.perf_counter() - wall_before)
         cpu.append(time.process_time() - cpu_before)
-    return Trial(plan=plan, step_time_s=statistics.median(wall[WARM_UP:]), shortest_s=min(wall[WARM_UP:]), cpu_s=min(cpu[WARM_UP:]), compile_s=compile_s,
-                 step_bytes=allocated.total_bytes)
+    return Trial(
+        plan=plan,
+        step_time_s=statistics.median(wall[WARM_UP:]),
+        shortest_s=min(wall[WARM_UP:]),
+        cpu_s=min(cpu[WARM_UP:]),
+        compile_s=compile_s,
+        step_bytes=allocated.total_bytes,
+    )
 
 
 def _made_up_batch(config: Config, rows: np.ndarray) -> dict[str, np.ndarray]:
     """Random tokens, one document per example."""
     size, length = len(rows), config.seq_len
-    tokens = np.random.default_rng(config.seed).integers(0, config.model.vocab_size, (size, length + 1), dtype=np.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": np.tile(np.arange(length, dtype=np.int32), (size, 1)),
-            "segments": np.zeros((size, length), np.int32), "loss_mask": np.ones((size, length), bool), "examples": rows.astype(np.int32)}
+    tokens = np.random.default_rng(config.seed).integers(
+        0, config.model.vocab_size, (size, length + 1), dtype=np.int32
+    )
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": np.tile(np.arange(length, dtype=np.int32), (size, 1)),
+        "segments": np.zeros((size, length), np.int32),
+        "loss_mask": np.ones((size, length), bool),
+        "examples": rows.astype(np.int32),
+    }
