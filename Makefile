@@ -27,6 +27,7 @@ quick: $(VENV)/installed-dev
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:

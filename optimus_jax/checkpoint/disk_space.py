@@ -103,10 +103,10 @@ def check_room(
         or not has_files
         or room.free_bytes + room.used_bytes < min(FEWEST, wanted) * least_bytes
     ):
+        first = f"{min(FEWEST, wanted)} checkpoint(s)"
         raise CheckpointError(
             explain(
-                "there is no room for"
-                f" {'the next checkpoint' if room.num_there else f'{min(FEWEST, wanted)} checkpoint(s)'}"
+                f"there is no room for {'the next checkpoint' if room.num_there else first}"
                 " of this run",
                 given=f"{needed}; {have}, in {directory}",
                 do="make room, raise the quota, or choose another --run-dir",

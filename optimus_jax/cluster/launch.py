@@ -378,15 +378,13 @@ def _coordinator(claim: Claim, sources: list[Claim]) -> tuple[str, bool]:
         and not is_here
         and source.local_count is not None
     ):
+        named = [name for name in source.said_address if name in source.launcher.address]
         raise ConfigError(
             explain(
                 f"{source.launcher.name} names this host itself for process 0, which is on"
                 " another one",
                 given=f"{address}, {listed(claim.said)}",
-                do=(
-                    f"set {' or '.join(name for name in source.said_address if name in source.launcher.address)}"
-                    f" to the host of process 0, or {OTHER_WAYS}"
-                ),
+                do=f"set {' or '.join(named)} to the host of process 0, or {OTHER_WAYS}",
             )
         )
     return address, is_loopback and is_here and host != "[::1]"

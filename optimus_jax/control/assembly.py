@@ -87,7 +87,8 @@ def make_controller(
         process_of=topology.processes,
         keeps_devices=topology.num_processes > 1,
         memory=measurements_directory()
-        / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}-{topology.num_devices}x{topology.num_processes}.json",
+        / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}"
+        f"-{topology.num_devices}x{topology.num_processes}.json",
     )
     for record in switches(run.path):
         advisor.remember(record.costs_s, step=record.step, by_choice=record.by_choice)

@@ -108,11 +108,8 @@ def warning_of_cpu(num_params: Callable[[], int] = lambda: 0) -> str | None:
       num_params: counts the model's parameters; 0: they do not matter.
     """
     asked = _asked_for()
-    if (
-        jax.default_backend() != "cpu"
-        or asked.startswith("cpu")
-        or jax.config.jax_num_cpu_devices > 0
-    ):  # pyright: ignore[reportAttributeAccessIssue]
+    virtual = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if jax.default_backend() != "cpu" or asked.startswith("cpu") or virtual > 0:
         return None
     here, params = gpu_that_is_not_used(), num_params()
     if not asked and here is None and params < LARGE_PARAMS:

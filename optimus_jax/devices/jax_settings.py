@@ -130,7 +130,8 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_share_binary_between_hosts_timeout_ms",
         "jax_xla_backend",
     ),
-    "where and in which order: meshes are made of devices in an order of their own, and arrays are put onto them": (
+    "where and in which order: meshes are made of devices in an order of their own, and "
+    "arrays are put onto them": (
         "jax_default_device",
         "jax_sort_devices_by_process_index",
         "jax_cpu_enable_async_dispatch",

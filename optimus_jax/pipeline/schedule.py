@@ -204,8 +204,8 @@ class Schedule:
                     f"{name}{place.tolist()} is no {'task' if name != 'head' else 'microbatch'}",
                     given=int(table[tuple(place)]),
                     do=(
-                        "use 0 to"
-                        f" {limit - 1}{' (microbatch * repeats + repeat)' if name != 'head' else ''},"
+                        f"use 0 to {limit - 1}"
+                        f"{' (microbatch * repeats + repeat)' if name != 'head' else ''},"
                         f" or {IDLE} for nothing"
                     ),
                 )

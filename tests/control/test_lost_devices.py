@@ -90,8 +90,13 @@ def lost(monkeypatch, tmp_path):
 
 
 def test_the_run_goes_on_without_the_device_and_takes_it_back(
-    foretold, lost, used, text, tmp_path, monkeypatch
-):  # noqa: F811
+    foretold,
+    lost,
+    used,
+    text,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
     result = run_tiny(tmp_path / "run", text, mesh="data=8", control="auto", **SETTINGS)
     away, back = events(result, "remesh")
     assert (away["step"], back["step"]) == (LOST_AFTER + 1, BACK_AFTER), (

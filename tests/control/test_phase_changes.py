@@ -155,8 +155,12 @@ def test_a_phase_that_cannot_be_compiled_costs_no_state(ramp, quick, text, tmp_p
     ],
 )
 def test_phases_that_cannot_be_trained_are_refused_before_anything_begins(
-    quick, text, tmp_path, settings, message
-):  # noqa: F811
+    quick,  # noqa: F811
+    text,  # noqa: F811
+    tmp_path,
+    settings,
+    message,
+):
     with pytest.raises(optimus_jax.errors.OptimusError, match=message):
         run_tiny(tmp_path / "run", text, **RAMP | settings)
     assert not list(tmp_path.iterdir())

@@ -118,7 +118,7 @@ def compute_of(own, factor):
         own[-4] *= factor
 
 
-def test_a_straggler_among_emulated_processes_is_named_and_does_not_count_as_slow_hardware_everywhere():
+def test_a_straggler_is_named_and_does_not_count_as_slow_hardware_everywhere():
     slow = False
     exchange = with_others(lambda own: None, lambda own: compute_of(own, 1.5 if slow else 1.0))
     _, rounds = settled(exchange=exchange)

@@ -13,12 +13,12 @@ from small_runs import (
     events,
     losses,
     plan_on,
-    quick,
+    quick,  # noqa: F401
     run_tiny,
-    slow_devices,
+    slow_devices,  # noqa: F401
     switch_at,
-    text,
-)  # noqa: F401
+    text,  # noqa: F401
+)
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig, Config

@@ -23,9 +23,9 @@ def cotangents(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
     weight = cotangents(dtype)
-    loss = lambda bias: (
+    loss = lambda bias: (  # noqa: E731
         (add_bias(jnp.zeros_like(weight), nnx.Param(bias)) * weight).astype(jnp.float32).sum()
-    )  # noqa: E731
+    )
     gradient = jax.jit(jax.grad(loss))(jnp.zeros(EMBED))
     assert gradient.dtype == jnp.float32
     assert (
@@ -37,9 +37,9 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(dtype):
     weight, rows = cotangents(dtype), jnp.asarray(np.arange(TOKENS)[None] % 3, jnp.int32)
-    loss = lambda table: (
+    loss = lambda table: (  # noqa: E731
         (rows_of(table.astype(dtype), rows, dtype) * weight).astype(jnp.float32).sum()
-    )  # noqa: E731
+    )
     gradient = jax.jit(jax.grad(loss))(jnp.zeros((4, EMBED)))
     expected = np.zeros((4, EMBED))
     np.add.at(expected, np.asarray(rows)[0], np.asarray(weight, np.float64)[0])

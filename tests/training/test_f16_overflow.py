@@ -124,9 +124,9 @@ def test_a_part_that_is_out_of_range_still_gives_its_gradient(largest):
     )
     d_out = jnp.asarray(random.standard_normal((1, 64, 6)), jnp.float32)
     d_out = d_out / jnp.abs(d_out).max() * largest
-    product = lambda x, weight: project(
+    product = lambda x, weight: project(  # noqa: E731
         x, weight, jnp.dtype(jnp.float16), result=jnp.dtype(jnp.float32)
-    )  # noqa: E731
+    )
     d_x, d_weight = jax.vjp(product, x, weight)[1](d_out)
     assert (
         relative_error(np.asarray(d_x), np.asarray(d_out @ weight.T)) <= MATMUL_RELATIVE["float16"]

@@ -166,8 +166,8 @@ def on_the_host(memory: MemoryEstimate, there: Topology | Cluster) -> str:
     """
     if not memory.host:
         return ""
+    usable = there.host_bytes_per_device
     return (
         f"; {gib(memory.host)} would lie in the host's memory, where"
-        f" {'it is not known what' if there.host_bytes_per_device is None else gib(there.host_bytes_per_device)}"
-        " may be used"
+        f" {'it is not known what' if usable is None else gib(usable)} may be used"
     )
