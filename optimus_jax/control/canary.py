@@ -60,7 +60,7 @@ def judge(
       losses: of the same steps.
       before_s: times of steps under the old plan, under conditions as they are now; empty: there
         are none, or the run had to leave it and may be slower.
-      foretold_s: prediction for the new plan.
+      predicted_s: prediction for the new plan.
       steps_left: of the run.
       back_s: delay of the run by going back.
     """

@@ -22,7 +22,7 @@ import pytest  # noqa: E402
 from small_runs import TINY, AtOnce, Scripted, switch_at  # noqa: E402
 
 import optimus_jax  # noqa: E402
-from optimus_jax import api  # noqa: E402
+from optimus_jax.run import api  # noqa: E402
 from optimus_jax.config.request import make_config  # noqa: E402
 from optimus_jax.control import assembly, coordinator  # noqa: E402
 from optimus_jax.control.canary import judge  # noqa: E402

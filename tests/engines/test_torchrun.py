@@ -13,12 +13,12 @@ PROGRAM = """
 import jax
 jax.config.update("jax_platforms", "cpu")
 from optimus_jax.config import DistributedConfig
-from optimus_jax.cluster.distributed import connect, leave, of_all_processes
+from optimus_jax.cluster.distributed import connect, leave, gather_from_all
 from optimus_jax.cluster.launch import find_launch
 
 launch = find_launch(DistributedConfig())
 connect(launch, timeout_s=60.0, heartbeat_s=60)
-print(f"{launch.engine} {of_all_processes(launch.process_id)} {launch.bind}\\n", end="", flush=True)
+print(f"{launch.engine} {gather_from_all(launch.process_id)} {launch.bind}\\n", end="", flush=True)
 leave()
 """
 

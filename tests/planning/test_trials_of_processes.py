@@ -22,7 +22,7 @@ from optimus_jax.run import api
 from optimus_jax.run import first_plan
 from optimus_jax.errors import PlanError
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.local_cluster import Here
+from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.trials.measure import measure
 from optimus_jax.planning.cost.rates import Rates
@@ -34,7 +34,7 @@ tried = []
 def known_devices(topology):
     link = Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
     rates = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
-    return Here(cluster=replace(Cluster.of(topology), inside=link), rates=rates, records=Path(run_dir).parent / "records.jsonl")
+    return LocalCluster(cluster=replace(Cluster.of(topology), inside=link), rates=rates, records=Path(run_dir).parent / "records.jsonl")
 
 
 def trial(config, plan, **more):
