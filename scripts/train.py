@@ -1,5 +1,7 @@
-"""Train a model. `python scripts/train.py --model gpt2-nano --cpu-devices 8 --mesh
-data=2,fsdp=4`"""
+"""Train a model.
+
+`python scripts/train.py --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=4`
+"""
 
 import os
 import sys
