@@ -22,7 +22,6 @@ import pytest  # noqa: E402
 from small_runs import TINY, AtOnce, Scripted, switch_at  # noqa: E402
 
 import optimus_jax  # noqa: E402
-from optimus_jax.run import api  # noqa: E402
 from optimus_jax.config.request import make_config  # noqa: E402
 from optimus_jax.control import assembly, coordinator  # noqa: E402
 from optimus_jax.control.canary import judge  # noqa: E402
@@ -32,6 +31,7 @@ from optimus_jax.planning.local_cluster import LocalCluster  # noqa: E402
 from optimus_jax.planning.profiles.cluster import Cluster  # noqa: E402
 from optimus_jax.planning.profiles.links import Link  # noqa: E402
 from optimus_jax.planning.search.assemble import plan_for  # noqa: E402
+from optimus_jax.run import api  # noqa: E402
 
 RATES = Rates(
     accelerator="cpu",
