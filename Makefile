@@ -12,7 +12,7 @@ PYTHON = $(shell for python in python3 python3.14 python3.13 python3.12 python3.
 	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$python && break; done)
 
-.PHONY: train test quick lint clean
+.PHONY: train test quick lint docs clean
 
 # A small GPT, on Python's own library as text and eight virtual devices.
 train: $(VENV)/installed
@@ -30,6 +30,11 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The site, into build/docs; a broken link or reference is an error. Building needs no network.
+docs: $(VENV)/installed-docs
+	$(BIN)/python docs/site/generate.py build/docs-source
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going build/docs-source build/docs
+
 clean:
 	rm -rf $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -44,4 +49,9 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing what tests and linters need into $(VENV) (once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "installing what the site needs into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
