@@ -130,8 +130,16 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     return best if likeness(name, best) >= ALIKE else slipped
 
 
+_LOOKS_LIKE = str.maketrans("oil", "011")
+
+
 def is_one_slip(typed: str, word: str) -> bool:
-    """Whether one letter is wrong, missing or too much, or two neighbours have changed places."""
+    """Whether one letter is wrong, missing or too much, or two neighbours have changed places.
+
+    Letters that look like digits are no mistake: `h1oo` is h100.
+    """
+    if typed != word and typed.translate(_LOOKS_LIKE) == word.translate(_LOOKS_LIKE):
+        return True
     start = next(
         (
             place

@@ -159,6 +159,8 @@ _OWN = {
     for target in _ALIASES
     if sum(other.endswith(f".{target.rpartition('.')[2]}") for other in _ALIASES) <= 1
 }
+_SECTIONS = {target.partition(".")[0] for target in _ALIASES if "." in target}
+"""Ours: a word of another framework is not meant by them."""
 
 
 def alias_of(name: str) -> str | None:
@@ -204,11 +206,13 @@ def advice_for(name: str, value: object = None, others: Others | None = None) ->
       others: what else was given, to be computed with.
     """
     whole = word(name)
+    section, dot, _ = whole.partition(".")
+    is_foreign = not (dot and section in _SECTIONS) and not meant_by_last_part(name)
     parts = [
         whole,
         ".".join(whole.split(".")[-2:]),
         whole.rpartition(".")[2],
-        *([] if meant_by_last_part(name) else [whole.partition(".")[0]]),
+        *([section] if is_foreign else []),
     ]
     advice = next((ADVICE[each] for each in parts if each in ADVICE), None)
     others = {each.rpartition(".")[2]: given for each, given in (others or {}).items()} | dict(

@@ -117,7 +117,8 @@ def test_who_cannot_give_a_first_sign_does_not_begin(pair, tmp_path):
     _, (first, _) = pair
     (tmp_path / "progress" / "0.json").mkdir()
     with pytest.raises(
-        RunDirectoryError, match=r"0\.json of the run cannot be read or written(.|\n)*do: "
+        RunDirectoryError,
+        match=r"0\.json of the run is a folder, where a file should be(.|\n)*do: ",
     ):
         first.start()
     assert not first._thread.is_alive()
