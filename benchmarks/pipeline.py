@@ -216,7 +216,7 @@ def path(microbatches: tuple[int, ...]) -> None:
 
     Forward ticks are dear by what a table costs more whose microbatches go through the stages one
     after the other, backward ticks likewise; the head by what a microbatch more costs beyond one
-    tick of each. No other schedule is used for that: their times are foretold.
+    tick of each. No other schedule is used for that: their times are predicted.
     """
     from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.pipeline.schedule import lay_out
@@ -254,8 +254,8 @@ def path(microbatches: tuple[int, ...]) -> None:
         f" {head_s:.4f}, once per step {rest_s:.4f}"
     )
     print(
-        f"{'schedule':14} {'m':>4} {'ticks':>6} {'foretold s':>10} {'measured s':>10} {'ratio':>6}"
-        f" {'bubble, foretold':>16} {'formula':>8} {'measured':>9}"
+        f"{'schedule':14} {'m':>4} {'ticks':>6} {'predicted s':>10} {'measured s':>10} {'ratio':>6}"
+        f" {'bubble, predicted':>16} {'formula':>8} {'measured':>9}"
     )
     for name, repeats in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         for count in (few, many):

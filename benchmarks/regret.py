@@ -183,8 +183,8 @@ def predictions(here, name: str, plans: dict) -> dict[str, float]:
 
 def ranked(here, name: str, plans: dict) -> list[str]:
     """Digests, the one predicted to be fastest first."""
-    foretold = predictions(here, name, plans)
-    return sorted(plans, key=lambda digest: foretold[digest])
+    predicted = predictions(here, name, plans)
+    return sorted(plans, key=lambda digest: predicted[digest])
 
 
 def report(out: Path) -> None:
@@ -196,7 +196,7 @@ def report(out: Path) -> None:
         plans = {plan.digest: plan for plan in plans_of(name)}
         measured, final = measured_in(out, name, first=True), measured_in(out, name, first=False)
         plans = {digest: plans[digest] for digest in measured}
-        foretold, order = predictions(here, name, plans), ranked(here, name, plans)
+        predicted, order = predictions(here, name, plans), ranked(here, name, plans)
         best = min(final.values())
         simple = {
             "the planner": final[order[0]],
@@ -219,10 +219,10 @@ def report(out: Path) -> None:
         print(f"  chosen:    {plans[order[0]].describe()}")
         for rule, cpu_s in simple.items():
             print(f"  {rule:45} {cpu_s:7.3f} CPU-s   regret {cpu_s / best - 1:7.1%}")
-        logs = np.log([measured[digest] / foretold[digest] for digest in measured])
+        logs = np.log([measured[digest] / predicted[digest] for digest in measured])
         ranks = [
             np.argsort(np.argsort([values[digest] for digest in measured]))
-            for values in (measured, foretold)
+            for values in (measured, predicted)
         ]
         print(
             f"  Spearman {np.corrcoef(ranks[0], ranks[1])[0, 1]:.3f}; measured over predicted, but"

@@ -50,13 +50,13 @@ def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
         with report(launch, deadline) as first:
             _join(launch, _joining(launch, heartbeat_s), deadline, first.lost)
         return
-    with RendezvousServer(launch, deadline) as roll_call:
-        roll_call.gather()
+    with RendezvousServer(launch, deadline) as server:
+        server.gather()
         joining = _joining(launch, heartbeat_s)
         _await_service(launch, joining)
-        roll_call.release()
-        _join(launch, joining, deadline, roll_call.lost)
-        roll_call.see_off()
+        server.release()
+        _join(launch, joining, deadline, server.lost)
+        server.see_off()
 
 
 class _Joining(threading.Thread):

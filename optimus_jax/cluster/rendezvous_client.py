@@ -1,5 +1,5 @@
-"""How a process reports to process 0 (roll_call.py), and what it hears from there until both are
-connected.
+"""The rendezvous as a process other than 0 sees it: it reports to process 0
+(rendezvous_server.py) and receives what that says, until both are connected.
 """
 
 import contextlib

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from optimus_jax.config import settings
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.layout import ParallelConfig, PrecisionConfig
 from optimus_jax.config.model import ModelConfig
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
+from optimus_jax.config.settings import build, changed, check_finite
 from optimus_jax.config.training import (
     CheckpointConfig,
     EvaluationConfig,
@@ -61,7 +61,7 @@ class Config:
     """Virtual devices on a CPU; None: whatever JAX finds."""
 
     def __post_init__(self) -> None:
-        settings.check_finite(self)
+        check_finite(self)
         check_positive(self, "steps", "eval_batches", "cpu_devices")
         check_counts(self, "steps", "eval_batches", "cpu_devices")
         if not 0 <= self.seed < 2**31:  # it is an int32 where weights are drawn
@@ -190,7 +190,7 @@ class Config:
     @classmethod
     def from_value(cls, value: Any) -> "Config":
         """The same from the value that the JSON is of."""
-        return settings.build(
+        return build(
             cls,
             (
                 {name: item for name, item in value.items() if name != DERIVED}
@@ -228,4 +228,4 @@ class Config:
         Raises:
           ConfigError: a name is unknown (the nearest known one is named) or a value does not fit.
         """
-        return settings.changed(self, values)
+        return changed(self, values)

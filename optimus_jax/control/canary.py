@@ -80,9 +80,9 @@ def judge(
     if old_s is None:
         return verdict(
             True,
-            f"{new_s:.3g} s per step, {predicted_s:.3g} s foretold; before is not to be compared",
+            f"{new_s:.3g} s per step, {predicted_s:.3g} s predicted; before is not to be compared",
         )
-    told = f"{new_s:.3g} s per step, {predicted_s:.3g} s foretold, {old_s:.3g} s before"
+    told = f"{new_s:.3g} s per step, {predicted_s:.3g} s predicted, {old_s:.3g} s before"
     noise_s = NOISE * math.hypot(_error_s(times_s), _error_s(before_s))
     lost_s = (new_s - old_s) * steps_left
     if new_s - old_s <= noise_s:

@@ -1,8 +1,8 @@
-"""What the first process decides, heard by all of them at the same step boundaries.
+"""Commands of process 0, which all processes receive at the same step boundaries.
 
-Only the first process decides: clocks differ, and every process has to move at the same boundary.
-Alone it acts at once; several processes hold a council about every second, since it costs them a
-small collective.
+Only process 0 decides: clocks differ, and every process has to switch at the same boundary. A
+process on its own acts at once. Several exchange commands about every second, since an exchange
+costs a small collective.
 """
 
 import json
@@ -18,7 +18,7 @@ from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.plan import Plan
 
 PAUSE_S, MOST_STEPS = 1.0, 8
-"""Between two councils of several processes: about so long, but not more steps."""
+"""Between two broadcasts of several processes: about so long, but not more steps."""
 Kind = Literal["prepare", "look", "go", "withdraw", "keep", "take back", "probe"]
 
 
@@ -66,39 +66,37 @@ class Command:
 
 
 class CommandBroadcast:
-    """Orders of the first process that have not been heard yet."""
+    """Commands of process 0, and their broadcast to all processes."""
 
     def __init__(self) -> None:
         self._commands: list[Command] = []
         self._next_step = 0
 
     def send(self, command: Command) -> None:
-        """To be heard at the next council; who asks for the same twice is heard once.
+        """Queue a command for the next broadcast. A command that is queued already is sent once.
 
-        Only the first process's orders count.
+        Commands of processes other than 0 are ignored.
         """
         if command not in self._commands:
             self._commands.append(command)
 
     def cancel(self, kind: Kind) -> None:
-        """Orders of this kind that have not been heard are not given."""
+        """Drop the queued commands of this kind."""
         self._commands = [command for command in self._commands if command.kind != kind]
 
     def forget(self) -> None:
-        """No order that has not been heard is given."""
+        """Drop all queued commands."""
         self._commands.clear()
 
     def is_held(self, step: int) -> bool:
-        """Whether processes speak at the boundary after this step; the same answer in every
-        process.
-        """
+        """Whether there is a broadcast after this step; the same in every process."""
         return jax.process_count() == 1 or step >= self._next_step
 
     def receive(self, step: int, step_times_s: Collection[float]) -> Iterable[Command]:
-        """The orders given since the last council, oldest first, the same in every process; all
-        have to call it, when a council is held.
+        """The commands queued since the last broadcast, oldest first; the same in every process.
 
-        Who is alone also hears what is given meanwhile.
+        Every process has to call it when `is_held`. A process on its own also receives what is
+        queued while it iterates.
 
         Args:
           step: the last one done.

@@ -1,6 +1,6 @@
-"""The chair: what the first process does for all of them.
+"""The coordinator: what process 0 does for all processes.
 
-It has the advisor decide, judges first steps, and gives the council its orders.
+It has the advisor decide, judges the first steps under a plan, and sends commands.
 
 Every process has one; in the others it has nothing to say, and what it is told goes unheard.
 """
@@ -36,11 +36,11 @@ class Coordinator:
     """Of one run.
 
     Args:
-      mode: whether orders are given, or only said what they would be.
+      mode: `auto` sends commands; `advise` only shows what they would be.
       settings: of the controller.
       num_steps: of the run.
       advisor: decides.
-      council: hears the orders.
+      commands: broadcasts its commands.
       remarks: what is written down with decisions beside readings.
       run: where decisions are written down.
       display: where they are shown.

@@ -197,7 +197,7 @@ def _measured(
         spread=here.rates.spread,
     )
     for trial in measured.trials:
-        foretold = next(
+        predicted = next(
             candidate.prediction for candidate in choice.ranked if candidate.plan == trial.plan
         )
         run.log_event(
@@ -205,7 +205,7 @@ def _measured(
             0,
             plan=trial.plan.digest,
             layout=trial.plan.describe(),
-            predicted_step_time_s=foretold.step_time_s,
+            predicted_step_time_s=predicted.step_time_s,
             measured_step_time_s=trial.step_time_s,
             compile_time_s=trial.compile_s,
             step_bytes_per_device=trial.step_bytes,

@@ -737,10 +737,10 @@ def test_what_earlier_runs_took_for_slow_exchanges_does_not_make_a_known_slow_li
     earlier.save(tmp_path / "learnt.json")
     job = Job(seed=2, memory=tmp_path / "learnt.json").go(60, poor)
     assert job.decisions[-1].inputs["conditions"]["between"] == pytest.approx(8.0, rel=0.1)
-    foretold = [
+    predicted = [
         each.step_time_s / job.true_s(each.plan, poor) for each in job.decisions[-1].alternatives
     ]
-    assert foretold == pytest.approx([1.0] * len(foretold), abs=0.1)
+    assert predicted == pytest.approx([1.0] * len(predicted), abs=0.1)
 
 
 def test_leaving_out_is_what_the_advisor_offers():

@@ -19,9 +19,9 @@ GOOD = {
 @pytest.mark.parametrize(
     ("times_s", "changes", "keep", "word"),
     [
-        ((3.0, 0.8, 0.82, 0.79), {}, True, "foretold"),  # the first step is not counted
+        ((3.0, 0.8, 0.82, 0.79), {}, True, "predicted"),  # the first step is not counted
         # the prediction was missed, and it is faster all the same
-        ((3.0, 0.95, 0.95, 0.95), {}, True, "0.95 s per step, 0.8 s foretold"),
+        ((3.0, 0.95, 0.95, 0.95), {}, True, "0.95 s per step, 0.8 s predicted"),
         ((1.0, 1.3, 1.31, 1.29), {}, False, "1.3 s per step"),
         ((1.0, 1.01, 0.99, 1.02), {}, True, "before"),  # noise
         ((1.0, 1.3, 1.31, 1.29), {"steps_left": 3}, True, "going back would take"),

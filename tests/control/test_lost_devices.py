@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 @pytest.fixture
-def foretold(slow_devices, monkeypatch):  # noqa: F811
+def predicted(slow_devices, monkeypatch):  # noqa: F811
     """To the controller, steps take as long as they are predicted to, on a clock that only they
     move.
     """
@@ -90,7 +90,7 @@ def lost(monkeypatch, tmp_path):
 
 
 def test_the_run_goes_on_without_the_device_and_takes_it_back(
-    foretold,
+    predicted,
     lost,
     used,
     text,  # noqa: F811

@@ -18,7 +18,7 @@ from optimus_jax.faults.heartbeat import Heartbeats, Peer
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import TERMINATING
 from optimus_jax.faults.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
-from optimus_jax.system import resilient_io as patient_stream
+from optimus_jax.system import resilient_io
 from optimus_jax.system.resilient_io import stderr_that_never_waits
 
 SETTINGS = FaultConfig(floor_s=10, ceiling_s=100, start_s=1000, silence_s=30, stop_s=5)
@@ -317,7 +317,7 @@ def test_who_does_not_read_what_it_says_does_not_keep_a_process(
 ):
     codes = []
     _, dog = watchdog(clock, tmp_path, exit=codes.append)
-    monkeypatch.setattr(patient_stream, "LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(resilient_io, "LAST_WORDS_S", 0.01)
     dog.end("it got no further")
     assert codes == [75]
 

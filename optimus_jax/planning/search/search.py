@@ -27,7 +27,7 @@ USABLE_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A Plan with what is foretold of it."""
+    """A Plan with what is predicted of it."""
 
     plan: Plan
     prediction: Prediction

@@ -2,7 +2,7 @@
 
 A prediction has an interval. Candidates whose intervals overlap with the best one's cannot be told
 apart by predicting; running each for a few steps can, and costs compiling and steps. What trying is
-worth is foretold from the spread of predictions: the expected time that the fastest of several
+worth is predicted from the spread of predictions: the expected time that the fastest of several
 takes less than the one predicted to be fastest, for all steps of the run. Only the part of the
 spread that differs between plans counts, for what is wrong with all of them alike changes no order.
 """
@@ -96,7 +96,7 @@ def measure(
             # What was measured says how far off all predictions are; the next is expected to be off
             # likewise.
             expected_s = predicted_s * float(
-                np.exp(np.mean([np.log(trial.step_time_s / foretold) for foretold, trial in tried]))
+                np.exp(np.mean([np.log(trial.step_time_s / each_s) for each_s, trial in tried]))
             )
             best_s = min(trial.step_time_s for _, trial in tried)
             gain_s = num_steps * expected_gain(best_s, [expected_s], OWN_SHARE * spread)

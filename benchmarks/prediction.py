@@ -2,12 +2,12 @@
 measured on this machine.
 
     python benchmarks/regret.py measure --out plans.jsonl       run all plans of two small models on
-    8 virtual devices (goes on where it stopped) python benchmarks/foretelling.py --plans
+    8 virtual devices (goes on where it stopped) python benchmarks/prediction.py --plans
     plans.jsonl        teach some of them, foretell all others
 
 For each number of plans taught, many times: that many are drawn at random, the predictor learns
 their step times, and says those of all others. *error* is the mean of the absolute logarithm of
-measured over foretold; *inside*, how many of the others lie within its nine-in-ten intervals, as
+measured over predicted; *inside*, how many of the others lie within its nine-in-ten intervals, as
 they are and (*compared*) as ratios to a plan that was taught, which is what switches are decided
 by; *sure*, of the plans that it calls faster than that one with a probability of 0.9 or more, how
 many are. Beside it: the cost model alone, and the cost model times one common factor.
@@ -27,7 +27,7 @@ import regret
 from optimus_jax.system.paths import path_argument
 
 TAUGHT = (1, 2, 4, 8, 16)
-"""Plans that are run before the others are foretold."""
+"""Plans that are run before the others are predicted."""
 DRAWS = 100
 NOISE = 0.05
 """Of a step's logarithm, as a run on these shared cores has it."""

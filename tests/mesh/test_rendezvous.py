@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from optimus_jax.cluster import distributed
+from optimus_jax.cluster import distributed, rendezvous_server
 from optimus_jax.cluster import rendezvous_client as reporting
-from optimus_jax.cluster import rendezvous_server as roll_call
 from optimus_jax.cluster.distributed import _Joining
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.cluster.rendezvous_client import report
@@ -194,7 +193,7 @@ def test_who_never_finds_process_0_says_so(first):
 
 
 def test_who_waits_says_for_whom(first, monkeypatch):
-    monkeypatch.setattr(roll_call, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(rendezvous_server, "TOLD_AFTER_S", 0.0)
     said = []
     with (
         RendezvousServer(first, soon(0.1), said.append) as call,
@@ -283,7 +282,7 @@ def test_strangers_are_passed_over(first, noise):
 @pytest.mark.parametrize(("restarts", "kind"), [(False, ConfigError), (True, FaultError)])
 def test_a_port_that_is_taken(first, monkeypatch, restarts, kind):
     """To be mended by who gave it; a job that starts again may find it free."""
-    monkeypatch.setattr(roll_call, "_PORT_FREED_S", 0.0)
+    monkeypatch.setattr(rendezvous_server, "_PORT_FREED_S", 0.0)
     with (
         socket.create_server(address_of(first)),
         pytest.raises(kind, match="process 0 cannot listen"),
