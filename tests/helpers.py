@@ -4,6 +4,7 @@ A tolerance is widened by nobody to make a test pass: either the reason below no
 there is a bug.
 """
 
+import socket
 from typing import Any
 
 import jax
@@ -98,3 +99,10 @@ stages. What XLA keeps at once on a CPU is not in a formula derived for GPUs."""
 GOLDEN = 2e-6
 """Between processors: XLA vectorises for the one it finds, so sums are added in another order. On
 one machine they are equal."""
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens at, for the processes of a test."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

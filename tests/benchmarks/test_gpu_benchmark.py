@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 """Two processes, each with its own devices, are one run."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import F32_RELATIVE
+from helpers import F32_RELATIVE, free_port
 
-TRAIN, LAUNCH = (Path(__file__).parents[1] / "scripts" / name for name in ("train.py", "launch.py"))
+TRAIN, LAUNCH = (Path(__file__).parents[2] / "scripts" / name for name in ("train.py", "launch.py"))
 SMALL = [
     "--model",
     "gpt2-nano",
@@ -61,12 +60,6 @@ def losses(run_dir):
     return [
         json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

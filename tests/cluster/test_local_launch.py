@@ -15,7 +15,7 @@ import pytest
 
 from optimus_jax.cluster.local_launch import _forwarding
 
-LAUNCH = Path(__file__).parents[1] / "scripts" / "launch.py"
+LAUNCH = Path(__file__).parents[2] / "scripts" / "launch.py"
 TOLD = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_ID", "NUM_LOCAL")
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from helpers import free_port
 
 from optimus_jax.cluster import distributed, rendezvous_server
 from optimus_jax.cluster import rendezvous_client as reporting
@@ -27,9 +28,7 @@ LONG_S = 60.0
 @pytest.fixture
 def first():
     """The launch of process 0 of three, with a port that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return Launch(
         engine="SLURM",
         why="",

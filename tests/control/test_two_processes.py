@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import F32_RELATIVE
-from test_distributed import free_port
+from helpers import F32_RELATIVE, free_port
 
 PROCESS, TESTS = Path(__file__).parent / "two_processes.py", Path(__file__).parents[1]
 STEPS = 40

@@ -7,7 +7,6 @@ import pty
 import resource
 import select
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -15,8 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import free_port
 
-TRAIN, LAUNCH = (Path(__file__).parents[1] / "scripts" / name for name in ("train.py", "launch.py"))
+TRAIN, LAUNCH = (Path(__file__).parents[2] / "scripts" / name for name in ("train.py", "launch.py"))
 TINY = [
     "--model",
     "gpt2-nano",
@@ -29,7 +29,7 @@ TINY = [
     "--seq-len",
     "32",
 ]
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 
 
 def test_a_run_goes_on_after_a_dead_and_after_a_stopped_process(tmp_path):
@@ -72,9 +72,7 @@ def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
     """As where a disk is just large enough for the other one's part of a checkpoint: both end with
     the mistake's code, and say why.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
 
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
@@ -179,9 +177,7 @@ def test_the_reason_is_told_although_the_launcher_tells_all_to_end(
 
 def several(script, *arguments, directories):
     """As many processes as directories; their exit codes, and what they said."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
             [

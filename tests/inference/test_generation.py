@@ -39,7 +39,7 @@ from optimus_jax.models.transformer import Pass
 from optimus_jax.run.api import train
 
 F32 = jnp.dtype(jnp.float32)
-SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 MODELS = {
     "gpt2": ModelConfig(
         family="gpt2",

@@ -1,6 +1,7 @@
 """What a pipelined step sends, computes and holds, counted in the compiled program.
 
-That it trains like one device is tested with all other plans (tests/test_equal_to_one_device.py).
+That it trains like one device is tested with all other plans
+(tests/training/test_equal_to_one_device.py).
 """
 
 import functools

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from helpers import free_port
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.planning.profiles import hardware
@@ -287,9 +287,7 @@ def test_processes_share_the_first_one_s_profile(tmp_path):
         assert first == second
         print(first.setting.digest, first.setting.num_hosts, first.probed.took_s)
     """)
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     environment = {
         **os.environ,
         "XLA_FLAGS": "",

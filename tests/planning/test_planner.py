@@ -18,7 +18,7 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 
-PLAN = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "plan.py")]
+PLAN = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "plan.py")]
 CONTRACT = {
     "rank",
     "axes",

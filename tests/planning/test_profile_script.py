@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROFILE = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "profile.py")]
+PROFILE = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "profile.py")]
 
 
 def profiled(*flags: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from test_distributed import free_port
+from helpers import free_port
 
 PROCESS = """
 import json, sys

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from viz.sample_run import PLAN, write_run
+from report.sample_run import PLAN, write_run
 
 from optimus_jax.config import Config
 from optimus_jax.config.aliases import ADVICE, ALIASES
@@ -38,7 +38,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.simulation.replay import recorded
 from optimus_jax.simulation.scenarios import Scenario, library
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 HERE = Topology(
     num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=2**34
 )

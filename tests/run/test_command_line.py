@@ -33,7 +33,7 @@ from optimus_jax.run import command_line
 from optimus_jax.run.command_line import INTERRUPTED, MISTAKE, NO_READER, Parser, run, settings
 from optimus_jax.system.resilient_io import reporting
 
-SCRIPTS = {path.stem: path for path in (Path(__file__).parents[1] / "scripts").glob("*.py")}
+SCRIPTS = {path.stem: path for path in (Path(__file__).parents[2] / "scripts").glob("*.py")}
 
 
 def module_of(script):

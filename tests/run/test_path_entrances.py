@@ -21,7 +21,7 @@ from optimus_jax.run.command_line import run
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.paths import path_argument
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 LITERAL = (
     "gs:/b/x",
     "hf://b/x",

@@ -15,7 +15,7 @@ from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 SCREEN_LINES, SCREEN_COLUMNS = 40, 120
 
 

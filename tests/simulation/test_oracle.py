@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from simulated import QUARTER, QUICK, SEARCHER, run, truth
 
 from optimus_jax.simulation.comparison import POLICIES, run_all, run_policy
 from optimus_jax.simulation.contenders import contenders
@@ -16,7 +17,6 @@ from optimus_jax.simulation.oracle import (
     shortest_path,
 )
 from optimus_jax.simulation.world import Place
-from tests.control.simulated import QUARTER, QUICK, SEARCHER, run, truth
 
 SLOW_FROM_8 = {"kind": "link", "link": "between", "factor": 0.05, "start_s": 8, "for_s": 400}
 LOST = {"kind": "lost", "devices": [11], "start_s": 40, "for_s": 60}

@@ -4,6 +4,7 @@ runs."""
 from dataclasses import replace
 
 import pytest
+from simulated import PRICING, SEARCHER, scenario, setup_of
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import signals
@@ -11,7 +12,6 @@ from optimus_jax.control.signals import Observation, Reading
 from optimus_jax.planning.search.search import search
 from optimus_jax.simulation.rivals import CostModelOnly, Greedy, Static, Threshold
 from optimus_jax.simulation.setup import default_plans
-from tests.control.simulated import PRICING, SEARCHER, scenario, setup_of
 
 SETUP = setup_of(scenario())
 OTHER = default_plans(PRICING, 16)[0]

@@ -6,11 +6,11 @@ import json
 import math
 
 import pytest
+from simulated import PRICING, scenario
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.simulation.scenarios import Scenario, library, read_scenario, scenario_named
 from optimus_jax.simulation.timeline import RAMP_LEVELS, Conditions, Timeline
-from tests.control.simulated import PRICING, scenario
 
 
 def timeline(*events, seed=0, began_s=None, num_devices=16):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulated import PRICING, Told, run, scenario, setup_of
 
 from optimus_jax.config.request import make_config
 from optimus_jax.errors import ConfigError, PlanError
@@ -23,7 +24,6 @@ from optimus_jax.simulation.comparison import LEAST_GAIN, Result, estimate, rows
 from optimus_jax.simulation.outcome import Moment, Outcome
 from optimus_jax.simulation.replay import recorded
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
-from tests.control.simulated import PRICING, Told, run, scenario, setup_of
 
 PLAN = default_plans(PRICING, 16)[0]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "simulate.py"

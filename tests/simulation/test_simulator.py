@@ -7,6 +7,18 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from simulated import (
+    CLUSTER,
+    EXACT,
+    PRICING,
+    QUARTER,
+    QUICK,
+    Told,
+    run,
+    scenario,
+    setup_of,
+    truth,
+)
 
 from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
 from optimus_jax.control.policy import Decision
@@ -20,18 +32,6 @@ from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL
 from optimus_jax.simulation.world import Place
-from tests.control.simulated import (
-    CLUSTER,
-    EXACT,
-    PRICING,
-    QUARTER,
-    QUICK,
-    Told,
-    run,
-    scenario,
-    setup_of,
-    truth,
-)
 
 BEST = search(PRICING, top=2).best
 START, SECOND = (candidate.plan for candidate in BEST)

@@ -12,7 +12,7 @@ from optimus_jax.errors import ConfigError
 from optimus_jax.system.cache import measurements_directory
 from optimus_jax.system.environment import check_dump_folder, check_xla_flags, import_jax, number_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_programs_that_cannot_be_written(monkeypatch, tmp_path):

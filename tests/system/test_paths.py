@@ -161,7 +161,7 @@ def test_directories_of_the_environment(monkeypatch, home):
 def test_every_extra_is_one_of_ours():
     import tomllib
 
-    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
     assert {scheme.extra for scheme in SCHEMES.values() if scheme.extra} <= set(extras)

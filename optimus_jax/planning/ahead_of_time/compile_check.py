@@ -99,11 +99,11 @@ def _check_possible(plan: Plan, cluster: Cluster) -> None:
     if name not in targets():
         raise PlanError(
             explain(
-                f"nothing is known of {name} that the compiler would have to know",
+                f"the compiler has no description of {name}",
                 given=f"--cluster {cluster}",
                 do=(
-                    f"compile for {' or '.join(targets())}, or add"
-                    f" optimus_jax/planning/targets/{name}.textproto"
+                    f"compile for {' or '.join(targets())}, or describe it in"
+                    f" {_TARGETS / name}.textproto"
                 ),
             )
         )
