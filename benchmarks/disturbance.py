@@ -359,10 +359,15 @@ def report(out: Path, picture: Path | None) -> None:
             ),
             float("nan"),
         )
+        restarts = (
+            f"restarts without steps for {' and '.join(map(str, row['restarts_s']))} s"
+            if row["restarts_s"]
+            else "none"
+        )
         print(
             f"| {row['disturbance']} | {row['contender']} | {row['total_s']} |"
             f" {row['total_s'] / stay - 1:+.0%} | {', '.join(map(seconds, phases(row)))} "
-            f"| {'; '.join(map(told, moves(row))) or ('restarts without steps for ' + ' and '.join(map(str, row['restarts_s'])) + ' s' if row['restarts_s'] else 'none')} |"
+            f"| {'; '.join(map(told, moves(row))) or restarts} |"
         )
     for row in rows:
         if row["contender"] == "auto":

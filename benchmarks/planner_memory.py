@@ -47,46 +47,57 @@ gpt2-xl      1024 4  fsdp=8                       zero=1 microbatches=4
 gpt2-xl      1024 4  fsdp=8                       zero=2 microbatches=2 remat=dots
 gpt2-xl      1024 16 fsdp=8                       microbatches=2 remat=full
 gpt2-xl      1024 2  pipe=4,data=2                microbatches=8
-gpt2-xl      1024 2  pipe=2,fsdp=4                microbatches=8 stage_residuals=recompute remat=full
+gpt2-xl      1024 2  pipe=2,fsdp=4                microbatches=8 stage_residuals=recompute \
+    remat=full
 gpt2-xl      1024 2  pipe=4,fsdp=2                microbatches=8 zero=1 schedule=interleaved
 gpt2-xl      1024 4  data=4,tensor=2              remat=selective rules=heads=none
 llama3-8b    8192 1  fsdp=8                       remat=full
 llama3-8b    2048 1  fsdp=8                       zero=1 microbatches=4 remat=full
 llama3-8b    4096 2  tensor=8
 llama3-8b    4096 2  fsdp=4,tensor=2              remat=dots
-llama3-8b    4096 1  pipe=2,fsdp=2,tensor=2       microbatches=8 zero=2 stage_residuals=recompute remat=full
-llama3-8b    4096 1  pipe=2,tensor=4              microbatches=8 schedule=interleaved repeats=4 stage_residuals=recompute remat=full
+llama3-8b    4096 1  pipe=2,fsdp=2,tensor=2       microbatches=8 zero=2 stage_residuals=recompute \
+    remat=full
+llama3-8b    4096 1  pipe=2,tensor=4              microbatches=8 schedule=interleaved repeats=4 \
+    stage_residuals=recompute remat=full
 llama3-8b    2048 2  fsdp=2,tensor=4              zero=1 microbatches=4 remat=selective
 llama3.3-70b 4096 1  fsdp=8                       remat=full
-llama3.3-70b 4096 1  pipe=2,tensor=4              microbatches=4 stage_residuals=recompute remat=full
+llama3.3-70b 4096 1  pipe=2,tensor=4              microbatches=4 stage_residuals=recompute \
+    remat=full
 gpt2-xl      1024 4  data=64                      remat=selective
 gpt2-xl      1024 8  fsdp=64
 gpt2-xl      1024 4  data=8,fsdp=8                zero=2 microbatches=4 remat=full
-gpt2-xl      1024 1  pipe=8,data=8                microbatches=32 schedule=gpipe stage_residuals=recompute
+gpt2-xl      1024 1  pipe=8,data=8                microbatches=32 schedule=gpipe \
+    stage_residuals=recompute
 gpt2-xl      1024 2  pipe=8,data=8                microbatches=16 remat=selective
-gpt2-xl      1024 2  pipe=4,data=16               microbatches=8 schedule=interleaved repeats=4 remat=dots
+gpt2-xl      1024 2  pipe=4,data=16               microbatches=8 schedule=interleaved repeats=4 \
+    remat=dots
 llama3-8b    8192 1  fsdp=64
 llama3-8b    4096 2  data=8,fsdp=8                microbatches=2 remat=selective
 llama3-8b    4096 2  data=8,tensor=8              microbatches=2
 llama3-8b    4096 1  pipe=4,data=8,tensor=2       microbatches=16 remat=selective
 llama3-8b    2048 1  pipe=8,fsdp=8                microbatches=16 zero=1 remat=dots
 llama3-8b    4096 2  data=4,fsdp=4,tensor=4       zero=2 remat=full
-llama3-8b    2048 1  pipe=4,data=16               microbatches=8 schedule=gpipe stage_residuals=recompute
+llama3-8b    2048 1  pipe=4,data=16               microbatches=8 schedule=gpipe \
+    stage_residuals=recompute
 llama3.3-70b 4096 2  fsdp=8,tensor=8              remat=selective
-llama3.3-70b 4096 1  pipe=4,fsdp=4,tensor=4       microbatches=16 stage_residuals=recompute remat=full
+llama3.3-70b 4096 1  pipe=4,fsdp=4,tensor=4       microbatches=16 stage_residuals=recompute \
+    remat=full
 llama3.3-70b 4096 1  pipe=8,tensor=8              microbatches=16 schedule=interleaved
 gpt2-xl      1024 2  data=256
 gpt2-xl      1024 8  data=32,fsdp=8               remat=selective
-gpt2-xl      1024 2  pipe=16,data=16              microbatches=32 stage_residuals=recompute remat=full
+gpt2-xl      1024 2  pipe=16,data=16              microbatches=32 stage_residuals=recompute \
+    remat=full
 gpt2-xl      1024 2  pipe=8,data=8,fsdp=4         microbatches=16 schedule=interleaved
 llama3-8b    4096 1  data=32,fsdp=8
 llama3-8b    4096 4  fsdp=64,tensor=4             remat=selective
 llama3-8b    4096 1  pipe=8,data=16,tensor=2      microbatches=32 schedule=interleaved
-llama3-8b    4096 1  pipe=2,data=4,fsdp=32        microbatches=8 stage_residuals=recompute remat=dots
+llama3-8b    4096 1  pipe=2,data=4,fsdp=32        microbatches=8 stage_residuals=recompute \
+    remat=dots
 llama3.3-70b 4096 1  fsdp=256
 llama3.3-70b 4096 1  data=4,fsdp=8,tensor=8       remat=dots
 llama3.3-70b 4096 1  pipe=8,data=4,tensor=8       microbatches=32
-llama3.3-70b 4096 1  pipe=16,fsdp=2,tensor=8      microbatches=32 zero=1 stage_residuals=recompute remat=full
+llama3.3-70b 4096 1  pipe=16,fsdp=2,tensor=8      microbatches=32 zero=1 \
+    stage_residuals=recompute remat=full
 llama3.3-70b 4096 1  pipe=4,data=2,fsdp=4,tensor=8 microbatches=16 zero=2 schedule=gpipe remat=full
 """
 FRESH = """
@@ -98,16 +109,19 @@ llama3.2-1b  8192 2  data=8                       remat=full
 llama3.2-1b  4096 4  fsdp=2,tensor=4              zero=3 remat=selective
 llama3-8b    4096 1  fsdp=8                       remat=full
 llama3-8b    8192 1  pipe=4,tensor=8              microbatches=8 remat=full
-llama3-8b    4096 1  pipe=2,fsdp=4                microbatches=8 schedule=interleaved repeats=2 remat=selective
+llama3-8b    4096 1  pipe=2,fsdp=4                microbatches=8 schedule=interleaved repeats=2 \
+    remat=selective
 llama3-8b    2048 3  fsdp=16                      microbatches=2 remat=dots
 llama3-8b    4096 1  pipe=8,data=4                microbatches=8 send_slack=true remat=selective
 llama3.3-70b 8192 1  fsdp=32,tensor=8             remat=full
 llama3.3-70b 2048 1  pipe=16,fsdp=8               microbatches=32 remat=full
-llama3.3-70b 4096 1  pipe=8,fsdp=4,tensor=4       zero=1 microbatches=16 schedule=interleaved stage_residuals=recompute remat=selective
+llama3.3-70b 4096 1  pipe=8,fsdp=4,tensor=4       zero=1 microbatches=16 schedule=interleaved \
+    stage_residuals=recompute remat=selective
 llama3.3-70b 4096 1  data=8,fsdp=32               microbatches=2 remat=full
 gpt2-xl      1024 4  pipe=8,fsdp=8                microbatches=8 zero=2 schedule=gpipe remat=dots
 gpt2-xl      1024 4  fsdp=64                      microbatches=4 remat=selective
-llama3-8b    4096 1  data=4,tensor=4              zero=0 microbatches=4 rules=mlp=none remat=selective
+llama3-8b    4096 1  data=4,tensor=4              zero=0 microbatches=4 rules=mlp=none \
+    remat=selective
 """
 CAPACITIES = {"A100 40 GB": 40e9, "H100 80 GB": 80e9, "H200 141 GB": 141e9}
 """Of which each figure is asked whether it fits; the first and last to have more plans near the

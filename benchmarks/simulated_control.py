@@ -260,7 +260,8 @@ def lines(name: str, scenario: str, found: Sequence[Row]) -> list[str]:
     text = [
         f"{name}, {scenario}: {'; '.join(verdicts(scenario, auto, oracle)) or 'no target'}",
         (
-            f"    {'':20}{'time, s':>26}{'below default':>24}{'of oracle gain':>22}{'over best static':>24}{'switches':>10}{'most':>6}{'back':>6}{'restarts':>10}"
+            f"    {'':20}{'time, s':>26}{'below default':>24}{'of oracle gain':>22}"
+            f"{'over best static':>24}{'switches':>10}{'most':>6}{'back':>6}{'restarts':>10}"
         ),
     ]
     for row in found:
@@ -271,7 +272,8 @@ def lines(name: str, scenario: str, found: Sequence[Row]) -> list[str]:
             _cell(row.regret, "{:+.1%}"),
         ]
         text.append(
-            f"    {row.method:20}{cells[0]:>26}{cells[1]:>24}{cells[2]:>22}{cells[3]:>24}{row.switches:>10.1f}{row.most_switches:>6}{row.rollbacks:>6.1f}{row.restarts:>10.1f}"
+            f"    {row.method:20}{cells[0]:>26}{cells[1]:>24}{cells[2]:>22}{cells[3]:>24}"
+            f"{row.switches:>10.1f}{row.most_switches:>6}{row.rollbacks:>6.1f}{row.restarts:>10.1f}"
         )
     return text
 

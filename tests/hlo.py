@@ -29,11 +29,12 @@ ITEM_BYTES = {
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _COLLECTIVE = re.compile(
     r" = (?P<type>.*?)"
-    r" (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)\("
+    r" (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-(?:permute|broadcast))\("
 )
 _ARRAY = re.compile(r"\b(" + "|".join(ITEM_BYTES) + r")\[([\d,]*)\]")
 _CALLED = re.compile(
-    r"(?:body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
+    r"(?:body|condition|calls|to_apply|(?:branch|true|false)_computations?)="
+    r"(\{[^}]*\}|%?[\w.-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 

@@ -627,20 +627,24 @@ jax.distributed.initialize(address, 2, process)
 mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
 rows, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
 values = lambda step: np.random.default_rng(step).standard_normal((64, 1024)).astype(np.float32)
-place = lambda step: {"rows": jax.make_array_from_callback((64, 1024), rows, lambda i: values(step)[i]),
-                      "step": jax.make_array_from_callback((), whole, lambda i: np.int32(step))}
+placed = jax.make_array_from_callback
+place = lambda step: {"rows": placed((64, 1024), rows, lambda i: values(step)[i]),
+                      "step": placed((), whole, lambda i: np.int32(step))}
 warned = []
 checkpoints = Checkpoints(directory, CheckpointConfig(), warn=warned.append)
 for step in (1, 2):
     checkpoints.save(step, place(step), {"step": step})
 checkpoints.wait()
 if process == 0:  # damage rows that only process 1 will read
-    file = max((directory / "2" / "state" / "ocdbt.process_1" / "d").iterdir(), key=lambda file: file.stat().st_size)
+    files = (directory / "2" / "state" / "ocdbt.process_1" / "d").iterdir()
+    file = max(files, key=lambda file: file.stat().st_size)
     file.write_bytes(file.read_bytes()[:100])
 multihost_utils.sync_global_devices("damaged")
-target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), place(0))
+shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+target = jax.tree.map(shape, place(0))
 restored = checkpoints.restore(target)
-assert (restored.step, restored.metadata) == (1, {"step": 1}) and "step 2 is damaged" in warned[0], warned
+assert (restored.step, restored.metadata) == (1, {"step": 1})
+assert "step 2 is damaged" in warned[0], warned
 assert int(restored.state["step"]) == 1
 for shard in restored.state["rows"].addressable_shards:
     assert (np.asarray(shard.data) == values(1)[shard.index]).all()

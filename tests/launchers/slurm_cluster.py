@@ -74,7 +74,8 @@ SlurmdParameters=config_overrides
 {nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20 OverSubscribe=EXCLUSIVE
+PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 \
+    PreemptMode=REQUEUE GraceTime=20 OverSubscribe=EXCLUSIVE
 PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 

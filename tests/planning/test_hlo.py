@@ -119,7 +119,8 @@ GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %async_computation (param_0.1: f32[16,4]) -> f32[4,4] {
   %param_0.1 = f32[16,4]{1,0} parameter(0)
-  ROOT %reduce_scatter.1 = f32[4,4]{1,0} reduce-scatter(%param_0.1), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+  ROOT %reduce_scatter.1 = f32[4,4]{1,0} reduce-scatter(%param_0.1), channel_id=1, \
+replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
 }
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -130,9 +131,11 @@ GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 ENTRY %main (x: f32[4,4]) -> f32[4,4] {
   %x = f32[4,4]{1,0} parameter(0)
-  %send.1 = (f32[4,4]{1,0}, f32[4,4]{1,0}) collective-permute-start(%x), source_target_pairs={{0,4},{4,0}}, metadata={op_name="step/ppermute"}
+  %send.1 = (f32[4,4]{1,0}, f32[4,4]{1,0}) collective-permute-start(%x), \
+source_target_pairs={{0,4},{4,0}}, metadata={op_name="step/ppermute"}
   %near = f32[4,4]{1,0} fusion(%x), kind=kLoop, calls=%add
-  %gather.1 = (f32[4,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%near), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+  %gather.1 = (f32[4,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%near), \
+replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
   %gather.2 = f32[16,4]{1,0} all-gather-done(%gather.1)
   %between = f32[4,4]{1,0} fusion(%near), kind=kLoop, calls=%add
   %arrived = f32[4,4]{1,0} collective-permute-done(%send.1)

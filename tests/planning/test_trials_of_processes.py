@@ -33,8 +33,12 @@ tried = []
 
 def known_devices(topology):
     link = Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
-    rates = Rates(accelerator="cpu", source="made up", matmul_flops_per_s=5e10, f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
-    return LocalCluster(cluster=replace(Cluster.of(topology), inside=link), rates=rates, records=Path(run_dir).parent / "records.jsonl")
+    rates = Rates(
+        accelerator="cpu", source="made up", matmul_flops_per_s=5e10,
+        f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
+    cluster = replace(Cluster.of(topology), inside=link)
+    records = Path(run_dir).parent / "records.jsonl"
+    return LocalCluster(cluster=cluster, rates=rates, records=records)
 
 
 def trial(config, plan, **more):
@@ -52,8 +56,11 @@ def measured(ranked, run, *, num_steps, **more):
 api.known_devices, first_plan.run_trial, first_plan.measure = known_devices, trial, measured
 plan = None
 try:
-    plan = optimus_jax.train("gpt2-nano", data=text, run_dir=run_dir, coordinator=address, num_processes=2, process_id=int(number), steps=2, global_batch=8, seq_len=32,
-                             eval_every=0, progress="none", **{"model.num_layers": 2}).plan.digest
+    plan = optimus_jax.train(
+        "gpt2-nano", data=text, run_dir=run_dir,
+        coordinator=address, num_processes=2, process_id=int(number),
+        steps=2, global_batch=8, seq_len=32, eval_every=0, progress="none",
+        **{"model.num_layers": 2}).plan.digest
 except PlanError as error:
     print(error, file=sys.stderr)
 print(json.dumps([tried, plan]))

@@ -26,11 +26,14 @@ needs_browser = pytest.mark.skipif(
 DARK, LIGHT = (f"--blink-settings=preferredColorScheme={number}" for number in (0, 1))
 PROBE = """<script>
 const box = element => element.getBoundingClientRect();
-const seen = element => element.checkVisibility({opacityProperty: true, visibilityProperty: true}) && box(element).height > 8 && box(element).width > 8;
+const visible = {opacityProperty: true, visibilityProperty: true};
+const seen = element =>
+  element.checkVisibility(visible) && box(element).height > 8 && box(element).width > 8;
 const said = document.createElement("pre");
 said.id = "probe";
 said.textContent = JSON.stringify({
-  figures: [...document.querySelectorAll("svg")].map(svg => [seen(svg), box(svg).width, box(svg).height]),
+  figures: [...document.querySelectorAll("svg")].map(
+    svg => [seen(svg), box(svg).width, box(svg).height]),
   lines: [...document.querySelectorAll("svg path")].filter(path => box(path).width > 100).length,
   why: [...document.querySelectorAll("#last .why")].filter(seen).map(part => part.textContent),
   fits: document.documentElement.scrollWidth <= window.innerWidth,
