@@ -19,8 +19,8 @@ def main() -> None:
     parser.add_argument("--mesh", default="fsdp=8")
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 48])
     args = parser.parse_args()
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.mesh.axes import AxisSizes
 
     axes = AxisSizes.parse(args.mesh)
     use_cpu_devices(axes.num_devices)
@@ -43,7 +43,7 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
     import jax.numpy as jnp
 
     from optimus_jax.config import Config, DataConfig, ModelConfig
-    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.mesh.build import build_mesh, discover
     from optimus_jax.planning.search.assemble import plan_for
     from optimus_jax.training.state import abstract_state, planned_shapes

@@ -43,12 +43,12 @@ STEPS, WARMUP = 10, 2
 def measure(mesh: str, settings: dict[str, str]) -> dict:
     """Run STEPS steps under one mesh in this process."""
     started = time.perf_counter()
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.devices.cpu import (
         restart_with_huge_pages,
         return_freed_memory,
         use_cpu_devices,
     )
-    from optimus_jax.mesh.axes import AxisSizes
 
     restart_with_huge_pages()
     axes = AxisSizes.parse(mesh)

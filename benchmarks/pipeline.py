@@ -52,7 +52,7 @@ def built(
     import jax.numpy as jnp
 
     from optimus_jax.config import Config, DataConfig, ModelConfig
-    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.mesh.build import build_mesh, discover
     from optimus_jax.planning.search.assemble import plan_for
     from optimus_jax.training.state import planned_shapes

@@ -61,7 +61,7 @@ def config_of(settings: dict):
 
 
 def plan_of(config):
-    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.search.assemble import plan_for
 

@@ -16,7 +16,7 @@ import numpy as np
 from helpers import ADAM_EPSILON, fitted
 
 from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.plan import Plan

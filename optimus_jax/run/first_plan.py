@@ -14,11 +14,11 @@ import jax
 from optimus_jax.checkpoint.checkpoints import Saved
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import SHORT_NAMES
 from optimus_jax.control.journal import plan_to_resume
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import estimate_memory

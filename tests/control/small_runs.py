@@ -15,11 +15,11 @@ from moves import compiled_quickly
 
 import optimus_jax
 from optimus_jax.config import CheckpointConfig, ControlConfig, DistributedConfig, LogConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly, executables
 from optimus_jax.control.deciding.candidates import search_now
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.local_cluster import LocalCluster

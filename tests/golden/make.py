@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import Config, DataConfig, OptimizerConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.planning.search.assemble import plan_for

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import gpt2, llama3_2_1b
 from optimus_jax.errors import CheckpointError, ConfigError
-from optimus_jax.mesh.axes import BATCH, VOCAB, AxisSizes
+from optimus_jax.mesh.axes import BATCH, VOCAB
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import put_batch

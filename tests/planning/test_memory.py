@@ -11,8 +11,8 @@ import pytest
 from helpers import MEMORY_ESTIMATE
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from optimus_jax.config import AttentionKernel, Config, ModelConfig, Precision, RematPolicy
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.activations import kept_bytes, kept_once_bytes

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.policy import Rung
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import term_times
 from optimus_jax.planning.profiles.cluster import Cluster

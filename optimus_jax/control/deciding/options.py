@@ -7,6 +7,7 @@ out, also all with it, as if it had recovered.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.deciding.candidates import (
     Searches,
     executables,
@@ -21,7 +22,6 @@ from optimus_jax.control.deciding.left_out import LeftOut
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.search.search import Pricing

@@ -20,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from optimus_jax.config import Config
-from optimus_jax.mesh.axes import MESH_AXES
+from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.hlo import Program as Compiled

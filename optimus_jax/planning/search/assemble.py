@@ -8,9 +8,10 @@ import dataclasses
 import math
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload, Precision, RematPolicy
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.devices.accelerators import AMPERE
 from optimus_jax.errors import PlanError, explain, nearest
-from optimus_jax.mesh.axes import VOCAB, AxisSizes
+from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.rules import Rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel

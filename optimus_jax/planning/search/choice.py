@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes, check_devices
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes, check_devices
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory

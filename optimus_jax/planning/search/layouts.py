@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes, check_devices
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes, check_devices
 from optimus_jax.mesh.rules import Rules, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import EMBED, HEADS, MESH_AXES, MLP, AxisSizes
+from optimus_jax.mesh.axes import EMBED, HEADS, MLP
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.tables import SCHEDULES
 from optimus_jax.plan import Plan
