@@ -235,7 +235,7 @@ def _train(
                         f" there; {choice.why}"
                     ),
                 )
-            check_allowed(config.controller.allow, topology.num_devices)
+            check_allowed(config.controller.allowed_axes, topology.num_devices)
             plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
             display = unfailing(
                 make_display(config.log, config.steps, show=is_writer()), "the display"
@@ -288,7 +288,7 @@ def _train(
                 process=launch.process_id,
                 num_processes=launch.num_processes,
             )
-        if not resume and config.parallel.mesh == "auto":
+        if not resume and config.parallel.axes is None:
             choice = fastest_tried(now, topology, choice, here, run, display)
         outcome, plan = run_program(
             config,
@@ -455,7 +455,7 @@ def _here(config: Config, topology: Topology) -> LocalCluster | None:
     """How fast the devices are, where the run needs to know; None: it does not, or the planner goes
     by a simple rule.
     """
-    if config.control == "off" and config.parallel.mesh != "auto":
+    if config.control == "off" and config.parallel.axes is not None:
         return None
     here = known_devices(topology)
     if here is None and config.control != "off":

@@ -14,7 +14,6 @@ import jax
 from optimus_jax.checkpoint.checkpoints import Saved
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import Config
-from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import SHORT_NAMES
 from optimus_jax.control.journal import plan_to_resume
@@ -38,23 +37,9 @@ def on_what_is_there(config: Config, topology: Topology) -> Config:
     """The config of a run that goes on, its layout left to the planner if the mesh that it names is
     for another number of devices.
     """
-    if (
-        config.parallel.mesh == "auto"
-        or AxisSizes.parse(config.parallel.mesh).num_devices == topology.num_devices
-    ):
-        return config
-    return replace(
-        config,
-        parallel=replace(
-            config.parallel,
-            mesh="auto",
-            microbatches=None,
-            schedule="auto",
-            repeats=None,
-            layers_per_stage=(),
-            zero=None,
-        ),
-    )
+    axes = config.parallel.axes
+    is_for_them = axes is None or axes.num_devices == topology.num_devices
+    return config if is_for_them else config.with_open_layout()
 
 
 def is_same_layout(asked: Config, run_dir: str | Path) -> bool:

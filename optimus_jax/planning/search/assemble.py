@@ -43,8 +43,6 @@ MICROBATCHES_PER_STAGE = 4
 def check_words(config: Config, topology: Topology) -> None:
     """Raise PlanError for a setting that cannot be read, or cannot be had whatever the layout
     is."""
-    if config.parallel.mesh != "auto":
-        AxisSizes.parse(config.parallel.mesh)
     make_rules(config.model, config.parallel.rules)
     _check_schedule_name(config.parallel.schedule)
     if config.parallel.schedule.endswith(TABLE_SUFFIX):

@@ -241,4 +241,5 @@ def _legal(config: Config, topology: Topology) -> Plan | None:
 
 
 def _plan(config: Config, topology: Topology) -> Plan:
-    return plan_for(config, AxisSizes.parse(config.parallel.mesh), topology)
+    assert config.parallel.axes is not None, "each of reference_settings names its mesh"
+    return plan_for(config, config.parallel.axes, topology)
