@@ -1,19 +1,12 @@
 """Go on with a text by a trained model.
 
-`python scripts/generate.py --run runs/NAME --prompt "def main("`
+`optimus generate --run runs/NAME --prompt "def main("`
 """
 
-import os
 import sys
-
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import, and jax with them.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
-
 from collections.abc import Iterator
 
-from optimus_jax.run.command_line import Parser, run
+from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
 
 WORDS = {
@@ -122,7 +115,3 @@ def main() -> None:
     )
     note(f"{model.config.name} after step {model.step}")
     show(given["prompt"], pieces)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

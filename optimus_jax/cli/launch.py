@@ -1,21 +1,14 @@
-"""Run a script as several processes on this machine.
+"""Run a script or a command as several processes on this machine.
 
-`python scripts/launch.py --processes 2 --cpu-devices 4 -- train.py --model gpt2-nano`
+`optimus launch --processes 2 --cpu-devices 4 -- train --model gpt2-nano`
 """
 
 import math
-import os
 import sys
-
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
-
 from argparse import REMAINDER
-from pathlib import Path
 from typing import Any
 
+from optimus_jax.cli.main import COMMANDS
 from optimus_jax.cluster.local_launch import run_processes
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.run.command_line import MISTAKE, Parser
@@ -30,7 +23,7 @@ WORDS = {"processes": "nproc_per_node nproc num_processes n np num_procs"}
 def parser() -> Parser:
     """Every flag; what is started stands after `--`."""
     flags = Parser(
-        usage="launch.py --processes N [flags] -- SCRIPT [flags of the script]",
+        usage="%(prog)s --processes N [flags] -- SCRIPT [flags of the script]",
         words=WORDS,
         description=(
             "Run a Python script as several processes of one run on this machine. Ends when all"
@@ -54,7 +47,7 @@ def parser() -> Parser:
         metavar="S",
         help="seconds the others may take to end when one has failed (default: 20)",
     )
-    flags.add_argument("script", metavar="SCRIPT", help="a path, or the name of one of scripts/")
+    flags.add_argument("script", metavar="SCRIPT", help="a path, or a command such as train")
     flags.add_argument("arguments", nargs=REMAINDER, metavar="...", help="its flags")
     return flags
 
@@ -70,21 +63,20 @@ def command(given: dict[str, Any]) -> list[str]:
             )
         )
     path = local_path(given["script"], what="SCRIPT")
-    places = [path, Path(folder) / path]
-    script = next((path for path in places if path.is_file()), None)
-    if script is None:
+    if path.is_file():
+        program = [str(path)]
+    elif path.stem in COMMANDS and str(path) in (path.stem, f"{path.stem}.py"):
+        program = ["-P", "-m", "optimus_jax", path.stem]
+    else:
         raise ConfigError(
             explain(
                 "there is no such script",
                 given=given["script"],
-                do=(
-                    "give a path, or one of:"
-                    f" {', '.join(sorted(path.name for path in Path(folder).glob('*.py')))}"
-                ),
+                do=f"give a path, or one of: {', '.join(COMMANDS)}",
             )
         )
     devices = [] if given["cpu_devices"] is None else ["--cpu-devices", str(given["cpu_devices"])]
-    return [sys.executable, str(script), *given["arguments"], *devices]
+    return [sys.executable, *program, *given["arguments"], *devices]
 
 
 def main() -> int:
@@ -98,7 +90,3 @@ def main() -> int:
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,17 @@
 """Rank the layouts of a model on a cluster.
 
-`python scripts/plan.py --model llama3-8b --cluster h100:8x8`
+`optimus plan --model llama3-8b --cluster h100:8x8`
 """
 
-import os
-import sys
-
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import, and jax with them.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
-
 import json
+import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from optimus_jax.config.presets import PRESETS
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.run.command_line import Parser, run, settings
+from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
 
 if TYPE_CHECKING:
@@ -488,7 +481,3 @@ def main() -> None:
             f"of the {found.num_priced} legal layouts, those slower than the plans above were not"
             " asked whether they fit"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -1,20 +1,12 @@
 """What a model and a data set consist of.
 
-`python scripts/profile.py --model llama3-8b --data 'corpus/*.txt'`
+`optimus profile --model llama3-8b --data 'corpus/*.txt'`
 """
-
-import os
-import sys
-
-# Python puts the folder of a script first on the path, where this file and tokenize.py would take
-# the place of the standard modules `profile` and `tokenize`.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
 
 import json
 
 from optimus_jax.config.presets import PRESETS
-from optimus_jax.run.command_line import Parser, run, settings
+from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
 
 
@@ -87,7 +79,3 @@ def main() -> None:
         print(f"\n{data.describe()}", end="")
         for warning in data.warnings(global_batch=config.data.global_batch, steps=config.steps):
             print(f"note: {warning}")
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

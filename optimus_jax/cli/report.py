@@ -1,22 +1,15 @@
 """Write one HTML page about a run, ended or under way.
 
-`python scripts/report.py runs/gpt2-nano-20260801-120000`
+`optimus report runs/gpt2-nano-20260801-120000`
 """
 
 import os
 import sys
-
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import, and matplotlib with
-# them.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
-
 from pathlib import Path
 
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.report.run_report import run_report
-from optimus_jax.run.command_line import Parser, run
+from optimus_jax.run.command_line import Parser
 from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.system.paths import local_path, user_path
 
@@ -85,7 +78,3 @@ def main() -> None:
     out = home / PAGE if given["out"] is None else local_path(given["out"], what="--out")
     write_page(run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=note), out)
     print(f"wrote {out}")
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -1,16 +1,7 @@
 """Show a pipeline schedule, and write its table.
 
-`python scripts/schedule.py --schedule 1f1b --stages 4 --microbatches 8`
+`optimus schedule --schedule 1f1b --stages 4 --microbatches 8`
 """
-
-import os
-import sys
-
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import, and matplotlib with
-# them.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
 
 from argparse import SUPPRESS
 from pathlib import Path
@@ -20,7 +11,7 @@ from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.chart import picture, text
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES, make_schedule
-from optimus_jax.run.command_line import Parser, run
+from optimus_jax.run.command_line import Parser
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.environment import import_jax
 from optimus_jax.system.paths import local_path
@@ -166,7 +157,3 @@ def main() -> None:
         write_table(schedule, local_path(given["json"], what="--json"))
     if "picture" in given:
         draw(schedule, local_path(given["picture"], what="--picture"))
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

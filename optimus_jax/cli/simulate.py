@@ -1,23 +1,17 @@
 """Try the controller on a simulated cluster.
 
-`python scripts/simulate.py --scenario link-quarter --cluster h100:8x8 --model gpt2-xl`
+`optimus simulate --scenario link-quarter --cluster h100:8x8 --model gpt2-xl`
 """
 
+import json
 import os
 import sys
-
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import, and jax with them.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
-
-import json
 from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
 from optimus_jax.config.presets import PRESETS
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.run.command_line import Parser, run, settings
+from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
 
 if TYPE_CHECKING:
@@ -358,7 +352,3 @@ def main() -> None:
     show(given, setup, rows(runs))
     if given["events"]:
         show_events(runs[0])
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -1,13 +1,6 @@
 """Tokenize text files into one .bin file, to train on without tokenizing again."""
 
-import os
 import sys
-
-# Python puts the folder of a script first on the path, and there this file would take the place of
-# the standard module `tokenize`, which inspect and linecache import, and jax with them.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
-
 from argparse import ArgumentDefaultsHelpFormatter
 
 from optimus_jax.config.data import BYTES
@@ -16,7 +9,7 @@ from optimus_jax.data.sources import read_documents
 from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
 from optimus_jax.data.tokens import write_token_file
 from optimus_jax.errors import DataError
-from optimus_jax.run.command_line import Parser, run
+from optimus_jax.run.command_line import Parser
 from optimus_jax.system.paths import local_path
 
 FLAGS = {
@@ -100,7 +93,3 @@ def main() -> None:
         print(f"documents end with {tokenizer.end}")
     for note in (*left_out.notes(), *tokenizer.notes):
         print(f"note: {note}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

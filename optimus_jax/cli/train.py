@@ -1,16 +1,17 @@
 """Train a model.
 
-`python scripts/train.py --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=4`
+`optimus train --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=4`
 """
 
 import os
 import sys
+import traceback
+from argparse import SUPPRESS
+from typing import Literal, NoReturn
 
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import, and jax with them.
-if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
-    sys.path.remove(folder)
-
+from optimus_jax.config import Config
+from optimus_jax.config.presets import PRESETS
+from optimus_jax.errors import FaultError, OptimusError
 from optimus_jax.faults.stopping import (
     EXIT_BROKEN,
     EXIT_INTERRUPT,
@@ -20,28 +21,16 @@ from optimus_jax.faults.stopping import (
     Terminated,
     end_when_asked,
     exit_code_of,
-    exit_when_asked,
     raise_when_asked,
 )
+from optimus_jax.run.command_line import NO_READER, Parser, settings
+from optimus_jax.system.environment import import_jax, show_every_character
 from optimus_jax.system.resilient_io import (
     flush_with_timeout,
     open_closed_streams,
     patient,
     reporting,
 )
-
-if __name__ == "__main__":
-    exit_when_asked()
-
-import traceback
-from argparse import SUPPRESS
-from typing import Literal, NoReturn
-
-from optimus_jax.config import Config
-from optimus_jax.config.presets import PRESETS
-from optimus_jax.errors import FaultError, OptimusError
-from optimus_jax.run.command_line import NO_READER, Parser, settings
-from optimus_jax.system.environment import import_jax, show_every_character
 
 RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
 
@@ -51,7 +40,7 @@ def parser() -> Parser:
     default = Config()
     flags = Parser(
         usage=(
-            "train.py --model NAME | --config FILE [flags]   or   train.py --run-dir DIR --resume"
+            "%(prog)s --model NAME | --config FILE [flags]   or   %(prog)s --run-dir DIR --resume"
             " [flags]"
         ),
         description="Train a GPT or Llama on any data x fsdp x tensor x pipe mesh.",
@@ -275,7 +264,3 @@ def end_now(text: str, code: int) -> NoReturn:
     """
     flush_with_timeout(f"\n{text}\n", after=(sys.stdout, sys.stderr))
     os._exit(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
