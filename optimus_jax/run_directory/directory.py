@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
-from optimus_jax.run_directory.events import EVENTS, EventName
+from optimus_jax.run_directory.contents import EVENTS, EventName
 from optimus_jax.run_directory.files import (
     append,
     complete_lines,

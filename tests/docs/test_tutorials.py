@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.events import COMMON, EVENTS
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -166,8 +166,11 @@ def test_no_step_is_lost_or_done_twice(folder_of):
     assert len({record["plan"] for record in records}) == 2
 
 
-def test_logs_hold_the_fields_that_the_reference_describes(folder_of):
-    run = RunDirectory(folder_of("stop_move_resume") / "runs/a")
+@pytest.mark.parametrize("name", ["watch_a_run", "stop_move_resume", "several_hosts"])
+def test_runs_hold_what_the_reference_describes(name, folder_of):
+    (path,) = (folder_of(name) / "runs").iterdir()
+    run = RunDirectory(path)
+    assert {each.name for each in path.iterdir()} <= set(FILES)
     for event in run.events():
         assert set(event) <= {*COMMON, *EVENTS[event["event"]].fields}
 

@@ -1,8 +1,8 @@
-"""The events of `events.jsonl` and their fields.
+"""What a run directory holds: its files, and the events of `events.jsonl` with their fields.
 
-`RunDirectory.log_event` takes these names only, and the reference page about the run directory is
-made from this table. `tests/run_directory/test_events.py` compares it with every call that writes
-an event.
+The reference page about the run directory is made from these tables, and `RunDirectory.log_event`
+takes only the events named here. `tests/run_directory/test_contents.py` compares them with every
+call that writes an event.
 """
 
 from collections.abc import Mapping
@@ -23,6 +23,24 @@ EventName = Literal[
     "fault",
     "end",
 ]
+
+FILES: Mapping[str, str] = {
+    "config.json": "Settings of the run, and the values that it chose for open ones.",
+    "plan.json": "The plan in use.",
+    "metrics.jsonl": "A line for each step.",
+    "metrics.abandoned.jsonl": "Lines of steps that were done again after an older checkpoint.",
+    "events.jsonl": "A line for each event.",
+    "checkpoints": "States of the run, by step; `damaged` and `abandoned` ones in folders apart.",
+    "tokenizer.json": "Copy of the tokenizer; missing if tokens are bytes.",
+    "tokenizer_config.json": "Names the tokenizer's special tokens.",
+    "lock": "Held by the process that writes.",
+    "progress": "Heartbeats of the processes.",
+    "faults": "Faults that each process has noticed (faults/fault_log.py).",
+    "switches.jsonl": "Journal of switches between plans (control/journal.py).",
+    "tensorboard": "The metrics for TensorBoard, if it is on.",
+    "report.html": "Page written by scripts/report.py.",
+}
+"""Files and folders; most appear only when there is something to write."""
 
 
 @dataclass(frozen=True)
