@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.faults import stopping
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES
 from optimus_jax.run_directory.step_record import StepRecord

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.config.request import dotted, make_config
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
@@ -71,20 +71,23 @@ def show_mesh(mesh: str, *, model: str, cluster: str | None = None, **overrides:
     Raises:
       OptimusError: a name is unknown, or the model cannot be laid out like this.
     """
-    if mesh == "auto":
+    settings = dotted({"mesh": mesh, **overrides})
+    described = None if cluster is None else Cluster.parse(cluster)
+    config = (
+        make_config(model, settings)
+        if described is None
+        else config_for(model, described, settings)
+    )
+    axes = config.parallel.axes
+    if axes is None:
         raise ConfigError(
             explain(
                 "show_mesh shows a mesh that you choose",
-                given="mesh='auto'",
+                given=f"mesh={mesh!r}",
                 do="give sizes, such as data=2,fsdp=4; optimus_jax.find_plans chooses",
             )
         )
-    axes, settings = AxisSizes.parse(mesh), dotted({"mesh": mesh, **overrides})
-    if cluster is None:
-        config, topology = make_config(model, settings), _topology_of(axes)
-    else:
-        described = Cluster.parse(cluster)
-        config, topology = config_for(model, described, settings), described.topology()
+    topology = _topology_of(axes) if described is None else described.topology()
     plan = plan_for(config, axes, topology)
     plan.validate(config.model, global_batch=config.data.global_batch)
     if topology.num_devices != axes.num_devices:

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 import optimus_jax
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.errors import OptimusError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.viz.layouts import placed_model
