@@ -2,11 +2,11 @@
 each rested on.
 """
 
+from optimus_jax.report.components import AT, MOST_ROWS, badge, moment, newest, plan_name
+from optimus_jax.report.formatting import UNKNOWN, anything, count, duration, figure, share
 from optimus_jax.report.page import Html, element, folded, note, table, together
 from optimus_jax.report.run_events import Alternative, DecisionLine, number, text
-from optimus_jax.report.run_parts import AT, MOST_ROWS, badge, moment, newest, plan_name
-from optimus_jax.report.run_story import RunStory
-from optimus_jax.report.wording import UNKNOWN, anything, count, duration, figure, share
+from optimus_jax.report.run_history import RunStory
 
 NONE = "none"
 ACTIONS = {"stay": "stay", "switch": "switch", "tried": "tried at the start", None: UNKNOWN}

@@ -9,21 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from optimus_jax.report.page import Html, element, facts, folded, note, page, table, together
-from optimus_jax.report.run_decisions import all_decisions, last_decision
-from optimus_jax.report.run_events import Event, known, mapping, number, step_of, text
-from optimus_jax.report.run_figures import (
-    WHILE_TRAINING,
-    draw_loss,
-    draw_memory,
-    draw_predictions,
-    draw_step_times,
-    draw_switch,
+from optimus_jax.report.components import (
+    AT,
+    MOST_ROWS,
+    badge,
+    moment,
+    newest,
+    picture_of,
+    plan_name,
 )
-from optimus_jax.report.run_parts import AT, MOST_ROWS, badge, moment, newest, picture_of, plan_name
-from optimus_jax.report.run_story import NEAR_STEPS, RunStory, Switch, median_time
-from optimus_jax.report.svg import page_settings
-from optimus_jax.report.wording import (
+from optimus_jax.report.formatting import (
     UNKNOWN,
     anything,
     count,
@@ -33,6 +28,19 @@ from optimus_jax.report.wording import (
     share,
     when,
 )
+from optimus_jax.report.page import Html, element, facts, folded, note, page, table, together
+from optimus_jax.report.run_charts import (
+    WHILE_TRAINING,
+    draw_loss,
+    draw_memory,
+    draw_predictions,
+    draw_step_times,
+    draw_switch,
+)
+from optimus_jax.report.run_decisions import all_decisions, last_decision
+from optimus_jax.report.run_events import Event, known, mapping, number, step_of, text
+from optimus_jax.report.run_history import NEAR_STEPS, RunStory, Switch, median_time
+from optimus_jax.report.svg import page_settings
 from optimus_jax.training.numbers import short
 
 MOST_TIMELINES = 12

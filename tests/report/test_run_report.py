@@ -18,9 +18,8 @@ from sample_run import FIRST, LAST_WHY, PHASES, PLAN, SECOND, step, write_run
 from optimus_jax.control import policy
 from optimus_jax.errors import ConfigError
 from optimus_jax.planning.search.explain import flags
-from optimus_jax.report import wording
-from optimus_jax.report.run_events import Alternative, DecisionLine, decision_of, known, number
-from optimus_jax.report.run_figures import (
+from optimus_jax.report import formatting
+from optimus_jax.report.run_charts import (
     MOST_POINTS,
     draw_memory,
     draw_step_times,
@@ -28,11 +27,12 @@ from optimus_jax.report.run_figures import (
     letter,
     thinned,
 )
-from optimus_jax.report.run_story import RunStory
+from optimus_jax.report.run_events import Alternative, DecisionLine, decision_of, known, number
+from optimus_jax.report.run_history import RunStory
 from optimus_jax.run_directory.directory import RunDirectory
 
 pytest.importorskip("matplotlib")
-from optimus_jax.report.run_parts import MOST_ROWS
+from optimus_jax.report.components import MOST_ROWS
 from optimus_jax.report.run_report import run_report
 from optimus_jax.report.svg import page_settings, to_svg
 
@@ -579,28 +579,28 @@ def test_letters_never_end():
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (wording.duration(None), "unknown"),
-        (wording.duration(float("nan")), "unknown"),
-        (wording.duration(0), "0 s"),
-        (wording.duration(2e-5), "20 µs"),
-        (wording.duration(0.0412), "41.2 ms"),
-        (wording.duration(3.066), "3.07 s"),
-        (wording.duration(125), "2 min 5 s"),
-        (wording.duration(12000), "3 h 20 min"),
-        (wording.memory(None), "unknown"),
-        (wording.memory(0), "0 bytes"),
-        (wording.memory(1023), "0.999 KiB"),
-        (wording.duration(0.9996), "1,000 ms"),
-        (wording.memory(1.25 * 2**30), "1.25 GiB"),
-        (wording.memory(2**51), "2,048 TiB"),
-        (wording.share(None), "unknown"),
-        (wording.share(0.125), "12.5%"),
-        (wording.count(None), "unknown"),
-        (wording.when(0.0), "1970-01-01 00:00:00"),
-        (wording.when(1e30), "unknown"),
-        (wording.anything({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
-        (wording.counted(1, "step"), "1 step"),
-        (wording.counted(2000, "step"), "2,000 steps"),
+        (formatting.duration(None), "unknown"),
+        (formatting.duration(float("nan")), "unknown"),
+        (formatting.duration(0), "0 s"),
+        (formatting.duration(2e-5), "20 µs"),
+        (formatting.duration(0.0412), "41.2 ms"),
+        (formatting.duration(3.066), "3.07 s"),
+        (formatting.duration(125), "2 min 5 s"),
+        (formatting.duration(12000), "3 h 20 min"),
+        (formatting.memory(None), "unknown"),
+        (formatting.memory(0), "0 bytes"),
+        (formatting.memory(1023), "0.999 KiB"),
+        (formatting.duration(0.9996), "1,000 ms"),
+        (formatting.memory(1.25 * 2**30), "1.25 GiB"),
+        (formatting.memory(2**51), "2,048 TiB"),
+        (formatting.share(None), "unknown"),
+        (formatting.share(0.125), "12.5%"),
+        (formatting.count(None), "unknown"),
+        (formatting.when(0.0), "1970-01-01 00:00:00"),
+        (formatting.when(1e30), "unknown"),
+        (formatting.anything({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
+        (formatting.counted(1, "step"), "1 step"),
+        (formatting.counted(2000, "step"), "2,000 steps"),
     ],
 )
 def test_wording(said, words):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus_jax.report.formatting import counted, duration, memory
 from optimus_jax.report.run_events import known, number, step_of
-from optimus_jax.report.run_story import RunStory, Span, Switch
-from optimus_jax.report.wording import counted, duration, memory
+from optimus_jax.report.run_history import RunStory, Span, Switch
 from optimus_jax.training.numbers import short
 from optimus_jax.viz.canvas import (
     BLUE,

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from optimus_jax.report.formatting import UNKNOWN, when
 from optimus_jax.report.page import VARIABLES, Html, element, note
-from optimus_jax.report.run_figures import Picture, band, letter
-from optimus_jax.report.run_story import RunStory
+from optimus_jax.report.run_charts import Picture, band, letter
+from optimus_jax.report.run_history import RunStory
 from optimus_jax.report.svg import to_svg
-from optimus_jax.report.wording import UNKNOWN, when
 
 T = TypeVar("T")
 
