@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from optimus_jax.report.formatting import UNKNOWN, when
+from optimus_jax.report.formatting import UNKNOWN, format_time
 from optimus_jax.report.page import VARIABLES, Html, element, note
-from optimus_jax.report.run_charts import Picture, band, letter
-from optimus_jax.report.run_history import RunStory
+from optimus_jax.report.run_charts import Chart, band, letter
+from optimus_jax.report.run_history import RunHistory
 from optimus_jax.report.svg import to_svg
 
 T = TypeVar("T")
@@ -20,17 +20,17 @@ AT = "at (UTC)"
 _MESH = re.compile(r"mesh (\S*[^\s,])")
 
 
-def moment(time_s: float | None) -> Html:
+def time_cell(time_s: float | None) -> Html:
     """When something happened, for a column AT."""
-    return element("time", when(time_s))
+    return element("time", format_time(time_s))
 
 
-def plan_name(story: RunStory, digest: str | None, layout: str | None = None) -> Html:
+def plan_name(history: RunHistory, digest: str | None, layout: str | None = None) -> Html:
     """A plan by its letter, where it has one, and its mesh; a pointer is shown the whole layout."""
-    words = layout or story.layouts.get(digest or "") or (f"plan {digest}" if digest else UNKNOWN)
+    words = layout or history.layouts.get(digest or "") or (f"plan {digest}" if digest else UNKNOWN)
     mesh, letters = (
         _MESH.search(words),
-        [badge(story.plans.index(digest))] if digest in story.plans else [],
+        [badge(history.plans.index(digest))] if digest in history.plans else [],
     )
     return element(
         "span",
@@ -48,18 +48,18 @@ def badge(place: int) -> Html:
     )
 
 
-def picture_of(picture: Picture | None, name: str, otherwise: str) -> Html:
+def chart_or_note(chart: Chart | None, name: str, otherwise: str) -> Html:
     """A picture with its caption, or what to say if there is none."""
-    if picture is None:
+    if chart is None:
         return note(otherwise)
     return element(
         "figure",
-        to_svg(picture.figure, name=name, label=picture.label, titles=picture.titles),
-        element("figcaption", picture.caption),
+        to_svg(chart.figure, name=name, label=chart.label, titles=chart.titles),
+        element("figcaption", chart.caption),
     )
 
 
-def newest(
+def newest_rows(
     items: Sequence[T], most: int, called: str, keep: Callable[[T], bool] = lambda _: False
 ) -> tuple[list[T], Html]:
     """The newest `most` of them and whatever is to be kept, in order, with a word on what was left

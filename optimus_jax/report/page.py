@@ -49,10 +49,10 @@ def element(tag: str, *children: str, **attributes: str) -> Html:
         f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"'
         for name, value in attributes.items()
     )
-    return Html(f"<{tag}{given}>{together(*children)}</{tag}>")
+    return Html(f"<{tag}{given}>{concatenated(*children)}</{tag}>")
 
 
-def together(*parts: str) -> Html:
+def concatenated(*parts: str) -> Html:
     """Parts one after the other, text among them escaped."""
     return Html("".join(part if isinstance(part, Html) else html.escape(part) for part in parts))
 
@@ -85,7 +85,7 @@ def table(
     return element("div", inner, class_="frame", role="region", aria_label=caption, tabindex="0")
 
 
-def facts(pairs: Sequence[tuple[str, str]]) -> Html:
+def definition_list(pairs: Sequence[tuple[str, str]]) -> Html:
     """Names with what they stand for."""
     return element(
         "dl",
@@ -101,7 +101,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> Html:
     )
 
 
-def folded(summary: str, *children: str, **attributes: str) -> Html:
+def collapsible(summary: str, *children: str, **attributes: str) -> Html:
     """What is shown when its summary is clicked; on paper it stays folded."""
     return element("details", element("summary", summary), *children, **attributes)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus_jax.report.formatting import counted, duration, memory
-from optimus_jax.report.run_events import known, number, step_of
-from optimus_jax.report.run_history import RunStory, Span, Switch
+from optimus_jax.report.formatting import format_bytes, format_duration, format_plural
+from optimus_jax.report.run_events import is_finite_number, number, step_of
+from optimus_jax.report.run_history import RunHistory, Span, Switch
 from optimus_jax.training.numbers import short
 from optimus_jax.viz.canvas import (
     BLUE,
@@ -48,7 +48,7 @@ MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class Chart:
     """A figure with the words that belong to it."""
 
     figure: "Figure"
@@ -60,7 +60,7 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thinned:
+class Downsampled:
     """A line of few enough points."""
 
     x: Numbers
@@ -85,12 +85,12 @@ def band(place: int) -> str:
     return BANDS[place % len(BANDS)]
 
 
-def thinned(points: Sequence[tuple[float, float]], per_point: int) -> Thinned:
+def downsampled(points: Sequence[tuple[float, float]], per_point: int) -> Downsampled:
     """Medians, least and most of neighbouring values, in groups of `per_point` but for the last."""
     table = np.asarray(points, float)
     groups = [table[cut : cut + per_point] for cut in range(0, len(table), per_point)]
     x, middle = np.array([np.median(group, axis=0) for group in groups]).T
-    return Thinned(
+    return Downsampled(
         x=x,
         middle=middle,
         low=np.array([group[:, 1].min() for group in groups]),
@@ -98,16 +98,16 @@ def thinned(points: Sequence[tuple[float, float]], per_point: int) -> Thinned:
     )
 
 
-def draw_loss(story: RunStory) -> Picture | None:
+def draw_loss(history: RunHistory) -> Chart | None:
     """Training and held-out loss by step; None if no step has a loss."""
-    points = [(one.step, one.loss) for one in story.steps if known(one.loss)]
+    points = [(one.step, one.loss) for one in history.steps if is_finite_number(one.loss)]
     if not points:
         return None
     figure, (axes,) = new_figure(WIDTH, HEIGHT)
     grouping = _draw_line(axes, [points], "training")
     held_out = [
         (step_of(event), loss)
-        for event in story.named("eval")
+        for event in history.named("eval")
         if (loss := number(event, "loss")) is not None
     ]
     if held_out:
@@ -120,9 +120,9 @@ def draw_loss(story: RunStory) -> Picture | None:
             label="held out",
         )
         _legend_above(axes)
-    skipped = [one.step for one in story.steps if one.skipped]
+    skipped = [one.step for one in history.steps if one.skipped]
     _mark_at(axes, skipped, 0.02, "x")
-    axes.set(xlabel="step", ylabel="loss, nats per token", xlim=_limits(story))
+    axes.set(xlabel="step", ylabel="loss, nats per token", xlim=_limits(history))
     (first, start), (last, end) = points[0], points[-1]
     evaluated = (
         f" Held out: {short(held_out[-1][1], 4)} after step {held_out[-1][0]:,}."
@@ -130,12 +130,12 @@ def draw_loss(story: RunStory) -> Picture | None:
         else ""
     )
     left_out = (
-        f" Crosses: {counted(len(skipped), 'step')} without an update, as loss or gradient was not"
+        f" Crosses: {format_plural(len(skipped), 'step')} without an update, as loss or gradient was not"
         " finite."
         if skipped
         else ""
     )
-    return Picture(
+    return Chart(
         figure=figure,
         label=(
             f"Loss by step: from {short(start, 4)} at step {first:,} to {short(end, 4)} at step"
@@ -145,50 +145,58 @@ def draw_loss(story: RunStory) -> Picture | None:
     )
 
 
-def draw_step_times(story: RunStory) -> Picture | None:
+def draw_step_times(history: RunHistory) -> Chart | None:
     """Time of each step over bands of the plans that ran; None if no time is known."""
-    times = [one.step_time_s for one in story.steps if known(one.step_time_s)]
+    times = [one.step_time_s for one in history.steps if is_finite_number(one.step_time_s)]
     if not times:
         return None
     figure, (axes,) = new_figure(WIDTH, HEIGHT + 0.3)
     top = _top(times)
-    axes.set(xlabel="step", ylabel="seconds a step", ylim=(0, top), xlim=_limits(story))
-    titles = _draw_bands(axes, story) | _mark_switches(axes, story)
+    axes.set(xlabel="step", ylabel="seconds a step", ylim=(0, top), xlim=_limits(history))
+    titles = _draw_bands(axes, history) | _mark_switches(axes, history)
     grouping = _draw_line(
         axes,
         [
-            [(one.step, one.step_time_s) for one in story.within(span) if known(one.step_time_s)]
-            for span in story.spans
+            [
+                (one.step, one.step_time_s)
+                for one in history.within(span)
+                if is_finite_number(one.step_time_s)
+            ]
+            for span in history.spans
         ],
         "step time",
     )
-    above = [one.step for one in story.steps if known(one.step_time_s) and one.step_time_s > top]
+    above = [
+        one.step
+        for one in history.steps
+        if is_finite_number(one.step_time_s) and one.step_time_s > top
+    ]
     _mark_at(axes, above, 0.97, "^")
     medians = "; ".join(
-        f"plan {letter(story.plans.index(span.plan))} from step {span.first:,}:"
-        f" {duration(span.step_time_s)}"
-        for span in story.spans[:12]
+        f"plan {letter(history.plans.index(span.plan))} from step {span.first:,}:"
+        f" {format_duration(span.step_time_s)}"
+        for span in history.spans[:12]
     )
     cut = (
-        f" Triangles: {counted(len(above), 'step')} took longer than the chart is high, at most"
-        f" {duration(max(times))}."
+        f" Triangles: {format_plural(len(above), 'step')} took longer than the chart is high, at most"
+        f" {format_duration(max(times))}."
         if above
         else ""
     )
-    return Picture(
+    return Chart(
         figure=figure,
         titles=titles,
         label=f"Time of each step, with bands of plans. Medians: {medians}.",
         caption=(
             "Measured. Bands and letters are plans, dashed lines their"
-            f" medians{_switch_words(story)}.{grouping}{cut}"
+            f" medians{_switch_words(history)}.{grouping}{cut}"
         ),
     )
 
 
-def draw_predictions(story: RunStory) -> Picture | None:
+def draw_predictions(history: RunHistory) -> Chart | None:
     """Measured over predicted step time, a point for each comparison; None if there is none."""
-    pairs = [(pair, pair.measured_s) for pair in story.comparisons if pair.measured_s]
+    pairs = [(pair, pair.measured_s) for pair in history.comparisons if pair.measured_s]
     if not pairs:
         return None
     figure, (axes,) = new_figure(5.2, 3.6)
@@ -206,7 +214,7 @@ def draw_predictions(story: RunStory) -> Picture | None:
     _plain_ticks(axes)
     titles = {}
     for place, (pair, measured_s) in enumerate(pairs):
-        plan = story.plans.index(pair.plan) if pair.plan in story.plans else None
+        plan = history.plans.index(pair.plan) if pair.plan in history.plans else None
         colour, name = (BLUE, "") if plan is None else (band(plan), letter(plan))
         marks = axes.plot(
             pair.predicted_s,
@@ -219,8 +227,8 @@ def draw_predictions(story: RunStory) -> Picture | None:
         )
         marks[0].set_gid(f"pair{place}")
         titles[f"pair{place}"] = (
-            f"{pair.layout or 'layout unknown'}: predicted {duration(pair.predicted_s)}, measured"
-            f" {duration(measured_s)}"
+            f"{pair.layout or 'layout unknown'}: predicted {format_duration(pair.predicted_s)}, measured"
+            f" {format_duration(measured_s)}"
         )
         axes.annotate(
             name,
@@ -229,7 +237,7 @@ def draw_predictions(story: RunStory) -> Picture | None:
             textcoords="offset points",
             fontsize=8,
         )
-    return Picture(
+    return Chart(
         figure=figure,
         titles=titles,
         label=(
@@ -243,17 +251,17 @@ def draw_predictions(story: RunStory) -> Picture | None:
     )
 
 
-def draw_memory(story: RunStory) -> Picture | None:
+def draw_memory(history: RunHistory) -> Chart | None:
     """Most memory in use on a device, and what each compiled step needs; None if neither is
     known."""
     peaks = [
         (one.step, float(one.peak_bytes))
-        for one in story.steps
-        if one.peak_bytes is not None and known(one.peak_bytes)
+        for one in history.steps
+        if one.peak_bytes is not None and is_finite_number(one.peak_bytes)
     ]
     compiled = [
         (step_of(event), size)
-        for event in story.named("compile")
+        for event in history.named("compile")
         if (size := number(event, "step_bytes_per_device")) is not None
     ]
     if not (peaks or compiled):
@@ -263,14 +271,14 @@ def draw_memory(story: RunStory) -> Picture | None:
     figure, (axes,) = new_figure(WIDTH, HEIGHT - 0.4)
     if peaks:
         axes.plot(
-            *_steps_of(peaks, story, scale),
+            *_steps_of(peaks, history, scale),
             color=BLUE,
             drawstyle="steps-post",
             label="most in use until then (measured)",
         )
     if compiled:
         axes.plot(
-            *_steps_of(compiled, story, scale),
+            *_steps_of(compiled, history, scale),
             "--",
             color=VERMILLION,
             drawstyle="steps-post",
@@ -280,21 +288,25 @@ def draw_memory(story: RunStory) -> Picture | None:
     axes.set(
         xlabel="step",
         ylabel=f"{unit} on a device",
-        xlim=_limits(story),
+        xlim=_limits(history),
         ylim=(0, 1.15 * most / scale),
     )
-    titles = _mark_switches(axes, story)
+    titles = _mark_switches(axes, history)
     said = "; ".join(
         [
             (
-                f"at most {memory(max(size for _, size in peaks))} in use"
+                f"at most {format_bytes(max(size for _, size in peaks))} in use"
                 if peaks
                 else "how much was in use is unknown, as the backend does not say"
             ),
-            *([f"the last compiled step needs {memory(compiled[-1][1])}"] if compiled else []),
+            *(
+                [f"the last compiled step needs {format_bytes(compiled[-1][1])}"]
+                if compiled
+                else []
+            ),
         ]
     )
-    return Picture(
+    return Chart(
         figure=figure,
         titles=titles,
         label=f"Memory on a device by step: {said}.",
@@ -302,7 +314,7 @@ def draw_memory(story: RunStory) -> Picture | None:
     )
 
 
-def draw_switch(switch: Switch) -> Picture | None:
+def draw_switch(switch: Switch) -> Chart | None:
     """A timeline of a switch's phases, one after the other; None if no phase's time is known."""
     total, begin, titles = sum(seconds or 0.0 for _, seconds in switch.phases_s), 0.0, {}
     if not total:
@@ -324,17 +336,17 @@ def draw_switch(switch: Switch) -> Picture | None:
         )
         bar[0].set_gid(f"phase{row}")
         titles[f"phase{row}"] = (
-            f"{name}: {duration(seconds)}, {'training waits' if waits else 'training goes on'}"
+            f"{name}: {format_duration(seconds)}, {'training waits' if waits else 'training goes on'}"
         )
         begin += seconds
-    said = [f"{name} {duration(seconds)}" for name, seconds in switch.phases_s]
+    said = [f"{name} {format_duration(seconds)}" for name, seconds in switch.phases_s]
     axes.set_yticks(range(len(said)), said)
     axes.set(
         xlabel="seconds, one phase after the other",
         xlim=(0, total * 1.02),
         ylim=(len(said) - 0.4, -0.6),
     )
-    return Picture(
+    return Chart(
         figure=figure,
         titles=titles,
         label=f"Phases of the {switch.kind} after step {switch.step:,}: {', '.join(said)}.",
@@ -346,7 +358,7 @@ def _draw_line(axes: "Axes", parts: Sequence[Sequence[tuple[float, float]]], nam
     """A line for each part, under one name; returns what a caption says of its points."""
     per_point = max(1, -(-sum(map(len, parts)) // MOST_POINTS))
     for part in filter(None, parts):
-        line = thinned(part, per_point)
+        line = downsampled(part, per_point)
         if per_point > 1:
             axes.fill_between(line.x, line.low, line.high, color=BLUE, alpha=0.25, linewidth=0)
         axes.plot(
@@ -366,18 +378,18 @@ def _draw_line(axes: "Axes", parts: Sequence[Sequence[tuple[float, float]]], nam
     )
 
 
-def _draw_bands(axes: "Axes", story: RunStory) -> dict[str, str]:
+def _draw_bands(axes: "Axes", history: RunHistory) -> dict[str, str]:
     """A band behind the steps of each span, with the plan's letter and median; returns what a
     pointer is told.
     """
-    left, right = _limits(story)
+    left, right = _limits(history)
     titles = {}
-    for place, span in enumerate(story.spans):
-        plan = story.plans.index(span.plan)
+    for place, span in enumerate(history.spans):
+        plan = history.plans.index(span.plan)
         axes.axvspan(
             span.first - 0.5, span.last + 0.5, color=band(plan), alpha=0.22, linewidth=0
         ).set_gid(f"span{place}")
-        titles[f"span{place}"] = _span_words(story, span)
+        titles[f"span{place}"] = _span_words(history, span)
         if span.step_time_s is not None:
             axes.hlines(
                 span.step_time_s,
@@ -401,9 +413,9 @@ def _draw_bands(axes: "Axes", story: RunStory) -> dict[str, str]:
     return titles
 
 
-def _mark_switches(axes: "Axes", story: RunStory) -> dict[str, str]:
+def _mark_switches(axes: "Axes", history: RunHistory) -> dict[str, str]:
     titles = {}
-    for place, switch in enumerate(story.switches):
+    for place, switch in enumerate(history.switches):
         is_back = switch.kind == "rollback"
         axes.axvline(
             switch.step + 0.5,
@@ -418,8 +430,8 @@ def _mark_switches(axes: "Axes", story: RunStory) -> dict[str, str]:
     return titles
 
 
-def _switch_words(story: RunStory) -> str:
-    kinds = {switch.kind for switch in story.switches}
+def _switch_words(history: RunHistory) -> str:
+    kinds = {switch.kind for switch in history.switches}
     words = [
         text
         for kind, text in (
@@ -431,10 +443,10 @@ def _switch_words(story: RunStory) -> str:
     return "".join(f", {text}" for text in words)
 
 
-def _span_words(story: RunStory, span: Span) -> str:
+def _span_words(history: RunHistory, span: Span) -> str:
     return (
-        f"plan {letter(story.plans.index(span.plan))}, steps {span.first:,} to {span.last:,},"
-        f" median {duration(span.step_time_s)}: {story.layouts.get(span.plan, 'layout unknown')}"
+        f"plan {letter(history.plans.index(span.plan))}, steps {span.first:,} to {span.last:,},"
+        f" median {format_duration(span.step_time_s)}: {history.layouts.get(span.plan, 'layout unknown')}"
     )
 
 
@@ -457,16 +469,18 @@ def _legend_above(axes: "Axes") -> None:
 
 
 def _steps_of(
-    points: Sequence[tuple[int, float]], story: RunStory, scale: float
+    points: Sequence[tuple[int, float]], history: RunHistory, scale: float
 ) -> tuple[list[int], list[float]]:
     """x and y of a line that keeps its last value to the run's last step."""
     steps, sizes = [step for step, _ in points], [size / scale for _, size in points]
-    last = max(steps[-1], story.steps[-1].step if story.steps else 1)
+    last = max(steps[-1], history.steps[-1].step if history.steps else 1)
     return [*steps, last], [*sizes, sizes[-1]]
 
 
-def _limits(story: RunStory) -> tuple[float, float]:
-    return (story.steps[0].step - 0.5, story.steps[-1].step + 0.5) if story.steps else (0.5, 1.5)
+def _limits(history: RunHistory) -> tuple[float, float]:
+    return (
+        (history.steps[0].step - 0.5, history.steps[-1].step + 0.5) if history.steps else (0.5, 1.5)
+    )
 
 
 def _top(times: Sequence[float]) -> float:

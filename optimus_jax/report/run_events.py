@@ -17,7 +17,7 @@ _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
+class AlternativeRecord:
     """A layout that a decision weighed."""
 
     layout: str | None
@@ -34,7 +34,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecisionLine:
+class DecisionRecord:
     """A decision, or a plan that was tried before the first step."""
 
     step: int
@@ -51,14 +51,14 @@ class DecisionLine:
     """Predicted, under the plan that the run had."""
     inputs: Event
     """What was known, by name."""
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[AlternativeRecord, ...]
     predicted_step_time_s: float | None
     """Of `plan`."""
     measured_step_time_s: float | None
     """Of a trial."""
 
 
-def known(value: object) -> TypeGuard[float]:
+def is_finite_number(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number; a log may hold anything, and null for what was not."""
     return (
         isinstance(value, int | float)
@@ -70,7 +70,7 @@ def known(value: object) -> TypeGuard[float]:
 def number(values: Event, name: str) -> float | None:
     """A field that is a finite number."""
     value = values.get(name)
-    return float(value) if known(value) else None
+    return float(value) if is_finite_number(value) else None
 
 
 def text(values: Event, name: str) -> str | None:
@@ -90,7 +90,7 @@ def step_of(event: Event) -> int:
     return int(number(event, "step") or 0)
 
 
-def showable(value: Any) -> Any:
+def printable(value: Any) -> Any:
     """A value with all its texts fit for a page: characters that no HTML, SVG or UTF-8 may hold are
     replaced.
     """
@@ -98,13 +98,13 @@ def showable(value: Any) -> Any:
         case str():
             return _NOT_SHOWN.sub("\ufffd", value)
         case Mapping():
-            return {showable(name): showable(item) for name, item in value.items()}
+            return {printable(name): printable(item) for name, item in value.items()}
         case list():
-            return [showable(item) for item in value]
+            return [printable(item) for item in value]
     return value
 
 
-def decision_of(event: Event) -> DecisionLine:
+def decision_of(event: Event) -> DecisionRecord:
     """A `decision` event: of the controller (control/policy.py), or of a trial before the first
     step (run/first_plan.py).
     """
@@ -124,7 +124,7 @@ def decision_of(event: Event) -> DecisionLine:
         ),
         None,
     )
-    return DecisionLine(
+    return DecisionRecord(
         step=step_of(event),
         time_s=number(event, "time_s"),
         action="tried"
@@ -147,9 +147,9 @@ def decision_of(event: Event) -> DecisionLine:
     )
 
 
-def _alternative(other: Event) -> Alternative:
+def _alternative(other: Event) -> AlternativeRecord:
     predicted = number(other, "predicted_step_time_s")
-    return Alternative(
+    return AlternativeRecord(
         layout=text(other, "layout") or text(other, "flags"),
         plan=text(other, "plan"),
         rung=text(other, "rung"),

@@ -18,13 +18,13 @@ from typing import Literal, TypeVar
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.report.run_events import (
-    DecisionLine,
+    DecisionRecord,
     Event,
     decision_of,
-    known,
+    is_finite_number,
     mapping,
     number,
-    showable,
+    printable,
     step_of,
     text,
 )
@@ -94,7 +94,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStory:
+class RunHistory:
     """All that a run directory holds, as it was when it was read."""
 
     path: Path
@@ -106,18 +106,20 @@ class RunStory:
     """plan.json."""
     written_s: float | None
     """When a log last grew, seconds since 1970."""
-    troubles: tuple[str, ...]
+    read_errors: tuple[str, ...]
     """What could not be read."""
 
     @classmethod
-    def read(cls, path: str | Path) -> "RunStory":
+    def read(cls, path: str | Path) -> "RunHistory":
         """Read a run, under way or ended; nothing is locked or written.
 
         Raises:
           ConfigError: there is no run in `path`.
         """
-        troubles: list[str] = []
-        run = RunDirectory(path, writer=False, warn=lambda told: troubles.append(str(told)))
+        read_errors: list[str] = []
+        run = RunDirectory(
+            path, writer=False, warn=lambda warning: read_errors.append(str(warning))
+        )
         logs = [run.path / name for name in ("metrics.jsonl", "events.jsonl")]
         if not run.is_begun and not any(log.exists() for log in logs):
             raise ConfigError(
@@ -131,34 +133,34 @@ class RunStory:
         try:
             config = parse_json(run.config_text(), finite=False)
         except (OSError, OptimusError, ValueError) as error:
-            troubles.append(f"config.json: {error}")
+            read_errors.append(f"config.json: {error}")
         current = None
         try:
             current = Plan.from_json(plan) if (plan := run.plan_text()) is not None else None
         except (OSError, OptimusError, ValueError) as error:
-            troubles.append(f"plan.json: {error}")
+            read_errors.append(f"plan.json: {error}")
         metrics, events = (
-            _readable(run.metrics, troubles),
-            [showable(event) for event in _readable(run.events, troubles)],
+            _readable(run.metrics, read_errors),
+            [printable(event) for event in _readable(run.events, read_errors)],
         )
         steps = [
-            replace(step, plan=str(showable(step.plan)))
+            replace(step, plan=str(printable(step.plan)))
             for step in sorted(metrics, key=lambda step: step.step)
         ]
         return cls(
             path=run.path,
-            config=showable(config) if isinstance(config, Mapping) else {},
+            config=printable(config) if isinstance(config, Mapping) else {},
             steps=steps,
             events=events,
             current=current,
             written_s=_newest(logs),
-            troubles=tuple(map(showable, troubles)),
+            read_errors=tuple(map(printable, read_errors)),
         )
 
     @property
     def name(self) -> str:
         """Of the directory."""
-        return showable(self.path.name)
+        return printable(self.path.name)
 
     def named(self, *names: str) -> list[Event]:
         """Events with one of these names, in order."""
@@ -208,7 +210,7 @@ class RunStory:
     @cached_property
     def layouts(self) -> dict[str, str]:
         """What is known of plans in words, by digest."""
-        known = {
+        layouts = {
             digest: layout
             for event in self.events
             if (digest := text(event, "plan") or text(event, "digest"))
@@ -217,11 +219,11 @@ class RunStory:
         for decision in self.decisions:
             for digest, layout in ((other.plan, other.layout) for other in decision.alternatives):
                 if digest and layout:
-                    known.setdefault(digest, layout)
-        return known | ({self.current.digest: self.current.describe()} if self.current else {})
+                    layouts.setdefault(digest, layout)
+        return layouts | ({self.current.digest: self.current.describe()} if self.current else {})
 
     @cached_property
-    def decisions(self) -> list[DecisionLine]:
+    def decisions(self) -> list[DecisionRecord]:
         """Every decision, in order."""
         return [decision_of(event) for event in self.named("decision")]
 
@@ -329,7 +331,7 @@ class RunStory:
             after_s=median_time(after),
         )
 
-    def _comparison(self, decision: DecisionLine) -> Comparison | None:
+    def _comparison(self, decision: DecisionRecord) -> Comparison | None:
         predicted = decision.predicted_step_time_s
         if predicted is None or predicted <= 0 or decision.action == "stay":
             return None
@@ -352,7 +354,7 @@ class RunStory:
             how=how,
         )
 
-    def _first_under(self, decision: DecisionLine) -> list[StepRecord]:
+    def _first_under(self, decision: DecisionRecord) -> list[StepRecord]:
         """The first steps of the plan that was decided for, unless another decision came before it
         could run.
         """
@@ -378,7 +380,7 @@ class RunStory:
 
 def median_time(steps: Iterable[StepRecord]) -> float | None:
     """Median time of steps; None: no step's time is known."""
-    times = [step.step_time_s for step in steps if known(step.step_time_s)]
+    times = [step.step_time_s for step in steps if is_finite_number(step.step_time_s)]
     return statistics.median(times) if times else None
 
 
@@ -398,12 +400,12 @@ def _newest(logs: Iterable[Path]) -> float | None:
     return max(times, default=None)
 
 
-def _readable(read: Callable[[], list[T]], troubles: list[str]) -> list[T]:
+def _readable(read: Callable[[], list[T]], read_errors: list[str]) -> list[T]:
     """The lines of a log; none, and what is wrong, if it cannot be read: the page is made of the
     rest.
     """
     try:
         return read()
     except RunDirectoryError as error:
-        troubles.append(str(error))
+        read_errors.append(str(error))
         return []

@@ -13,22 +13,31 @@ from optimus_jax.report.components import (
     AT,
     MOST_ROWS,
     badge,
-    moment,
-    newest,
-    picture_of,
+    chart_or_note,
+    newest_rows,
     plan_name,
+    time_cell,
 )
 from optimus_jax.report.formatting import (
     UNKNOWN,
-    anything,
-    count,
-    counted,
-    duration,
-    memory,
-    share,
-    when,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    format_plural,
+    format_time,
+    format_value,
 )
-from optimus_jax.report.page import Html, element, facts, folded, note, page, table, together
+from optimus_jax.report.page import (
+    Html,
+    collapsible,
+    concatenated,
+    definition_list,
+    element,
+    note,
+    page,
+    table,
+)
 from optimus_jax.report.run_charts import (
     WHILE_TRAINING,
     draw_loss,
@@ -38,8 +47,8 @@ from optimus_jax.report.run_charts import (
     draw_switch,
 )
 from optimus_jax.report.run_decisions import all_decisions, last_decision
-from optimus_jax.report.run_events import Event, known, mapping, number, step_of, text
-from optimus_jax.report.run_history import NEAR_STEPS, RunStory, Switch, median_time
+from optimus_jax.report.run_events import Event, is_finite_number, mapping, number, step_of, text
+from optimus_jax.report.run_history import NEAR_STEPS, RunHistory, Switch, median_time
 from optimus_jax.report.svg import page_settings
 from optimus_jax.training.numbers import short
 
@@ -55,9 +64,9 @@ def run_report(path: str | Path) -> str:
       ConfigError: there is no run, or matplotlib is not installed.
       RunDirectoryError: a log cannot be read.
     """
-    story = RunStory.read(path)
+    history = RunHistory.read(path)
     with page_settings():
-        sections = [(heading, name, part(story)) for heading, name, part in SECTIONS]
+        sections = [(heading, name, part(history)) for heading, name, part in SECTIONS]
     contents = element(
         "nav",
         element(
@@ -75,26 +84,26 @@ def run_report(path: str | Path) -> str:
     ]
     main = element(
         "main",
-        element("h1", f"Run {story.name}"),
+        element("h1", f"Run {history.name}"),
         note(_made()),
-        *map(_trouble, _troubles(story)),
+        *map(_warning, _warnings(history)),
         contents,
         *body,
     )
-    return page(f"Run {story.name}", main)
+    return page(f"Run {history.name}", main)
 
 
 def _made() -> str:
     return (
-        f"As it was at {when(time.time())} UTC. Times of steps and phases were measured; what is a"
+        f"As it was at {format_time(time.time())} UTC. Times of steps and phases were measured; what is a"
         f" prediction is called one. What the run did not record is “{UNKNOWN}”."
     )
 
 
-def _troubles(story: RunStory) -> list[str]:
+def _warnings(history: RunHistory) -> list[str]:
     """What a reader should know before believing the page."""
-    notes = [*story.troubles]
-    if (again := story.path / "metrics.abandoned.jsonl").exists():
+    notes = [*history.read_errors]
+    if (again := history.path / "metrics.abandoned.jsonl").exists():
         notes.append(
             f"The run went back to a checkpoint; steps that were run again are in {again.name}, not"
             " here."
@@ -102,108 +111,119 @@ def _troubles(story: RunStory) -> list[str]:
     return notes
 
 
-def _trouble(words: str) -> Html:
+def _warning(words: str) -> Html:
     return element("p", words, class_="trouble")
 
 
-def _overview(story: RunStory) -> Html:
+def _overview(history: RunHistory) -> Html:
     started = next(
-        (event for event in reversed(story.events) if event.get("event") in ("start", "resume")), {}
+        (event for event in reversed(history.events) if event.get("event") in ("start", "resume")),
+        {},
     )
-    model, data = mapping(story.config, "model"), mapping(story.config, "data")
-    last = story.steps[-1] if story.steps else None
-    recent = story.near(last.step)[0] if last else []
-    in_use = plan_name(story, story.current.digest if story.current else None)
-    length = number(data, "seq_len") or number(mapping(story.config, "derived"), "data.seq_len")
-    return facts(
+    model, data = mapping(history.config, "model"), mapping(history.config, "data")
+    last = history.steps[-1] if history.steps else None
+    recent = history.near(last.step)[0] if last else []
+    in_use = plan_name(history, history.current.digest if history.current else None)
+    length = number(data, "seq_len") or number(mapping(history.config, "derived"), "data.seq_len")
+    return definition_list(
         [
-            ("status", story.status),
+            ("status", history.status),
             (
                 "steps",
-                f"{count(last.step) if last else '0'} of {count(number(story.config, 'steps'))}",
+                f"{format_count(last.step) if last else '0'} of {format_count(number(history.config, 'steps'))}",
             ),
             ("model", _model(model)),
             ("devices", text(started, "devices") or UNKNOWN),
             ("plan in use", in_use),
-            ("why this plan", story.why_current or UNKNOWN),
-            ("controller", text(story.config, "control") or UNKNOWN),
-            ("switches", count(len(story.switches))),
+            ("why this plan", history.why_current or UNKNOWN),
+            ("controller", text(history.config, "control") or UNKNOWN),
+            ("switches", format_count(len(history.switches))),
             (
                 "last loss",
                 (
                     f"{short(last.loss, 4)} (step {last.step:,})"
-                    if last and known(last.loss)
+                    if last and is_finite_number(last.loss)
                     else UNKNOWN
                 ),
             ),
             (
-                f"step time, median of the last {counted(len(recent), 'step')} under it",
-                duration(median_time(recent)),
+                f"step time, median of the last {format_plural(len(recent), 'step')} under it",
+                format_duration(median_time(recent)),
             ),
             (
                 "tokens per second, last step",
-                count(last.tokens_per_s if last and known(last.tokens_per_s) else None),
+                format_count(
+                    last.tokens_per_s if last and is_finite_number(last.tokens_per_s) else None
+                ),
             ),
             (
                 "model FLOPs utilisation, last step",
-                share(last.mfu if last and known(last.mfu) else None),
+                format_percent(last.mfu if last and is_finite_number(last.mfu) else None),
             ),
-            ("batch", f"{count(number(data, 'global_batch'))} sequences of {count(length)} tokens"),
+            (
+                "batch",
+                f"{format_count(number(data, 'global_batch'))} sequences of {format_count(length)} tokens",
+            ),
             ("data", text(started, "data") or UNKNOWN),
-            ("begun", _utc(number(story.events[0], "time_s") if story.events else None)),
-            ("last line written", _utc(story.written_s)),
+            ("begun", _utc(number(history.events[0], "time_s") if history.events else None)),
+            ("last line written", _utc(history.written_s)),
         ]
     )
 
 
 def _utc(time_s: float | None) -> str:
-    return UNKNOWN if time_s is None else f"{when(time_s)} UTC"
+    return UNKNOWN if time_s is None else f"{format_time(time_s)} UTC"
 
 
 def _model(model: Event) -> str:
     name = text(model, "name")
     return (
-        f"{name}: {count(number(model, 'num_layers'))} layers, width"
-        f" {count(number(model, 'embed_dim'))}"
+        f"{name}: {format_count(number(model, 'num_layers'))} layers, width"
+        f" {format_count(number(model, 'embed_dim'))}"
         if name
         else UNKNOWN
     )
 
 
-def _loss(story: RunStory) -> Html:
-    return picture_of(
-        draw_loss(story), "loss", "No step has been recorded yet, so the loss is unknown."
+def _loss(history: RunHistory) -> Html:
+    return chart_or_note(
+        draw_loss(history), "loss", "No step has been recorded yet, so the loss is unknown."
     )
 
 
-def _step_times(story: RunStory) -> Html:
-    picture = picture_of(draw_step_times(story), "times", "No step's time is known.")
-    spans, cut = newest(story.spans, MOST_ROWS, "spans")
+def _step_times(history: RunHistory) -> Html:
+    chart = chart_or_note(draw_step_times(history), "times", "No step's time is known.")
+    spans, cut = newest_rows(history.spans, MOST_ROWS, "spans")
     rows = [
         [
             f"{span.first:,} to {span.last:,}",
-            plan_name(story, span.plan),
-            count(span.num_steps),
-            duration(span.step_time_s),
+            plan_name(history, span.plan),
+            format_count(span.num_steps),
+            format_duration(span.step_time_s),
         ]
         for span in spans
     ]
     head = ("steps", "plan", "recorded", "median step time")
-    return together(
-        picture,
+    return concatenated(
+        chart,
         *([table("Which plan ran which steps", head, rows, numbers=head[2:]), cut] if rows else []),
     )
 
 
-def _plans(story: RunStory) -> Html:
-    if not story.plans:
+def _plans(history: RunHistory) -> Html:
+    if not history.plans:
         return note("None is recorded.")
     ran: dict[str, int] = {}
-    for span in story.spans:
+    for span in history.spans:
         ran[span.plan] = ran.get(span.plan, 0) + span.num_steps
     rows = [
-        [badge(place), story.layouts.get(digest, UNKNOWN), digest, count(ran.get(digest, 0))]
-        for place, digest in enumerate(story.plans[:MOST_ROWS])
+        [
+            badge(place),
+            history.layouts.get(digest, UNKNOWN),
+            digest,
+            format_count(ran.get(digest, 0)),
+        ]
+        for place, digest in enumerate(history.plans[:MOST_ROWS])
     ]
     return table(
         "Letters on this page stand for these plans",
@@ -213,8 +233,8 @@ def _plans(story: RunStory) -> Html:
     )
 
 
-def _predictions(story: RunStory) -> Html:
-    shown, cut = newest(story.comparisons, MOST_ROWS, "comparisons")
+def _predictions(history: RunHistory) -> Html:
+    shown, cut = newest_rows(history.comparisons, MOST_ROWS, "comparisons")
     if not shown:
         return note("No plan with a recorded prediction has been tried or switched to.")
     head = (
@@ -228,46 +248,46 @@ def _predictions(story: RunStory) -> Html:
     rows = [
         [
             f"{pair.step:,}",
-            plan_name(story, pair.plan, pair.layout),
-            duration(pair.predicted_s),
-            duration(pair.measured_s),
+            plan_name(history, pair.plan, pair.layout),
+            format_duration(pair.predicted_s),
+            format_duration(pair.measured_s),
             UNKNOWN if pair.measured_s is None else f"{pair.measured_s / pair.predicted_s:.2f}",
             pair.how,
         ]
         for pair in shown
     ]
-    return together(
-        picture_of(
-            draw_predictions(story), "predictions", "None of these plans has been measured yet."
+    return concatenated(
+        chart_or_note(
+            draw_predictions(history), "predictions", "None of these plans has been measured yet."
         ),
         table("Time of a step: predictions and measurements", head, rows, numbers=head[2:5]),
         cut,
     )
 
 
-def _memory(story: RunStory) -> Html:
-    return picture_of(
-        draw_memory(story), "memory", "Unknown: neither the backend nor the compiler said."
+def _memory(history: RunHistory) -> Html:
+    return chart_or_note(
+        draw_memory(history), "memory", "Unknown: neither the backend nor the compiler said."
     )
 
 
-def _switches(story: RunStory) -> Html:
-    if not story.switches:
+def _switches(history: RunHistory) -> Html:
+    if not history.switches:
         return note("The run was never moved to another plan.")
     head = ("after step", AT, "kind", "from", "to", "rung", "moved", "delay", "before", "after")
-    shown, cut = newest(story.switches, MOST_ROWS, "switches")
+    shown, cut = newest_rows(history.switches, MOST_ROWS, "switches")
     rows = [
         [
             f"{one.step:,}",
-            moment(one.time_s),
+            time_cell(one.time_s),
             KINDS[one.kind],
-            plan_name(story, one.from_plan),
-            plan_name(story, one.plan, one.layout),
+            plan_name(history, one.from_plan),
+            plan_name(history, one.plan, one.layout),
             one.rung or UNKNOWN,
-            memory(one.bytes_moved),
-            duration(one.step_delay_s),
-            duration(one.before_s),
-            duration(one.after_s),
+            format_bytes(one.bytes_moved),
+            format_duration(one.step_delay_s),
+            format_duration(one.before_s),
+            format_duration(one.after_s),
         ]
         for one in shown
     ]
@@ -275,76 +295,77 @@ def _switches(story: RunStory) -> Html:
         "Re-meshes and rollbacks: bytes that were moved, what the step was delayed by, and medians"
         f" of the times of at most {NEAR_STEPS} steps before and after."
     )
-    drawn, left_out = newest(story.switches, MOST_TIMELINES, "timelines")
-    return together(
+    drawn, left_out = newest_rows(history.switches, MOST_TIMELINES, "timelines")
+    return concatenated(
         table(caption, head, rows, numbers=head[6:]),
         cut,
-        *(_timeline(story, one, f"switch{place}") for place, one in enumerate(drawn)),
+        *(_timeline(history, one, f"switch{place}") for place, one in enumerate(drawn)),
         left_out,
     )
 
 
-def _timeline(story: RunStory, switch: Switch, name: str) -> Html:
+def _timeline(history: RunHistory, switch: Switch, name: str) -> Html:
     waited = [seconds for phase, seconds in switch.phases_s if phase not in WHILE_TRAINING]
     waits = (
-        f", training waited {duration(sum(seconds or 0 for seconds in waited))}"
+        f", training waited {format_duration(sum(seconds or 0 for seconds in waited))}"
         if waited and None not in waited
         else ""
     )
-    return together(
+    return concatenated(
         element("h3", f"After step {switch.step:,}: {KINDS[switch.kind]}{waits}"),
         *([element("p", switch.why)] if switch.why else []),
-        picture_of(draw_switch(switch), name, "The times of its phases are unknown."),
+        chart_or_note(draw_switch(switch), name, "The times of its phases are unknown."),
     )
 
 
-def _evaluations(story: RunStory) -> Html:
+def _evaluations(history: RunHistory) -> Html:
     return _events(
-        story,
+        history,
         "eval",
         "On held-out text (measured)",
         ("loss", "perplexity", "bits_per_byte", "tokens"),
-        lambda _, value: anything(value),
+        lambda _, value: format_value(value),
     )
 
 
-def _checkpoints(story: RunStory) -> Html:
+def _checkpoints(history: RunHistory) -> Html:
     return _events(
-        story,
+        history,
         "checkpoint",
         "States saved. Training was blocked while the state was copied to the host.",
         ("blocked_s",),
-        lambda event, _: duration(number(event, "blocked_s")),
+        lambda event, _: format_duration(number(event, "blocked_s")),
     )
 
 
 def _events(
-    story: RunStory,
+    history: RunHistory,
     name: str,
     caption: str,
     fields: Sequence[str],
     cell: Callable[[Event, object], str],
 ) -> Html:
-    shown, cut = newest(story.named(name), MOST_ROWS, "rows")
+    shown, cut = newest_rows(history.named(name), MOST_ROWS, "rows")
     if not shown:
         return note("None is recorded.")
     heads = [field.replace("_s", "").replace("_", " ") for field in fields]
     rows = [
         [
             f"{step_of(event):,}",
-            moment(number(event, "time_s")),
+            time_cell(number(event, "time_s")),
             *(cell(event, event.get(field)) for field in fields),
         ]
         for event in shown
     ]
-    return together(table(caption, ("after step", AT, *heads), rows, numbers=heads), cut)
+    return concatenated(table(caption, ("after step", AT, *heads), rows, numbers=heads), cut)
 
 
-def _faults(story: RunStory) -> Html:
-    skipped = [one.step for one in story.steps if one.skipped]
-    shown, cut = newest(story.named("fault"), MOST_ROWS, "faults")
+def _faults(history: RunHistory) -> Html:
+    skipped = [one.step for one in history.steps if one.skipped]
+    shown, cut = newest_rows(history.named("fault"), MOST_ROWS, "faults")
     rows = [
-        [f"{step_of(event):,}", moment(number(event, "time_s")), _fields(event)] for event in shown
+        [f"{step_of(event):,}", time_cell(number(event, "time_s")), _fields(event)]
+        for event in shown
     ]
     parts = (
         [table("Faults", ("after step", AT, "what"), rows), cut]
@@ -354,26 +375,26 @@ def _faults(story: RunStory) -> Html:
     if skipped:
         parts.append(
             note(
-                f"{counted(len(skipped), 'step')} made no update, as loss or gradient was not"
+                f"{format_plural(len(skipped), 'step')} made no update, as loss or gradient was not"
                 f" finite: {', '.join(map(str, skipped[:20]))}{' ...' if skipped[20:] else ''}."
             )
         )
-    return together(*parts)
+    return concatenated(*parts)
 
 
-def _log(story: RunStory) -> Html:
-    shown, cut = newest(story.events, MOST_ROWS, "events")
+def _log(history: RunHistory) -> Html:
+    shown, cut = newest_rows(history.events, MOST_ROWS, "events")
     rows = [
         [
             f"{step_of(event):,}",
-            moment(number(event, "time_s")),
+            time_cell(number(event, "time_s")),
             str(event.get("event", UNKNOWN)),
             _fields(event),
         ]
         for event in shown
     ]
-    return folded(
-        counted(len(story.events), "event"),
+    return collapsible(
+        format_plural(len(history.events), "event"),
         table("As the run wrote them", ("after step", AT, "event", "fields"), rows),
         cut,
         class_="log",
@@ -384,7 +405,7 @@ def _fields(event: Event) -> str:
     """What an event says beside its name, step and time."""
     return (
         "; ".join(
-            f"{name}: {anything(value)}"
+            f"{name}: {format_value(value)}"
             for name, value in event.items()
             if name not in ("event", "step", "time_s")
         )
@@ -392,7 +413,7 @@ def _fields(event: Event) -> str:
     )
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[RunStory], Html]], ...] = (
+SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Html]], ...] = (
     ("Overview", "overview", _overview),
     ("Last decision", "last-decision", last_decision),
     ("Loss", "loss", _loss),

@@ -21,14 +21,20 @@ from optimus_jax.planning.search.explain import flags
 from optimus_jax.report import formatting
 from optimus_jax.report.run_charts import (
     MOST_POINTS,
+    downsampled,
     draw_memory,
     draw_step_times,
     draw_switch,
     letter,
-    thinned,
 )
-from optimus_jax.report.run_events import Alternative, DecisionLine, decision_of, known, number
-from optimus_jax.report.run_history import RunStory
+from optimus_jax.report.run_events import (
+    AlternativeRecord,
+    DecisionRecord,
+    decision_of,
+    is_finite_number,
+    number,
+)
+from optimus_jax.report.run_history import RunHistory
 from optimus_jax.run_directory.directory import RunDirectory
 
 pytest.importorskip("matplotlib")
@@ -48,8 +54,8 @@ def path(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def story(path) -> RunStory:
-    return RunStory.read(path)
+def history(path) -> RunHistory:
+    return RunHistory.read(path)
 
 
 class Reader(HTMLParser):
@@ -78,33 +84,33 @@ def shown(path) -> Reader:
     return Reader(run_report(path))
 
 
-def test_spans_are_the_plans_in_the_order_in_which_they_ran(story):
-    assert [(span.plan, span.first, span.last, span.step_time_s) for span in story.spans] == [
+def test_spans_are_the_plans_in_the_order_in_which_they_ran(history):
+    assert [(span.plan, span.first, span.last, span.step_time_s) for span in history.spans] == [
         (FIRST, 1, 30, pytest.approx(0.21)),
         (SECOND, 31, 50, 0.11),
         (FIRST, 51, 60, pytest.approx(0.21)),
     ]
-    assert [[one.step for one in story.within(span)][::29] for span in story.spans] == [
+    assert [[one.step for one in history.within(span)][::29] for span in history.spans] == [
         [1, 30],
         [31],
         [51],
     ]
-    assert story.plans == [FIRST, SECOND, "tried0000000"]
-    assert story.layouts == {
+    assert history.plans == [FIRST, SECOND, "tried0000000"]
+    assert history.layouts == {
         FIRST: PLAN.describe(),
         SECOND: "mesh data=8, zero 0",
         "tried0000000": "mesh tensor=8, zero 0",
     }
 
 
-def test_decisions_are_read_with_what_they_weighed(story):
-    assert [(one.action, one.step, one.plan) for one in story.decisions] == [
+def test_decisions_are_read_with_what_they_weighed(history):
+    assert [(one.action, one.step, one.plan) for one in history.decisions] == [
         ("tried", 0, FIRST),
         ("tried", 0, "tried0000000"),
         ("switch", 24, SECOND),
         ("stay", 58, None),
     ]
-    best, other = story.decisions[2].alternatives
+    best, other = history.decisions[2].alternatives
     assert (best.gain_s, best.cost_s, best.probability) == (12.0, 1.5, 0.97)
     assert other.gain_s is None
 
@@ -131,7 +137,7 @@ def test_what_the_controller_writes_is_what_is_read():
         alternatives=(weighed,),
     )
     read = decision_of({"event": "decision", "step": 7, "time_s": 1.0, **decision.as_json()})
-    assert read == DecisionLine(
+    assert read == DecisionRecord(
         step=7,
         time_s=1.0,
         action="switch",
@@ -145,7 +151,7 @@ def test_what_the_controller_writes_is_what_is_read():
         predicted_step_time_s=0.5,
         measured_step_time_s=None,
         alternatives=(
-            Alternative(
+            AlternativeRecord(
                 layout=flags(PLAN),
                 plan=PLAN.digest,
                 rung="remesh",
@@ -159,19 +165,19 @@ def test_what_the_controller_writes_is_what_is_read():
     )
 
 
-def test_a_switch_is_timed_by_phase_and_seen_in_the_steps_around_it(story):
-    remesh, rollback = story.switches
+def test_a_switch_is_timed_by_phase_and_seen_in_the_steps_around_it(history):
+    remesh, rollback = history.switches
     assert dict(remesh.phases_s) == PHASES
     assert (remesh.before_s, remesh.after_s) == (pytest.approx(0.21), 0.11)
     assert rollback.phases_s == (("move", 0.3), ("verify", None))
     assert (rollback.before_s, rollback.after_s) == (0.11, pytest.approx(0.21))
 
 
-def test_predictions_meet_the_steps_that_ran_under_that_plan(story):
+def test_predictions_meet_the_steps_that_ran_under_that_plan(history):
     assert [
-        (one.plan, one.predicted_s, one.measured_s, one.is_trial) for one in story.comparisons
+        (one.plan, one.predicted_s, one.measured_s, one.is_trial) for one in history.comparisons
     ] == [(FIRST, 0.18, 0.21, True), ("tried0000000", 0.3, 0.45, True), (SECOND, 0.1, 0.11, False)]
-    assert story.comparisons[-1].how == "median of steps 31 to 50"
+    assert history.comparisons[-1].how == "median of steps 31 to 50"
 
 
 def test_a_plan_that_another_decision_overtook_was_not_measured(tmp_path):
@@ -182,7 +188,7 @@ def test_a_plan_that_another_decision_overtook_was_not_measured(tmp_path):
     run.log_event("decision", 2, **decided)
     run.log_event("decision", 5, **decided)
     run.log_event("decision", 9, **decided | {"plan": FIRST})
-    measured = [pair.measured_s for pair in RunStory.read(run.path).comparisons]
+    measured = [pair.measured_s for pair in RunHistory.read(run.path).comparisons]
     assert measured == [
         None,
         pytest.approx(0.21, abs=0.02),
@@ -206,9 +212,9 @@ def test_status(tmp_path, reason, status):
     run.log_step(step(1))
     if reason is not None:
         run.log_event("end", 1, reason=reason)
-    assert status in RunStory.read(run.path).status
+    assert status in RunHistory.read(run.path).status
     run.log_event("resume", 1)
-    assert "under way" in RunStory.read(run.path).status
+    assert "under way" in RunHistory.read(run.path).status
 
 
 def test_why_the_plan_in_use_is_in_use(tmp_path):
@@ -223,7 +229,7 @@ def test_why_the_plan_in_use_is_in_use(tmp_path):
         ("rollback", {}),
     ):
         run.log_event(name, 1, **fields)
-        said.append(RunStory.read(run.path).why_current)
+        said.append(RunHistory.read(run.path).why_current)
     assert said == [
         "it was given",
         "it was given",
@@ -324,17 +330,17 @@ def test_the_page_can_be_read_without_seeing_it(shown):
 
 
 def test_colours_are_the_pages_own(path):
-    pictures = run_report(path).split("<svg")[1:]
-    assert all("var(--ink)" in picture for picture in pictures)
-    assert not any("#000000" in picture or "#222222" in picture for picture in pictures), (
+    charts = run_report(path).split("<svg")[1:]
+    assert all("var(--ink)" in chart for chart in charts)
+    assert not any("#000000" in chart or "#222222" in chart for chart in charts), (
         "black on a dark screen"
     )
 
 
-def test_a_pointer_is_told_what_it_is_over(story):
-    picture = draw_step_times(story)
+def test_a_pointer_is_told_what_it_is_over(history):
+    chart = draw_step_times(history)
     with page_settings():
-        drawn = to_svg(picture.figure, name="times", label="", titles=picture.titles)
+        drawn = to_svg(chart.figure, name="times", label="", titles=chart.titles)
     for words in (
         "plan A, steps 1 to 30, median 210 ms",
         "plan B, steps 31 to 50, median 110 ms: mesh data=8",
@@ -389,12 +395,12 @@ def test_logs_can_be_cut_anywhere(path, cuts):
         for name, cut in zip(("metrics.jsonl", "events.jsonl"), cuts, strict=True):
             content = (path / name).read_bytes()
             (Path(folder) / name).write_bytes(content[: round(cut * len(content))])
-        story = RunStory.read(folder)
-        assert [one.step for one in story.steps] == list(range(1, len(story.steps) + 1))
-        assert [pair.predicted_s for pair in story.comparisons] == [0.18, 0.3, 0.1][
-            : len(story.comparisons)
+        history = RunHistory.read(folder)
+        assert [one.step for one in history.steps] == list(range(1, len(history.steps) + 1))
+        assert [pair.predicted_s for pair in history.comparisons] == [0.18, 0.3, 0.1][
+            : len(history.comparisons)
         ]
-        assert all(told.startswith("config.json") for told in story.troubles)
+        assert all(told.startswith("config.json") for told in history.read_errors)
 
 
 def test_a_damaged_line_is_passed_over_and_told(path, tmp_path):
@@ -426,11 +432,11 @@ def test_a_damaged_line_is_passed_over_and_told(path, tmp_path):
     ],
 )
 def test_a_known_value_is_a_finite_number(value, is_known):
-    assert known(value) == is_known
+    assert is_finite_number(value) == is_known
     assert number({"field": value}, "field") == (value if is_known else None)
 
 
-anything = st.recursive(
+any_value = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
@@ -469,14 +475,14 @@ FIELDS = (
                     ["decision", "remesh", "rollback", "eval", "compile", "end", "fault", "plan"]
                 )
             },
-            optional=dict.fromkeys(FIELDS, anything),
+            optional=dict.fromkeys(FIELDS, any_value),
         ),
         max_size=6,
     ),
     fields=st.fixed_dictionaries(
         {},
         optional=dict.fromkeys(
-            ("step_time_s", "peak_bytes", "plan", "tokens_per_s", "mfu"), anything
+            ("step_time_s", "peak_bytes", "plan", "tokens_per_s", "mfu"), any_value
         ),
     ),
 )
@@ -525,15 +531,15 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
 def test_memory_is_what_was_measured_and_what_the_compiler_said(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     assert (
-        draw_memory(RunStory.read(write_run(tmp_path / "sample").path)).caption
+        draw_memory(RunHistory.read(write_run(tmp_path / "sample").path)).caption
         == "On one device: how much was in use is unknown, as the backend does not say; the last"
         " compiled step needs 70 MiB."
     )
     run.log_step(step(1, peak_bytes=2**30))
     run.log_step(step(2, peak_bytes=2**31))
-    (line,) = draw_memory(RunStory.read(run.path)).figure.axes[0].lines
+    (line,) = draw_memory(RunHistory.read(run.path)).figure.axes[0].lines
     assert line.get_xydata().tolist() == [[1, 1], [2, 2], [2, 2]]
-    assert draw_memory(RunStory.read(_with_one_step(tmp_path))) is None
+    assert draw_memory(RunHistory.read(_with_one_step(tmp_path))) is None
 
 
 def _with_one_step(tmp_path: Path) -> Path:
@@ -542,8 +548,8 @@ def _with_one_step(tmp_path: Path) -> Path:
     return run.path
 
 
-def test_phases_of_a_switch_follow_one_another(story):
-    bars = draw_switch(story.switches[0]).figure.axes[0].patches
+def test_phases_of_a_switch_follow_one_another(history):
+    bars = draw_switch(history.switches[0]).figure.axes[0].patches
     assert [bar.get_x() for bar in bars] == pytest.approx(
         [0, *np.cumsum(list(PHASES.values()))[:-1]]
     )
@@ -555,7 +561,7 @@ def test_phases_of_a_switch_follow_one_another(story):
 
 @given(values=st.lists(st.floats(0, 10), min_size=1, max_size=50), per_point=st.integers(1, 60))
 def test_a_thinned_line_hides_no_extreme(values, per_point):
-    line = thinned(list(enumerate(values)), per_point)
+    line = downsampled(list(enumerate(values)), per_point)
     assert (line.low.min(), line.high.max()) == (min(values), max(values))
     assert (line.low <= line.middle).all()
     assert (line.middle <= line.high).all()
@@ -579,28 +585,28 @@ def test_letters_never_end():
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (formatting.duration(None), "unknown"),
-        (formatting.duration(float("nan")), "unknown"),
-        (formatting.duration(0), "0 s"),
-        (formatting.duration(2e-5), "20 µs"),
-        (formatting.duration(0.0412), "41.2 ms"),
-        (formatting.duration(3.066), "3.07 s"),
-        (formatting.duration(125), "2 min 5 s"),
-        (formatting.duration(12000), "3 h 20 min"),
-        (formatting.memory(None), "unknown"),
-        (formatting.memory(0), "0 bytes"),
-        (formatting.memory(1023), "0.999 KiB"),
-        (formatting.duration(0.9996), "1,000 ms"),
-        (formatting.memory(1.25 * 2**30), "1.25 GiB"),
-        (formatting.memory(2**51), "2,048 TiB"),
-        (formatting.share(None), "unknown"),
-        (formatting.share(0.125), "12.5%"),
-        (formatting.count(None), "unknown"),
-        (formatting.when(0.0), "1970-01-01 00:00:00"),
-        (formatting.when(1e30), "unknown"),
-        (formatting.anything({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
-        (formatting.counted(1, "step"), "1 step"),
-        (formatting.counted(2000, "step"), "2,000 steps"),
+        (formatting.format_duration(None), "unknown"),
+        (formatting.format_duration(float("nan")), "unknown"),
+        (formatting.format_duration(0), "0 s"),
+        (formatting.format_duration(2e-5), "20 µs"),
+        (formatting.format_duration(0.0412), "41.2 ms"),
+        (formatting.format_duration(3.066), "3.07 s"),
+        (formatting.format_duration(125), "2 min 5 s"),
+        (formatting.format_duration(12000), "3 h 20 min"),
+        (formatting.format_bytes(None), "unknown"),
+        (formatting.format_bytes(0), "0 bytes"),
+        (formatting.format_bytes(1023), "0.999 KiB"),
+        (formatting.format_duration(0.9996), "1,000 ms"),
+        (formatting.format_bytes(1.25 * 2**30), "1.25 GiB"),
+        (formatting.format_bytes(2**51), "2,048 TiB"),
+        (formatting.format_percent(None), "unknown"),
+        (formatting.format_percent(0.125), "12.5%"),
+        (formatting.format_count(None), "unknown"),
+        (formatting.format_time(0.0), "1970-01-01 00:00:00"),
+        (formatting.format_time(1e30), "unknown"),
+        (formatting.format_value({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
+        (formatting.format_plural(1, "step"), "1 step"),
+        (formatting.format_plural(2000, "step"), "2,000 steps"),
     ],
 )
 def test_wording(said, words):
