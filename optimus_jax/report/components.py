@@ -1,36 +1,38 @@
-"""What all sections of a run's report share: a plan by its letter, a moment, a picture, the newest
-rows of a long table.
+"""HTML components that several sections of a run's report use: plan badges, times, charts, and
+tables cut to their newest rows.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from optimus_jax.report.chart_axes import plan_colour, plan_letter
 from optimus_jax.report.formatting import UNKNOWN, format_time
 from optimus_jax.report.page import VARIABLES, Html, element, note
-from optimus_jax.report.run_charts import Chart, band, letter
+from optimus_jax.report.run_charts import Chart
 from optimus_jax.report.run_history import RunHistory
 from optimus_jax.report.svg import to_svg
 
 T = TypeVar("T")
 
-MOST_ROWS = 200
-"""Of a table."""
+MAX_ROWS = 200
+"""Maximum number of rows of a table."""
 AT = "at (UTC)"
+"""Heading of a column of times."""
 _MESH = re.compile(r"mesh (\S*[^\s,])")
 
 
 def time_cell(time_s: float | None) -> Html:
-    """When something happened, for a column AT."""
+    """A time for a column AT."""
     return element("time", format_time(time_s))
 
 
 def plan_name(history: RunHistory, digest: str | None, layout: str | None = None) -> Html:
-    """A plan by its letter, where it has one, and its mesh; a pointer is shown the whole layout."""
+    """A plan's letter, if it has one, and its mesh. The tooltip shows the whole layout."""
     words = layout or history.layouts.get(digest or "") or (f"plan {digest}" if digest else UNKNOWN)
     mesh, letters = (
         _MESH.search(words),
-        [badge(history.plans.index(digest))] if digest in history.plans else [],
+        [plan_badge(history.plans.index(digest))] if digest in history.plans else [],
     )
     return element(
         "span",
@@ -41,15 +43,22 @@ def plan_name(history: RunHistory, digest: str | None, layout: str | None = None
     )
 
 
-def badge(place: int) -> Html:
+def plan_badge(index: int) -> Html:
     """A plan's letter in its colour."""
     return element(
-        "span", letter(place), class_="plan", style=f"--plan:{VARIABLES[band(place).lower()]}"
+        "span",
+        plan_letter(index),
+        class_="plan",
+        style=f"--plan:{VARIABLES[plan_colour(index).lower()]}",
     )
 
 
 def chart_or_note(chart: Chart | None, name: str, otherwise: str) -> Html:
-    """A picture with its caption, or what to say if there is none."""
+    """A chart with its caption; without a chart, the text `otherwise`.
+
+    Args:
+      name: prefix of the ids inside the chart, unique on the page.
+    """
     if chart is None:
         return note(otherwise)
     return element(
@@ -60,14 +69,17 @@ def chart_or_note(chart: Chart | None, name: str, otherwise: str) -> Html:
 
 
 def newest_rows(
-    items: Sequence[T], most: int, called: str, keep: Callable[[T], bool] = lambda _: False
+    items: Sequence[T], max_rows: int, noun: str, keep: Callable[[T], bool] = lambda _: False
 ) -> tuple[list[T], Html]:
-    """The newest `most` of them and whatever is to be kept, in order, with a word on what was left
-    out.
+    """The newest `max_rows` items and those that `keep` selects, in order, with a note on how many
+    were left out.
+
+    Args:
+      noun: what the note calls the items, in the plural.
     """
-    first = len(items) - most
-    shown = [item for place, item in enumerate(items) if place >= first or keep(item)]
+    first = len(items) - max_rows
+    shown = [item for index, item in enumerate(items) if index >= first or keep(item)]
     left_out = len(items) - len(shown)
     return shown, note(
-        f"{left_out:,} older {called} are left out; events.jsonl has them all."
+        f"{left_out:,} older {noun} are left out; events.jsonl has them all."
     ) if left_out else Html("")

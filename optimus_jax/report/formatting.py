@@ -1,4 +1,6 @@
-"""How quantities are said to people. What is not known is "unknown", never a number."""
+"""Numbers, times and other values as text for a reader. A missing value is "unknown", never a
+number.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +11,8 @@ MINUTE_S, HOUR_S = 60, 3600
 
 
 def format_duration(seconds: float | None) -> str:
-    """Three digits in a unit that suits: `41.2 ms`, `3.07 s`, `2 min 5 s`, `3 h 20 min`."""
+    """Three significant digits and a fitting unit: `41.2 ms`, `3.07 s`, `2 min 5 s`, `3 h 20
+    min`."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     size = abs(seconds)
@@ -29,7 +32,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_bytes(num_bytes: float | None) -> str:
-    """Three digits and a binary unit: `1.25 GiB`."""
+    """Three significant digits and a binary unit: `1.25 GiB`."""
     if num_bytes is None or not math.isfinite(num_bytes):
         return UNKNOWN
     size, unit = float(num_bytes), "bytes"
@@ -45,7 +48,7 @@ def _three_digits(number: float) -> str:
 
 
 def format_count(number: float | None) -> str:
-    """A whole number with its thousands apart."""
+    """A whole number with thousands separators."""
     return UNKNOWN if number is None or not math.isfinite(number) else f"{number:,.0f}"
 
 
@@ -55,17 +58,17 @@ def format_plural(number: int, noun: str) -> str:
 
 
 def format_number(number: float | None, digits: int = 4) -> str:
-    """A number of no special unit."""
+    """A number with `digits` significant digits and thousands separators."""
     return UNKNOWN if number is None or not math.isfinite(number) else f"{number:,.{digits}g}"
 
 
-def format_percent(part: float | None) -> str:
-    """A share as a percentage."""
-    return UNKNOWN if part is None or not math.isfinite(part) else f"{part:.1%}"
+def format_percent(fraction: float | None) -> str:
+    """A fraction as a percentage."""
+    return UNKNOWN if fraction is None or not math.isfinite(fraction) else f"{fraction:.1%}"
 
 
 def format_time(time_s: float | None) -> str:
-    """A moment, given in seconds since 1970, on UTC's clock."""
+    """A Unix time as date and time in UTC."""
     try:
         return (
             UNKNOWN
@@ -77,7 +80,7 @@ def format_time(time_s: float | None) -> str:
 
 
 def format_value(value: object) -> str:
-    """Whatever an event's field may hold, on one line."""
+    """Any value of an event's field, on one line."""
     match value:
         case None:
             return UNKNOWN

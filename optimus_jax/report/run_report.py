@@ -1,8 +1,8 @@
-"""The report of a run: one page that tells what ran, what was decided and why, and whether it came
-out as predicted.
+"""The report of a run as one HTML page: its plans, decisions and their reasons, and predictions
+beside measurements.
 
-A page holds what the run's lines say when it is made, so it can be made while the run goes on. Long
-tables are cut to their newest rows, and say so.
+The run may be under way: the page shows what its logs hold so far. Long tables are cut to their
+newest rows, with a note.
 """
 
 import time
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from optimus_jax.report.components import (
     AT,
-    MOST_ROWS,
-    badge,
+    MAX_ROWS,
     chart_or_note,
     newest_rows,
+    plan_badge,
     plan_name,
     time_cell,
 )
@@ -48,12 +48,12 @@ from optimus_jax.report.run_charts import (
 )
 from optimus_jax.report.run_decisions import all_decisions, last_decision
 from optimus_jax.report.run_events import Event, is_finite_number, mapping, number, step_of, text
-from optimus_jax.report.run_history import NEAR_STEPS, RunHistory, Switch, median_time
+from optimus_jax.report.run_history import MAX_COMPARED_STEPS, RunHistory, Switch, median_time
 from optimus_jax.report.svg import page_settings
 from optimus_jax.training.numbers import short
 
-MOST_TIMELINES = 12
-"""Switches that are drawn."""
+MAX_TIMELINES = 12
+"""Maximum number of switches with a timeline."""
 KINDS = {"remesh": "re-mesh", "rollback": "rollback"}
 
 
@@ -61,7 +61,7 @@ def run_report(path: str | Path) -> str:
     """The report of the run in `path` as an HTML document.
 
     Raises:
-      ConfigError: there is no run, or matplotlib is not installed.
+      ConfigError: `path` holds no run, or matplotlib is not installed.
       RunDirectoryError: a log cannot be read.
     """
     history = RunHistory.read(path)
@@ -85,7 +85,7 @@ def run_report(path: str | Path) -> str:
     main = element(
         "main",
         element("h1", f"Run {history.name}"),
-        note(_made()),
+        note(_introduction()),
         *map(_warning, _warnings(history)),
         contents,
         *body,
@@ -93,26 +93,26 @@ def run_report(path: str | Path) -> str:
     return page(f"Run {history.name}", main)
 
 
-def _made() -> str:
+def _introduction() -> str:
     return (
-        f"As it was at {format_time(time.time())} UTC. Times of steps and phases were measured; what is a"
-        f" prediction is called one. What the run did not record is “{UNKNOWN}”."
+        f"State at {format_time(time.time())} UTC. Times of steps and phases are measured;"
+        f" predictions are labelled as such. “{UNKNOWN}” means that the run did not record a value."
     )
 
 
 def _warnings(history: RunHistory) -> list[str]:
-    """What a reader should know before believing the page."""
-    notes = [*history.read_errors]
-    if (again := history.path / "metrics.abandoned.jsonl").exists():
-        notes.append(
-            f"The run went back to a checkpoint; steps that were run again are in {again.name}, not"
-            " here."
+    """What limits the page: unreadable lines, and steps that it does not show."""
+    warnings = [*history.read_errors]
+    if (abandoned := history.path / "metrics.abandoned.jsonl").exists():
+        warnings.append(
+            "The run went back to a checkpoint and repeated the steps after it. Their first"
+            f" attempts are in {abandoned.name} and not on this page."
         )
-    return notes
+    return warnings
 
 
-def _warning(words: str) -> Html:
-    return element("p", words, class_="trouble")
+def _warning(message: str) -> Html:
+    return element("p", message, class_="warning")
 
 
 def _overview(history: RunHistory) -> Html:
@@ -122,7 +122,7 @@ def _overview(history: RunHistory) -> Html:
     )
     model, data = mapping(history.config, "model"), mapping(history.config, "data")
     last = history.steps[-1] if history.steps else None
-    recent = history.near(last.step)[0] if last else []
+    recent = history.steps_around(last.step)[0] if last else []
     in_use = plan_name(history, history.current.digest if history.current else None)
     length = number(data, "seq_len") or number(mapping(history.config, "derived"), "data.seq_len")
     return definition_list(
@@ -130,7 +130,8 @@ def _overview(history: RunHistory) -> Html:
             ("status", history.status),
             (
                 "steps",
-                f"{format_count(last.step) if last else '0'} of {format_count(number(history.config, 'steps'))}",
+                f"{format_count(last.step if last else 0)} of"
+                f" {format_count(number(history.config, 'steps'))}",
             ),
             ("model", _model(model)),
             ("devices", text(started, "devices") or UNKNOWN),
@@ -147,7 +148,7 @@ def _overview(history: RunHistory) -> Html:
                 ),
             ),
             (
-                f"step time, median of the last {format_plural(len(recent), 'step')} under it",
+                f"step time, median of the last {format_plural(len(recent), 'step')} on this plan",
                 format_duration(median_time(recent)),
             ),
             (
@@ -162,10 +163,11 @@ def _overview(history: RunHistory) -> Html:
             ),
             (
                 "batch",
-                f"{format_count(number(data, 'global_batch'))} sequences of {format_count(length)} tokens",
+                f"{format_count(number(data, 'global_batch'))} sequences of"
+                f" {format_count(length)} tokens",
             ),
             ("data", text(started, "data") or UNKNOWN),
-            ("begun", _utc(number(history.events[0], "time_s") if history.events else None)),
+            ("started", _utc(number(history.events[0], "time_s") if history.events else None)),
             ("last line written", _utc(history.written_s)),
         ]
     )
@@ -187,13 +189,13 @@ def _model(model: Event) -> str:
 
 def _loss(history: RunHistory) -> Html:
     return chart_or_note(
-        draw_loss(history), "loss", "No step has been recorded yet, so the loss is unknown."
+        draw_loss(history), "loss", "No step is recorded yet, so the loss is unknown."
     )
 
 
 def _step_times(history: RunHistory) -> Html:
     chart = chart_or_note(draw_step_times(history), "times", "No step's time is known.")
-    spans, cut = newest_rows(history.spans, MOST_ROWS, "spans")
+    spans, cut = newest_rows(history.spans, MAX_ROWS, "spans")
     rows = [
         [
             f"{span.first:,} to {span.last:,}",
@@ -203,30 +205,30 @@ def _step_times(history: RunHistory) -> Html:
         ]
         for span in spans
     ]
-    head = ("steps", "plan", "recorded", "median step time")
+    head = ("steps", "plan", "steps recorded", "median step time")
     return concatenated(
         chart,
-        *([table("Which plan ran which steps", head, rows, numbers=head[2:]), cut] if rows else []),
+        *([table("Steps by plan", head, rows, numbers=head[2:]), cut] if rows else []),
     )
 
 
 def _plans(history: RunHistory) -> Html:
     if not history.plans:
         return note("None is recorded.")
-    ran: dict[str, int] = {}
+    num_steps: dict[str, int] = {}
     for span in history.spans:
-        ran[span.plan] = ran.get(span.plan, 0) + span.num_steps
+        num_steps[span.plan] = num_steps.get(span.plan, 0) + span.num_steps
     rows = [
         [
-            badge(place),
+            plan_badge(index),
             history.layouts.get(digest, UNKNOWN),
             digest,
-            format_count(ran.get(digest, 0)),
+            format_count(num_steps.get(digest, 0)),
         ]
-        for place, digest in enumerate(history.plans[:MOST_ROWS])
+        for index, digest in enumerate(history.plans[:MAX_ROWS])
     ]
     return table(
-        "Letters on this page stand for these plans",
+        "Plans and their letters on this page",
         ("plan", "layout", "digest", "steps run"),
         rows,
         numbers=("steps run",),
@@ -234,7 +236,7 @@ def _plans(history: RunHistory) -> Html:
 
 
 def _predictions(history: RunHistory) -> Html:
-    shown, cut = newest_rows(history.comparisons, MOST_ROWS, "comparisons")
+    shown, cut = newest_rows(history.comparisons, MAX_ROWS, "comparisons")
     if not shown:
         return note("No plan with a recorded prediction has been tried or switched to.")
     head = (
@@ -252,7 +254,7 @@ def _predictions(history: RunHistory) -> Html:
             format_duration(pair.predicted_s),
             format_duration(pair.measured_s),
             UNKNOWN if pair.measured_s is None else f"{pair.measured_s / pair.predicted_s:.2f}",
-            pair.how,
+            pair.source,
         ]
         for pair in shown
     ]
@@ -260,22 +262,24 @@ def _predictions(history: RunHistory) -> Html:
         chart_or_note(
             draw_predictions(history), "predictions", "None of these plans has been measured yet."
         ),
-        table("Time of a step: predictions and measurements", head, rows, numbers=head[2:5]),
+        table("Step time: predictions and measurements", head, rows, numbers=head[2:5]),
         cut,
     )
 
 
 def _memory(history: RunHistory) -> Html:
     return chart_or_note(
-        draw_memory(history), "memory", "Unknown: neither the backend nor the compiler said."
+        draw_memory(history),
+        "memory",
+        "Unknown: neither the backend nor the compiler reported memory use.",
     )
 
 
 def _switches(history: RunHistory) -> Html:
     if not history.switches:
-        return note("The run was never moved to another plan.")
-    head = ("after step", AT, "kind", "from", "to", "rung", "moved", "delay", "before", "after")
-    shown, cut = newest_rows(history.switches, MOST_ROWS, "switches")
+        return note("The run never switched plans.")
+    head = ("after step", AT, "kind", "from", "to", "method", "moved", "delay", "before", "after")
+    shown, cut = newest_rows(history.switches, MAX_ROWS, "switches")
     rows = [
         [
             f"{one.step:,}",
@@ -283,7 +287,7 @@ def _switches(history: RunHistory) -> Html:
             KINDS[one.kind],
             plan_name(history, one.from_plan),
             plan_name(history, one.plan, one.layout),
-            one.rung or UNKNOWN,
+            one.method or UNKNOWN,
             format_bytes(one.bytes_moved),
             format_duration(one.step_delay_s),
             format_duration(one.before_s),
@@ -292,27 +296,27 @@ def _switches(history: RunHistory) -> Html:
         for one in shown
     ]
     caption = (
-        "Re-meshes and rollbacks: bytes that were moved, what the step was delayed by, and medians"
-        f" of the times of at most {NEAR_STEPS} steps before and after."
+        "Re-meshes and rollbacks: bytes moved, delay of training, and median step times of up to"
+        f" {MAX_COMPARED_STEPS} steps before and after."
     )
-    drawn, left_out = newest_rows(history.switches, MOST_TIMELINES, "timelines")
+    drawn, left_out = newest_rows(history.switches, MAX_TIMELINES, "timelines")
     return concatenated(
         table(caption, head, rows, numbers=head[6:]),
         cut,
-        *(_timeline(history, one, f"switch{place}") for place, one in enumerate(drawn)),
+        *(_timeline(history, one, f"switch{index}") for index, one in enumerate(drawn)),
         left_out,
     )
 
 
 def _timeline(history: RunHistory, switch: Switch, name: str) -> Html:
-    waited = [seconds for phase, seconds in switch.phases_s if phase not in WHILE_TRAINING]
-    waits = (
-        f", training waited {format_duration(sum(seconds or 0 for seconds in waited))}"
-        if waited and None not in waited
+    paused = [seconds for phase, seconds in switch.phases_s if phase not in WHILE_TRAINING]
+    pause = (
+        f", training paused for {format_duration(sum(seconds or 0 for seconds in paused))}"
+        if paused and None not in paused
         else ""
     )
     return concatenated(
-        element("h3", f"After step {switch.step:,}: {KINDS[switch.kind]}{waits}"),
+        element("h3", f"After step {switch.step:,}: {KINDS[switch.kind]}{pause}"),
         *([element("p", switch.why)] if switch.why else []),
         chart_or_note(draw_switch(switch), name, "The times of its phases are unknown."),
     )
@@ -332,7 +336,7 @@ def _checkpoints(history: RunHistory) -> Html:
     return _events(
         history,
         "checkpoint",
-        "States saved. Training was blocked while the state was copied to the host.",
+        "Checkpoints. Training was blocked while the state was copied to the host.",
         ("blocked_s",),
         lambda event, _: format_duration(number(event, "blocked_s")),
     )
@@ -345,7 +349,7 @@ def _events(
     fields: Sequence[str],
     cell: Callable[[Event, object], str],
 ) -> Html:
-    shown, cut = newest_rows(history.named(name), MOST_ROWS, "rows")
+    shown, cut = newest_rows(history.events_named(name), MAX_ROWS, "rows")
     if not shown:
         return note("None is recorded.")
     heads = [field.replace("_s", "").replace("_", " ") for field in fields]
@@ -362,7 +366,7 @@ def _events(
 
 def _faults(history: RunHistory) -> Html:
     skipped = [one.step for one in history.steps if one.skipped]
-    shown, cut = newest_rows(history.named("fault"), MOST_ROWS, "faults")
+    shown, cut = newest_rows(history.events_named("fault"), MAX_ROWS, "faults")
     rows = [
         [f"{step_of(event):,}", time_cell(number(event, "time_s")), _fields(event)]
         for event in shown
@@ -373,17 +377,18 @@ def _faults(history: RunHistory) -> Html:
         else [note("No fault is recorded.")]
     )
     if skipped:
+        steps = ", ".join(map(str, skipped[:20])) + (" ..." if skipped[20:] else "")
         parts.append(
             note(
-                f"{format_plural(len(skipped), 'step')} made no update, as loss or gradient was not"
-                f" finite: {', '.join(map(str, skipped[:20]))}{' ...' if skipped[20:] else ''}."
+                f"{format_plural(len(skipped), 'step')} skipped the update because the loss or the"
+                f" gradient was not finite: {steps}."
             )
         )
     return concatenated(*parts)
 
 
 def _log(history: RunHistory) -> Html:
-    shown, cut = newest_rows(history.events, MOST_ROWS, "events")
+    shown, cut = newest_rows(history.events, MAX_ROWS, "events")
     rows = [
         [
             f"{step_of(event):,}",
@@ -395,21 +400,21 @@ def _log(history: RunHistory) -> Html:
     ]
     return collapsible(
         format_plural(len(history.events), "event"),
-        table("As the run wrote them", ("after step", AT, "event", "fields"), rows),
+        table("Events as logged", ("after step", AT, "event", "fields"), rows),
         cut,
         class_="log",
     )
 
 
 def _fields(event: Event) -> str:
-    """What an event says beside its name, step and time."""
+    """The fields of an event other than its name, step and time."""
     return (
         "; ".join(
             f"{name}: {format_value(value)}"
             for name, value in event.items()
             if name not in ("event", "step", "time_s")
         )
-        or "nothing more"
+        or "none"
     )
 
 
@@ -426,6 +431,6 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Html]], ...] = (
     ("Evaluations", "evaluations", _evaluations),
     ("Checkpoints", "checkpoints", _checkpoints),
     ("Faults", "faults", _faults),
-    ("Everything that was recorded", "events", _log),
+    ("All events", "events", _log),
 )
-"""Heading, what links call it, and what stands there."""
+"""(heading, id, function that makes the section)"""

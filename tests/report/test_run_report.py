@@ -1,5 +1,5 @@
-"""What a report says of a made-up run: every number where it belongs, unknown things called so, and
-texts that stay texts.
+"""The report of a made-up run: every number is in its place, missing values are "unknown", and text
+is escaped.
 """
 
 import itertools
@@ -19,26 +19,20 @@ from optimus_jax.control import policy
 from optimus_jax.errors import ConfigError
 from optimus_jax.planning.search.explain import flags
 from optimus_jax.report import formatting
-from optimus_jax.report.run_charts import (
-    MOST_POINTS,
-    downsampled,
-    draw_memory,
-    draw_step_times,
-    draw_switch,
-    letter,
-)
+from optimus_jax.report.chart_axes import MAX_POINTS, downsampled, plan_letter
+from optimus_jax.report.run_charts import draw_memory, draw_step_times, draw_switch
 from optimus_jax.report.run_events import (
     AlternativeRecord,
     DecisionRecord,
-    decision_of,
     is_finite_number,
     number,
+    parse_decision,
 )
 from optimus_jax.report.run_history import RunHistory
 from optimus_jax.run_directory.directory import RunDirectory
 
 pytest.importorskip("matplotlib")
-from optimus_jax.report.components import MOST_ROWS
+from optimus_jax.report.components import MAX_ROWS
 from optimus_jax.report.run_report import run_report
 from optimus_jax.report.svg import page_settings, to_svg
 
@@ -90,7 +84,7 @@ def test_spans_are_the_plans_in_the_order_in_which_they_ran(history):
         (SECOND, 31, 50, 0.11),
         (FIRST, 51, 60, pytest.approx(0.21)),
     ]
-    assert [[one.step for one in history.within(span)][::29] for span in history.spans] == [
+    assert [[one.step for one in history.steps_in(span)][::29] for span in history.spans] == [
         [1, 30],
         [31],
         [51],
@@ -136,17 +130,17 @@ def test_what_the_controller_writes_is_what_is_read():
         inputs={"link": 4.0},
         alternatives=(weighed,),
     )
-    read = decision_of({"event": "decision", "step": 7, "time_s": 1.0, **decision.as_json()})
+    read = parse_decision({"event": "decision", "step": 7, "time_s": 1.0, **decision.as_json()})
     assert read == DecisionRecord(
         step=7,
         time_s=1.0,
         action="switch",
         why="it is worth it",
-        rung="remesh",
+        switch_method="remesh",
         plan=PLAN.digest,
         layout=flags(PLAN),
         trigger="a slower link",
-        present_step_time_s=0.75,
+        current_step_time_s=0.75,
         inputs={"link": 4.0},
         predicted_step_time_s=0.5,
         measured_step_time_s=None,
@@ -154,7 +148,7 @@ def test_what_the_controller_writes_is_what_is_read():
             AlternativeRecord(
                 layout=flags(PLAN),
                 plan=PLAN.digest,
-                rung="remesh",
+                switch_method="remesh",
                 predicted_step_time_s=0.5,
                 gain_s=9.0,
                 cost_s=1.0,
@@ -177,14 +171,14 @@ def test_predictions_meet_the_steps_that_ran_under_that_plan(history):
     assert [
         (one.plan, one.predicted_s, one.measured_s, one.is_trial) for one in history.comparisons
     ] == [(FIRST, 0.18, 0.21, True), ("tried0000000", 0.3, 0.45, True), (SECOND, 0.1, 0.11, False)]
-    assert history.comparisons[-1].how == "median of steps 31 to 50"
+    assert history.comparisons[-1].source == "median of steps 31 to 50"
 
 
-def test_a_plan_that_another_decision_overtook_was_not_measured(tmp_path):
+def test_a_plan_replaced_before_it_ran_has_no_measurement(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     decided = {"action": "switch", "plan": SECOND, "predicted_step_time_s": 0.1}
-    for place in range(1, 11):
-        run.log_step(step(place, FIRST if place < 8 else SECOND))
+    for index in range(1, 11):
+        run.log_step(step(index, FIRST if index < 8 else SECOND))
     run.log_event("decision", 2, **decided)
     run.log_event("decision", 5, **decided)
     run.log_event("decision", 9, **decided | {"plan": FIRST})
@@ -201,7 +195,7 @@ def test_a_plan_that_another_decision_overtook_was_not_measured(tmp_path):
     [
         ("done", "done"),
         ("terminate", "stopped on request"),
-        ("not learning", "it no longer learnt"),
+        ("not learning", "it no longer learned"),
         ("odd", "ended: odd"),
         (None, "under way, or killed"),
     ],
@@ -247,12 +241,12 @@ def test_the_page_says_what_is_known_and_what_is_not(shown):
         "no end is recorded",
         "60 of 80",
         "the canary was slower than promised",
-        "training waited 484 ms",
+        "training paused for 484 ms",
         "12 MiB",
         "Predicted 300 ms a step, measured 450 ms.",
         "device: 3; what: lost",
         "held out",
-        "how much was in use is unknown",
+        "peak unknown",
         "verify unknown",
         "1 step without an update",
         "0.21 ± 0.01 (20 samples, good)",
@@ -261,7 +255,7 @@ def test_the_page_says_what_is_known_and_what_is_not(shown):
         "saves 3% of a step",
         "the loss",
         "220 ms a step",
-        "last 10 steps under it",
+        "last 10 steps on this plan",
     ):
         assert words in shown.words, words
     assert "nan" not in shown.words.lower().replace("finance", "")
@@ -337,7 +331,7 @@ def test_colours_are_the_pages_own(path):
     )
 
 
-def test_a_pointer_is_told_what_it_is_over(history):
+def test_parts_of_a_chart_have_tooltips(history):
     chart = draw_step_times(history)
     with page_settings():
         drawn = to_svg(chart.figure, name="times", label="", titles=chart.titles)
@@ -361,7 +355,7 @@ def test_a_run_before_its_first_step(tmp_path):
     )
     shown = Reader(run_report(run.path))
     for words in (
-        "No step has been recorded yet",
+        "No step is recorded yet",
         "trial before the first step",
         "config.json",
         "0 of unknown",
@@ -376,9 +370,9 @@ def test_a_run_without_decisions(tmp_path):
     shown = Reader(run_report(run.path))
     for words in (
         "No decision is recorded",
-        "never moved to another plan",
+        "never switched plans",
         "No fault is recorded",
-        "at most 3 GiB in use",
+        "peak 3 GiB",
     ):
         assert words in shown.words
 
@@ -403,7 +397,7 @@ def test_logs_can_be_cut_anywhere(path, cuts):
         assert all(told.startswith("config.json") for told in history.read_errors)
 
 
-def test_a_damaged_line_is_passed_over_and_told(path, tmp_path):
+def test_a_damaged_line_is_skipped_and_reported(path, tmp_path):
     for name in ("metrics.jsonl", "events.jsonl", "config.json"):
         (tmp_path / name).write_bytes((path / name).read_bytes() + b'{"event": "dec\x00\n')
     shown = Reader(run_report(tmp_path))
@@ -509,17 +503,17 @@ def test_whatever_a_field_holds_there_is_a_page(events, fields):
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
-    for place in range(1, 6 * MOST_POINTS):
-        run.log_step(step(place, step_time_s=9.0 if place == 77 else 0.2))
-    for place in range(1, MOST_ROWS + 101):
+    for index in range(1, 6 * MAX_POINTS):
+        run.log_step(step(index, step_time_s=9.0 if index == 77 else 0.2))
+    for index in range(1, MAX_ROWS + 101):
         run.log_event(
-            "decision", place, action="switch" if place == 5 else "stay", why=f"reason {place}."
+            "decision", index, action="switch" if index == 5 else "stay", why=f"reason {index}."
         )
     text = run_report(run.path)
     assert len(text) < 600_000
     for words in (
         "Each point is the median of 6 steps",
-        "1 step took longer than the chart is high, at most 9 s",
+        "1 step above the top of the chart, at most 9 s",
         "99 older decisions are left out",
         "reason 5.",
         "reason 300.",
@@ -532,8 +526,8 @@ def test_memory_is_what_was_measured_and_what_the_compiler_said(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     assert (
         draw_memory(RunHistory.read(write_run(tmp_path / "sample").path)).caption
-        == "On one device: how much was in use is unknown, as the backend does not say; the last"
-        " compiled step needs 70 MiB."
+        == "On one device: peak unknown, because the backend does not report it; the last compiled"
+        " step needs 70 MiB."
     )
     run.log_step(step(1, peak_bytes=2**30))
     run.log_step(step(2, peak_bytes=2**31))
@@ -560,7 +554,7 @@ def test_phases_of_a_switch_follow_one_another(history):
 
 
 @given(values=st.lists(st.floats(0, 10), min_size=1, max_size=50), per_point=st.integers(1, 60))
-def test_a_thinned_line_hides_no_extreme(values, per_point):
+def test_a_downsampled_line_keeps_extremes(values, per_point):
     line = downsampled(list(enumerate(values)), per_point)
     assert (line.low.min(), line.high.max()) == (min(values), max(values))
     assert (line.low <= line.middle).all()
@@ -568,8 +562,8 @@ def test_a_thinned_line_hides_no_extreme(values, per_point):
     assert len(line.x) == -(-len(values) // per_point)
 
 
-def test_letters_never_end():
-    letters = [letter(place) for place in range(800)]
+def test_plan_letters_are_distinct():
+    letters = [plan_letter(index) for index in range(800)]
     assert letters[:2] + letters[25:28] + letters[701:703] == [
         "A",
         "B",
@@ -583,7 +577,7 @@ def test_letters_never_end():
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("formatted", "text"),
     [
         (formatting.format_duration(None), "unknown"),
         (formatting.format_duration(float("nan")), "unknown"),
@@ -609,5 +603,5 @@ def test_letters_never_end():
         (formatting.format_plural(2000, "step"), "2,000 steps"),
     ],
 )
-def test_wording(said, words):
-    assert said == words
+def test_formatting(formatted, text):
+    assert formatted == text
