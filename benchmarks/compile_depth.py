@@ -19,8 +19,8 @@ def main() -> None:
     parser.add_argument("--mesh", default="fsdp=8")
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 48])
     args = parser.parse_args()
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.mesh.axes import AxisSizes
 
     axes = AxisSizes.parse(args.mesh)
     use_cpu_devices(axes.num_devices)
@@ -40,13 +40,12 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
     the next.
     """
     import jax
-    import jax.numpy as jnp
 
     from optimus_jax.config import Config, DataConfig, ModelConfig
-    from optimus_jax.mesh.axes import AxisSizes
-    from optimus_jax.mesh.build import build_mesh, discover
+    from optimus_jax.config.axes import AxisSizes
+    from optimus_jax.mesh.build import discover
+    from optimus_jax.planning.ahead_of_time.compiled_step import compile_step
     from optimus_jax.planning.search.assemble import plan_for
-    from optimus_jax.training.state import abstract_state, planned_shapes
     from optimus_jax.training.step import build_program
 
     jax.clear_caches()
@@ -64,18 +63,9 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
         {"parallel.mesh": mesh}
     )
     plan = plan_for(config, AxisSizes.parse(mesh), discover())
-    shapes = planned_shapes(model, plan)
-    program = build_program(config, shapes, plan, build_mesh(plan.axes))
-    state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
-    shape, sharding = (16, 256), program.batch_sharding
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-        for name in ("tokens", "targets", "positions", "segments")
-    }
-    batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
-    batch["examples"] = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=sharding)
+    program = build_program(config, plan)
     cpu, wall = time.process_time(), time.perf_counter()
-    program.train_step.lower(state, batch).compile()
+    compile_step(program)
     return time.process_time() - cpu, time.perf_counter() - wall
 
 

@@ -14,8 +14,8 @@ import json
 import jax
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_check import check
 from optimus_jax.planning.cost.memory import estimate_memory

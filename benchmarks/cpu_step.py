@@ -43,24 +43,23 @@ STEPS, WARMUP = 10, 2
 def measure(mesh: str, settings: dict[str, str]) -> dict:
     """Run STEPS steps under one mesh in this process."""
     started = time.perf_counter()
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.devices.cpu import (
         restart_with_huge_pages,
         return_freed_memory,
         use_cpu_devices,
     )
-    from optimus_jax.mesh.axes import AxisSizes
 
     restart_with_huge_pages()
     axes = AxisSizes.parse(mesh)
     use_cpu_devices(axes.num_devices)
     import jax.numpy as jnp
-    import numpy as np
 
     from optimus_jax.config import Config, DataConfig, ModelConfig
-    from optimus_jax.mesh.build import build_mesh, discover
+    from optimus_jax.data.batch import synthetic_batch
+    from optimus_jax.mesh.build import discover
     from optimus_jax.mesh.sharding import put_batch
     from optimus_jax.planning.search.assemble import plan_for
-    from optimus_jax.training.state import planned_shapes
     from optimus_jax.training.step import build_program
 
     model = ModelConfig(
@@ -79,18 +78,10 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     ).with_values({"parallel.mesh": mesh, **settings})
     plan = plan_for(config, axes, discover())
     plan.validate(model, global_batch=16)
-    program = build_program(config, planned_shapes(model, plan), plan, build_mesh(plan.axes))
+    program = build_program(config, plan)
     state = program.init(jnp.int32(0))
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (16, 257), dtype=np.int32)
     batch = put_batch(
-        {
-            "tokens": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "positions": np.tile(np.arange(256, dtype=np.int32), (16, 1)),
-            "segments": np.zeros((16, 256), np.int32),
-            "loss_mask": np.ones((16, 256), bool),
-            "examples": np.arange(16, dtype=np.int32),
-        },
+        synthetic_batch(vocab_size=model.vocab_size, rows=16, seq_len=256, seed=0),
         program.batch_sharding,
         16,
     )

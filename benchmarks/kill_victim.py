@@ -29,6 +29,7 @@ import optimus_jax.control.coordinator as chair_module
 import optimus_jax.control.switch as switch_module
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly
 from optimus_jax.control.advisor import Advisor
@@ -39,7 +40,6 @@ from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.control.preparation import Preparation
 from optimus_jax.control.switch import Switcher
 from optimus_jax.devices.cpu import use_cpu_devices
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates

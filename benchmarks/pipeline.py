@@ -49,13 +49,11 @@ def built(
 ):
     """Program, and the abstract state and batch that it is compiled for."""
     import jax
-    import jax.numpy as jnp
 
     from optimus_jax.config import Config, DataConfig, ModelConfig
-    from optimus_jax.mesh.axes import AxisSizes
-    from optimus_jax.mesh.build import build_mesh, discover
+    from optimus_jax.config.axes import AxisSizes
+    from optimus_jax.mesh.build import discover
     from optimus_jax.planning.search.assemble import plan_for
-    from optimus_jax.training.state import planned_shapes
     from optimus_jax.training.step import build_program
 
     axes = AxisSizes.parse(mesh)
@@ -76,29 +74,8 @@ def built(
     ).with_values({"parallel.mesh": mesh, "parallel.microbatches": microbatches, **settings})
     plan = plan_for(config, axes, discover())
     plan.validate(model, global_batch=batch)
-    program = build_program(
-        config,
-        planned_shapes(model, plan),
-        plan,
-        build_mesh(plan.axes, jax.devices()[: plan.num_devices]),
-    )
-    rows = {
-        "tokens": (SEQ_LEN,),
-        "targets": (SEQ_LEN,),
-        "positions": (SEQ_LEN,),
-        "segments": (SEQ_LEN,),
-        "loss_mask": (SEQ_LEN,),
-        "examples": (),
-    }
-    abstract = {
-        name: jax.ShapeDtypeStruct(
-            (batch, *shape),
-            jnp.bool_ if name == "loss_mask" else jnp.int32,
-            sharding=program.batch_sharding,
-        )
-        for name, shape in rows.items()
-    }
-    return program, jax.eval_shape(program.init, jnp.int32(0)), abstract
+    program = build_program(config, plan, jax.devices()[: plan.num_devices])
+    return program, program.abstract_state(), program.abstract_batch()
 
 
 def memory(microbatches: tuple[int, ...]) -> None:
@@ -145,19 +122,13 @@ def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tupl
     import jax
     import jax.numpy as jnp
 
+    from optimus_jax.data.batch import synthetic_batch
     from optimus_jax.mesh.sharding import local_rows, put_batch
 
     state = program.init(jnp.int32(0))
     size = batch_shapes["tokens"].shape[0]
-    random, rows = np.random.default_rng(0), local_rows(program.batch_sharding, size)
-    values = {
-        "tokens": random.integers(0, 8192, (size, SEQ_LEN), dtype=np.int32),
-        "targets": random.integers(0, 8192, (size, SEQ_LEN), dtype=np.int32),
-        "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (size, 1)),
-        "segments": np.zeros((size, SEQ_LEN), np.int32),
-        "loss_mask": np.ones((size, SEQ_LEN), bool),
-        "examples": np.arange(size, dtype=np.int32),
-    }
+    rows = local_rows(program.batch_sharding, size)
+    values = synthetic_batch(vocab_size=8192, rows=size, seq_len=SEQ_LEN, seed=0)
     batch = put_batch(
         {name: value[rows] for name, value in values.items()}, program.batch_sharding, size
     )

@@ -27,7 +27,7 @@ import numpy as np
 from published import published_report, rank_report
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.implementation_profile import MEGATRON

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from optimus_jax.config import Config, DataConfig, ModelConfig, RematPolicy
+from optimus_jax.config.axes import DATA, TENSOR, AxisSizes
 from optimus_jax.errors import OptimusError
-from optimus_jax.mesh.axes import DATA, TENSOR, AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Pipelining, Plan

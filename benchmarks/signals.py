@@ -124,8 +124,8 @@ def rounds() -> dict[str, float]:
     """Seconds of compiling probes, of settling them, and of a round, on data=4,tensor=2."""
     import jax
 
+    from optimus_jax.config.axes import MESH_AXES
     from optimus_jax.control.live import Probes
-    from optimus_jax.mesh.axes import MESH_AXES
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.profiles.cluster import Cluster
 

@@ -61,7 +61,7 @@ def config_of(settings: dict):
 
 
 def plan_of(config):
-    from optimus_jax.mesh.axes import AxisSizes
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.search.assemble import plan_for
 
@@ -70,22 +70,17 @@ def plan_of(config):
 
 def batch_for(program):
     """Random tokens, one document per example."""
-    import numpy as np
 
+    from optimus_jax.data.batch import synthetic_batch
     from optimus_jax.mesh.sharding import put_batch
 
-    tokens = np.random.default_rng(0).integers(
-        0, program.config.model.vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), dtype=np.int32
-    )
     return put_batch(
-        {
-            "tokens": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "positions": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (GLOBAL_BATCH, 1)),
-            "segments": np.zeros((GLOBAL_BATCH, SEQ_LEN), np.int32),
-            "loss_mask": np.ones((GLOBAL_BATCH, SEQ_LEN), bool),
-            "examples": np.arange(GLOBAL_BATCH, dtype=np.int32),
-        },
+        synthetic_batch(
+            vocab_size=program.config.model.vocab_size,
+            rows=GLOBAL_BATCH,
+            seq_len=SEQ_LEN,
+            seed=0,
+        ),
         program.batch_sharding,
         GLOBAL_BATCH,
     )
@@ -233,18 +228,13 @@ def moves() -> None:
     from optimus_jax.config import ControlConfig
     from optimus_jax.control.executables import layout_of
     from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.mesh.build import build_mesh
     from optimus_jax.reshard.reshard import Move
-    from optimus_jax.training.state import planned_shapes
     from optimus_jax.training.step import build_program
 
     use_cpu_devices(DEVICES)
     configs = [config_of(settings) for settings in (*JOURNEY, JOURNEY[0])]
     plans = [plan_of(config) for config in configs]
-    programs = [
-        build_program(config, planned_shapes(config.model, plan), plan, build_mesh(plan.axes))
-        for config, plan in zip(configs, plans, strict=True)
-    ]
+    programs = [build_program(config, plan) for config, plan in zip(configs, plans, strict=True)]
     layouts = [layout_of(program) for program in programs]
     state = programs[0].init(jnp.int32(0))
     for number, (source, target) in enumerate(itertools.pairwise(layouts)):

@@ -19,9 +19,10 @@ from optimus_jax.config import (
     Precision,
     RematPolicy,
 )
+from optimus_jax.config.axes import FSDP, MESH_AXES, AxisSizes
 from optimus_jax.config.settings import shown, with_right_types
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, LOGICAL_AXES, MESH_AXES, AxisSizes
+from optimus_jax.mesh.axes import BATCH, EMBED, LOGICAL_AXES
 from optimus_jax.mesh.rules import (
     Rules,
     active_rules,

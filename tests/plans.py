@@ -16,12 +16,12 @@ import numpy as np
 from helpers import ADAM_EPSILON, fitted
 
 from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.build import build_mesh, discover
+from optimus_jax.config.axes import AxisSizes
+from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.training.state import TrainState, planned_shapes
+from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Batch, Program, build_program
 
 SEQ_LEN = 16
@@ -211,8 +211,7 @@ def build(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None
     """Config, plan, program and batch of a case."""
     config = make_config(model, case, settings)
     plan = make_plan(config)
-    mesh = build_mesh(plan.axes, jax.devices()[: plan.num_devices])
-    program = build_program(config, planned_shapes(config.model, plan), plan, mesh)
+    program = build_program(config, plan, jax.devices()[: plan.num_devices])
     return Built(config, plan, program, batch_of_step(program, 1))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.pipeline.tables import make_schedule

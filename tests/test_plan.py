@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from strategies import axis_sizes, models, plans
 
 from optimus_jax.config import Config, DataConfig, ModelConfig, ParallelConfig
+from optimus_jax.config.axes import MESH_AXES, AxisSizes, check_devices
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import MESH_AXES, AxisSizes, check_devices
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.gpipe import forward_only
 from optimus_jax.pipeline.tables import make_schedule

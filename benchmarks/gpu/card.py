@@ -9,8 +9,8 @@ import jax
 from cases import Case
 from ours import config_of
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.devices.backend import gpu_memory_share
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.search.assemble import plan_for

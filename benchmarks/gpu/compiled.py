@@ -20,8 +20,8 @@ from cases import CASES, Case
 from ours import config_of
 from rows import commit_here, is_of_commit, rows_of
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.errors import OptimusError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.models.flops import step_flops
 from optimus_jax.planning.ahead_of_time.compile_check import check
 from optimus_jax.planning.cost.memory import estimate_memory

@@ -16,9 +16,9 @@ import numpy as np
 from cases import STEPS, WARMUP, Case, check_losses, read_case
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.control.executables import compile_plan
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.flops import step_flops

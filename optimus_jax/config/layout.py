@@ -1,9 +1,11 @@
 """What the user fixes of how it is laid out and computed."""
 
+import functools
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.checks import check_positive
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.paths import user_path
@@ -23,11 +25,15 @@ keep for backward."""
 OffloadChoice = Literal["auto", "none", "activations", "optimizer", "all"]
 
 
+AUTO = "auto"
+"""Of `mesh` and `schedule`: the planner chooses."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """What the user fixes of the layout; the rest of the Plan is chosen and printed."""
 
-    mesh: str = "auto"
+    mesh: str = AUTO
     """`auto`, or sizes such as `data=2,fsdp=2,tensor=2`; axes left out have size 1."""
     zero: int | None = None
     """Split over fsdp: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters; None: 3 if fsdp
@@ -37,7 +43,7 @@ class ParallelConfig:
     microbatches: int | None = None
     """Parts of a step's batch run one after the other, their gradients added locally; None: 1, with
     stages about 4 for each."""
-    schedule: str = "auto"
+    schedule: str = AUTO
     """Pipeline schedule: gpipe, 1f1b, interleaved, or a table in a JSON file; auto is 1f1b, and
     none while pipe=1."""
     repeats: int | None = None
@@ -67,12 +73,27 @@ class ParallelConfig:
     that is expected to pay; 1: none."""
 
     def __post_init__(self) -> None:
+        _ = self.axes  # a mesh that cannot be read is an error here, not when a plan is made
         check_positive(self, "microbatches", "loss_chunk_tokens", "repeats", "trials")
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(
                 explain("parallel.zero is a ZeRO stage", given=self.zero, do="choose 0, 1, 2 or 3")
             )
         user_path(self.schedule, what="--schedule")
+
+    @functools.cached_property
+    def axes(self) -> AxisSizes | None:
+        """The mesh that the user fixed; None: the planner chooses one. Raises PlanError."""
+        return None if self.mesh == AUTO else AxisSizes.parse(self.mesh)
+
+    def with_open_layout(self) -> "ParallelConfig":
+        """A copy that leaves mesh, ZeRO stage, microbatches and schedule to the planner."""
+        default = ParallelConfig()
+        return replace(self, **{name: getattr(default, name) for name in LAYOUT_FIELDS})
+
+
+LAYOUT_FIELDS = ("mesh", "zero", "microbatches", "schedule", "repeats", "layers_per_stage")
+"""What depends on the number of devices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,10 @@
 """Who trains it, what happens when one of them fails, and when the run may move to another plan."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.checks import (
     check_not_negative,
     check_positive,
@@ -10,7 +12,7 @@ from optimus_jax.config.checks import (
     is_host_and_port,
 )
 from optimus_jax.config.settings import SEPARATOR
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.system.paths import local_path
 
 MOST_PROCESSES = 10**6
@@ -204,6 +206,21 @@ class ControlConfig:
                     )
                 )
         check_not_negative(self, "max_switches", "cooldown_steps")
+        _ = self.allowed_axes  # what cannot be read is an error here
+
+    @functools.cached_property
+    def allowed_axes(self) -> tuple[AxisSizes, ...]:
+        """The meshes of `allow`. Raises PlanError."""
+        try:
+            return tuple(map(AxisSizes.parse, self.allow))
+        except PlanError as error:
+            raise PlanError(
+                explain(
+                    "controller.allow does not list meshes",
+                    given=f"controller.allow={';'.join(self.allow)}: {str(error).splitlines()[0]}",
+                    do="write them as data=4,tensor=2;fsdp=8",
+                )
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -219,6 +219,10 @@ class Config:
             )
         return derived
 
+    def with_open_layout(self) -> "Config":
+        """A copy that leaves the layout to the planner; see `ParallelConfig.with_open_layout`."""
+        return dataclasses.replace(self, parallel=self.parallel.with_open_layout())
+
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """A copy with some fields changed.
 

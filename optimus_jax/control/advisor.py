@@ -108,7 +108,10 @@ class Advisor:
         self._phases, self._options, self._memory = (
             Phases(phases, num_steps),
             Options(
-                self._prices, Searches(searcher), keeps_devices=keeps_devices, allow=settings.allow
+                self._prices,
+                Searches(searcher),
+                keeps_devices=keeps_devices,
+                allow=settings.allowed_axes,
             ),
             memory,
         )

@@ -27,7 +27,7 @@ from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Switched, Switcher
 from optimus_jax.control.underway import Trial, Upcoming
-from optimus_jax.data.sampler import Batch
+from optimus_jax.data.batch import Batch
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import OptimusError
 from optimus_jax.plan import Plan

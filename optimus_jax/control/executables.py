@@ -10,19 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from optimus_jax.config import Config
-from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.build import build_mesh
 from optimus_jax.plan import Plan
-from optimus_jax.planning.ahead_of_time.compile_report import check_executable
-from optimus_jax.planning.search.explain import gib
+from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
 from optimus_jax.reshard.exchange import Device
 from optimus_jax.reshard.reshard import Layout
 from optimus_jax.reshard.shard_sums import ShardSums
 from optimus_jax.training.evaluation import eval_rows
-from optimus_jax.training.state import TrainState, abstract_state, planned_shapes
+from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 
 
@@ -84,25 +80,7 @@ class _CompiledLater:
 
 def layout_of(program: Program) -> Layout:
     """How a program's state lies."""
-    state = abstract_state(
-        program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
-    )
-    return Layout(leaves=state, slots=program.shapes.slots)
-
-
-def abstract_batch(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of every array of a batch."""
-    return _abstract_batch(program, program.config.data.global_batch, program.config.seq_len)
-
-
-def _abstract_batch(program: Program, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    def array(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *shape), kind, sharding=program.batch_sharding)
-
-    tokens = {
-        name: array(jnp.int32, length) for name in ("tokens", "targets", "positions", "segments")
-    }
-    return tokens | {"loss_mask": array(jnp.bool_, length), "examples": array(jnp.int32)}
+    return Layout(leaves=program.abstract_state(), slots=program.shapes.slots)
 
 
 def compile_plan(
@@ -124,58 +102,32 @@ def compile_plan(
     """
     started = time.perf_counter()
     plan.validate(config.model, global_batch=config.data.global_batch)
-    mesh = build_mesh(plan.axes, None if devices is None else list(devices))
-    program = build_program(config, planned_shapes(config.model, plan), plan, mesh)
-    layout, batch = layout_of(program), abstract_batch(program)
-    state: TrainState = layout.leaves
-    train_step: Any = program.train_step
-    train_step = train_step.lower(state, batch).compile()
-    executable = _executable(
-        program, layout, train_step, _check_memory(train_step, plan, bytes_per_device)
-    )
+    step = compile_step(build_program(config, plan, devices), bytes_per_device=bytes_per_device)
+    step.check_memory()
+    executable = executable_of(step)
     if rest:
         executable.compile_rest()
     return replace(executable, compile_s=time.perf_counter() - started)
 
 
-def of_running(program: Program, train_step: Any, step_bytes: int) -> Executable:
-    """The executable of a run that has begun, whose step is compiled; the rest is when first
+def executable_of(step: CompiledStep) -> Executable:
+    """The executable of a compiled step; evaluation and checksums are compiled when first
     needed.
     """
-    return _executable(program, layout_of(program), train_step, step_bytes)
-
-
-def _executable(program: Program, layout: Layout, train_step: Any, step_bytes: int) -> Executable:
+    program, layout = step.program, layout_of(step.program)
     state: TrainState = layout.leaves
-    batches = [abstract_batch(program)]
+    batches = [program.abstract_batch()]
     if program.config.eval_every:
-        batches.append(
-            _abstract_batch(
-                program, eval_rows(program.config, program.plan), program.config.eval_seq_len
-            )
-        )
+        rows, seq_len = eval_rows(program.config, program.plan), program.config.eval_seq_len
+        batches.append(program.abstract_batch(rows, seq_len))
     eval_step = _CompiledLater(program.eval_step, state.params, batches)
     return Executable(
-        program=replace(program, train_step=train_step, eval_step=eval_step),
+        program=replace(program, train_step=step.train_step, eval_step=eval_step),
         layout=layout,
         sums=ShardSums(layout),
-        step_bytes=step_bytes,
-        compile_s=0.0,
+        step_bytes=step.step_bytes,
+        compile_s=step.compile_s,
     )
-
-
-def _check_memory(step: Any, plan: Plan, bytes_per_device: int | None) -> int:
-    allocated = check_executable(step.memory_analysis(), bytes_per_device)
-    if allocated.fits is False:
-        raise PlanError(
-            explain(
-                f"the compiled step needs {gib(allocated.total_bytes)} per device,"
-                f" {gib(bytes_per_device or 0)} are there",
-                given=plan.describe(),
-                do="leave this plan out",
-            )
-        )
-    return allocated.total_bytes
 
 
 Batch = tuple[int, int]

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.control.baselines import Baselines
 from optimus_jax.control.guard import Source
 from optimus_jax.control.health import DeviceMemory, GpuHealth, visible_gpus
@@ -18,7 +19,6 @@ from optimus_jax.control.mesh_probes import MeshProbes
 from optimus_jax.control.rounds import Budget, Rounds
 from optimus_jax.control.sources import Signals
 from optimus_jax.faults.heartbeat import Heartbeats
-from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
 from optimus_jax.planning.profiles.hardware import HardwareProfile
 

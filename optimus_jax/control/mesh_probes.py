@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control.baselines import AllReduce, Matmuls, Work, messages_of
-from optimus_jax.mesh.axes import MESH_AXES
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _RUNS = 5

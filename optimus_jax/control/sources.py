@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control.batches import BatchShape, HostBatch
 from optimus_jax.control.guard import POLL_S, Guard, Polled, Source
 from optimus_jax.control.loss_slope import LossSlope
@@ -38,7 +39,6 @@ from optimus_jax.control.signals import (
     Reading,
     Window,
 )
-from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.run_directory.step_record import StepRecord
 
 _LOG = logging.getLogger(__name__)

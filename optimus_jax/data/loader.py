@@ -14,7 +14,8 @@ from functools import cached_property
 import grain
 import numpy as np
 
-from optimus_jax.data.sampler import Batch, count_examples, cut_examples, example_order
+from optimus_jax.data.batch import Batch
+from optimus_jax.data.sampler import count_examples, cut_examples, example_order
 from optimus_jax.data.tokens import TokenStream
 from optimus_jax.errors import DataError, explain
 

@@ -10,10 +10,8 @@ with phases (config/phases.py), on the batches of the phases before as well.
 import grain
 import numpy as np
 
+from optimus_jax.data.batch import Batch
 from optimus_jax.data.tokens import TokenStream, check_tokens
-
-Batch = dict[str, np.ndarray]
-"""By name: what `cut_examples` returns."""
 
 
 def count_examples(stream: TokenStream, seq_len: int) -> int:
@@ -35,12 +33,9 @@ def cut_examples(
     """Cut some examples [R] from a stream.
 
     Returns:
-      tokens: int32 [R, S]; S is `seq_len`.
-      targets: int32 [R, S], the token after each one.
-      segments: int32 [R, S], number of the token's document within the window, from 0.
-      positions: int32 [R, S], place of the token in its document's part of the window, from 0.
-      loss_mask: bool [R, S], False where the target is of another document than the token.
-      Without `respect_documents` the window counts as one document.
+      The arrays of a batch per token, [R, seq_len] (data/batch.py). A target does not count if it
+      is of another document than its token. Without `respect_documents` a window counts as one
+      document.
     Raises:
       DataError: a token is not below the stream's vocabulary.
     """

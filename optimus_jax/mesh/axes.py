@@ -1,16 +1,8 @@
-"""The names of the mesh axes and of the logical axes, and how many devices each mesh axis has.
+"""The names of the logical axes.
 
-A *mesh axis* is a dimension of the device grid; a *logical axis* is a model's word for a
-dimension of an array. `mesh/rules.py` maps the second onto the first.
+A *logical axis* is a model's word for a dimension of an array. `mesh/rules.py` maps logical axes
+onto mesh axes (`config/axes.py`).
 """
-
-from dataclasses import dataclass
-
-from optimus_jax.config.aliases import AXIS_OF
-from optimus_jax.errors import PlanError, explain, nearest
-
-PIPE, DATA, FSDP, TENSOR = MESH_AXES = ("pipe", "data", "fsdp", "tensor")
-"""Slowest links first: neighbours along `tensor` talk most and belong on the same host."""
 
 BATCH = "batch"
 """Examples."""
@@ -36,79 +28,4 @@ MLP = "mlp"
 PAIR = "pair"
 """Two matrices kept as one: key and value, or gate and up."""
 
-MOST_DIGITS = 9
-"""Of the size of an axis: more devices are a slip of the pen, and Python refuses to read thousands
-of digits."""
-
 LOGICAL_AXES = (BATCH, LAYERS, VOCAB, EMBED, NORM, POSITIONS, HEADS, KV_HEADS, HEAD_DIM, MLP, PAIR)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxisSizes:
-    """Devices along each mesh axis."""
-
-    pipe: int = 1
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        for name in MESH_AXES:
-            if (size := self[name]) < 1:
-                raise PlanError(
-                    explain(
-                        f"mesh axis {name!r} needs at least one device",
-                        given=f"{name}={size}",
-                        do=f"set {name}=1 or more",
-                    )
-                )
-
-    @property
-    def num_devices(self) -> int:
-        """Product of all sizes."""
-        return self.pipe * self.data * self.fsdp * self.tensor
-
-    def __getitem__(self, axis: str) -> int:
-        return getattr(self, axis)
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={self[name]}" for name in MESH_AXES if self[name] > 1) or "data=1"
-
-    @classmethod
-    def parse(cls, text: str) -> "AxisSizes":
-        """From `data=2,tensor=4`; axes left out have size 1. Raises PlanError."""
-        sizes: dict[str, int] = {}
-        for part in text.split(","):
-            name, _, size = (piece.strip() for piece in part.partition("="))
-            if name not in MESH_AXES:
-                raise PlanError(
-                    explain(
-                        f"unknown mesh axis {name!r}",
-                        given=f"--mesh {text}",
-                        do=f"write {AXIS_OF[name.lower()]}={size or 'N'}"
-                        if name.lower() in AXIS_OF
-                        else nearest(name, MESH_AXES),
-                    )
-                )
-            if name in sizes or not size.isdecimal() or len(size) > MOST_DIGITS:
-                raise PlanError(
-                    explain(
-                        f"mesh axis {name!r} needs one whole number",
-                        given=f"--mesh {text}",
-                        do=f"write each axis once, such as {name}=2",
-                    )
-                )
-            sizes[name] = int(size)
-        return cls(**sizes)
-
-
-def check_devices(axes: AxisSizes, num_devices: int) -> None:
-    """Raise PlanError unless the axes use exactly the devices there are."""
-    if axes.num_devices != num_devices:
-        raise PlanError(
-            explain(
-                f"the mesh needs {axes.num_devices} devices; this run has {num_devices}",
-                given=f"--mesh {axes}",
-                do=f"choose axis sizes whose product is {num_devices}",
-            )
-        )

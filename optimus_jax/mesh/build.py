@@ -5,6 +5,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
+from optimus_jax.config.axes import MESH_AXES, AxisSizes, check_devices
 from optimus_jax.devices.backend import (
     HOST_MEMORY_SHARE,
     host_bytes,
@@ -12,7 +13,6 @@ from optimus_jax.devices.backend import (
     start_backend,
 )
 from optimus_jax.devices.hosts import count_hosts, devices_by_host, hosts_of_processes
-from optimus_jax.mesh.axes import MESH_AXES, AxisSizes, check_devices
 from optimus_jax.mesh.topology import Topology
 
 

@@ -12,23 +12,9 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.axes import DATA, FSDP, MESH_AXES, PIPE, TENSOR, AxisSizes
 from optimus_jax.errors import PlanError, explain, nearest
-from optimus_jax.mesh.axes import (
-    BATCH,
-    DATA,
-    EMBED,
-    FSDP,
-    HEADS,
-    KV_HEADS,
-    LAYERS,
-    LOGICAL_AXES,
-    MESH_AXES,
-    MLP,
-    PIPE,
-    TENSOR,
-    VOCAB,
-    AxisSizes,
-)
+from optimus_jax.mesh.axes import BATCH, EMBED, HEADS, KV_HEADS, LAYERS, LOGICAL_AXES, MLP, VOCAB
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 """(logical axis, mesh axes that split it), only for logical axes that are split."""

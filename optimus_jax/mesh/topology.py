@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.devices.accelerators import accelerator_of_kind
-from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 
 HOSTS, PROCESSES = "hosts", "processes"
 """What a mesh axis may cross."""

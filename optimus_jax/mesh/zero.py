@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optimus_jax.mesh.axes import BATCH, EMBED, FSDP, HEADS, KV_HEADS, VOCAB
+from optimus_jax.config.axes import FSDP
+from optimus_jax.mesh.axes import BATCH, EMBED, HEADS, KV_HEADS, VOCAB
 from optimus_jax.mesh.formats import sum_format
 
 

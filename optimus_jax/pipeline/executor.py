@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optimus_jax.mesh.axes import PIPE
+from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import Phase, in_phase
 from optimus_jax.config.request import dotted, make_config
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, PlanError, explain
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction

@@ -23,7 +23,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from optimus_jax.mesh.axes import LAYERS, PIPE
+from optimus_jax.config.axes import PIPE
+from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.reshard.memory_kinds import in_memory_of, on_devices

@@ -65,7 +65,7 @@ from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.run.display import make_display
 from optimus_jax.run.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.run.inputs import Inputs
-from optimus_jax.run.program import Devices, program_of, run_program
+from optimus_jax.run.program import Devices, run_program
 from optimus_jax.run.resumed import Resumed
 from optimus_jax.run.stored_run import StoredRun
 from optimus_jax.run.tensorboard import check_installed
@@ -77,6 +77,7 @@ from optimus_jax.store.lease import LeaseHeldError
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.system.paths import UserPath, user_path
 from optimus_jax.training.state import TrainState
+from optimus_jax.training.step import build_program
 from optimus_jax.training.trainer import Reason
 from optimus_jax.training.watchers import Display
 from optimus_jax.version import VERSION
@@ -235,7 +236,7 @@ def _train(
                         f" there; {choice.why}"
                     ),
                 )
-            check_allowed(config.controller.allow, topology.num_devices)
+            check_allowed(config.controller.allowed_axes, topology.num_devices)
             plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
             display = unfailing(
                 make_display(config.log, config.steps, show=is_writer()), "the display"
@@ -288,13 +289,15 @@ def _train(
                 process=launch.process_id,
                 num_processes=launch.num_processes,
             )
-        if not resume and config.parallel.mesh == "auto":
-            choice = fastest_tried(now, topology, choice, here, run, display)
+        tried = None
+        if not resume and config.parallel.axes is None:
+            choice, tried = fastest_tried(now, topology, choice, here, run, display)
         outcome, plan = run_program(
             config,
             devices,
             choice,
-            program_of(now, choice),
+            tried.program if tried is not None else build_program(now, choice.plan),
+            tried,
             inputs,
             run,
             display,
@@ -455,7 +458,7 @@ def _here(config: Config, topology: Topology) -> LocalCluster | None:
     """How fast the devices are, where the run needs to know; None: it does not, or the planner goes
     by a simple rule.
     """
-    if config.control == "off" and config.parallel.mesh != "auto":
+    if config.control == "off" and config.parallel.axes is not None:
         return None
     here = known_devices(topology)
     if here is None and config.control != "off":

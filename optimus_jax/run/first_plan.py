@@ -18,9 +18,9 @@ from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import SHORT_NAMES
 from optimus_jax.control.journal import plan_to_resume
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
+from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep
 from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.choice import Choice
@@ -38,23 +38,9 @@ def on_what_is_there(config: Config, topology: Topology) -> Config:
     """The config of a run that goes on, its layout left to the planner if the mesh that it names is
     for another number of devices.
     """
-    if (
-        config.parallel.mesh == "auto"
-        or AxisSizes.parse(config.parallel.mesh).num_devices == topology.num_devices
-    ):
-        return config
-    return replace(
-        config,
-        parallel=replace(
-            config.parallel,
-            mesh="auto",
-            microbatches=None,
-            schedule="auto",
-            repeats=None,
-            layers_per_stage=(),
-            zero=None,
-        ),
-    )
+    axes = config.parallel.axes
+    is_for_them = axes is None or axes.num_devices == topology.num_devices
+    return config if is_for_them else config.with_open_layout()
 
 
 def is_same_layout(asked: Config, run_dir: str | Path) -> bool:
@@ -121,8 +107,9 @@ def fastest_tried(
     here: LocalCluster | None,
     run: RunDirectory,
     display: Display,
-) -> Choice:
-    """The fastest of the planner's best, measured where that pays.
+) -> tuple[Choice, CompiledStep | None]:
+    """The fastest of the planner's best, measured where that pays, with its compiled step if it was
+    tried.
 
     Every process has to call it. The first decides, for clocks and predictions differ; the others
     try what it says.
@@ -134,14 +121,19 @@ def fastest_tried(
       PlanError: plans were tried, and none of them could run.
     """
 
+    steps: dict[Plan, CompiledStep | None] = {}  # those of slower plans are freed on return
+
     def run_one(plan: Plan) -> Trial:
         display.message(f"trying {plan.describe()}")
-        return run_trial(
+        trial = run_trial(
             config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device
         )
+        steps[plan] = trial.step
+        return trial
 
     if jax.process_index() > 0:
-        return _followed(choice, run_one)
+        followed = _followed(choice, run_one)
+        return followed, steps.get(followed.plan)
 
     def told_to_all(plan: Plan) -> Trial:
         _tell(_TRY, plan.to_json())
@@ -156,7 +148,7 @@ def fastest_tried(
         _tell(_FAIL, str(error))
         raise
     _tell(_KEEP, json.dumps([fastest.plan.to_json(), fastest.why]))
-    return fastest
+    return fastest, steps.get(fastest.plan)
 
 
 _TRY, _KEEP, _FAIL = "try", "keep", "fail"

@@ -9,9 +9,10 @@ import numpy as np
 
 from optimus_jax.config import Config
 from optimus_jax.config.phases import Phase, phase_after, phases_of
+from optimus_jax.data.batch import Batch
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.loader import BatchLoader, check_held_out, eval_batches
-from optimus_jax.data.sampler import Batch, count_examples
+from optimus_jax.data.sampler import count_examples
 from optimus_jax.mesh.sharding import local_rows, put_batch
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE, held_out_in_run, tokenizer_of_run

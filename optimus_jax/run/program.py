@@ -2,7 +2,6 @@
 loop.
 """
 
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -21,27 +20,23 @@ from optimus_jax.config.phases import Phase, in_phase, phase_after
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.detour import Detour
-from optimus_jax.control.executables import Executable, of_running
+from optimus_jax.control.executables import Executable, executable_of
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
-from optimus_jax.data.loader import BatchLoader
 from optimus_jax.data.tokenizers import ByteTokenizer
-from optimus_jax.devices.cpu import return_freed_memory
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, explain
 from optimus_jax.faults.fault_log import take_over
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.faults.unfailing import unfailing
-from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.ahead_of_time.compile_report import check_executable
+from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
 from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.assemble import compute_precision
 from optimus_jax.planning.search.choice import Choice
-from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.run.first_state import first_state, snapshots_of
@@ -53,7 +48,7 @@ from optimus_jax.run.stored_config import changes_since
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.optimizer import peak_learning_rate
-from optimus_jax.training.state import TrainState, planned_shapes
+from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.trainer import Outcome, Trainer, described
 from optimus_jax.training.watchers import Display
@@ -73,17 +68,12 @@ class Devices:
         return None if self.here is None else self.here.pricing(config)
 
 
-def program_of(config: Config, choice: Choice) -> Program:
-    return build_program(
-        config, planned_shapes(config.model, choice.plan), choice.plan, build_mesh(choice.plan.axes)
-    )
-
-
 def run_program(
     config: Config,
     devices: Devices,
     choice: Choice,
     program: Program,
+    tried: CompiledStep | None,
     inputs: Inputs,
     run: RunDirectory,
     display: Display,
@@ -96,6 +86,7 @@ def run_program(
     Args:
       config: of the whole run; its first phase to run may be a later one.
       choice: the plan that `program` was built for, and why.
+      tried: the step of `program`, if a trial has compiled it; None: it is compiled here.
       run: locked for this process, if it writes.
       resumed: what the run was and is asked for, if its state is read from the newest good
         checkpoint or snapshot; None: it begins.
@@ -121,7 +112,7 @@ def run_program(
             phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing
         )
         choice = replace(choice, plan=plan)
-        program = program_of(now, choice)
+        program = build_program(now, choice.plan)
         state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
     if resumed is not None:
@@ -132,7 +123,7 @@ def run_program(
         )
         config = config.with_values({"optimizer.decay_steps": resumed.config.optimizer.decay_steps})
         if (now := in_phase(config, phase_after(config, first_step))) != program.config:
-            program = program_of(now, choice)  # another learning rate, and the same state
+            program = build_program(now, choice.plan)  # another learning rate, and the same state
         exact = config.with_values(
             {
                 "optimizer.lr": peak_learning_rate(config.optimizer, program.shapes.num_params),
@@ -154,12 +145,17 @@ def run_program(
         snapshots.prepare(num_bytes_of_host)
         if is_writer() and (scarce := _room(config, run, state, first_step)) is not None:
             display.message(scarce)
-    started = time.perf_counter()
     progress.begin("compile")
     dealt = inputs.dealt(program, first_step)
-    train_step, step_bytes = _compiled(program, state, dealt.loader, topology)
-    compile_s = time.perf_counter() - started
-    run.log_event("compile", first_step, compile_time_s=compile_s, step_bytes_per_device=step_bytes)
+    step = (
+        tried
+        if tried is not None and tried.program is program
+        else compile_step(program, bytes_per_device=topology.bytes_per_device)
+    )
+    step.check_memory(do="use more --microbatches, --remat full, or more devices along fsdp")
+    run.log_event(
+        "compile", first_step, compile_time_s=step.compile_s, step_bytes_per_device=step.step_bytes
+    )
     start_report(
         display,
         config=config,
@@ -167,8 +163,8 @@ def run_program(
         why=choice.why,
         program=program,
         data=inputs.data,
-        compile_s=compile_s,
-        step_bytes=step_bytes,
+        compile_s=step.compile_s,
+        step_bytes=step.step_bytes,
         run_dir=run.path,
         launch=devices.launch,
         evaluation=inputs.evaluation,
@@ -189,8 +185,8 @@ def run_program(
     controller, changes = _directors(
         config,
         devices,
-        of_running(program, train_step, step_bytes),
-        compile_s,
+        executable_of(step),
+        step.compile_s,
         choice.tried_s,
         inputs,
         heartbeats,
@@ -206,7 +202,7 @@ def run_program(
     with StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop:
         trainer = Trainer(
             program=program,
-            train_step=train_step,
+            train_step=step.train_step,
             topology=topology,
             loader=dealt.loader,
             eval_batches=dealt.eval_batches,
@@ -501,37 +497,6 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
         "parallel.attention": plan.attention,
         "parallel.loss_chunk_tokens": plan.loss_chunk_tokens,
     }
-
-
-def _compiled(
-    program: Program, state: TrainState, loader: BatchLoader, topology: Topology
-) -> tuple[Any, int]:
-    """The training step, compiled for the arrays it will get, and the bytes per device that it
-    needs.
-
-    Raises:
-      PlanError: the compiled program needs more memory than a device has.
-    """
-    rows = {
-        name: jax.ShapeDtypeStruct(
-            (loader.global_batch, *array.shape[1:]), array.dtype, sharding=program.batch_sharding
-        )
-        for name, array in loader.batch(loader.steps_before + 1).items()
-    }
-    compiled = program.train_step.lower(state, rows).compile()
-    if topology.platform == "cpu":
-        return_freed_memory()
-    allocated = check_executable(compiled.memory_analysis(), topology.bytes_per_device)
-    if allocated.fits is False:
-        raise PlanError(
-            explain(
-                f"the compiled step needs {gib(allocated.total_bytes)} per device,"
-                f" {gib(topology.bytes_per_device or 0)} are there",
-                given=program.plan.describe(),
-                do="use more --microbatches, --remat full, or more devices along fsdp",
-            )
-        )
-    return compiled, allocated.total_bytes
 
 
 def _say_goodbye(display: Display, outcome: Outcome, run: RunDirectory) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import signals
 from optimus_jax.control.deciding.candidates import rung_of
 from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid
@@ -19,7 +20,6 @@ from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
 from optimus_jax.planning.search.search import Candidate, Pricing, fits

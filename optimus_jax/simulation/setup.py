@@ -11,9 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from optimus_jax.config import Config, ControlConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.advisor import Phase
 from optimus_jax.errors import ConfigError, PlanError, explain
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster

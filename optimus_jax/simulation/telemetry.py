@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control import signals
 from optimus_jax.control.baselines import SCATTER
 from optimus_jax.control.signals import Observation, Reading, Window
-from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.planning.cost.cost import shares_of
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.events import MetricsEvent

@@ -15,8 +15,8 @@ from functools import lru_cache
 import numpy as np
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.axes import PIPE
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import PIPE
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optimus_jax.mesh.axes import LAYERS, PIPE
+from optimus_jax.config.axes import PIPE
+from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.zero import vary
 from optimus_jax.models.shapes import Params
 from optimus_jax.pipeline.executor import Pipeline, StageFunctions

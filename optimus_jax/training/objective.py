@@ -19,8 +19,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.training.loss import cross_entropy
 
 Batch = dict[str, Array]
-"""tokens, targets, positions, segments: int32 [B, L]; loss_mask: bool [B, L]; examples: int32
-[B]."""
+"""Arrays on devices, by the names of `BATCH_ARRAYS` (data/batch.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

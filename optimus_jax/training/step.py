@@ -9,7 +9,7 @@ Inside, all that devices say to one another stands in four places: what the mode
 Why manual and not left to the partitioner: docs/decisions/0001-every-mesh-axis-manual.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config import Config
+from optimus_jax.data.batch import BATCH_ARRAYS
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
+from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
@@ -40,6 +42,7 @@ from optimus_jax.training.state import (
     abstract_state,
     bytes_on_device,
     initial_state,
+    planned_shapes,
     state_shardings,
     state_specs,
 )
@@ -70,14 +73,42 @@ class Program:
     eval_step: Callable[[Params, Batch], tuple[Array, Array]]
     """Sum of the loss over all tokens, and their number; replicated scalars."""
 
+    def abstract_state(self) -> TrainState:
+        """Shape, dtype and sharding of every leaf of the state."""
+        return abstract_state(
+            self.shapes, self.optimizer, self.config.precision, self.plan, self.mesh
+        )
 
-def build_program(config: Config, shapes: ModelShapes, plan: Plan, mesh: Mesh) -> Program:
+    def abstract_batch(
+        self, rows: int | None = None, seq_len: int | None = None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of every array of a batch.
+
+        Args:
+          rows, seq_len: of the global batch; None: those of a training step.
+        """
+        rows = self.config.data.global_batch if rows is None else rows
+        seq_len = self.config.seq_len if seq_len is None else seq_len
+        return {
+            name: jax.ShapeDtypeStruct(
+                array.shape(rows, seq_len), array.dtype, sharding=self.batch_sharding
+            )
+            for name, array in BATCH_ARRAYS.items()
+        }
+
+
+def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = None) -> Program:
     """Jit everything that a run of `config` under `plan` needs; nothing is compiled yet.
 
+    Args:
+      devices: that the mesh is built of, in this order; None: all.
     Raises:
       ConfigError: JAX has a setting with which the program would not be what a run promises.
+      PlanError: the plan is for another number of devices.
     """
     check_jax_settings()
+    mesh = build_mesh(plan.axes, None if devices is None else list(devices))
+    shapes = planned_shapes(config.model, plan)
     optimizer = adamw(config.optimizer, shapes.names, moments=plan.moments)
     specs = state_specs(shapes, optimizer, plan)
     rows, scalar = batch_spec(plan.active_rules(config.model)), PartitionSpec()

@@ -27,8 +27,8 @@ from optimus_jax.checkpoint.saving import Retries, Saving
 from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import Agreement, gather_from_all
 from optimus_jax.config import Config
+from optimus_jax.data.batch import Batch as HostBatch
 from optimus_jax.data.loader import BatchLoader
-from optimus_jax.data.sampler import Batch as HostBatch
 from optimus_jax.errors import OptimusError, RunDirectoryError, explain
 from optimus_jax.faults.divergence import (
     WINDOW_STEPS,

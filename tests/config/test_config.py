@@ -26,6 +26,7 @@ from optimus_jax.config import (
     PrecisionConfig,
     RopeScaling,
 )
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.request import (
     SHORT_NAMES,
@@ -35,7 +36,7 @@ from optimus_jax.config.request import (
     resumed_config,
 )
 from optimus_jax.config.settings import field_types, section_type, setting_names
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.models.families import FAMILIES, check_family, family_of
 from optimus_jax.models.shapes import model_shapes
 
@@ -453,3 +454,29 @@ def test_every_number_has_to_be_finite_wherever_it_comes_from():
         Config(model=ModelConfig(rope_scaling=RopeScaling(factor=math.inf)))
     with pytest.raises(ConfigError, match=r"^optimizer.lr must be finite"):
         make_config("gpt2-nano", {"lr": 10**400})
+
+
+def test_a_mesh_is_parsed_where_settings_are_checked():
+    config = make_config("gpt2-nano", {"mesh": "data=2, tensor=4", "controller.allow": "fsdp=8"})
+    assert config.parallel.axes == AxisSizes(data=2, tensor=4)
+    assert config.controller.allowed_axes == (AxisSizes(fsdp=8),)
+    assert config.parallel.mesh == "data=2, tensor=4", "as it was typed"
+    assert make_config("gpt2-nano", {"mesh": "auto"}).parallel.axes is None
+    with pytest.raises(PlanError, match="unknown mesh axis 'dta'"):
+        make_config("gpt2-nano", {"mesh": "dta=8"})
+    with pytest.raises(PlanError, match=r"(?s)does not list meshes.*controller.allow=fsdp"):
+        make_config("gpt2-nano", {"controller.allow": "fsdp"})
+
+
+def test_an_open_layout_keeps_what_does_not_depend_on_the_devices():
+    asked = ParallelConfig(
+        mesh="pipe=2,fsdp=4",
+        zero=1,
+        microbatches=4,
+        schedule="interleaved",
+        repeats=2,
+        layers_per_stage=(1, 1, 1, 1),
+        rules=("mlp=none",),
+        remat="full",
+    )
+    assert asked.with_open_layout() == ParallelConfig(rules=("mlp=none",), remat="full")

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control.deciding.candidates import is_legal, times
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan

@@ -15,17 +15,18 @@ from moves import compiled_quickly
 
 import optimus_jax
 from optimus_jax.config import CheckpointConfig, ControlConfig, DistributedConfig, LogConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly, executables
 from optimus_jax.control.deciding.candidates import search_now
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.planning.trials import trial
 from optimus_jax.run import api
 from optimus_jax.run import program as run
 from optimus_jax.training import step as step_module
@@ -127,12 +128,10 @@ def plan_on(mesh, **settings):
     return plan_for(config, axes, replace(discover(), num_devices=axes.num_devices))
 
 
-@functools.cache
-def _of_config(config, plan, mesh):
-    return step_module.build_program(config, run.planned_shapes(config.model, plan), plan, mesh)
+_build_program = functools.cache(step_module.build_program)
 
 
-def build_once(config, shapes, plan, mesh):
+def build_once(config, plan, devices=None):
     """`build_program`, but programs of configs that differ in nothing that they compute share what
     is compiled.
     """
@@ -146,7 +145,8 @@ def build_once(config, shapes, plan, mesh):
         eval_every=0,
         parallel=replace(config.parallel, mesh="auto"),
     )
-    return replace(_of_config(alike, plan, mesh), config=config)
+    devices = tuple(jax.devices() if devices is None else devices)
+    return replace(_build_program(alike, plan, devices), config=config)
 
 
 @pytest.fixture(scope="session")
@@ -166,7 +166,7 @@ def quick(tmp_path_factory):
     """Compile as fast as can be; and nothing was learnt in runs of other tests."""
     learnt = tmp_path_factory.mktemp("learnt")
     with compiled_quickly(), pytest.MonkeyPatch.context() as patch:
-        for module in (run, executables):
+        for module in (api, run, executables, trial):
             patch.setattr(module, "build_program", build_once)
         patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
         patch.setattr("optimus_jax.control.canary.NOISE", 1e9)  # steps of this size are noise

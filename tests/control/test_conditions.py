@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from fleet import CLUSTER, PRICING, plan_on
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid, slowed
 from optimus_jax.control.signals import UNKNOWN, Observation, Reading
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.planning.cost.communication import Exchange, Wires
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link

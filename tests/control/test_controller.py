@@ -12,6 +12,7 @@ from helpers import F32_RELATIVE
 
 import optimus_jax
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly
 from optimus_jax.control.advisor import PUZZLED_STEPS
@@ -19,7 +20,6 @@ from optimus_jax.control.commands import CommandBroadcast
 from optimus_jax.control.coordinator import NEWEST_STEPS
 from optimus_jax.control.journal import switches
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.local_cluster import LocalCluster

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control import mesh_probes
 from optimus_jax.control.live import Probes, live_signals
 from optimus_jax.control.mesh_probes import MeshProbes
-from optimus_jax.mesh.axes import MESH_AXES
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.profiles.cluster import Cluster
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.control.policy import (
     LOOK_AGAIN,
@@ -20,7 +21,6 @@ from optimus_jax.control.policy import (
     Situation,
     decide,
 )
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 
 SETTINGS = ControlConfig()

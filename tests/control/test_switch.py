@@ -17,7 +17,7 @@ from optimus_jax.config import CheckpointConfig, ControlConfig
 from optimus_jax.control import executables as executables_module
 from optimus_jax.control import switch as switch_module
 from optimus_jax.control.detour import Detour
-from optimus_jax.control.executables import Shelf, abstract_batch, batch_of, compile_plan
+from optimus_jax.control.executables import Shelf, batch_of, compile_plan
 from optimus_jax.control.journal import Journal, switches
 from optimus_jax.control.switch import Prepared, StateLostError, Switcher
 from optimus_jax.errors import FaultError, PlanError, RunDirectoryError
@@ -335,7 +335,7 @@ def test_what_goes_wrong_while_preparing_is_told_and_not_raised(executables, wha
             train_step=Compiled(new.program.train_step),
             eval_step=Compiled(new.program.eval_step),
         )
-        monkeypatch.setattr(executables_module, "build_program", lambda *args: compiled)
+        monkeypatch.setattr(executables_module, "build_program", lambda *_: compiled)
     else:
         bytes_per_device = max(old.layout.num_bytes(), new.layout.num_bytes())
         monkeypatch.setattr(switch_module, "compile_plan", lambda *args, **kwargs: new)
@@ -452,5 +452,5 @@ def test_batches_are_what_the_step_was_compiled_for(executables):
             name: (array.shape, array.dtype, array.sharding) for name, array in real.items()
         } == {
             name: (array.shape, array.dtype, array.sharding)
-            for name, array in abstract_batch(program).items()
+            for name, array in program.abstract_batch().items()
         }

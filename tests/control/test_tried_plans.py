@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 
+import jax.monitoring
+from jax._src import monitoring
 from small_runs import Scripted, quick, run_tiny, slow_devices, text  # noqa: F401
 
 from optimus_jax.control import assembly
+from optimus_jax.planning.trials import trial as trial_module
 from optimus_jax.planning.trials.measure import measure
-from optimus_jax.planning.trials.trial import Trial
-from optimus_jax.run import first_plan
+from optimus_jax.planning.trials.trial import Trial, run_trial
+from optimus_jax.run import api, first_plan, program
+from optimus_jax.training.step import build_program
 
 
 def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, monkeypatch):  # noqa: F811
@@ -45,3 +49,31 @@ def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, mon
     # Not twice: as records they teach only runs that begin later.
     assert given["pricing"].calibration.terms == ()
     assert replace(slow_devices).calibration.terms
+
+
+def test_a_plan_that_was_tried_is_not_compiled_again(slow_devices, text, tmp_path, monkeypatch):  # noqa: F811
+    compiled, tried = [], []
+
+    def count(event, duration, fun_name="", **_):
+        if event == "/jax/core/compile/backend_compile_duration" and "train" in str(fun_name):
+            compiled.append(fun_name)
+
+    def trial(*args, **more):
+        tried.append(run_trial(*args, **more))
+        return tried[-1]
+
+    def measured(ranked, run, *, num_steps, **more):
+        return measure(ranked, run, num_steps=10**9, **more)
+
+    for module in (api, program, trial_module):  # `quick` shares programs, and so what is compiled
+        monkeypatch.setattr(module, "build_program", build_program)
+    monkeypatch.setattr(first_plan, "run_trial", trial)
+    monkeypatch.setattr(first_plan, "measure", measured)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        result = run_tiny(tmp_path / "run", text, mesh="auto", steps=2, **{"parallel.trials": 2})
+    finally:
+        monitoring.unregister_event_duration_listener(count)
+    assert len({trial.plan for trial in tried}) == 2
+    assert len(compiled) == 2, "the run uses the step of the trial"
+    assert result.plan == min(tried, key=lambda each: each.step_time_s).plan

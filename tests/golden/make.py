@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import Config, DataConfig, OptimizerConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
-from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.build import build_mesh, discover
+from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.training.state import planned_shapes
 from optimus_jax.training.step import build_program
 
 MODELS = ("gpt2-nano", "llama-nano")
@@ -47,8 +46,7 @@ def golden_losses(model: str) -> list[tuple[int, float]]:
         data=DataConfig(seq_len=LENGTH, global_batch=BATCH),
     )
     plan = plan_for(config, AxisSizes(), discover())
-    shapes = planned_shapes(config.model, plan)
-    program = build_program(config, shapes, plan, build_mesh(plan.axes, jax.devices()[:1]))
+    program = build_program(config, plan, jax.devices()[:1])
     state, losses = program.init(jnp.int32(config.seed)), []
     for step in range(1, STEPS + 1):
         state, metrics = program.train_step(

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from optimus_jax.config.axes import AxisSizes, check_devices
 from optimus_jax.devices.backend import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, gpu_memory_share
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes, check_devices
 from optimus_jax.mesh.build import discover
 
 NEWER_FRACTION, FRACTION, HOST_LIMIT_GIB = (

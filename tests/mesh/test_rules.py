@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from strategies import axis_sizes, models, plans
 
 from optimus_jax.config import ModelConfig, OptimizerConfig
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import LOGICAL_AXES, MESH_AXES, AxisSizes
+from optimus_jax.mesh.axes import LOGICAL_AXES
 from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded_vocab
 from optimus_jax.mesh.sharding import batch_spec
 from optimus_jax.plan import Plan

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 
 FOUR = Topology(

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import gpt2, llama3_2_1b
 from optimus_jax.errors import CheckpointError, ConfigError
-from optimus_jax.mesh.axes import BATCH, VOCAB, AxisSizes
-from optimus_jax.mesh.build import build_mesh
+from optimus_jax.mesh.axes import BATCH, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
@@ -35,7 +35,7 @@ from optimus_jax.models.huggingface import (
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Pass
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.training.state import TrainState, planned_shapes
+from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 
 GLOBAL_BATCH, SEQ_LEN = 4, 24
@@ -222,8 +222,7 @@ def program_for(model: ModelConfig, axes: AxisSizes) -> Program:
     )
     plan = plan_for(config, axes, topology)
     plan.validate(model, global_batch=GLOBAL_BATCH)
-    mesh = build_mesh(plan.axes, jax.devices()[: axes.num_devices])
-    return build_program(config, planned_shapes(model, plan), plan, mesh)
+    return build_program(config, plan, jax.devices()[: axes.num_devices])
 
 
 def state_of(program: Program, params: Params) -> TrainState:

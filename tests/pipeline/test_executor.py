@@ -18,11 +18,9 @@ from helpers import F32_RELATIVE
 from jax import lax
 
 from optimus_jax.config import Config, DataConfig
-from optimus_jax.mesh.build import build_mesh
 from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
 from optimus_jax.pipeline.schedule import Phase, Schedule, Share, lay_out
 from optimus_jax.pipeline.tables import SCHEDULES, make_schedule
-from optimus_jax.training.state import planned_shapes
 from optimus_jax.training.step import build_program
 
 MODEL = replace(plans.GPT, dropout=0.0, num_layers=4)
@@ -169,20 +167,9 @@ def temp_bytes(mesh: str, microbatches: int, **parallel: object) -> int:
         }
     )
     plan = plans.plan_for(config, plans.AxisSizes.parse(mesh), plans.discover())
-    program = build_program(
-        config,
-        planned_shapes(MODEL, plan),
-        plan,
-        build_mesh(plan.axes, jax.devices()[: plan.num_devices]),
-    )
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            (2 * microbatches, *rows.shape[1:]), rows.dtype, sharding=program.batch_sharding
-        )
-        for name, rows in plans.host_batch(1).items()
-    }
-    state = jax.eval_shape(program.init, jnp.int32(0))
-    compiled = program.train_step.lower(state, batch).compile({"xla_backend_optimization_level": 0})
+    program = build_program(config, plan, jax.devices()[: plan.num_devices])
+    arguments = program.abstract_state(), program.abstract_batch()
+    compiled = program.train_step.lower(*arguments).compile({"xla_backend_optimization_level": 0})
     return compiled.memory_analysis().temp_size_in_bytes
 
 

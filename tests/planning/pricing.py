@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.config import Config, ModelConfig, PrecisionConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import compute_precision, plan_for

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.request import make_config
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.search.assemble import plan_for

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from optimus_jax.config.axes import DATA, FSDP, MESH_AXES, PIPE, TENSOR, AxisSizes
 from optimus_jax.errors import ConfigError, PlanError
-from optimus_jax.mesh.axes import DATA, FSDP, MESH_AXES, PIPE, TENSOR, AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.profiles.cluster import Cluster
 

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time import compile_check
 from optimus_jax.planning.ahead_of_time.compile_check import can_compile, check, targets

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.config import Config, DataConfig, ModelConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for

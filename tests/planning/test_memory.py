@@ -6,19 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from helpers import MEMORY_ESTIMATE
 
 from optimus_jax.config import Config, DataConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
-from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.build import build_mesh, discover
+from optimus_jax.mesh.build import discover
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.training.state import abstract_state, planned_shapes
 from optimus_jax.training.step import build_program
 
 
@@ -83,20 +81,8 @@ def estimated(config: Config, plan: Plan) -> MemoryEstimate:
 )
 def test_the_estimate_is_near_what_xla_allocates(model, mesh, settings):
     config, plan = planned(model, mesh, **settings)
-    shapes = planned_shapes(config.model, plan)
-    program = build_program(
-        config, shapes, plan, build_mesh(plan.axes, jax.devices()[: plan.num_devices])
-    )
-    batch, length = config.data.global_batch, config.seq_len
-    rows = {
-        name: jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=program.batch_sharding)
-        for name in ("tokens", "targets", "positions", "segments")
-    }
-    rows["loss_mask"] = jax.ShapeDtypeStruct(
-        (batch, length), jnp.bool_, sharding=program.batch_sharding
-    )
-    rows["examples"] = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=program.batch_sharding)
-    state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
+    program = build_program(config, plan, jax.devices()[: plan.num_devices])
+    state, rows = program.abstract_state(), program.abstract_batch()
     # Buffers are dealt out before LLVM begins, whose optimisation is half of the time.
     compiled = (
         program.train_step.lower(state, rows)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from optimus_jax.config import AttentionKernel, Config, ModelConfig, Precision, RematPolicy
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
-from optimus_jax.mesh.axes import AxisSizes
-from optimus_jax.mesh.build import build_mesh, discover
+from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.activations import kept_bytes, kept_once_bytes
 from optimus_jax.models.flops import causal_pairs, computed_pairs, matmul_params, step_flops
@@ -27,7 +27,6 @@ from optimus_jax.planning.profiles.model_profile import (
     profile_model,
 )
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.training.state import abstract_state, planned_shapes
 from optimus_jax.training.step import COMPUTE_DTYPES, build_program
 
 NANOS = ("gpt2-nano", "llama-nano")
@@ -114,19 +113,10 @@ def test_computed_flops_are_those_of_the_compiled_step(name, remat):
         {"parallel.remat": remat, "data.global_batch": 4}
     )
     plan = plan_for(config, AxisSizes(), replace(discover(), num_devices=1))
-    shapes = planned_shapes(config.model, plan)
-    program = build_program(config, shapes, plan, build_mesh(plan.axes, jax.devices()[:1]))
+    program = build_program(config, plan, jax.devices()[:1])
     batch, length = config.data.global_batch, config.seq_len
-    rows = {
-        column: jax.ShapeDtypeStruct((batch, length), jnp.int32)
-        for column in ("tokens", "targets", "positions", "segments")
-    }
-    rows |= {
-        "loss_mask": jax.ShapeDtypeStruct((batch, length), jnp.bool_),
-        "examples": jax.ShapeDtypeStruct((batch,), jnp.int32),
-    }
-    state = abstract_state(shapes, program.optimizer, config.precision, plan, program.mesh)
-    compiled = program.train_step.lower(state, rows).compile({"xla_backend_optimization_level": 0})
+    arguments = program.abstract_state(), program.abstract_batch()
+    compiled = program.train_step.lower(*arguments).compile({"xla_backend_optimization_level": 0})
     profile = profile_model(config.model, seq_len=length, precision="f32", kernel="xla")
     assert batch * length * profile.computed_flops(remat) == pytest.approx(
         dot_flops(compiled.as_text()), rel=CLOSED_FORM

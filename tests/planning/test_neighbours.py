@@ -315,7 +315,6 @@ def test_what_lies_far_is_found_with_all_else_left_open():
 @pytest.mark.parametrize(
     "line",
     [
-        NANO + "--mesh dta=8",
         NANO + "--schedule 1f1",
         NANO + "--set parallel.rules=mpl=none",
         NANO + "--schedule no-such-file.json",

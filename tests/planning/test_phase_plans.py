@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from plans import LLAMA, case, make_config, make_plan
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.search import phase_plans
 from optimus_jax.planning.search.phase_plans import plans_ahead

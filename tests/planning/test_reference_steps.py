@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.config import Config
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.cost.rates import Rates

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule

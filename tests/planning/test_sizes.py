@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import LAYERS, AxisSizes
+from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.rules import check_rules, make_rules
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.pipeline.partition import layers_per_stage

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from optimus_jax.config import Config
-from optimus_jax.mesh.axes import AxisSizes
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord

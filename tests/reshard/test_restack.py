@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optimus_jax.mesh.axes import MESH_AXES, PIPE, AxisSizes
+from optimus_jax.config.axes import MESH_AXES, PIPE, AxisSizes
 from optimus_jax.mesh.slots import EMPTY, canonical_slots, layer_slots
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host

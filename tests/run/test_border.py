@@ -18,12 +18,12 @@ from report.sample_run import PLAN, write_run
 
 from optimus_jax.config import Config
 from optimus_jax.config.aliases import ADVICE, ALIASES
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.request import make_config, read_config, resumed_config
 from optimus_jax.control.journal import plan_to_resume, switches
 from optimus_jax.errors import OptimusError, PlanError
 from optimus_jax.faults.fault_log import take_over
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule

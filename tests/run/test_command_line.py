@@ -25,10 +25,10 @@ from optimus_jax.config.aliases import (
     advice_for,
     alias_of,
 )
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
 from optimus_jax.config.settings import field_types
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, closest
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.run import command_line
 from optimus_jax.run.command_line import INTERRUPTED, MISTAKE, NO_READER, Parser, run, settings
 from optimus_jax.system.resilient_io import reporting

@@ -35,7 +35,6 @@ from optimus_jax.errors import (
 )
 from optimus_jax.faults.stopping import EXIT_RESTART
 from optimus_jax.inference.generation import load_text_model
-from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import api
@@ -47,7 +46,6 @@ from optimus_jax.training.state import (
     abstract_stored_state,
     from_stored,
     may_be_padded,
-    planned_shapes,
     to_stored,
 )
 from optimus_jax.training.step import build_program
@@ -363,10 +361,10 @@ def test_a_start_that_fails_leaves_nothing(text, tmp_path, monkeypatch, problem)
 
 
 def test_a_program_too_large_for_the_device_leaves_nothing(text, tmp_path, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise PlanError("too large")
 
-    monkeypatch.setattr(run, "_compiled", refuse)
+    monkeypatch.setattr(run, "compile_step", refuse)
     with pytest.raises(PlanError, match="too large"):
         optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", data=text, **TINY)
     assert not list(tmp_path.iterdir())
@@ -569,12 +567,7 @@ def program_of(result, mesh=None, schedule="auto"):
         {"parallel.mesh": mesh or config.parallel.mesh, "parallel.schedule": schedule}
     )
     plan = make_plan(config)
-    return build_program(
-        config,
-        planned_shapes(config.model, plan),
-        plan,
-        build_mesh(plan.axes, jax.devices()[: plan.num_devices]),
-    )
+    return build_program(config, plan, jax.devices()[: plan.num_devices])
 
 
 def moved_through(checkpoints, program):

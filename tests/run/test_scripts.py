@@ -292,7 +292,7 @@ import os, signal
 from optimus_jax.run.display import PlainDisplay
 from optimus_jax.training.trainer import Trainer
 from optimus_jax.run import program as run
-compiled = run._compiled
+compiled = run.compile_step
 """
 
 
@@ -308,12 +308,12 @@ compiled = run._compiled
             "stopped without saving",
         ),
         (
-            "run._compiled = lambda *_: os.kill(os.getpid(), signal.SIGINT)",
+            "run.compile_step = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)",
             130,
             "stopped before training had begun",
         ),
         (
-            "run._compiled = lambda *_: os.kill(os.getpid(), signal.SIGTERM)",
+            "run.compile_step = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)",
             75,
             "stopped before training had begun",
         ),

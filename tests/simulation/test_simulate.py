@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from simulated import PRICING, Told, run, scenario, setup_of
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.errors import ConfigError, PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.simulation.comparison import LEAST_GAIN, Result, estimate, rows

@@ -19,7 +19,7 @@ from helpers import BF16_LOSS_RELATIVE, BF16_RELATIVE, F32_RELATIVE, assert_clos
 from jax.sharding import NamedSharding
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.mesh.axes import MESH_AXES
+from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.reshard.checksum import named_leaves
 
 FIRST_MOMENT, SECOND_MOMENT = "opt_state/0/mu/", "opt_state/0/nu/"

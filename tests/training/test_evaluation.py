@@ -1,6 +1,7 @@
 """An evaluation finds the same loss of the same tokens, whatever batch, mesh or phase a run has."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,16 +13,14 @@ from hypothesis import strategies as st
 
 from optimus_jax.config import Config
 from optimus_jax.config.phases import in_phase, phases_of
-from optimus_jax.control.executables import of_running
+from optimus_jax.control.executables import executable_of
 from optimus_jax.data.dataset import Data
 from optimus_jax.data.loader import check_held_out
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.data.tokens import TokenStream
-from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.training.evaluation import eval_rows
-from optimus_jax.training.state import planned_shapes
 from optimus_jax.training.step import build_program
 
 EXAMPLES, LENGTH, EOS = 11, 16, 5
@@ -56,12 +55,7 @@ def evaluated(case, settings, *, phase=0):
     now = phases_of(config)[phase]
     own = in_phase(config, now)
     plan = plans.make_plan(own)
-    program = build_program(
-        own,
-        planned_shapes(own.model, plan),
-        plan,
-        build_mesh(plan.axes, jax.devices()[: plan.num_devices]),
-    )
+    program = build_program(own, plan, jax.devices()[: plan.num_devices])
     dealt = inputs.dealt(program, now.steps_before)
     assert dealt.eval_batches is not None
     num_rows = eval_rows(own, plan)
@@ -124,9 +118,7 @@ def test_what_is_compiled_ahead_is_what_evaluations_and_probes_are_called_with()
     )
     own = in_phase(config, phases_of(config)[1])
     plan = plans.make_plan(own)
-    program = build_program(
-        own, planned_shapes(own.model, plan), plan, build_mesh(plan.axes, jax.devices()[:2])
-    )
+    program = build_program(own, plan, jax.devices()[:2])
     lowered = []
 
     class Function:
@@ -137,6 +129,9 @@ def test_what_is_compiled_ahead_is_what_evaluations_and_probes_are_called_with()
         def compile(self):
             return self
 
-    executable = of_running(replace(program, eval_step=Function()), None, 0)
+    compiled = SimpleNamespace(
+        program=replace(program, eval_step=Function()), train_step=None, step_bytes=0, compile_s=0.0
+    )
+    executable = executable_of(compiled)
     executable.program.eval_step.compile()
     assert lowered == [(8, 8), (4, LENGTH)]

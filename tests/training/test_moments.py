@@ -14,9 +14,9 @@ from plans import GPT, LLAMA, ONE_DEVICE, PlanCase, batch_of_step, build, case, 
 
 import optimus_jax
 from optimus_jax.config import Config, OptimizerConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import CheckpointError, ConfigError, PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.planning.cost.cost import HOST_COPIES, predict
 from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.cost.rates import Rates

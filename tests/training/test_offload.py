@@ -13,9 +13,9 @@ import pytest
 from plans import GPT, SEQ_LEN, batch_of_step, build, case, make_config, random_state
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_check import check

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.viz.layouts import (

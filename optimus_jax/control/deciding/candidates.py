@@ -2,16 +2,15 @@
 what is left of a cluster.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.policy import Rung
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import term_times
 from optimus_jax.planning.profiles.cluster import Cluster
@@ -126,35 +125,23 @@ def has_room(plan: Plan, pricing: Pricing) -> bool:
     return fits(pricing.memory(plan), pricing.cluster)
 
 
-def check_allowed(allow: Sequence[str], num_devices: int) -> None:
-    """Raise PlanError unless every mesh on the user's list is one, and the run has devices enough
-    for it.
-    """
-    for text in allow:
-        try:
-            needed = AxisSizes.parse(text).num_devices
-        except PlanError as error:
+def check_allowed(allow: Sequence[AxisSizes], num_devices: int) -> None:
+    """Raise PlanError unless the run has enough devices for every mesh on the user's list."""
+    for axes in allow:
+        if axes.num_devices > num_devices:
             raise PlanError(
                 explain(
-                    "controller.allow does not list meshes",
-                    given=f"controller.allow={';'.join(allow)}: {str(error).splitlines()[0]}",
-                    do="write them as data=4,tensor=2;fsdp=8",
-                )
-            ) from error
-        if needed > num_devices:
-            raise PlanError(
-                explain(
-                    f"controller.allow names a mesh of {needed} devices, and this run has"
+                    f"controller.allow names a mesh of {axes.num_devices} devices, and this run has"
                     f" {num_devices}",
-                    given=f"controller.allow={text}",
+                    given=f"controller.allow={axes}",
                     do="name meshes of as many devices as there are",
                 )
             )
 
 
-def is_allowed(plan: Plan, allow: Sequence[str]) -> bool:
+def is_allowed(plan: Plan, allow: Sequence[AxisSizes]) -> bool:
     """Whether its mesh is on the user's list; an empty list allows all."""
-    return not allow or plan.axes in [AxisSizes.parse(text) for text in allow]
+    return not allow or plan.axes in allow
 
 
 def rung_of(plan: Plan, other: Plan, *, same_devices: bool, same_hosts: bool = True) -> Rung:
@@ -215,21 +202,3 @@ def _sizes(most: int, config: Config) -> list[int]:
     return [count for count in range(most, 0, -1) if num_stages(count) <= config.model.num_layers][
         :FEWER
     ]
-
-
-def relaxed(config: Config) -> Config:
-    """The config without what the user fixed of the layout, for when that is not to be had any
-    longer.
-    """
-    return dataclasses.replace(
-        config,
-        parallel=dataclasses.replace(
-            config.parallel,
-            mesh="auto",
-            microbatches=None,
-            schedule="auto",
-            repeats=None,
-            layers_per_stage=(),
-            zero=None,
-        ),
-    )

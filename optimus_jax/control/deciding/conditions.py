@@ -7,6 +7,7 @@ kept on a coarse grid, so that a search is needed only when something has really
 import math
 from dataclasses import dataclass, replace
 
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, felt_skew
 from optimus_jax.control.signals import (
@@ -17,7 +18,6 @@ from optimus_jax.control.signals import (
     Observation,
     Reading,
 )
-from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
 from optimus_jax.planning.profiles.links import Link

@@ -7,13 +7,14 @@ out, also all with it, as if it had recovered.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.layout import AUTO
 from optimus_jax.control.deciding.candidates import (
     Searches,
     executables,
     has_room,
     is_legal,
     leaving_out,
-    relaxed,
     times,
 )
 from optimus_jax.control.deciding.conditions import Conditions
@@ -21,7 +22,6 @@ from optimus_jax.control.deciding.left_out import LeftOut
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.search.search import Pricing
@@ -106,7 +106,7 @@ class Options:
         searches: Searches,
         *,
         keeps_devices: bool = False,
-        allow: Sequence[str] = (),
+        allow: Sequence[AxisSizes] = (),
     ) -> None:
         self._prices, self._searches, self._keeps_devices, self._allow = (
             prices,
@@ -208,7 +208,7 @@ class Options:
             if plan.pipeline and plan.num_devices == place.pricing.cluster.num_devices
         ]
         for schedule in (
-            STAGED if config.parallel.schedule == "auto" and config.parallel.mesh == "auto" else ()
+            STAGED if config.parallel.schedule == AUTO and config.parallel.axes is None else ()
         ):
             best = self._best(place, view, learnt, schedule=schedule)
             if best is None:
@@ -260,9 +260,9 @@ class Options:
     ) -> list[Plan] | None:
         num_devices, found = place.pricing.cluster.num_devices, list[Plan]()
         for mesh in (
-            [text for text in self._allow if AxisSizes.parse(text).num_devices == num_devices]
+            [axes for axes in self._allow if axes.num_devices == num_devices]
             if self._allow
-            else [""]
+            else [None]
         ):
             best = self._best(place, view, learnt, mesh=mesh)
             if best is None:
@@ -276,20 +276,20 @@ class Options:
         view: View,
         learnt: Calibration,
         *,
-        mesh: str = "",
+        mesh: AxisSizes | None = None,
         schedule: str = "",
         free: bool = False,
     ) -> list[Plan] | None:
         """What a search finds there; None: it is still at work.
 
         Args:
-          mesh, schedule: only plans with this one; empty: all.
+          mesh, schedule: only plans with this one; None, empty: all.
           free: what the user fixed does not count.
         """
         pricing = replace(place.pricing, calibration=learnt)
-        only = {"parallel.mesh": mesh} | {"parallel.schedule": schedule}
+        only = {"parallel.mesh": mesh and str(mesh), "parallel.schedule": schedule}
         config = (
-            relaxed(pricing.config)
+            pricing.config.with_open_layout()
             if free
             else pricing.config.with_values({name: value for name, value in only.items() if value})
         )

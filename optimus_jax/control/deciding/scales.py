@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
 from optimus_jax.control.deciding.agenda import Question
 from optimus_jax.control.deciding.allowance import Allowance
@@ -85,9 +86,9 @@ class Scales:
         forecast, after = self.predictor.foretell(asked), len(offers) + 1
         # What has to be left is left, if not to a mesh on the user's list then to another one.
         allow = (
-            self.settings.allow
+            self.settings.allowed_axes
             if not question.mandatory
-            or any(is_allowed(offer.plan, self.settings.allow) for offer in offers)
+            or any(is_allowed(offer.plan, self.settings.allowed_axes) for offer in offers)
             else ()
         )
         candidates = [
@@ -137,7 +138,7 @@ class Scales:
         question: Question,
         view: View,
         now: Setting,
-        allow: Sequence[str],
+        allow: Sequence[AxisSizes],
         log_ratio: float,
         deviation: float,
         log_ratio_after: float | None,

@@ -9,8 +9,8 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from optimus_jax.config.axes import FSDP, PIPE, TENSOR
 from optimus_jax.control.policy import Rung
-from optimus_jax.mesh.axes import FSDP, PIPE, TENSOR
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing

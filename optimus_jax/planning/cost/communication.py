@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import DATA, FSDP, HEADS, MLP, PIPE, TENSOR, VOCAB, AxisSizes
+from optimus_jax.mesh.axes import HEADS, MLP, VOCAB
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.operators import LayerShape

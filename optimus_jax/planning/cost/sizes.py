@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.axes import (
     EMBED,
     HEAD_DIM,
@@ -21,7 +22,6 @@ from optimus_jax.mesh.axes import (
     PAIR,
     POSITIONS,
     VOCAB,
-    AxisSizes,
 )
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.zero import LeafLayout

@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from optimus_jax.config import ModelConfig, RematPolicy
-from optimus_jax.mesh.axes import HEADS, KV_HEADS, MLP, PIPE, VOCAB
+from optimus_jax.config.axes import PIPE
+from optimus_jax.mesh.axes import HEADS, KV_HEADS, MLP, VOCAB
 from optimus_jax.models.families import family_of
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.corrections import factor

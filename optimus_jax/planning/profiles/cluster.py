@@ -13,10 +13,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.devices.accelerators import Accelerator, accelerator_named, accelerator_of_kind
 from optimus_jax.devices.backend import HOST_MEMORY_SHARE
 from optimus_jax.errors import ConfigError, PlanError, explain, nearest
-from optimus_jax.mesh.axes import MESH_AXES, AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.profiles.hardware_database import MEMORY_OF_HOST, host_of
 from optimus_jax.planning.profiles.links import Link, with_speed

@@ -8,9 +8,10 @@ import dataclasses
 import math
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload, Precision, RematPolicy
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.devices.accelerators import AMPERE
 from optimus_jax.errors import PlanError, explain, nearest
-from optimus_jax.mesh.axes import VOCAB, AxisSizes
+from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.rules import Rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
@@ -42,8 +43,6 @@ MICROBATCHES_PER_STAGE = 4
 def check_words(config: Config, topology: Topology) -> None:
     """Raise PlanError for a setting that cannot be read, or cannot be had whatever the layout
     is."""
-    if config.parallel.mesh != "auto":
-        AxisSizes.parse(config.parallel.mesh)
     make_rules(config.model, config.parallel.rules)
     _check_schedule_name(config.parallel.schedule)
     if config.parallel.schedule.endswith(TABLE_SUFFIX):

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes, check_devices
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes, check_devices
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
@@ -89,17 +89,16 @@ def choose_plan(
 def _choice(
     config: Config, topology: Topology, pricing: Pricing | None, *, may_change_batch: bool = False
 ) -> Choice:
-    if config.parallel.mesh == "auto" and topology.num_devices > 1:
-        return (
-            _by_rule(config, topology, may_change_batch=may_change_batch)
-            if pricing is None
-            else _by_search(config, topology, pricing, may_change_batch=may_change_batch)
-        )
-    if config.parallel.mesh == "auto":
+    if (axes := config.parallel.axes) is not None:
+        check_devices(axes, topology.num_devices)
+        return _on_axes(config, axes, topology, "the mesh was given")
+    if topology.num_devices == 1:
         return _on_axes(config, AxisSizes(), topology, "auto: there is one device")
-    axes = AxisSizes.parse(config.parallel.mesh)
-    check_devices(axes, topology.num_devices)
-    return _on_axes(config, axes, topology, "the mesh was given")
+    return (
+        _by_rule(config, topology, may_change_batch=may_change_batch)
+        if pricing is None
+        else _by_search(config, topology, pricing, may_change_batch=may_change_batch)
+    )
 
 
 def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> Choice:

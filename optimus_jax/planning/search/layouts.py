@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes, check_devices
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import AxisSizes, check_devices
 from optimus_jax.mesh.rules import Rules, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
@@ -70,13 +70,9 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
     parallel = config.parallel
     precision = compute_precision(config, topology)
     kernel = choose_kernel(config, topology, precision)
-    if parallel.mesh != "auto":
-        check_devices(AxisSizes.parse(parallel.mesh), topology.num_devices)
-    for axes in (
-        [AxisSizes.parse(parallel.mesh)]
-        if parallel.mesh != "auto"
-        else axis_sizes(topology.num_devices)
-    ):
+    if parallel.axes is not None:
+        check_devices(parallel.axes, topology.num_devices)
+    for axes in [parallel.axes] if parallel.axes else axis_sizes(topology.num_devices):
         for rules in _rules(config, axes):
             common = Plan(
                 axes=axes,
@@ -173,7 +169,7 @@ def _zero_stages(config: Config, axes: AxisSizes) -> tuple[int, ...]:
         return (
             (parallel.zero,)
             if (axes.fsdp > 1) == (parallel.zero > 0)
-            or (parallel.zero == 0 and parallel.mesh != "auto")
+            or (parallel.zero == 0 and parallel.axes is not None)
             else ()
         )
     return (1, 2, 3) if axes.fsdp > 1 else (0,)

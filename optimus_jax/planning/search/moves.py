@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.axes import EMBED, HEADS, MESH_AXES, MLP, AxisSizes
+from optimus_jax.mesh.axes import EMBED, HEADS, MLP
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.tables import SCHEDULES
 from optimus_jax.plan import Plan
@@ -42,21 +43,16 @@ class Move:
 def asked_axes(config: Config, topology: Topology) -> AxisSizes:
     """The mesh that was asked for; where it was left open, the one that nearness is measured
     from."""
-    mesh, devices = config.parallel.mesh, topology.num_devices
-    return (
-        AxisSizes.parse(mesh)
-        if mesh != "auto"
-        else AxisSizes(fsdp=devices)
-        if config.parallel.zero
-        else AxisSizes(data=devices)
-    )
+    devices = topology.num_devices
+    left_open = AxisSizes(fsdp=devices) if config.parallel.zero else AxisSizes(data=devices)
+    return config.parallel.axes or left_open
 
 
 def meshes(config: Config, topology: Topology) -> Iterator[Move]:
     """Every other mesh for these devices; of virtual ones, also as many as the mesh needs."""
     asked = asked_axes(config, topology)
     for axes in axis_sizes(topology.num_devices):
-        if axes != asked or config.parallel.mesh == "auto":
+        if axes != asked or config.parallel.axes is None:
             unused = sum(UNUSED_AXIS[axis] for axis in MESH_AXES if axes[axis] > 1 == asked[axis])
             apart = sum(_doublings(axes[axis], asked[axis]) for axis in MESH_AXES)
             yield Move(changes={"parallel.mesh": str(axes)}, distance=1 + unused + DOUBLING * apart)

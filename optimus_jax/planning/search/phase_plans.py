@@ -50,17 +50,8 @@ def plan_of(phase: Phase, config: Config, plan: Plan, topology: Topology, prices
         if _is_possible(own, each, topology):
             return each
     try:
-        if config.parallel.mesh == "auto" or config.control == "auto":
-            parallel = replace(
-                own.parallel,
-                mesh="auto",
-                microbatches=None,
-                schedule="auto",
-                repeats=None,
-                layers_per_stage=(),
-                zero=None,
-            )
-            freed = own if config.parallel.mesh == "auto" else replace(own, parallel=parallel)
+        if config.parallel.axes is None or config.control == "auto":
+            freed = own if config.parallel.axes is None else own.with_open_layout()
             return choose_plan(freed, topology, prices(freed), kept=("data.",)).plan
         return choose_plan(
             replace(own, parallel=replace(own.parallel, mesh=str(plan.axes))),

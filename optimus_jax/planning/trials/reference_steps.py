@@ -21,9 +21,9 @@ import jax
 
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.settings import with_right_types
 from optimus_jax.errors import ConfigError, PlanError
-from optimus_jax.mesh.axes import AxisSizes
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates
@@ -241,4 +241,5 @@ def _legal(config: Config, topology: Topology) -> Plan | None:
 
 
 def _plan(config: Config, topology: Topology) -> Plan:
-    return plan_for(config, AxisSizes.parse(config.parallel.mesh), topology)
+    assert config.parallel.axes is not None, "each of reference_settings names its mesh"
+    return plan_for(config, config.parallel.axes, topology)

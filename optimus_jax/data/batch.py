@@ -1,0 +1,60 @@
+"""The arrays of a batch: their names, dtypes and shapes.
+
+Every array of a batch, shape of one, and made-up batch follows from this table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+"""Arrays on the host, by the names of `BATCH_ARRAYS`."""
+
+
+@dataclass(frozen=True)
+class BatchArray:
+    """One array of a batch of B examples of L tokens."""
+
+    dtype: type[np.generic]
+    meaning: str
+    per_token: bool = True
+    """Whether its shape is [B, L]; otherwise [B]."""
+
+    def shape(self, rows: int, seq_len: int) -> tuple[int, ...]:
+        """Its shape in a batch of `rows` examples."""
+        return (rows, seq_len) if self.per_token else (rows,)
+
+
+BATCH_ARRAYS: Mapping[str, BatchArray] = {
+    "tokens": BatchArray(np.int32, "token ids"),
+    "targets": BatchArray(np.int32, "the token after each one"),
+    "positions": BatchArray(np.int32, "place of the token in its document's part, from 0"),
+    "segments": BatchArray(np.int32, "number of the token's document in the example, from 0"),
+    "loss_mask": BatchArray(np.bool_, "False where a target does not count"),
+    "examples": BatchArray(np.int32, "number of the example in the batch", per_token=False),
+}
+
+
+def synthetic_batch(
+    *, vocab_size: int, rows: int, seq_len: int, seed: int, examples: np.ndarray | None = None
+) -> Batch:
+    """Random tokens, one document per example, for timing and for benchmarks.
+
+    Args:
+      examples: int [rows], their numbers in the global batch; None: 0 to rows - 1.
+    """
+    shape = (rows, seq_len)
+    tokens = np.random.default_rng(seed).integers(
+        0, vocab_size, (rows, seq_len + 1), dtype=np.int32
+    )
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": np.broadcast_to(np.arange(seq_len, dtype=np.int32), shape).copy(),
+        "segments": np.zeros(shape, np.int32),
+        "loss_mask": np.ones(shape, np.bool_),
+        "examples": np.arange(rows, dtype=np.int32)
+        if examples is None
+        else examples.astype(np.int32),
+    }

@@ -1,0 +1,70 @@
+"""A plan's training step, compiled: the one place where steps are lowered and compiled.
+
+Runs, trials, the controller's switches and checks for devices elsewhere all come here, so what one
+of them has compiled another can use.
+"""
+
+import time
+from dataclasses import dataclass
+
+import jax
+
+from optimus_jax.devices.cpu import return_freed_memory
+from optimus_jax.errors import PlanError, explain
+from optimus_jax.planning.ahead_of_time.compile_report import Allocated, check_executable
+from optimus_jax.planning.search.explain import gib
+from optimus_jax.training.step import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """A compiled training step and what it needs."""
+
+    program: Program
+    """Jitted; its `train_step` is what was compiled."""
+    train_step: jax.stages.Compiled
+    """(state, batch) -> (state, metrics), as `Program.train_step`."""
+    allocated: Allocated
+    """Memory of each device."""
+    compile_s: float
+    """Tracing, lowering and compiling."""
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes per device that a step needs."""
+        return self.allocated.total_bytes
+
+    def check_memory(self, *, do: str = "leave this plan out") -> None:
+        """Raise PlanError, which says what to `do`, if a step needs more than a device has."""
+        if self.allocated.fits is False:
+            raise self.does_not_fit(do=do)
+
+    def does_not_fit(self, *, do: str = "leave this plan out") -> PlanError:
+        """The error of `check_memory`, for processes that fail because another one does."""
+        return PlanError(
+            explain(
+                f"the compiled step needs {gib(self.step_bytes)} per device,"
+                f" {gib(self.allocated.capacity_bytes or 0)} are there",
+                given=self.program.plan.describe(),
+                do=do,
+            )
+        )
+
+
+def compile_step(program: Program, *, bytes_per_device: int | None = None) -> CompiledStep:
+    """Compile the training step of `program`. Runs nothing on a device.
+
+    Args:
+      bytes_per_device: that JAX may use on each; None: unknown.
+    """
+    started = time.perf_counter()
+    arguments = program.abstract_state(), program.abstract_batch()
+    compiled = program.train_step.lower(*arguments).compile()
+    if program.mesh.devices.flat[0].platform == "cpu":
+        return_freed_memory()
+    return CompiledStep(
+        program=program,
+        train_step=compiled,
+        allocated=check_executable(compiled.memory_analysis(), bytes_per_device),
+        compile_s=time.perf_counter() - started,
+    )
