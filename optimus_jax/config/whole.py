@@ -156,7 +156,7 @@ class Config:
 
         Args:
           derived: what a run made of the settings left open, by dotted name. It belongs to that
-            run, which keeps it when it is resumed (run/resumed.py); a run that is begun from these
+            run, which keeps it when it is resumed (run/resumed_config.py); a run that is begun from these
             settings derives anew.
         """
         value = dataclasses.asdict(

@@ -66,7 +66,7 @@ from optimus_jax.run.display import make_display
 from optimus_jax.run.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.program import Devices, run_program
-from optimus_jax.run.resumed import Resumed
+from optimus_jax.run.resumed_config import Resumed
 from optimus_jax.run.stored_run import StoredRun
 from optimus_jax.run.tensorboard import check_installed
 from optimus_jax.run_directory.directory import AlreadyBegunError, RunDirectory

@@ -42,7 +42,7 @@ from optimus_jax.planning.search.search import Pricing
 from optimus_jax.run.first_state import first_state, snapshots_of
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.rate_change import RateChange
-from optimus_jax.run.resumed import Resumed, derived_values
+from optimus_jax.run.resumed_config import Resumed, derived_values
 from optimus_jax.run.start_table import start_report
 from optimus_jax.run.stored_config import changes_since
 from optimus_jax.run.tensorboard import TensorBoardWriter

@@ -15,7 +15,7 @@ from optimus_jax.config import DERIVED, Config
 from optimus_jax.config.request import FIXED_FOR_A_RUN, KNOWN_BY_CONTENT
 from optimus_jax.config.settings import setting_names, value_of
 from optimus_jax.errors import CheckpointError, explain
-from optimus_jax.run.resumed import OPEN, own_config
+from optimus_jax.run.resumed_config import OPEN, own_config
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 
 NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)

@@ -13,7 +13,7 @@ from optimus_jax.config import Config, OptimizerConfig
 from optimus_jax.config.request import make_config, named_settings, repeated_config, resumed_config
 from optimus_jax.errors import ConfigError
 from optimus_jax.run.rate_change import RateChange
-from optimus_jax.run.resumed import Resumed, derived_values
+from optimus_jax.run.resumed_config import Resumed, derived_values
 from optimus_jax.training.optimizer import learning_rate
 
 NUM_PARAMS = 33_000
