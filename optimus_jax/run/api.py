@@ -63,10 +63,15 @@ from optimus_jax.planning.local_cluster import LocalCluster, known_devices, meas
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.run.display import make_display
-from optimus_jax.run.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
+from optimus_jax.run.first_plan import (
+    fastest_in_trials,
+    for_available_devices,
+    is_same_layout,
+    plan_of_run,
+)
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.program import Devices, run_program
-from optimus_jax.run.resumed_config import Resumed
+from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.stored_run import StoredRun
 from optimus_jax.run.tensorboard import check_installed
 from optimus_jax.run_directory.directory import AlreadyBegunError, RunDirectory
@@ -137,31 +142,33 @@ def train(
       FaultError: of several processes, another one or the network has failed; the run is worth
         resuming.
     """
-    asked, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
-    model, config, run_dir = asked["model"], asked["config"], asked["run_dir"]
+    given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
+    model, config, run_dir = given["model"], given["config"], given["run_dir"]
     overrides = dotted(overrides)
-    is_repeated = resume == "auto"
-    stored, run_dir = _place_of(run_dir, config, overrides)
+    is_auto = resume == "auto"
+    stored, run_dir = _locate(run_dir, config, overrides)
     resume = bool(resume) and (
-        not is_repeated or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun)
+        not is_auto or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun)
     )
     if stored is not None:
         stored.fetch(_say) if resume else stored.check_free()
-    config = _config_of(model, config, run_dir, resume, overrides, is_repeated)
-    if config.checkpoint.resume_step is not None and (is_repeated or not resume):
+    config = _requested_config(model, config, run_dir, resume, overrides, is_auto)
+    if config.checkpoint.resume_step is not None and (is_auto or not resume):
         raise ConfigError(
             explain(
                 "a run can go back to an older checkpoint once, when it is resumed",
                 given=f"checkpoint.resume_step={config.checkpoint.resume_step} with "
-                + ("--resume auto" if is_repeated else "a new run"),
+                + ("--resume auto" if is_auto else "a new run"),
                 do="give it with --run-dir DIR --resume, once; --resume auto goes on from there",
             )
         )
-    resumed = _resumed(config, run_dir, overrides) if resume and run_dir is not None else None
+    resumed = None
+    if resume and run_dir is not None:
+        resumed = _resumed_config(config, run_dir, overrides)
     config = config if resumed is None else resumed.config
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
     with named(launch):
-        return _train(config, launch, run_dir, stored, resumed, overrides, is_repeated)
+        return _train(config, launch, run_dir, stored, resumed, overrides, is_auto)
 
 
 PATIENCE_S = 120.0
@@ -174,9 +181,9 @@ def _train(
     launch: Launch,
     run_dir: Path | None,
     stored: StoredRun | None,
-    resumed: Resumed | None,
+    resumed: ResumedConfig | None,
     overrides: dict[str, Any],
-    is_repeated: bool,
+    is_auto: bool,
 ) -> RunResult:
     """`train`, from what was asked for and who else there is."""
     resume = resumed is not None
@@ -184,7 +191,7 @@ def _train(
         RunDirectory(run_dir).check_free()
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
-    of_jax = check_jax_settings()
+    jax_notes = check_jax_settings()
     connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
     progress = Progress()
     watchdog = Watchdog.of(
@@ -199,40 +206,40 @@ def _train(
         # minute later than others.
         assert_same_everywhere(
             {"whether the run is begun or resumed": "resumed" if resume else "begun"},
-            may_become=is_repeated,
+            may_become=is_auto,
         )
         assert_same_everywhere(
-            {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}", **_settings(config)}
+            {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}"} | _shared_settings(config)
         )
-        asked_mesh = config.parallel.mesh
+        requested_mesh = config.parallel.mesh
         with all_or_none():
             if resume and run_dir is not None:
-                if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
-                    config = on_what_is_there(config, topology)
+                if is_auto or not {"mesh", "parallel.mesh"} & overrides.keys():
+                    config = for_available_devices(config, topology)
                 if (
-                    is_repeated
+                    is_auto
                     and resumed is not None
-                    and is_same_layout(resumed.as_asked(config), run_dir)
+                    and is_same_layout(resumed.as_requested(config), run_dir)
                 ):
                     overrides = {}  # nothing is asked for that the run was not asked for before
-        here = _here(config, topology)
-        saved = _newest(config, run_dir) if resume and run_dir is not None else None
-        devices = Devices(topology=topology, here=here, launch=launch)
+        local_cluster = _local_cluster(config, topology)
+        saved = _newest_checkpoint(config, run_dir) if resume and run_dir is not None else None
+        devices = Devices(topology=topology, local_cluster=local_cluster, launch=launch)
         with all_or_none():
             now = in_phase(config, phase_after(config, saved.step if saved else 0))
             choice = (
-                own_plan(config, topology, run_dir, overrides, saved, devices.pricing)
+                plan_of_run(config, topology, run_dir, overrides, saved, devices.pricing)
                 if resume and run_dir is not None
                 else None
             )
             choice = choice or choose_plan(
                 now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ()
             )
-            if config.parallel.mesh != asked_mesh:
+            if config.parallel.mesh != requested_mesh:
                 choice = replace(
                     choice,
                     why=(
-                        f"{asked_mesh} is not for the {topology.num_devices} devices that are"
+                        f"{requested_mesh} is not for the {topology.num_devices} devices that are"
                         f" there; {choice.why}"
                     ),
                 )
@@ -252,24 +259,24 @@ def _train(
                     "JAX's compilation cache is not used: programs for several CPU devices that"
                     " come out of it get stuck"
                 )
-            for line in of_jax:
+            for line in jax_notes:
                 display.message(line)
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
-                run = _opened(
+                run = _open_as_writer(
                     partial(RunDirectory.resume, run_dir, writer=is_writer(), warn=display.message),
                     launch,
-                    is_repeated,
+                    is_auto,
                 )
             inputs = Inputs.of(config, run)
             if run is None:  # after the data, so that a start which fails leaves nothing behind
-                run = _new_directory(run_dir, config, launch, display, is_repeated)
+                run = _new_directory(run_dir, config, launch, display, is_auto)
             if stored is not None and run is not None and is_writer():
-                mirror = _opened(
-                    partial(_mirror, stored, run, config, resume, display), launch, is_repeated
+                mirror = _open_as_writer(
+                    partial(_mirror, stored, run, config, resume, display), launch, is_auto
                 )
-        run = _known_to_all(run, run_dir)
+        run = _share_directory(run, run_dir)
         check_shared(run)
         assert_same_everywhere(
             {
@@ -291,7 +298,7 @@ def _train(
             )
         tried = None
         if not resume and config.parallel.axes is None:
-            choice, tried = fastest_tried(now, topology, choice, here, run, display)
+            choice, tried = fastest_in_trials(now, topology, choice, local_cluster, run, display)
         outcome, plan = run_program(
             config,
             devices,
@@ -311,7 +318,7 @@ def _train(
         if stored is not None:
             ending, mirror = mirror, None
             with all_or_none():  # the others wait: JAX would take the one that uploads for lost
-                _upload_the_rest(ending, outcome.reason, display)
+                _finish_upload(ending, outcome.reason, display)
         return RunResult(
             final_loss=outcome.last_loss,
             reason=outcome.reason,
@@ -337,7 +344,7 @@ def _train(
         if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()
         if mirror is not None:
-            _upload_after(mirror, error, run)
+            _upload_after_error(mirror, error, run)
         if fault is not None:
             raise fault from error
         raise
@@ -346,17 +353,16 @@ def _train(
             run.close()
 
 
-def _place_of(
+def _locate(
     run_dir: UserPath | None, base: Config | UserPath | None, overrides: dict[str, Any]
 ) -> tuple[StoredRun | None, Path | None]:
     """Where a run is kept: in a store or not, and the directory that it works in."""
     path = None if run_dir is None else user_path(run_dir, what="--run-dir")
     if path is None or isinstance(path, Path):
         return None, path
-    asked = {name: value for name, value in overrides.items() if name == "store.local_dir"}
-    stored = StoredRun.at(
-        path, (base if isinstance(base, Config) else Config()).with_values(asked).store.local_dir
-    )
+    given = {name: value for name, value in overrides.items() if name == "store.local_dir"}
+    config = (base if isinstance(base, Config) else Config()).with_values(given)
+    stored = StoredRun.at(path, config.store.local_dir)
     return stored, stored.directory
 
 
@@ -393,7 +399,7 @@ def _mirror(
     return mirror
 
 
-def _upload_the_rest(mirror: Mirror | None, reason: Reason, display: Display) -> None:
+def _finish_upload(mirror: Mirror | None, reason: Reason, display: Display) -> None:
     """Raises StoreError, or FaultError if the run is to be started again anyway, for what cannot be
     uploaded.
     """
@@ -407,7 +413,7 @@ def _upload_the_rest(mirror: Mirror | None, reason: Reason, display: Display) ->
         raise
 
 
-def _upload_after(mirror: Mirror, error: BaseException, run: RunDirectory | None) -> None:
+def _upload_after_error(mirror: Mirror, error: BaseException, run: RunDirectory | None) -> None:
     """Upload what there is when `error` ends the run, which keeps its reason; who insists on ending
     at once does not wait for that.
     """
@@ -429,7 +435,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _settings(config: Config) -> dict[str, str]:
+def _shared_settings(config: Config) -> dict[str, str]:
     """What the config has in common in all processes, each setting by its name: an error has to say
     which one differs.
 
@@ -444,7 +450,7 @@ def _settings(config: Config) -> dict[str, str]:
     }
 
 
-def _newest(config: Config, run_dir: Path) -> Saved | None:
+def _newest_checkpoint(config: Config, run_dir: Path) -> Saved | None:
     """The checkpoint that says which phase a run goes on in; None: it has none, or one phase
     only."""
     if not config.data.phases:
@@ -454,14 +460,14 @@ def _newest(config: Config, run_dir: Path) -> Saved | None:
     )
 
 
-def _here(config: Config, topology: Topology) -> LocalCluster | None:
+def _local_cluster(config: Config, topology: Topology) -> LocalCluster | None:
     """How fast the devices are, where the run needs to know; None: it does not, or the planner goes
     by a simple rule.
     """
     if config.control == "off" and config.parallel.axes is not None:
         return None
-    here = known_devices(topology)
-    if here is None and config.control != "off":
+    local_cluster = known_devices(topology)
+    if local_cluster is None and config.control != "off":
         if is_writer():
             print(
                 "the controller needs to know how fast these devices are: measuring them, once, in"
@@ -469,20 +475,20 @@ def _here(config: Config, topology: Topology) -> LocalCluster | None:
                 file=sys.stderr,
                 flush=True,
             )
-        here = measure_devices(topology)
-    return here
+        local_cluster = measure_devices(topology)
+    return local_cluster
 
 
-def _config_of(
+def _requested_config(
     model: str | None,
     base: Config | UserPath | None,
     run_dir: Path | None,
     resume: bool,
     overrides: dict[str, Any],
-    is_repeated: bool,
+    is_auto: bool,
 ) -> Config:
     """What is to be run; touches no device and writes nothing."""
-    if is_repeated and run_dir is None:
+    if is_auto and run_dir is None:
         raise ConfigError(
             explain(
                 "there is no telling which run to resume",
@@ -490,7 +496,7 @@ def _config_of(
                 do="give --run-dir DIR --resume auto",
             )
         )
-    if resume and is_repeated and not (model is None and base is None):
+    if resume and is_auto and not (model is None and base is None):
         assert run_dir is not None
         wanted = make_config(
             model,
@@ -537,45 +543,45 @@ def _config_of(
     return config
 
 
-def _resumed(asked: Config, run_dir: Path, overrides: dict[str, Any]) -> Resumed:
-    """The run in a directory, which goes on as `asked` for; touches no device and writes
+def _resumed_config(requested: Config, run_dir: Path, overrides: dict[str, Any]) -> ResumedConfig:
+    """The run in a directory, which goes on as `requested` for; touches no device and writes
     nothing."""
     run = RunDirectory.resume(run_dir, writer=False)
     precision = None
     # if the plan is needed for more, its error is raised then
     with suppress(OSError, ValueError, PlanError):
         precision = Plan.from_json(run.plan_text() or "").precision
-    return Resumed.of(run.config_text(), asked, named_settings(overrides), precision)
+    return ResumedConfig.of(run.config_text(), requested, named_settings(overrides), precision)
 
 
 def _new_directory(
-    run_dir: Path | None, config: Config, launch: Launch, display: Display, is_repeated: bool
+    run_dir: Path | None, config: Config, launch: Launch, display: Display, is_auto: bool
 ) -> RunDirectory | None:
     """A directory that process 0 makes; None in the others while only that knows where."""
     if is_writer():
-        return _opened(
+        return _open_as_writer(
             partial(RunDirectory.create, run_dir, config.model.name, warn=display.message),
             launch,
-            is_repeated,
+            is_auto,
         )
     return None if run_dir is None else RunDirectory(run_dir, writer=False)
 
 
-def _opened(open_it: Callable[..., T], launch: Launch, is_repeated: bool) -> T:
+def _open_as_writer(open_it: Callable[..., T], launch: Launch, is_auto: bool) -> T:
     """What process 0 alone writes: the directory, or its place in a store.
 
     Raises FaultError if another process writes there that an engine may be about to end, or did
     until just now.
     """
     try:
-        return open_it(patience_s=PATIENCE_S if is_repeated else 0.0)
+        return open_it(patience_s=PATIENCE_S if is_auto else 0.0)
     except (LockedError, LeaseHeldError, AlreadyBegunError) as error:
-        if is_repeated and launch.restarts:
+        if is_auto and launch.restarts:
             raise FaultError(str(error)) from error
         raise
 
 
-def _known_to_all(run: RunDirectory | None, run_dir: Path | None) -> RunDirectory:
+def _share_directory(run: RunDirectory | None, run_dir: Path | None) -> RunDirectory:
     """In every process the directory, which process 0 has named where the user did not; every
     process has to call it.
     """

@@ -29,8 +29,8 @@ from optimus_jax.system.resilient_io import open_closed_streams, patient, report
 DONE, MISTAKE, INTERRUPTED, NO_READER = 0, 2, 130, 141
 """Exit codes; the last two are those that a shell has for SIGINT and SIGPIPE."""
 SET = "--set"
-_NAMED = re.compile(r"--[A-Za-z][^\s=]*")
-_MENTIONED = re.compile(r"--[a-z][a-z-]*")
+_FLAG = re.compile(r"--[A-Za-z][^\s=]*")
+_FLAG_IN_TEXT = re.compile(r"--[a-z][a-z-]*")
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         )
         super().__init__(allow_abbrev=False, **options)
         for name in (None, "store"):
-            self.register("action", name, _Once)
+            self.register("action", name, _SingleValue)
         self._words = {
             each: name for name, several in (words or {}).items() for each in several.split()
         }
@@ -65,9 +65,9 @@ class Parser(argparse.ArgumentParser):
         arguments = list(sys.argv[1:] if arguments is None else arguments)
         self._typed = " ".join(arguments)
         for action in self._actions:
-            if isinstance(action, _Once):
+            if isinstance(action, _SingleValue):
                 action.value = None
-        return vars(self.parse_args(self._in_our_words(arguments)))
+        return vars(self.parse_args(self._translated(arguments)))
 
     def error(self, message: str) -> NoReturn:
         """As all errors here."""
@@ -82,32 +82,32 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--")
         ]
 
-    def _in_our_words(self, arguments: list[str]) -> list[str]:
+    def _translated(self, arguments: list[str]) -> list[str]:
         """The arguments, each flag as it is called here.
 
         Raises ConfigError for those that are not known.
         """
         result: list[str] = []
         unknown: list[tuple[str, str | None]] = []
-        others, place = self._values(arguments), 0
+        others, index = self._given_values(arguments), 0
         is_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
-        while place < len(arguments):
-            given = arguments[place]
+        while index < len(arguments):
+            given = arguments[index]
             name, equals, value = given.partition("=")
             following = (
-                arguments[place + 1]
-                if place + 1 < len(arguments) and not arguments[place + 1].startswith("--")
+                arguments[index + 1]
+                if index + 1 < len(arguments) and not arguments[index + 1].startswith("--")
                 else None
             )
-            place += 1
+            index += 1
             # what follows belongs to others
             if given == "--" or (is_rest and not given.startswith("-")):
-                result += arguments[place - 1 :]
+                result += arguments[index - 1 :]
                 break
-            if not _NAMED.fullmatch(name):
+            if not _FLAG.fullmatch(name):
                 result.append(given)
                 continue
-            own = self._own(name)
+            own = self._known_flag(name)
             if own is None:
                 unknown.append((name, value if equals else following))
             elif own.startswith(f"{SET} "):
@@ -116,17 +116,17 @@ class Parser(argparse.ArgumentParser):
                         explain(f"{name} needs a value", given=name, do=f"write {own}=VALUE")
                     )
                 result += [SET, f"{own.removeprefix(SET).strip()}={value if equals else following}"]
-                place += not equals
+                index += not equals
             elif not own.startswith("--"):  # a place in line
                 result += [value] if equals else []
             else:
                 result.append(own + equals + value)
                 if is_rest and not equals and following is not None and self._takes_one(own):
                     result.append(following)
-                    place += 1
-        return self._refuse(unknown, others) if unknown else result
+                    index += 1
+        return self._raise_unknown(unknown, others) if unknown else result
 
-    def _own(self, name: str) -> str | None:
+    def _known_flag(self, name: str) -> str | None:
         """What a flag is called here: the flag, `--set section.key`, the name of an argument that
         stands without a flag, or None.
         """
@@ -162,13 +162,13 @@ class Parser(argparse.ArgumentParser):
             flag in action.option_strings and action.nargs is None for action in self._actions
         )
 
-    def _values(self, arguments: list[str]) -> dict[str, Any]:
+    def _given_values(self, arguments: list[str]) -> dict[str, Any]:
         """What was given, by words: other advice is computed with it."""
         found: dict[str, Any] = {}
-        for place, given in enumerate(arguments):
+        for index, given in enumerate(arguments):
             name, equals, value = given.partition("=")
-            if _NAMED.fullmatch(name):
-                following = arguments[place + 1] if place + 1 < len(arguments) else ""
+            if _FLAG.fullmatch(name):
+                following = arguments[index + 1] if index + 1 < len(arguments) else ""
                 found[word(name)] = (
                     value if equals else "" if following.startswith("--") else following
                 )
@@ -176,15 +176,17 @@ class Parser(argparse.ArgumentParser):
                     found[word(following.partition("=")[0])] = following.partition("=")[2]
         return found
 
-    def _refuse(self, unknown: list[tuple[str, str | None]], others: Mapping[str, Any]) -> NoReturn:
+    def _raise_unknown(
+        self, unknown: list[tuple[str, str | None]], others: Mapping[str, Any]
+    ) -> NoReturn:
         """Raise ConfigError with what to write instead of all that is not known."""
-        told: dict[str, str] = {}
+        hints: dict[str, str] = {}
         for name, value in unknown:
-            told.setdefault(self._hint(name, value, others), name)
+            hints.setdefault(self._hint(name, value, others), name)
         do = (
-            next(iter(told))
-            if len(told) == 1
-            else "; ".join(f"{name}: {text}" for text, name in told.items())
+            next(iter(hints))
+            if len(hints) == 1
+            else "; ".join(f"{name}: {text}" for text, name in hints.items())
         )
         given = " ".join(name if value is None else f"{name} {value}" for name, value in unknown)
         raise ConfigError(explain(f"unknown argument {unknown[0][0]!r}", given=shown(given), do=do))
@@ -207,12 +209,12 @@ class Parser(argparse.ArgumentParser):
         # A hint is of no use if it speaks of flags that this script does not have.
         return (
             advice
-            if advice is not None and set(_MENTIONED.findall(advice)) <= set(flags)
+            if advice is not None and set(_FLAG_IN_TEXT.findall(advice)) <= set(flags)
             else nearest(name, flags)
         )
 
 
-class _Once(argparse.Action):
+class _SingleValue(argparse.Action):
     """A flag with one value, which may be given twice if it is the same; one that takes several
     values takes those of both.
     """

@@ -24,7 +24,7 @@ from optimus_jax.training.watchers import Display
 UNKNOWN = "-"
 
 
-class OtherProcess(Display):
+class SilentDisplay(Display):
     """Of a process that shows nothing, for another one does, but what that one cannot know."""
 
     def here(self, text: str) -> None:
@@ -38,7 +38,7 @@ class PlainDisplay(Display):
         self._stream = stream
         self._total_steps = total_steps
         self._every = every
-        self._time_left = _TimeLeft(total_steps)
+        self._time_left = _TimeLeftEstimate(total_steps)
         self._is_first = True
 
     def step(self, record: StepRecord) -> None:
@@ -68,7 +68,7 @@ class RichDisplay(Display):
     """A bar at the bottom of a terminal; whatever else is printed meanwhile appears above it."""
 
     def __init__(self, total_steps: int, stream: TextIO) -> None:
-        self._time_left = _TimeLeft(total_steps)
+        self._time_left = _TimeLeftEstimate(total_steps)
         # Whoever asks for the bar by name gets it, on a pipe too.
         self._console = Console(file=stream, force_terminal=True, highlight=False)
         self._bar = Progress(
@@ -137,7 +137,7 @@ def make_display(
     """
     target = patient(sys.stdout if stream is None else stream)
     if not show:
-        return OtherProcess()
+        return SilentDisplay()
     kind = config.progress
     if kind == "auto":
         kind = "rich" if target.isatty() and os.environ.get("TERM") != "dumb" else "plain"
@@ -146,7 +146,7 @@ def make_display(
     return PlainDisplay(total_steps, target, config.every) if kind == "plain" else Display()
 
 
-class _TimeLeft:
+class _TimeLeftEstimate:
     """How long the rest of a run will take, by the median of its latest steps: a checkpoint or a
     compilation in one of them does not count.
     """

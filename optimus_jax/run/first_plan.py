@@ -34,7 +34,7 @@ LAYOUT_SETTINGS = ("parallel.", "precision.")
 """A resumed run keeps its plan unless one of these is given."""
 
 
-def on_what_is_there(config: Config, topology: Topology) -> Config:
+def for_available_devices(config: Config, topology: Topology) -> Config:
     """The config of a run that goes on, its layout left to the planner if the mesh that it names is
     for another number of devices.
     """
@@ -43,15 +43,15 @@ def on_what_is_there(config: Config, topology: Topology) -> Config:
     return config if is_for_them else config.with_open_layout()
 
 
-def is_same_layout(asked: Config, run_dir: str | Path) -> bool:
+def is_same_layout(requested: Config, run_dir: str | Path) -> bool:
     """Whether a config, with what was left open left open, asks for the layout that the run in a
     directory was asked to have.
     """
     old = Config.from_json(RunDirectory(run_dir, writer=False).config_text())
-    return (asked.parallel, asked.precision) == (old.parallel, old.precision)
+    return (requested.parallel, requested.precision) == (old.parallel, old.precision)
 
 
-def own_plan(
+def plan_of_run(
     config: Config,
     topology: Topology,
     run_dir: str | Path,
@@ -100,11 +100,11 @@ def own_plan(
     )
 
 
-def fastest_tried(
+def fastest_in_trials(
     config: Config,
     topology: Topology,
     choice: Choice,
-    here: LocalCluster | None,
+    local_cluster: LocalCluster | None,
     run: RunDirectory,
     display: Display,
 ) -> tuple[Choice, CompiledStep | None]:
@@ -132,22 +132,22 @@ def fastest_tried(
         return trial
 
     if jax.process_index() > 0:
-        followed = _followed(choice, run_one)
+        followed = _follow_process_0(choice, run_one)
         return followed, steps.get(followed.plan)
 
-    def told_to_all(plan: Plan) -> Trial:
-        _tell(_TRY, plan.to_json())
+    def run_on_all(plan: Plan) -> Trial:
+        _broadcast(_TRY, plan.to_json())
         trial = run_one(plan)
-        if here is not None:
-            here.remember(config, plan, trial.step_time_s)
+        if local_cluster is not None:
+            local_cluster.remember(config, plan, trial.step_time_s)
         return trial
 
     try:
-        fastest = _measured(config, choice, here, run, told_to_all)
+        fastest = _try_plans(config, choice, local_cluster, run, run_on_all)
     except PlanError as error:
-        _tell(_FAIL, str(error))
+        _broadcast(_FAIL, str(error))
         raise
-    _tell(_KEEP, json.dumps([fastest.plan.to_json(), fastest.why]))
+    _broadcast(_KEEP, json.dumps([fastest.plan.to_json(), fastest.why]))
     return fastest, steps.get(fastest.plan)
 
 
@@ -155,11 +155,11 @@ _TRY, _KEEP, _FAIL = "try", "keep", "fail"
 """What the first process tells: a plan, a plan and why, or an error."""
 
 
-def _tell(what: str, content: str) -> None:
+def _broadcast(what: str, content: str) -> None:
     broadcast_from_0(json.dumps([what, content]))
 
 
-def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
+def _follow_process_0(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
     """What the first process tells to try is tried, until it tells what was chosen."""
     while True:
         what, content = json.loads(broadcast_from_0(""))
@@ -172,21 +172,21 @@ def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
             run_one(Plan.from_json(content))
 
 
-def _measured(
+def _try_plans(
     config: Config,
     choice: Choice,
-    here: LocalCluster | None,
+    local_cluster: LocalCluster | None,
     run: RunDirectory,
     run_one: Callable[[Plan], Trial],
 ) -> Choice:
-    if here is None or not choice.ranked:
+    if local_cluster is None or not choice.ranked:
         return choice
     measured = measure(
         choice.ranked,
         run_one,
         num_steps=config.steps,
         most=config.parallel.trials,
-        spread=here.rates.spread,
+        spread=local_cluster.rates.spread,
     )
     for trial in measured.trials:
         predicted = next(

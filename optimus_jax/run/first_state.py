@@ -47,14 +47,14 @@ def first_state(
     config = inputs.config
     if (
         resume
-        and (restored := _newest_state(program, config, checkpoints, run, display)) is not None
+        and (restored := _restore_newest(program, config, checkpoints, run, display)) is not None
     ):
         learning = Learning.from_json(restored.metadata.get("learning"))
-        _tell_of_trouble(learning, restored.step, checkpoints, display)
+        _warn_if_not_learning(learning, restored.step, checkpoints, display)
         check_same_data(restored.metadata.get("data"), inputs.data, config.data, display.message)
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
         return (
-            _in_precision(
+            _with_loss_scale(
                 config, json.loads(restored.metadata["plan"])["precision"], state, program, display
             ),
             learning,
@@ -67,7 +67,7 @@ def first_state(
     return program.init(jnp.int32(config.seed)), Learning(), None
 
 
-def _newest_state(
+def _restore_newest(
     program: Program, config: Config, checkpoints: Checkpoints, run: RunDirectory, display: Display
 ) -> Restored | None:
     """The newest good state of either tier, as stored; None: there is none.
@@ -79,11 +79,11 @@ def _newest_state(
     )
     check = partial(check_stored_config, config=config)
     if config.checkpoint.resume_step is not None:
-        return _state_of(config.checkpoint.resume_step, target, check, checkpoints, display)
+        return _restore_step(config.checkpoint.resume_step, target, check, checkpoints, display)
     latest = checkpoints.latest()
 
     def from_memory(newer_than: int) -> Restored | None:
-        found = snapshots_of(config, run, display).restore(
+        found = make_snapshots(config, run, display).restore(
             target, newer_than, paddable=may_be_padded, check=check
         )
         if found is not None:
@@ -105,7 +105,7 @@ def _newest_state(
     return restored
 
 
-def _state_of(
+def _restore_step(
     step: int,
     target: TrainState,
     check: Callable[[Mapping[str, Any]], None],
@@ -126,7 +126,7 @@ def _state_of(
     return restored
 
 
-def _tell_of_trouble(
+def _warn_if_not_learning(
     learning: Learning, step: int, checkpoints: Checkpoints, display: Display
 ) -> None:
     """Say so if the run has stopped learning before its checkpoint of `step` was written."""
@@ -139,7 +139,7 @@ def _tell_of_trouble(
     )
 
 
-def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapshots:
+def make_snapshots(config: Config, run: RunDirectory, display: Display) -> Snapshots:
     """The second tier of a run that has begun; every process has to call it."""
     begun = [
         (event["time_s"], event["step"])
@@ -160,7 +160,7 @@ def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapsho
     )
 
 
-def _in_precision(
+def _with_loss_scale(
     config: Config, before: Precision, state: TrainState, program: Program, display: Display
 ) -> TrainState:
     """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""

@@ -93,7 +93,7 @@ class Inputs:
             else ""
         )
 
-    def other_evaluation(self, before: Config) -> str | None:
+    def evaluation_change(self, before: Config) -> str | None:
         """That evaluations read other tokens than those of the run until now; None: they read the
         same, or there are none.
 
@@ -122,7 +122,7 @@ class Inputs:
             " from before: " + " ".join(f"--set {name}={value}" for name, value in back.items())
         )
 
-    def dealt(self, program: Program, step: int) -> "Dealt":
+    def phase_batches(self, program: Program, step: int) -> "PhaseBatches":
         """The batches of the phase that the step after `step` is in, the rows that this process's
         devices hold under a program of that phase.
         """
@@ -130,9 +130,9 @@ class Inputs:
         loader = self._loader(phase, local_rows(program.batch_sharding, phase.global_batch))
         held_out, config = self.data.held_out, self.config
         if held_out is None or not self.num_eval_examples:
-            return Dealt(loader=loader, eval_batches=None)
+            return PhaseBatches(loader=loader, eval_batches=None)
         num_rows = eval_rows(program.config, program.plan)
-        return Dealt(
+        return PhaseBatches(
             loader=loader,
             eval_batches=partial(
                 eval_batches,
@@ -172,7 +172,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealt:
+class PhaseBatches:
     """Batches of one phase, this process's rows of them."""
 
     loader: BatchLoader

@@ -39,12 +39,12 @@ from optimus_jax.planning.search.assemble import compute_precision
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search.search import Pricing
-from optimus_jax.run.first_state import first_state, snapshots_of
+from optimus_jax.run.first_state import first_state, make_snapshots
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.rate_change import RateChange
-from optimus_jax.run.resumed_config import Resumed, derived_values
-from optimus_jax.run.start_table import start_report
-from optimus_jax.run.stored_config import changes_since
+from optimus_jax.run.resumed_config import ResumedConfig, derived_values
+from optimus_jax.run.start_table import show_start_table
+from optimus_jax.run.stored_config import describe_changes
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -60,12 +60,12 @@ class Devices:
 
     launch: Launch
     topology: Topology
-    here: LocalCluster | None
+    local_cluster: LocalCluster | None
     """How fast they are; None: nobody needs to know, or nobody does."""
 
     def pricing(self, config: Config) -> Pricing | None:
         """What plans cost there."""
-        return None if self.here is None else self.here.pricing(config)
+        return None if self.local_cluster is None else self.local_cluster.pricing(config)
 
 
 def run_program(
@@ -77,7 +77,7 @@ def run_program(
     inputs: Inputs,
     run: RunDirectory,
     display: Display,
-    resumed: Resumed | None,
+    resumed: ResumedConfig | None,
     progress: Progress,
     heartbeats: Heartbeats | None,
 ) -> tuple[Outcome, Plan]:
@@ -130,23 +130,23 @@ def run_program(
                 "precision.compute": program.plan.precision,
             }
         )
-        if saved is not None and (told := changes_since(saved, exact)) is not None:
+        if saved is not None and (told := describe_changes(saved, exact)) is not None:
             display.message(told)
     assert_same_everywhere({"the step to go on from": str(first_step)})
-    steps_there = tuple(checkpoints.steps_for_all()) if resume else ()
+    saved_steps = tuple(checkpoints.steps_for_all()) if resume else ()
     with all_or_none():
-        _write_down(
-            config, devices, choice, program, inputs, run, display, first_step, resumed, steps_there
+        _log_start(
+            config, devices, choice, program, inputs, run, display, first_step, resumed, saved_steps
         )
     num_bytes_of_host = bytes_of_host(state)
-    snapshots = snapshots_of(config, run, display)
+    snapshots = make_snapshots(config, run, display)
     with all_or_none():
         snapshots.forget_after(first_step)
         snapshots.prepare(num_bytes_of_host)
-        if is_writer() and (scarce := _room(config, run, state, first_step)) is not None:
-            display.message(scarce)
+        if is_writer() and (note := _check_disk_space(config, run, state, first_step)) is not None:
+            display.message(note)
     progress.begin("compile")
-    dealt = inputs.dealt(program, first_step)
+    batches = inputs.phase_batches(program, first_step)
     step = (
         tried
         if tried is not None and tried.program is program
@@ -156,7 +156,7 @@ def run_program(
     run.log_event(
         "compile", first_step, compile_time_s=step.compile_s, step_bytes_per_device=step.step_bytes
     )
-    start_report(
+    show_start_table(
         display,
         config=config,
         topology=topology,
@@ -168,7 +168,7 @@ def run_program(
         run_dir=run.path,
         launch=devices.launch,
         evaluation=inputs.evaluation,
-        ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
+        later_phases=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
     )
     tensorboard = (
         unfailing(
@@ -182,7 +182,7 @@ def run_program(
         "data": inputs.data.identity,
     }
     detour = Detour(checkpoints, lambda program, step: described(program, step, metadata, learning))
-    controller, changes = _directors(
+    controller, changes = _make_controllers(
         config,
         devices,
         executable_of(step),
@@ -195,7 +195,7 @@ def run_program(
         detour,
     )
 
-    def tell_of_failed_save(text: str) -> None:
+    def report_failed_save(text: str) -> None:
         display.here(text)
         run.log_event("fault", progress.at.done, what=text.splitlines()[0])
 
@@ -204,8 +204,8 @@ def run_program(
             program=program,
             train_step=step.train_step,
             topology=topology,
-            loader=dealt.loader,
-            eval_batches=dealt.eval_batches,
+            loader=batches.loader,
+            eval_batches=batches.eval_batches,
             bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer),
             metadata=metadata,
             checkpoints=checkpoints,
@@ -217,12 +217,12 @@ def run_program(
             progress=progress,
             snapshots=snapshots,
             learning=learning,
-            retries=Retries(tell_of_failed_save, is_alone=topology.num_processes == 1),
+            retries=Retries(report_failed_save, is_alone=topology.num_processes == 1),
         )
         try:
             with display, tensorboard or nullcontext():
                 try:
-                    trainer, outcome = _trained(
+                    trainer, outcome = _train_all_phases(
                         trainer, state, first_step, inputs, controller, changes
                     )
                 finally:
@@ -236,11 +236,11 @@ def run_program(
         # not for a KeyboardInterrupt: who insists does not wait for the save under way
         checkpoints.close()
         snapshots.discard()
-        _say_goodbye(display, outcome, run)
+        _show_end(display, outcome, run)
         return outcome, trainer.program.plan
 
 
-def _directors(
+def _make_controllers(
     config: Config,
     devices: Devices,
     running: Executable,
@@ -255,7 +255,7 @@ def _directors(
     """Who brings a run to other plans, and who to other batches; None where the run has only
     one."""
     has_controller, topology = (
-        config.control != "off" and devices.here is not None,
+        config.control != "off" and devices.local_cluster is not None,
         devices.topology,
     )
     if not has_controller and not config.data.phases:
@@ -275,13 +275,13 @@ def _directors(
         )
 
     changes = PhaseChanges(config, plan_in, switcher, run, display) if config.data.phases else None
-    if not has_controller or devices.here is None:
+    if not has_controller or devices.local_cluster is None:
         return None, changes
     return (
         make_controller(
             config,
             topology,
-            devices.here,
+            devices.local_cluster,
             switcher,
             compile_s=compile_s,
             tried_s=tried_s,
@@ -294,7 +294,7 @@ def _directors(
     )
 
 
-def _trained(
+def _train_all_phases(
     trainer: Trainer,
     state: TrainState,
     step: int,
@@ -322,8 +322,8 @@ def _trained(
             if changes is not None and changes.is_due(step):
                 state, trainer = _in_next_phase(trainer, state, step, controller, changes)
         trainer.progress.forget_steps()
-        dealt = inputs.dealt(trainer.program, step)
-        trainer = replace(trainer, loader=dealt.loader, eval_batches=dealt.eval_batches)
+        batches = inputs.phase_batches(trainer.program, step)
+        trainer = replace(trainer, loader=batches.loader, eval_batches=batches.eval_batches)
     if controller is not None:
         controller.stop(outcome.last_step)
     return trainer, outcome
@@ -359,7 +359,7 @@ def _in_next_phase(
     return switched.state, trainer.under(switched.executable.program)
 
 
-def _write_down(
+def _log_start(
     config: Config,
     devices: Devices,
     choice: Choice,
@@ -368,7 +368,7 @@ def _write_down(
     run: RunDirectory,
     display: Display,
     first_step: int,
-    resumed: Resumed | None,
+    resumed: ResumedConfig | None,
     checkpoints: tuple[int, ...],
 ) -> None:
     """What is about to run; from here on it can be resumed."""
@@ -386,8 +386,8 @@ def _write_down(
             f"metrics of {abandoned} step(s) after step {first_step} were moved to"
             " metrics.abandoned.jsonl: they are run again"
         )
-    asked = config if resumed is None else resumed.as_asked(config)
-    run.write_config(asked.to_json(derived=_derived(config, choice.plan, program)))
+    requested = config if resumed is None else resumed.as_requested(config)
+    run.write_config(requested.to_json(derived=_derived(config, choice.plan, program)))
     run.write_tokenizer(inputs.data.tokenizer.files)
     if (died := Journal(run).recover(first_step)) is not None:
         display.message(
@@ -398,7 +398,7 @@ def _write_down(
     changed = (
         {}
         if resumed is None
-        else _tell_what_changes(
+        else _report_changes(
             config, devices, choice.plan, program, inputs, resumed, display, first_step, checkpoints
         )
     )
@@ -427,13 +427,13 @@ def _write_down(
     run.check()
 
 
-def _tell_what_changes(
+def _report_changes(
     config: Config,
     devices: Devices,
     plan: Plan,
     program: Program,
     inputs: Inputs,
-    resumed: Resumed,
+    resumed: ResumedConfig,
     display: Display,
     first_step: int,
     checkpoints: tuple[int, ...],
@@ -446,14 +446,14 @@ def _tell_what_changes(
     """
     usual = compute_precision(config.with_values({"precision.compute": "auto"}), devices.topology)
     if (
-        resumed.asked.precision.compute == "auto"
+        resumed.requested.precision.compute == "auto"
         and usual != plan.precision == resumed.before.precision.compute
     ):
         display.message(
             f"precision {plan.precision}, in which the run began; on these devices a new run would"
             f" have {usual}: to change it, --precision {usual}"
         )
-    if (told := inputs.other_evaluation(resumed.before)) is not None:
+    if (told := inputs.evaluation_change(resumed.before)) is not None:
         display.message(told)
     change = RateChange(
         before=resumed.before,
@@ -463,14 +463,16 @@ def _tell_what_changes(
         checkpoints=checkpoints,
     )
     said = {} if told is None else {"evaluation": told}
-    if not change.is_one:
+    if not change.is_changed:
         return said
     display.message(change.describe())
     return said | change.rates
 
 
-def _room(config: Config, run: RunDirectory, state: TrainState, first_step: int) -> str | None:
-    """What is to be said of the room for checkpoints.
+def _check_disk_space(
+    config: Config, run: RunDirectory, state: TrainState, first_step: int
+) -> str | None:
+    """A warning if disk space for checkpoints is scarce, else None.
 
     Raises CheckpointError if there is not enough.
     """
@@ -499,7 +501,7 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
     }
 
 
-def _say_goodbye(display: Display, outcome: Outcome, run: RunDirectory) -> None:
+def _show_end(display: Display, outcome: Outcome, run: RunDirectory) -> None:
     if outcome.reason == "done":
         display.message(f"done: {outcome.last_step} steps, in {run.address}")
     else:

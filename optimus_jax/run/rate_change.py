@@ -12,8 +12,8 @@ from optimus_jax.training.optimizer import (
     peak_learning_rate,
 )
 
-_OF_THE_RATE = ("schedule", "min_lr_ratio", "decay_fraction")
-_JUMP = 1e-3
+_RATE_SETTINGS = ("schedule", "min_lr_ratio", "decay_fraction")
+_JUMP_RATIO = 1e-3
 """Relative change of the next step's rate from which on it is a jump."""
 
 
@@ -31,7 +31,7 @@ class RateChange:
     """Steps of those that are there."""
 
     @property
-    def is_one(self) -> bool:
+    def is_changed(self) -> bool:
         """Whether a setting of the learning rate, or the number of steps, is another one."""
         return bool(self._changes)
 
@@ -50,7 +50,7 @@ class RateChange:
         text = (
             f"learning rate: before {rates['lr_before']:.4g} (step {max(1, self.step)}), now"
             f" {rates['lr_now']:.4g} (step {self.step + 1}), at the end {rates['lr_end']:.4g} (step"
-            f" {now.steps}); {curve(now)}; changed: "
+            f" {now.steps}); {describe_schedule(now)}; changed: "
             + ", ".join(
                 f"{name} {_short(old)} -> {_short(new)}"
                 for name, (old, new) in self._changes.items()
@@ -59,7 +59,7 @@ class RateChange:
         unchanged = self._rate(self.before, self.step + 1)
         # The step after the last one before a decay would have had less; to stay is no jump.
         if self.step and all(
-            abs(rates["lr_now"] - other) > _JUMP * max(rates["lr_now"], other)
+            abs(rates["lr_now"] - other) > _JUMP_RATIO * max(rates["lr_now"], other)
             for other in (unchanged, rates["lr_before"])
         ):
             back = " ".join(
@@ -72,10 +72,10 @@ class RateChange:
                 f" curve from before: {back}"
             )
         if now.decay_steps != now.steps and now.optimizer.schedule != "constant":
-            text += self._other_ends()
+            text += self._describe_decay_end()
         return text
 
-    def _other_ends(self) -> str:
+    def _describe_decay_end(self) -> str:
         """Of a run whose decay does not end where its steps do."""
         now = self.now
 
@@ -98,10 +98,10 @@ class RateChange:
             text + "To train on at the peak: --set optimizer.schedule=constant"
             f" ({with_values(schedule='constant')}). Without a jump a run can be extended that"
             " has optimizer.schedule=wsd (warm-up, stable, decay at the end), before its decay"
-            f" begins, or constant{self._way_back()}"
+            f" begins, or constant{self._describe_undo()}"
         )
 
-    def _way_back(self) -> str:
+    def _describe_undo(self) -> str:
         """The checkpoint from which the run can have its decay at its new end without a jump."""
         now = self.now.with_values({"optimizer.decay_steps": None})
         if now.steps < effective_warmup(self.now):
@@ -120,8 +120,8 @@ class RateChange:
         return (
             f"\n  to undo the decay, go back to the checkpoint of step {step}, from before it:"
             f" --resume --set checkpoint.resume_step={step} --set optimizer.decay_steps=none"
-            f" ({self._rate(now, step + 1):.4g} at step {step + 1}; {curve(now)}), at once: later"
-            " checkpoints take its place"
+            f" ({self._rate(now, step + 1):.4g} at step {step + 1}; {describe_schedule(now)})."
+            " Do it soon: later checkpoints replace it"
         )
 
     @property
@@ -132,7 +132,8 @@ class RateChange:
 
     def _settings(self, config: Config) -> dict[str, float | str]:
         """What the rate depends on, by the names of the settings."""
-        optimizer = {f"optimizer.{name}": getattr(config.optimizer, name) for name in _OF_THE_RATE}
+        settings = config.optimizer
+        optimizer = {f"optimizer.{name}": getattr(settings, name) for name in _RATE_SETTINGS}
         return {
             "steps": config.steps,
             "optimizer.lr": peak_learning_rate(config.optimizer, self.num_params),
@@ -145,7 +146,7 @@ class RateChange:
         return float(learning_rate(config, self.num_params)(jnp.int32(step)))
 
 
-def curve(config: Config) -> str:
+def describe_schedule(config: Config) -> str:
     """The learning rate's schedule in words."""
     schedule, warmup = config.optimizer.schedule, effective_warmup(config)
     text = f"{schedule}, warm-up to step {warmup}"

@@ -16,7 +16,7 @@ from optimus_jax.config import Config, Precision
 from optimus_jax.config.settings import value_of
 from optimus_jax.training.optimizer import decay_begins, effective_warmup, peak_learning_rate
 
-OPEN = {
+UNSET = {
     "data.seq_len": None,
     "optimizer.lr": None,
     "optimizer.warmup_steps": None,
@@ -42,10 +42,10 @@ def derived_values(config: Config, *, num_params: int, precision: Precision) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed:
+class ResumedConfig:
     """A run that goes on."""
 
-    asked: Config
+    requested: Config
     """As it was asked for, left open what was left open: what config.json is to say."""
     config: Config
     """The same with the run's own values."""
@@ -54,8 +54,8 @@ class Resumed:
 
     @classmethod
     def of(
-        cls, text: str, asked: Config, named: Collection[str], precision: Precision | None
-    ) -> "Resumed":
+        cls, text: str, requested: Config, overridden: Collection[str], precision: Precision | None
+    ) -> "ResumedConfig":
         """From the run's config.json and what it is resumed with.
 
         Args:
@@ -64,19 +64,23 @@ class Resumed:
           precision: of the run's plan, for a config.json that does not say it.
         """
         old = Config.from_json(text)
-        own = _own_values(old, Config.derived_in(text), precision)
-        kept = {name: _kept(name, asked, old, own, named) for name in OPEN}
-        wanted_warmup = asked.with_values(
-            {"optimizer.warmup_steps": kept["optimizer.warmup_steps"]}
+        in_use = _values_in_use(old, Config.derived_in(text), precision)
+        values = {name: _value_to_use(name, requested, old, in_use, overridden) for name in UNSET}
+        wanted_warmup = requested.with_values(
+            {"optimizer.warmup_steps": values["optimizer.warmup_steps"]}
         )
         if (
-            asked.optimizer.decay_steps is None
-            and wanted_warmup.warmup_steps > own["optimizer.decay_steps"]
+            requested.optimizer.decay_steps is None
+            and wanted_warmup.warmup_steps > in_use["optimizer.decay_steps"]
         ):
-            kept["optimizer.decay_steps"] = None  # a longer warm-up was asked for now
-        return cls(asked=asked, config=asked.with_values(kept), before=old.with_values(own))
+            values["optimizer.decay_steps"] = None  # a longer warm-up was asked for now
+        return cls(
+            requested=requested,
+            config=requested.with_values(values),
+            before=old.with_values(in_use),
+        )
 
-    def from_step(self, step: int) -> "Resumed":
+    def from_step(self, step: int) -> "ResumedConfig":
         """The same, for a run that goes on after `step`.
 
         The decay of the learning rate is moved to another end of the run only if no step has been
@@ -85,7 +89,7 @@ class Resumed:
         """
         steps, before = self.config.steps, self.before
         is_other_schedule = self.config.optimizer.schedule != before.optimizer.schedule
-        if self.asked.optimizer.decay_steps is not None or not (
+        if self.requested.optimizer.decay_steps is not None or not (
             is_other_schedule or steps != before.steps
         ):
             return self
@@ -94,22 +98,22 @@ class Resumed:
         is_smooth = end == steps and step <= min(decay_begins(before), decay_begins(moved))
         if not is_smooth and not is_other_schedule:
             return self
-        return Resumed(asked=self.asked, config=moved, before=before)
+        return ResumedConfig(requested=self.requested, config=moved, before=before)
 
-    def as_asked(self, config: Config) -> Config:
+    def as_requested(self, config: Config) -> Config:
         """A config of this run, whose layout may have been changed, with what was left open left
         open.
         """
-        return config.with_values({name: value_of(self.asked, name) for name in OPEN})
+        return config.with_values({name: value_of(self.requested, name) for name in UNSET})
 
 
-def own_config(text: str) -> Config:
+def config_with_derived(text: str) -> Config:
     """The config of a run, with what it has derived, from its JSON."""
     old = Config.from_json(text)
-    return old.with_values(_own_values(old, Config.derived_in(text), None))
+    return old.with_values(_values_in_use(old, Config.derived_in(text), None))
 
 
-def _own_values(
+def _values_in_use(
     old: Config, derived: Mapping[str, Any], precision: Precision | None
 ) -> dict[str, Any]:
     """What the run has had until now, also where its user has fixed it.
@@ -117,33 +121,37 @@ def _own_values(
     Raises:
       ConfigError: a derived value cannot be one.
     """
-    written = old.with_values({name: derived[name] for name in OPEN if name in derived})
-    own = {
-        name: value_of(old if value_of(old, name) != is_open else written, name)
-        for name, is_open in OPEN.items()
+    written = old.with_values({name: derived[name] for name in UNSET if name in derived})
+    in_use = {
+        name: value_of(old if value_of(old, name) != unset else written, name)
+        for name, unset in UNSET.items()
     }
-    own |= {
-        "data.seq_len": own["data.seq_len"] or old.seq_len,
-        "optimizer.decay_steps": own["optimizer.decay_steps"] or old.decay_steps,
-        "evaluation.examples": own["evaluation.examples"] or old.eval_examples,
-        "evaluation.seq_len": own["evaluation.seq_len"] or own["data.seq_len"] or old.seq_len,
+    in_use |= {
+        "data.seq_len": in_use["data.seq_len"] or old.seq_len,
+        "optimizer.decay_steps": in_use["optimizer.decay_steps"] or old.decay_steps,
+        "evaluation.examples": in_use["evaluation.examples"] or old.eval_examples,
+        "evaluation.seq_len": in_use["evaluation.seq_len"] or in_use["data.seq_len"] or old.seq_len,
     }
-    if own["precision.compute"] == "auto" and precision is not None:
-        own["precision.compute"] = precision
+    if in_use["precision.compute"] == "auto" and precision is not None:
+        in_use["precision.compute"] = precision
     # A run that was shorter than its warm-up has warmed up within its steps.
-    warmup = own["optimizer.warmup_steps"]
-    own["optimizer.warmup_steps"] = min(
+    warmup = in_use["optimizer.warmup_steps"]
+    in_use["optimizer.warmup_steps"] = min(
         old.warmup_steps if warmup is None else warmup,
         written.warmup_steps,
-        own["optimizer.decay_steps"],
+        in_use["optimizer.decay_steps"],
     )
-    return own
+    return in_use
 
 
-def _kept(
-    name: str, asked: Config, old: Config, own: Mapping[str, Any], named: Collection[str]
+def _value_to_use(
+    name: str,
+    requested: Config,
+    old: Config,
+    in_use: Mapping[str, Any],
+    overridden: Collection[str],
 ) -> Any:
     """The run's own value of a setting, unless it was changed."""
-    wanted, is_open = value_of(asked, name), OPEN[name]
-    is_changed = name in named if wanted == is_open else wanted != value_of(old, name)
-    return wanted if is_changed else own[name]
+    wanted, unset = value_of(requested, name), UNSET[name]
+    is_changed = name in overridden if wanted == unset else wanted != value_of(old, name)
+    return wanted if is_changed else in_use[name]

@@ -16,16 +16,16 @@ from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import OFFLOADED, ZERO_STAGES, Plan
 from optimus_jax.reshard.restack import is_stacked
-from optimus_jax.run.rate_change import curve
+from optimus_jax.run.rate_change import describe_schedule
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display
 
-LARGEST = 8
+MAX_TENSORS = 8
 """Tensors listed one by one."""
 
 
-def start_report(
+def show_start_table(
     display: Display,
     *,
     config: Config,
@@ -38,7 +38,7 @@ def start_report(
     run_dir: Path,
     launch: Launch,
     evaluation: str,
-    ahead: Sequence[tuple[Phase, Plan]] = (),
+    later_phases: Sequence[tuple[Phase, Plan]] = (),
 ) -> None:
     """Show the run's settings, given and derived, and how its tensors lie on the devices.
 
@@ -88,7 +88,7 @@ def start_report(
                     f" {'kept apart' if config.data.respect_documents else 'not regarded'}"
                 ),
             ],
-            *_phase_rows(plan, ahead, config.steps),
+            *_phase_rows(plan, later_phases, config.steps),
             *_pipeline_rows(plan),
             ["attention kernel", plan.attention],
             [
@@ -104,7 +104,10 @@ def start_report(
                 if plan.offload != "none"
                 else []
             ),
-            ["learning rate", f"{peak:g} peak, {curve(config)}, of {config.steps} steps"],
+            [
+                "learning rate",
+                f"{peak:g} peak, {describe_schedule(config)}, of {config.steps} steps",
+            ],
             ["evaluation", evaluation],
             [
                 "step, compiled",
@@ -124,10 +127,12 @@ def start_report(
     )
 
 
-def _phase_rows(plan: Plan, ahead: Sequence[tuple[Phase, Plan]], num_steps: int) -> list[list[str]]:
+def _phase_rows(
+    plan: Plan, later_phases: Sequence[tuple[Phase, Plan]], num_steps: int
+) -> list[list[str]]:
     """Batches that the run will have later."""
     rows, before = [], plan
-    for phase, later in ahead:
+    for phase, later in later_phases:
         under = "" if later == before else f", under {later.describe()}"
         missed = "" if phase.steps_before < num_steps else " (not reached in this run)"
         rows.append(
@@ -216,7 +221,7 @@ def _tensor_rows(program: Program) -> list[list[str]]:
     order = sorted(range(len(rows)), key=lambda i: -leaves[i][1].size)
     return [
         ["tensor", "shape", "spec", "parameter", "gradient", "each moment"],
-        *(rows[i] for i in order[:LARGEST]),
+        *(rows[i] for i in order[:MAX_TENSORS]),
     ]
 
 

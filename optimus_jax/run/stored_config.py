@@ -15,16 +15,16 @@ from optimus_jax.config import DERIVED, Config
 from optimus_jax.config.request import FIXED_FOR_A_RUN, KNOWN_BY_CONTENT
 from optimus_jax.config.settings import setting_names, value_of
 from optimus_jax.errors import CheckpointError, explain
-from optimus_jax.run.resumed_config import OPEN, own_config
+from optimus_jax.run.resumed_config import UNSET, config_with_derived
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 
 NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)
 """Settings that name what is computed with, or where it lies; of data and tokenizer the content is
 compared (run/first_state.py)."""
-MAY_CHANGE = ("optimizer.", "precision.", "evaluation.")
+CHANGEABLE = ("optimizer.", "precision.", "evaluation.")
 """Sections that change what is computed and may be changed when a run goes on; that is said."""
 
-EVALUATED = {"data.eval_fraction", "data.respect_documents"}
+EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents"}
 """Settings of the data that say which of its tokens are evaluated, and with what attention."""
 
 
@@ -67,7 +67,7 @@ def check_stored_config(
         )
 
 
-def changes_since(saved: Config, config: Config) -> str | None:
+def describe_changes(saved: Config, config: Config) -> str | None:
     """What changes the computation and was otherwise when the checkpoint was saved, in one line;
     None: nothing.
 
@@ -75,13 +75,13 @@ def changes_since(saved: Config, config: Config) -> str | None:
       saved: as `saved_config` has it.
       config: that the run goes on with, nothing left open.
     """
-    changed = _differing(saved, config, (*FIXED_FOR_A_RUN, *MAY_CHANGE))
+    changed = _differing(saved, config, (*FIXED_FOR_A_RUN, *CHANGEABLE))
     if not changed:
         return None
     return (
         "changed since the checkpoint was saved: "
         + ", ".join(f"{name} from {before} to {now}" for name, (before, now) in changed.items())
-        + (f"; {NOT_COMPARABLE}" if EVALUATED & changed.keys() else "")
+        + (f"; {NOT_COMPARABLE}" if EVALUATION_DATA & changed.keys() else "")
     )
 
 
@@ -94,7 +94,9 @@ def saved_config(metadata: Mapping[str, Any]) -> Config:
     """
     values = json.loads(metadata["config"])
     known = {DERIVED, *(field.name for field in dataclasses.fields(Config))}
-    saved = own_config(json.dumps({name: value for name, value in values.items() if name in known}))
+    saved = config_with_derived(
+        json.dumps({name: value for name, value in values.items() if name in known})
+    )
     return (
         saved
         if "plan" not in metadata
@@ -121,5 +123,5 @@ def _differing(
     return {
         name: pair
         for name, pair in pairs.items()
-        if pair[0] != pair[1] and not (name in OPEN and OPEN[name] in pair)
+        if pair[0] != pair[1] and not (name in UNSET and UNSET[name] in pair)
     }

@@ -70,8 +70,9 @@ class StoredRun:
             with contextlib.suppress(OptimusError, UnicodeDecodeError):  # told when it is resumed
                 local_dir = Config.from_json(text.decode()).store.local_dir
         if local_dir is None:
-            return cls(url=url, objects=objects, directory=cache_directory() / "runs" / _named(url))
-        directory = local_path(local_dir, what="store.local_dir").absolute()
+            directory = cache_directory() / "runs" / _cache_name(url)
+        else:
+            directory = local_path(local_dir, what="store.local_dir").absolute()
         return cls(url=url, objects=objects, directory=directory)
 
     @property
@@ -111,9 +112,9 @@ class StoredRun:
           ConfigError: there is no run, neither there nor here.
           StoreError: both have trained on since they were the same, or it cannot be fetched.
         """
-        with self._in_turn():
-            there, here = self.objects.read(CONFIG), self.directory / CONFIG
-            if there is None and not here.exists():
+        with self._directory_lock():
+            remote, local = self.objects.read(CONFIG), self.directory / CONFIG
+            if remote is None and not local.exists():
                 raise ConfigError(
                     explain(
                         "there is no run to resume",
@@ -121,18 +122,18 @@ class StoredRun:
                         do="give --run-dir the URL of a run, or start a new run without --resume",
                     )
                 )
-            if there is None:
+            if remote is None:
                 say(f"{self.url} has no run yet: it is uploaded from {self.directory}")
-            elif (lacking := self._lacking()) == "all":
+            elif (missing := self._missing_locally()) == "all":
                 self._download(say).run()
-            elif lacking is not None:
-                self._download(say).checkpoint(lacking)
+            elif missing is not None:
+                self._download(say).checkpoint(missing)
 
-    def fetch_to_read(
+    def fetch_copy(
         self, checkpoint: int | Literal["none"] | None, say: Callable[[str], object]
     ) -> None:
         """As `run_to_read`, into the directory."""
-        with self._in_turn():
+        with self._directory_lock():
             names = self.objects.sizes()
             if CONFIG not in names:
                 raise ConfigError(
@@ -207,7 +208,7 @@ class StoredRun:
         try:
             if not is_resumed:
                 self.check_free()
-            elif self._lacking() is not None:
+            elif self._missing_locally() is not None:
                 raise LeaseHeldError(
                     explain(
                         "the run went on while this process waited for its turn",
@@ -231,7 +232,7 @@ class StoredRun:
             warn=warn,
         )
 
-    def _lacking(self) -> int | Literal["all"] | None:
+    def _missing_locally(self) -> int | Literal["all"] | None:
         """What the store has and the directory lacks: a checkpoint, by its step, or all of it.
 
         Raises:
@@ -239,34 +240,34 @@ class StoredRun:
         """
         if not (self.directory / CONFIG).exists():
             return "all"
-        there = starts(self.objects.read(EVENTS) or b"")
-        here = starts(_read(self.directory / EVENTS))
-        steps, newest = local_steps(self.directory), self._newest_there()
-        if there == here:
+        remote = starts(self.objects.read(EVENTS) or b"")
+        local = starts(_read(self.directory / EVENTS))
+        steps, newest = local_steps(self.directory), self._newest_remote_step()
+        if remote == local:
             return newest if newest is not None and newest > max(steps, default=0) else None
-        if there == here[: len(there)]:
+        if remote == local[: len(remote)]:
             return None  # what is here goes on from there
-        if here == there[: len(here)] and (
-            not here or max(steps, default=0) <= there[len(here)].step
+        if local == remote[: len(local)] and (
+            not local or max(steps, default=0) <= remote[len(local)].step
         ):
             return "all"  # nothing was saved here since the store's went on
         raise StoreError(
             explain(
                 "the run in the store and its directory here have both been trained on "
                 "since they were the same",
-                given=f"{self.url}, started {len(there)} time(s), newest checkpoint {newest}; "
-                f"{self.directory}, started {len(here)} time(s), "
+                given=f"{self.url}, started {len(remote)} time(s), newest checkpoint {newest}; "
+                f"{self.directory}, started {len(local)} time(s), "
                 f"newest checkpoint {max(steps, default=None)}",
                 do=f"to go on with the store's: move {self.directory} away; to go on with what is "
                 f"here: --run-dir {self.directory} --resume, which leaves the store as it is",
             )
         )
 
-    def _newest_there(self) -> int | None:
+    def _newest_remote_step(self) -> int | None:
         return max(complete_steps(self.objects.sizes()), default=None)
 
     @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def _directory_lock(self) -> Iterator[None]:
         """One of the processes that share the directory at a time, with trouble explained."""
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
@@ -317,13 +318,13 @@ def run_to_read(
     if isinstance(url, Path):
         return url
     run = StoredRun(
-        url=url, objects=Objects(url), directory=cache_directory() / "read" / _named(url)
+        url=url, objects=Objects(url), directory=cache_directory() / "read" / _cache_name(url)
     )
-    run.fetch_to_read(checkpoint, say)
+    run.fetch_copy(checkpoint, say)
     return run.directory
 
 
-def _named(url: Url) -> str:
+def _cache_name(url: Url) -> str:
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", str(url))[-80:].strip("-.")
     return f"{readable}-{hashlib.blake2b(str(url).encode(), digest_size=4).hexdigest()}"
 

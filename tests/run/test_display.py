@@ -24,7 +24,7 @@ from optimus_jax.run.display import (
     short_count,
     short_duration,
 )
-from optimus_jax.run.start_table import start_report
+from optimus_jax.run.start_table import show_start_table
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.numbers import perplexity_of, short
@@ -269,7 +269,7 @@ def what_you_got(case: plans.PlanCase) -> str:
     built = plans.build(plans.model_for(case, "gpt"), case)
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
-    start_report(
+    show_start_table(
         make("plain", stream),
         config=built.config,
         topology=discover(),

@@ -39,7 +39,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import api
 from optimus_jax.run import program as run
-from optimus_jax.run.first_plan import on_what_is_there
+from optimus_jax.run.first_plan import for_available_devices
 from optimus_jax.run_directory import directory as run_directory
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import (
@@ -495,9 +495,9 @@ def test_a_mesh_for_devices_that_are_lost_is_left_to_the_planner():
     topology = Topology(
         num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None
     )
-    freed = on_what_is_there(config, topology).parallel
+    freed = for_available_devices(config, topology).parallel
     assert (freed.mesh, freed.microbatches, freed.remat) == ("auto", None, "dots")
-    assert on_what_is_there(config, replace(topology, num_devices=8)) == config
+    assert for_available_devices(config, replace(topology, num_devices=8)) == config
 
 
 def test_a_pipeline_resumed_is_bit_identical(through_stages, crashed):

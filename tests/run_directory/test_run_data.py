@@ -261,7 +261,7 @@ def test_that_evaluations_read_other_tokens_is_said(tmp_path):
         ({"eval_batches": 3}, "12 x 32"),
         ({"evaluation.examples": 10**6}, f"{there} x 32"),
     ):
-        told = Inputs.of(make_config("gpt2-nano", given | changes)).other_evaluation(before)
+        told = Inputs.of(make_config("gpt2-nano", given | changes)).evaluation_change(before)
         assert told is not None
         assert f"8 x 32 tokens before, {now} tokens from here on: {NOT_COMPARABLE}" in told
         assert "--set evaluation.examples=8 --set evaluation.seq_len=32" in told
@@ -269,13 +269,13 @@ def test_that_evaluations_read_other_tokens_is_said(tmp_path):
         {"eval_batches": 2},
         {"evaluation.examples": 8, "phases": "5:16x64", "eval_every": 3},
     ):
-        assert Inputs.of(make_config("gpt2-nano", given | same)).other_evaluation(before) is None
+        assert Inputs.of(make_config("gpt2-nano", given | same)).evaluation_change(before) is None
     more = make_config("gpt2-nano", given | {"evaluation.examples": 10**5})
     assert (
         Inputs.of(
             make_config("gpt2-nano", given | {"evaluation.examples": 10**6})
-        ).other_evaluation(more)
+        ).evaluation_change(more)
         is None
     )
     none = make_config("gpt2-nano", given | {"eval_every": 0})
-    assert Inputs.of(none).other_evaluation(before) is None
+    assert Inputs.of(none).evaluation_change(before) is None
