@@ -1,11 +1,12 @@
-"""The config of a run that goes on: what it derived when it began is kept until it is changed.
+"""The config of a resumed run: it keeps the values derived at the start until the user changes
+them.
 
-A setting that was left open stays open in config.json, so that another run can be begun from the
-same settings and derives its own values. Beside it, `derived` has the value that this run got:
-warm-up and decay by the steps that it began with, the peak rate by the size of its model, the
-evaluation set, the precision by the devices that it began on. A resume reads it from there.
+An unset setting stays unset in config.json, so that a new run from the same settings derives its
+own value. `derived` in config.json holds this run's values: warm-up and decay from its initial
+number of steps, peak learning rate from the model's size, the evaluation set, and the precision
+from its initial devices. A resume reads them.
 
-A run directory from before a value was written there derives it from its config, as it did then.
+If an older run directory lacks a derived value, it is derived from the config again.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,11 +26,11 @@ UNSET = {
     "evaluation.seq_len": None,
     "precision.compute": "auto",
 }
-"""Settings whose derived value belongs to the run, with what they hold while they are left open."""
+"""Settings whose derived value belongs to the run -> the value that means "unset"."""
 
 
 def derived_values(config: Config, *, num_params: int, precision: Precision) -> dict[str, Any]:
-    """What a run makes of the settings that were left open and belong to it, by their names."""
+    """Values of the settings in UNSET for a run with this config, given or derived, by name."""
     return {
         "data.seq_len": config.seq_len,
         "optimizer.lr": peak_learning_rate(config.optimizer, num_params),
@@ -43,25 +44,26 @@ def derived_values(config: Config, *, num_params: int, precision: Precision) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedConfig:
-    """A run that goes on."""
+    """The config of a resumed run, before and after the resume."""
 
     requested: Config
-    """As it was asked for, left open what was left open: what config.json is to say."""
+    """The requested config, in which unset settings are unset; it is written to config.json."""
     config: Config
-    """The same with the run's own values."""
+    """The requested config with the run's derived values."""
     before: Config
-    """That of the run until now."""
+    """The config before the resume, with derived values."""
 
     @classmethod
     def of(
         cls, text: str, requested: Config, overridden: Collection[str], precision: Precision | None
     ) -> "ResumedConfig":
-        """From the run's config.json and what it is resumed with.
+        """Combine the run's config.json with the config requested on resume.
 
         Args:
-          named: settings that the user has named now, by their dotted names. One that is named as
-            open (`none`, `auto`) is derived anew.
-          precision: of the run's plan, for a config.json that does not say it.
+          text: content of config.json.
+          overridden: dotted names of the settings that the user gives now. One that is given as
+            unset (`none`, `auto`) is derived again.
+          precision: precision of the run's plan, used if config.json lacks it.
         """
         old = Config.from_json(text)
         in_use = _values_in_use(old, Config.derived_in(text), precision)
@@ -73,7 +75,7 @@ class ResumedConfig:
             requested.optimizer.decay_steps is None
             and wanted_warmup.warmup_steps > in_use["optimizer.decay_steps"]
         ):
-            values["optimizer.decay_steps"] = None  # a longer warm-up was asked for now
+            values["optimizer.decay_steps"] = None  # the requested warm-up is longer than the decay
         return cls(
             requested=requested,
             config=requested.with_values(values),
@@ -81,11 +83,11 @@ class ResumedConfig:
         )
 
     def from_step(self, step: int) -> "ResumedConfig":
-        """The same, for a run that goes on after `step`.
+        """The config for resuming after `step`.
 
-        The decay of the learning rate is moved to another end of the run only if no step has been
-        part of the decay, neither as it was nor as it would have been: the rate has no jump then.
-        Otherwise it ends where it would have ended.
+        The end of the learning rate's decay moves to the new last step only if no finished step
+        belongs to the decay, under the old or the new schedule, so that the rate does not jump.
+        Otherwise the decay ends where it did before.
         """
         steps, before = self.config.steps, self.before
         is_other_schedule = self.config.optimizer.schedule != before.optimizer.schedule
@@ -101,14 +103,12 @@ class ResumedConfig:
         return ResumedConfig(requested=self.requested, config=moved, before=before)
 
     def as_requested(self, config: Config) -> Config:
-        """A config of this run, whose layout may have been changed, with what was left open left
-        open.
-        """
+        """`config` with the settings of UNSET as requested, that is possibly unset."""
         return config.with_values({name: value_of(self.requested, name) for name in UNSET})
 
 
 def config_with_derived(text: str) -> Config:
-    """The config of a run, with what it has derived, from its JSON."""
+    """The config in the text of a config.json, with the run's derived values."""
     old = Config.from_json(text)
     return old.with_values(_values_in_use(old, Config.derived_in(text), None))
 
@@ -116,10 +116,10 @@ def config_with_derived(text: str) -> Config:
 def _values_in_use(
     old: Config, derived: Mapping[str, Any], precision: Precision | None
 ) -> dict[str, Any]:
-    """What the run has had until now, also where its user has fixed it.
+    """Values of the settings in UNSET before the resume, given or derived.
 
     Raises:
-      ConfigError: a derived value cannot be one.
+      ConfigError: a derived value is invalid.
     """
     written = old.with_values({name: derived[name] for name in UNSET if name in derived})
     in_use = {
@@ -134,7 +134,7 @@ def _values_in_use(
     }
     if in_use["precision.compute"] == "auto" and precision is not None:
         in_use["precision.compute"] = precision
-    # A run that was shorter than its warm-up has warmed up within its steps.
+    # A run that was shorter than its warm-up finished the warm-up within its steps.
     warmup = in_use["optimizer.warmup_steps"]
     in_use["optimizer.warmup_steps"] = min(
         old.warmup_steps if warmup is None else warmup,
@@ -151,7 +151,7 @@ def _value_to_use(
     in_use: Mapping[str, Any],
     overridden: Collection[str],
 ) -> Any:
-    """The run's own value of a setting, unless it was changed."""
+    """The requested value if the user changed the setting, otherwise the run's value."""
     wanted, unset = value_of(requested, name), UNSET[name]
     is_changed = name in overridden if wanted == unset else wanted != value_of(old, name)
     return wanted if is_changed else in_use[name]

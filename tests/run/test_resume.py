@@ -418,7 +418,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_pat
     assert f"checkpoint of step {STEPS} is damaged" in shown
     assert losses(resumed) == uninterrupted[0]
     aside = run_dir / "damaged" / str(STEPS)
-    assert f"is kept as {aside}" in shown
+    assert f"was moved to {aside}" in shown
     assert aside.is_dir(), "set aside, not deleted"
     assert newest.is_dir(), "saved anew"
 
@@ -654,7 +654,7 @@ def test_a_run_that_no_longer_learns_can_go_back(uninterrupted, tmp_path, capsys
         **{"checkpoint.resume_step": STEPS, "optimizer.clip_norm": 1.0},
     )
     said = capsys.readouterr().out
-    assert f"resumed from the checkpoint of step {STEPS}, which was asked for" in said
+    assert f"resumed from the checkpoint of step {STEPS}, as requested" in said
     assert (result.reason, losses(result)[:STEPS]) == ("done", uninterrupted[0])
     assert sorted(int(path.name) for path in (run_dir / "abandoned").iterdir()) == steps[1:]
     assert Config.from_json((run_dir / "config.json").read_text()).checkpoint.resume_step is None, (
@@ -695,7 +695,7 @@ def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, ca
     capsys.readouterr()
     in_f32 = optimus_jax.train(run_dir=run_dir, resume=True, precision="f32", steps=3)
     assert (
-        "precision was f16 and is f32: the loss scale begins anew, at 1" in capsys.readouterr().out
+        "precision changed from f16 to f32: the loss scale restarts at 1" in capsys.readouterr().out
     )
     assert float(in_f32.state.loss_scale.scale) == 1
     again = optimus_jax.train(run_dir=run_dir, resume=True, precision="f16", steps=4)
@@ -722,7 +722,7 @@ def test_a_checkpoint_of_another_model_is_refused(uninterrupted, tmp_path, name,
     config = json.loads((run_dir / "config.json").read_text())
     config["model"][name] = size
     (run_dir / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=f"of another model\n.*model.{name}"):
+    with pytest.raises(CheckpointError, match=f"another model\n.*model.{name}"):
         optimus_jax.train(run_dir=run_dir, resume=True)
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match="another model"):
         load_text_model(run_dir)

@@ -263,7 +263,7 @@ def test_that_evaluations_read_other_tokens_is_said(tmp_path):
     ):
         told = Inputs.of(make_config("gpt2-nano", given | changes)).evaluation_change(before)
         assert told is not None
-        assert f"8 x 32 tokens before, {now} tokens from here on: {NOT_COMPARABLE}" in told
+        assert f"8 x 32 tokens before, {now} tokens from now on: {NOT_COMPARABLE}" in told
         assert "--set evaluation.examples=8 --set evaluation.seq_len=32" in told
     for same in (
         {"eval_batches": 2},
