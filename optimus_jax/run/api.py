@@ -1,7 +1,7 @@
-"""`train`: the whole main job, from names and overrides to a trained state.
+"""`train`: trains a model from settings to the final state.
 
-Order: config, devices, plan, data, program, state (fresh or restored), compile, loop. Whatever a
-user can get wrong is found before anything expensive begins.
+Order: config, devices, plan, data, program, state (new or restored), compile, training loop.
+Mistakes of the user are found before anything expensive starts.
 """
 
 import json
@@ -92,23 +92,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run left behind."""
+    """The result of a run."""
 
     final_loss: float
     """Loss of the last step; NaN if no step was run."""
     reason: Reason
-    """`done`, or who asked it to stop."""
+    """`done`, or what stopped the run."""
     state: TrainState
-    """Sharded over the plan's mesh."""
+    """Final state, sharded over the plan's mesh."""
     plan: Plan
+    """Plan at the end of the run."""
     history: list[StepRecord]
-    """Every step of the run until now, those before a resume included."""
+    """All steps of the run, including those before a resume."""
     run_dir: Path
-    """Where it is on this machine; that of a URL has been uploaded from there."""
+    """Local directory of the run; a run at a URL has been uploaded from it."""
 
     @property
     def exit_code(self) -> int:
-        """Of a command that ran it."""
+        """Exit code for a command that ran this run."""
         return EXIT_RESTART if self.reason == "terminate" else 0
 
 
@@ -120,27 +121,25 @@ def train(
     resume: bool | Literal["auto"] = False,
     **overrides: Any,
 ) -> RunResult:
-    """Train a model, or go on training one.
+    """Train a model, or resume a run.
 
-    Signals are the caller's until the first step; from then on SIGINT and SIGTERM stop the run
+    Signal handlers are untouched until the first step; from then on SIGINT and SIGTERM stop the run
     (faults/stopping.py).
 
     Args:
-      model: name of a preset; needed unless resuming or a config is given, whose model it replaces.
-      config: settings to begin with, as a value or the path or URL of a config.json.
-      run_dir: where the run is kept, a directory or a URL of a store; None: a new directory under
-        `runs/`.
-      resume: go on with the run in `run_dir` from its newest good checkpoint; `auto`: if there is
-        one, and begin it otherwise, so that a job that is started again can use the same words each
-        time.
+      model: name of a preset. Required unless `resume` or `config` is given; replaces the model of
+        `config`.
+      config: initial settings: a Config, or the path or URL of a config.json.
+      run_dir: directory of the run, or the URL of a store; None: a new directory under `runs/`.
+      resume: resume the run in `run_dir` from its newest valid checkpoint. `auto`: resume if the
+        run exists, start it otherwise, so that a restarted job can use the same command each time.
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list
-        of paths) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which takes text as
-        `--set` does. Words of other frameworks that mean the same (`learning_rate`, `max_steps`,
-        `output_dir`) are taken for ours, with a note (config/aliases.py).
+        of paths) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which accepts text
+        as `--set` does. Equivalent names of other frameworks (`learning_rate`, `max_steps`,
+        `output_dir`) are accepted with a note (config/aliases.py).
     Raises:
-      OptimusError: something that the user can mend; its text says how.
-      FaultError: of several processes, another one or the network has failed; the run is worth
-        resuming.
+      OptimusError: a mistake that the user can fix; the message says how.
+      FaultError: another process or the network failed; the run is worth resuming.
     """
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
@@ -156,10 +155,10 @@ def train(
     if config.checkpoint.resume_step is not None and (is_auto or not resume):
         raise ConfigError(
             explain(
-                "a run can go back to an older checkpoint once, when it is resumed",
+                "checkpoint.resume_step applies once, to a run that is resumed",
                 given=f"checkpoint.resume_step={config.checkpoint.resume_step} with "
                 + ("--resume auto" if is_auto else "a new run"),
-                do="give it with --run-dir DIR --resume, once; --resume auto goes on from there",
+                do="give it once with --run-dir DIR --resume; later starts can use --resume auto",
             )
         )
     resumed = None
@@ -172,8 +171,8 @@ def train(
 
 
 PATIENCE_S = 120.0
-"""For the lock of a writer that has died with its host, which a file server may keep for a lease of
-90 s."""
+"""Seconds to wait for the lock of another writer. If a writer's host dies, a file server may hold
+its lock for a lease of 90 s."""
 
 
 def _train(
@@ -185,7 +184,7 @@ def _train(
     overrides: dict[str, Any],
     is_auto: bool,
 ) -> RunResult:
-    """`train`, from what was asked for and who else there is."""
+    """`train` after the config and the launch are known."""
     resume = resumed is not None
     if launch.is_alone and not resume and run_dir is not None:
         RunDirectory(run_dir).check_free()
@@ -202,10 +201,10 @@ def _train(
     try:
         has_left_cache = leave_compilation_cache()
         topology = discover()
-        # Whoever asks for either is told so by a file server, which may tell a host of the run a
-        # minute later than others.
+        # A file server may show a new run to some hosts a minute later than to others, so that
+        # processes can disagree on whether it exists.
         assert_same_everywhere(
-            {"whether the run is begun or resumed": "resumed" if resume else "begun"},
+            {"whether the run is new or resumed": "resumed" if resume else "new"},
             may_become=is_auto,
         )
         assert_same_everywhere(
@@ -221,7 +220,7 @@ def _train(
                     and resumed is not None
                     and is_same_layout(resumed.as_requested(config), run_dir)
                 ):
-                    overrides = {}  # nothing is asked for that the run was not asked for before
+                    overrides = {}  # the command requests nothing new
         local_cluster = _local_cluster(config, topology)
         saved = _newest_checkpoint(config, run_dir) if resume and run_dir is not None else None
         devices = Devices(topology=topology, local_cluster=local_cluster, launch=launch)
@@ -239,8 +238,8 @@ def _train(
                 choice = replace(
                     choice,
                     why=(
-                        f"{requested_mesh} is not for the {topology.num_devices} devices that are"
-                        f" there; {choice.why}"
+                        f"{requested_mesh} does not fit the {topology.num_devices} available"
+                        f" devices; {choice.why}"
                     ),
                 )
             check_allowed(config.controller.allowed_axes, topology.num_devices)
@@ -256,8 +255,8 @@ def _train(
                 display.message(warning)
             if has_left_cache:
                 display.message(
-                    "JAX's compilation cache is not used: programs for several CPU devices that"
-                    " come out of it get stuck"
+                    "JAX's compilation cache is not used: cached programs for several CPU devices"
+                    " can hang"
                 )
             for line in jax_notes:
                 display.message(line)
@@ -270,7 +269,7 @@ def _train(
                     is_auto,
                 )
             inputs = Inputs.of(config, run)
-            if run is None:  # after the data, so that a start which fails leaves nothing behind
+            if run is None:  # after reading the data, so that a failed start leaves no directory
                 run = _new_directory(run_dir, config, launch, display, is_auto)
             if stored is not None and run is not None and is_writer():
                 mirror = _open_as_writer(
@@ -287,7 +286,7 @@ def _train(
         progress.begin("start")
         if watchdog is not None:
             watchdog.close()
-            watchdog = None  # a second close is none
+            watchdog = None  # so that an error below does not close it again
         with all_or_none():
             watchdog = Watchdog.of(
                 run.path,
@@ -317,7 +316,8 @@ def _train(
             watchdog = None
         if stored is not None:
             ending, mirror = mirror, None
-            with all_or_none():  # the others wait: JAX would take the one that uploads for lost
+            # The others wait here: if they left, JAX would take the uploading process for lost.
+            with all_or_none():
                 _finish_upload(ending, outcome.reason, display)
         return RunResult(
             final_loss=outcome.last_loss,
@@ -335,12 +335,12 @@ def _train(
             if is_fault
             else None
         )
-        if watchdog is not None:  # first, for others hear of it by way of the run directory
+        if watchdog is not None:  # first, because it notifies the others via the run directory
             if fault is not None:
                 watchdog.tell(str(fault))
             watchdog.close(fault or error)
-        # Who is told to end while it starts, or has to, may be started again with --resume; that
-        # takes a config.
+        # A run that is terminated or hit by a fault during its start may be resumed, so its
+        # directory stays if it has a config.
         if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()
         if mirror is not None:
@@ -356,7 +356,7 @@ def _train(
 def _locate(
     run_dir: UserPath | None, base: Config | UserPath | None, overrides: dict[str, Any]
 ) -> tuple[StoredRun | None, Path | None]:
-    """Where a run is kept: in a store or not, and the directory that it works in."""
+    """The stored run, if `run_dir` is a URL, and the local directory; None for a new one."""
     path = None if run_dir is None else user_path(run_dir, what="--run-dir")
     if path is None or isinstance(path, Path):
         return None, path
@@ -375,10 +375,10 @@ def _mirror(
     *,
     patience_s: float,
 ) -> Mirror:
-    """Begin to upload a run.
+    """Start uploading a run.
 
-    Another writer that takes its place ends it, with its state saved, as a log that cannot be
-    written does.
+    If another writer takes over, the run saves its state and ends, as if its log could not be
+    written.
     """
 
     def on_lost(error: RunDirectoryError) -> None:
@@ -394,14 +394,14 @@ def _mirror(
     )
     run.address = str(stored.url)
     display.message(
-        f"the run is kept in {stored.url}; it works in {run.path}, which is uploaded as it grows"
+        f"the run is stored at {stored.url}; its local directory {run.path} is uploaded as it grows"
     )
     return mirror
 
 
 def _finish_upload(mirror: Mirror | None, reason: Reason, display: Display) -> None:
-    """Raises StoreError, or FaultError if the run is to be started again anyway, for what cannot be
-    uploaded.
+    """Upload what is left. Raises StoreError if that fails, or FaultError if the run will be
+    restarted anyway.
     """
     if mirror is None:
         return
@@ -414,14 +414,14 @@ def _finish_upload(mirror: Mirror | None, reason: Reason, display: Display) -> N
 
 
 def _upload_after_error(mirror: Mirror, error: BaseException, run: RunDirectory | None) -> None:
-    """Upload what there is when `error` ends the run, which keeps its reason; who insists on ending
-    at once does not wait for that.
+    """Upload what is left after `error` ended the run, which stays the reported error. A user who
+    interrupted twice does not wait for the upload.
     """
     if isinstance(error, StoppedAtOnce):
         mirror.abandon()
         _say(
-            "what is not uploaded yet is in"
-            f" {run.path if run else 'the directory that it works in'}: --resume uploads it"
+            "files that are not uploaded yet are in"
+            f" {run.path if run else 'the local directory'}; --resume uploads them"
         )
         return
     try:
@@ -436,10 +436,10 @@ def _say(text: str) -> None:
 
 
 def _shared_settings(config: Config) -> dict[str, str]:
-    """What the config has in common in all processes, each setting by its name: an error has to say
-    which one differs.
+    """Settings that must be equal in all processes, by name, so that an error can name the one that
+    differs.
 
-    Where the data lies is a host's own affair; what it holds is compared once it is read.
+    Paths of data may differ between hosts; the data's content is compared after reading.
     """
     nowhere = replace(config.data, sources=DataConfig().sources, tokenizer=DataConfig().tokenizer)
     sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
@@ -451,8 +451,8 @@ def _shared_settings(config: Config) -> dict[str, str]:
 
 
 def _newest_checkpoint(config: Config, run_dir: Path) -> Saved | None:
-    """The checkpoint that says which phase a run goes on in; None: it has none, or one phase
-    only."""
+    """The checkpoint that determines the phase in which a run resumes; None without a checkpoint or
+    without phases."""
     if not config.data.phases:
         return None
     return Checkpoints(RunDirectory(run_dir, writer=False).checkpoints, config.checkpoint).latest(
@@ -461,8 +461,8 @@ def _newest_checkpoint(config: Config, run_dir: Path) -> Saved | None:
 
 
 def _local_cluster(config: Config, topology: Topology) -> LocalCluster | None:
-    """How fast the devices are, where the run needs to know; None: it does not, or the planner goes
-    by a simple rule.
+    """Measured speed of the devices, if the run needs it. None if it does not, or if it is unknown
+    and the planner uses a simple rule instead.
     """
     if config.control == "off" and config.parallel.axes is not None:
         return None
@@ -470,8 +470,8 @@ def _local_cluster(config: Config, topology: Topology) -> LocalCluster | None:
     if local_cluster is None and config.control != "off":
         if is_writer():
             print(
-                "the controller needs to know how fast these devices are: measuring them, once, in"
-                " about a minute",
+                "the controller needs the speed of these devices: measuring it once, in about a"
+                " minute",
                 file=sys.stderr,
                 flush=True,
             )
@@ -487,11 +487,11 @@ def _requested_config(
     overrides: dict[str, Any],
     is_auto: bool,
 ) -> Config:
-    """What is to be run; touches no device and writes nothing."""
+    """The config of a new or resumed run; touches no device and writes nothing."""
     if is_auto and run_dir is None:
         raise ConfigError(
             explain(
-                "there is no telling which run to resume",
+                "no run to resume was named",
                 given="--resume auto without a directory",
                 do="give --run-dir DIR --resume auto",
             )
@@ -510,7 +510,7 @@ def _requested_config(
         if run_dir is None:
             raise ConfigError(
                 explain(
-                    "there is no telling which run to resume",
+                    "no run to resume was named",
                     given="--resume without a directory",
                     do="give --run-dir DIR --resume",
                 )
@@ -544,11 +544,11 @@ def _requested_config(
 
 
 def _resumed_config(requested: Config, run_dir: Path, overrides: dict[str, Any]) -> ResumedConfig:
-    """The run in a directory, which goes on as `requested` for; touches no device and writes
+    """The config of the run in a directory, resumed as `requested`; touches no device and writes
     nothing."""
     run = RunDirectory.resume(run_dir, writer=False)
     precision = None
-    # if the plan is needed for more, its error is raised then
+    # if the plan is needed later, its error is raised then
     with suppress(OSError, ValueError, PlanError):
         precision = Plan.from_json(run.plan_text() or "").precision
     return ResumedConfig.of(run.config_text(), requested, named_settings(overrides), precision)
@@ -557,7 +557,8 @@ def _resumed_config(requested: Config, run_dir: Path, overrides: dict[str, Any])
 def _new_directory(
     run_dir: Path | None, config: Config, launch: Launch, display: Display, is_auto: bool
 ) -> RunDirectory | None:
-    """A directory that process 0 makes; None in the others while only that knows where."""
+    """A new run directory, created by process 0; None in other processes if only process 0 knows
+    its path."""
     if is_writer():
         return _open_as_writer(
             partial(RunDirectory.create, run_dir, config.model.name, warn=display.message),
@@ -568,10 +569,10 @@ def _new_directory(
 
 
 def _open_as_writer(open_it: Callable[..., T], launch: Launch, is_auto: bool) -> T:
-    """What process 0 alone writes: the directory, or its place in a store.
+    """Open the run directory or the store for writing, in process 0.
 
-    Raises FaultError if another process writes there that an engine may be about to end, or did
-    until just now.
+    Raises FaultError, so that the launcher restarts the job, if another process still writes there:
+    a previous attempt that is about to end, or has just ended.
     """
     try:
         return open_it(patience_s=PATIENCE_S if is_auto else 0.0)
@@ -582,8 +583,8 @@ def _open_as_writer(open_it: Callable[..., T], launch: Launch, is_auto: bool) ->
 
 
 def _share_directory(run: RunDirectory | None, run_dir: Path | None) -> RunDirectory:
-    """In every process the directory, which process 0 has named where the user did not; every
-    process has to call it.
+    """The run directory in every process: process 0 broadcasts its path if the user gave none.
+    Every process must call this.
     """
     if run is not None and run_dir is not None:
         return run

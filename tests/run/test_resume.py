@@ -102,7 +102,7 @@ def test_an_edited_config_is_what_is_told_used_and_recorded(
         ("precision.compute", "f32", "bf16"),
     ):
         assert f"{name} from {before} to {now}" in changed
-    assert not any("in which the run began" in words for words in told)
+    assert not any("as at the start of the run" in words for words in told)
     saved = Checkpoints(run_dir / "checkpoints", CheckpointConfig()).latest()
     assert saved is not None
     recorded = json.loads(saved.metadata["config"])
@@ -234,7 +234,7 @@ def test_steps_that_are_done_cannot_be_undone(uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted[1], run_dir)
     before = {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
-    with pytest.raises(ConfigError, match=f"has come to step {STEPS} already(.|\\n)*--steps 3"):
+    with pytest.raises(ConfigError, match=f"has already finished step {STEPS}(.|\\n)*--steps 3"):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=3)
     assert {path: path.read_bytes() for path in before} == before
 
@@ -279,7 +279,7 @@ def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(
             FaultError if is_fault else RunDirectoryError, match=f"process {os.getpid()} on "
         ),
     ):
-        api._opened(
+        api._open_as_writer(
             (
                 partial(RunDirectory.resume, run_dir)
                 if is_begun

@@ -110,13 +110,13 @@ def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
 
 def test_where_data_lies_is_a_hosts_own_affair():
     here, there = (
-        api._settings(
+        api._shared_settings(
             make_config("gpt2", {"data": f"/{host}/a.txt", "tokenizer": f"/{host}/t.json"})
         )
         for host in "ab"
     )
     assert here == there
-    assert here != api._settings(make_config("gpt2", {"data.text_field": "body"}))
+    assert here != api._shared_settings(make_config("gpt2", {"data.text_field": "body"}))
 
 
 def begun(folder, *, begin=None, **data):
