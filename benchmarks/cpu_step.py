@@ -44,11 +44,7 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     """Run STEPS steps under one mesh in this process."""
     started = time.perf_counter()
     from optimus_jax.config.axes import AxisSizes
-    from optimus_jax.devices.cpu import (
-        restart_with_huge_pages,
-        return_freed_memory,
-        use_cpu_devices,
-    )
+    from optimus_jax.devices.cpu import restart_with_huge_pages, use_cpu_devices
 
     restart_with_huge_pages()
     axes = AxisSizes.parse(mesh)
@@ -59,6 +55,7 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     from optimus_jax.data.batch import synthetic_batch
     from optimus_jax.mesh.build import discover
     from optimus_jax.mesh.sharding import put_batch
+    from optimus_jax.planning.ahead_of_time.compiled_step import compile_step
     from optimus_jax.planning.search.assemble import plan_for
     from optimus_jax.training.step import build_program
 
@@ -85,8 +82,7 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
         program.batch_sharding,
         16,
     )
-    step = program.train_step.lower(state, batch).compile()
-    return_freed_memory()
+    step = compile_step(program).train_step
 
     def one_step() -> float:
         nonlocal state

@@ -79,15 +79,15 @@ class Clock:
     def __init__(self) -> None:
         self._looked_s = time.monotonic()
 
-    def wait(self, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> float | None:
-        """Seconds until it held; None: it did not within the limit."""
+    def wait(self, condition: Callable[[], Any]) -> float | None:
+        """Seconds until it held; None: it did not within `LIMIT_S`."""
         began_s = self._looked_s = time.monotonic()
         while not condition():
             now = time.monotonic()
             if now - self._looked_s > STOOD_S:
                 raise StoodStill
             self._looked_s = now
-            if now - began_s > limit_s:
+            if now - began_s > LIMIT_S:
                 return None
             time.sleep(0.005)
         return time.monotonic() - began_s

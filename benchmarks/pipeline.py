@@ -28,6 +28,7 @@ import numpy as np
 ROWS_PER_MICROBATCH = 2
 SEQ_LEN = 256
 NUM_LAYERS = 8
+VOCAB_SIZE = 8192
 STAGES = 4
 SCHEDULES = (
     ("gpipe", "keep"),
@@ -39,14 +40,7 @@ SCHEDULES = (
 )
 
 
-def built(
-    mesh: str,
-    microbatches: int,
-    settings: dict,
-    *,
-    num_layers: int = NUM_LAYERS,
-    vocab_size: int = 8192,
-):
+def built(mesh: str, microbatches: int, settings: dict):
     """Program, and the abstract state and batch that it is compiled for."""
     import jax
 
@@ -60,8 +54,8 @@ def built(
     batch = ROWS_PER_MICROBATCH * microbatches * axes.data
     model = ModelConfig(
         name="bench",
-        vocab_size=vocab_size,
-        num_layers=num_layers,
+        vocab_size=VOCAB_SIZE,
+        num_layers=NUM_LAYERS,
         embed_dim=256,
         num_heads=4,
         num_kv_heads=4,
@@ -124,15 +118,16 @@ def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tupl
 
     from optimus_jax.data.batch import synthetic_batch
     from optimus_jax.mesh.sharding import local_rows, put_batch
+    from optimus_jax.planning.ahead_of_time.compiled_step import compile_step
 
     state = program.init(jnp.int32(0))
     size = batch_shapes["tokens"].shape[0]
     rows = local_rows(program.batch_sharding, size)
-    values = synthetic_batch(vocab_size=8192, rows=size, seq_len=SEQ_LEN, seed=0)
+    values = synthetic_batch(vocab_size=VOCAB_SIZE, rows=size, seq_len=SEQ_LEN, seed=0)
     batch = put_batch(
         {name: value[rows] for name, value in values.items()}, program.batch_sharding, size
     )
-    step = program.train_step.lower(state, batch).compile()
+    step = compile_step(program).train_step
     cpu, wall = [], []
     for _ in range(steps + 2):
         cpu_before, wall_before = time.process_time(), time.perf_counter()

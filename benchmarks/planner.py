@@ -71,7 +71,7 @@ def gpt(embed: int, layers: int, heads: int, seq_len: int, vocab_size: int) -> M
 
 
 def megatron_plan(
-    model: ModelConfig, axes: AxisSizes, microbatches: int, *, recomputes: bool, repeats: int = 1
+    model: ModelConfig, axes: AxisSizes, microbatches: int, *, recomputes: bool
 ) -> Plan:
     """What Megatron-LM ran.
 
@@ -81,9 +81,9 @@ def megatron_plan(
         None
         if axes.pipe == 1
         else Pipelining(
-            schedule="interleaved" if repeats > 1 else "1f1b",
-            layers_per_stage=(model.num_layers // (axes.pipe * repeats),) * (axes.pipe * repeats),
-            repeats=repeats,
+            schedule="1f1b",
+            layers_per_stage=(model.num_layers // axes.pipe,) * axes.pipe,
+            repeats=1,
             send_slack=False,
             keep_residuals=True,
         )
