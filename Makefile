@@ -12,18 +12,32 @@ PYTHON = $(shell for python in python3 python3.14 python3.13 python3.12 python3.
 	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$python && break; done)
 
-.PHONY: train test quick lint docs clean
+.PHONY: train test quick nightly parity lint docs clean
 
 # A small GPT, on Python's own library as text and eight virtual devices.
 train: $(VENV)/installed
 	$(BIN)/python scripts/train.py --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=2,tensor=2 --steps $(STEPS)
 
-test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# PYTEST_ARGS is added to every run of pytest: make test PYTEST_ARGS='-x -k resume'.
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-# While you work: what starts no process and compiles no step.
+test: $(VENV)/installed-dev
+	$(PYTEST) --durations=25 -m 'not nightly'
+
+# While you work: what starts no process, compiles no step and takes no seconds.
 quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m 'not processes and not compiles'
+	$(PYTEST) --hypothesis-profile quick \
+		-m 'not processes and not compiles and not slow and not nightly'
+
+# Long tests that seldom fail alone.
+nightly: $(VENV)/installed-dev
+	$(PYTEST) --durations=25 -m nightly
+
+# Any legal plan against one device, with both models or MODEL=gpt or MODEL=llama:
+#   make parity PLAN="data=2,fsdp=2,tensor=2 zero=3 microbatches=2"
+PLAN = data=2,fsdp=2,tensor=2
+parity: $(VENV)/installed-dev
+	$(PYTEST) tests/training/test_equal_to_one_device.py --plan '$(PLAN)' $(if $(MODEL),--model $(MODEL))
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -1,128 +1,14 @@
-"""Go on with a text by a trained model.
-
-`python scripts/generate.py --run runs/NAME --prompt "def main("`
-"""
+"""`optimus generate`, started from a checkout."""
 
 import os
 import sys
 
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import, and jax with them.
+# Python puts this folder first on the path, where tokenize.py and profile.py would take the place
+# of modules of Python that others import.
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-from collections.abc import Iterator
-
-from optimus_jax.run.command_line import Parser, run
-from optimus_jax.system.environment import import_jax
-
-WORDS = {
-    "run": "run_dir model_path model_dir checkpoint_path ckpt_dir out_dir",
-    "prompt": "prompt_text input_text",
-    "max_new_tokens": "max_tokens max_gen_len max_generated_tokens num_tokens length",
-    "temperature": "temp",
-    "num_samples": "num_return_sequences n_samples",
-    "top_k": "topk",
-    "top_p": "topp",
-}
-"""What its flags are called elsewhere."""
-
-
-def parser() -> Parser:
-    """Every flag."""
-    flags = Parser(description="Go on with a text by a trained model.", words=WORDS)
-    flags.add_argument("--run", metavar="DIR", required=True, help="directory or URL of a run")
-    flags.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        required=True,
-        help="what to go on from; printed before what is made",
-    )
-    flags.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=int,
-        default=200,
-        help="most tokens to make (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--temperature",
-        metavar="X",
-        type=float,
-        default=1.0,
-        help="divides the logits; 0: likeliest token (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--top-k", metavar="N", type=int, help="draw from the N likeliest tokens (default: all)"
-    )
-    flags.add_argument(
-        "--top-p",
-        metavar="X",
-        type=float,
-        default=1.0,
-        help="draw from the likeliest of this share (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of all draws (default: %(default)s)"
-    )
-    flags.add_argument(
-        "--step", metavar="N", type=int, help="checkpoint to load (default: the newest good one)"
-    )
-    flags.add_argument(
-        "--num-samples",
-        metavar="N",
-        type=int,
-        default=1,
-        help="texts to make, side by side (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--past-trained-length",
-        action="store_true",
-        help=(
-            "go past the longest text that the model was trained on, though learned positions there"
-            " are noise"
-        ),
-    )
-    return flags
-
-
-def show(prompt: str, pieces: Iterator[list[str]]) -> None:
-    """Print the first sample as it is made, those made beside it afterwards."""
-    print(prompt, end="", flush=True)
-    others = []
-    for first, *rest in pieces:
-        print(first, end="", flush=sys.stdout.isatty())
-        others.append(rest)
-    print()
-    for texts in zip(*others, strict=True):
-        print("", "-" * 40, prompt + "".join(texts), sep="\n")
-
-
-def note(text: str) -> None:
-    """What is not part of the texts."""
-    print(text, file=sys.stderr)
-
-
-def main() -> None:
-    given = parser().read()
-    import_jax()  # after parsing: --help need not wait for it
-    from optimus_jax.inference.generation import load_text_model
-
-    model = load_text_model(given["run"], given["step"], warn=note)
-    pieces = model.generate(
-        given["prompt"],
-        max_new_tokens=given["max_new_tokens"],
-        temperature=given["temperature"],
-        top_k=given["top_k"],
-        top_p=given["top_p"],
-        seed=given["seed"],
-        num_samples=given["num_samples"],
-        past_trained_length=given["past_trained_length"],
-        warn=note,
-    )
-    note(f"{model.config.name} after step {model.step}")
-    show(given["prompt"], pieces)
-
+from optimus_jax.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(main("generate"))

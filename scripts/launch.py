@@ -1,104 +1,14 @@
-"""Run a script as several processes on this machine.
+"""`optimus launch`, started from a checkout."""
 
-`python scripts/launch.py --processes 2 --cpu-devices 4 -- train.py --model gpt2-nano`
-"""
-
-import math
 import os
 import sys
 
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import.
+# Python puts this folder first on the path, where tokenize.py and profile.py would take the place
+# of modules of Python that others import.
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-from argparse import REMAINDER
-from pathlib import Path
-from typing import Any
-
-from optimus_jax.cluster.local_launch import run_processes
-from optimus_jax.errors import ConfigError, OptimusError, explain
-from optimus_jax.run.command_line import MISTAKE, Parser
-from optimus_jax.system.environment import show_every_character
-from optimus_jax.system.paths import local_path
-from optimus_jax.system.resilient_io import open_closed_streams, patient
-
-WORDS = {"processes": "nproc_per_node nproc num_processes n np num_procs"}
-"""What its flags are called elsewhere."""
-
-
-def parser() -> Parser:
-    """Every flag; what is started stands after `--`."""
-    flags = Parser(
-        usage="launch.py --processes N [flags] -- SCRIPT [flags of the script]",
-        words=WORDS,
-        description=(
-            "Run a Python script as several processes of one run on this machine. Ends when all"
-            " have ended, with 0 or the exit code of the first that failed; SIGINT, SIGTERM and"
-            " SIGUSR1 are passed on to all, and a terminal that closes as SIGTERM."
-        ),
-    )
-    flags.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
-    flags.add_argument(
-        "--cpu-devices",
-        type=int,
-        metavar="N",
-        help=(
-            "passed on to the script: virtual CPU devices of each process (default: not passed on)"
-        ),
-    )
-    flags.add_argument(
-        "--grace",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="seconds the others may take to end when one has failed (default: 20)",
-    )
-    flags.add_argument("script", metavar="SCRIPT", help="a path, or the name of one of scripts/")
-    flags.add_argument("arguments", nargs=REMAINDER, metavar="...", help="its flags")
-    return flags
-
-
-def command(given: dict[str, Any]) -> list[str]:
-    """What each process runs. Raises ConfigError for what cannot be run."""
-    if given["processes"] < 1 or not 0 <= given["grace"] < math.inf:
-        raise ConfigError(
-            explain(
-                "there is at least one process, and no negative time",
-                given=f"--processes {given['processes']} --grace {given['grace']:g}",
-                do="give --processes 1 or more, --grace 0 or more",
-            )
-        )
-    path = local_path(given["script"], what="SCRIPT")
-    places = [path, Path(folder) / path]
-    script = next((path for path in places if path.is_file()), None)
-    if script is None:
-        raise ConfigError(
-            explain(
-                "there is no such script",
-                given=given["script"],
-                do=(
-                    "give a path, or one of:"
-                    f" {', '.join(sorted(path.name for path in Path(folder).glob('*.py')))}"
-                ),
-            )
-        )
-    devices = [] if given["cpu_devices"] is None else ["--cpu-devices", str(given["cpu_devices"])]
-    return [sys.executable, str(script), *given["arguments"], *devices]
-
-
-def main() -> int:
-    """Exit code: that of the processes, or 2 for the user's error."""
-    open_closed_streams()
-    show_every_character()
-    sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
-    try:
-        given = parser().read()
-        return run_processes(command(given), given["processes"], grace_s=given["grace"])
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
-
+from optimus_jax.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("launch"))

@@ -1,91 +1,14 @@
-"""Write one HTML page about a run, ended or under way.
-
-`python scripts/report.py runs/gpt2-nano-20260801-120000`
-"""
+"""`optimus report`, started from a checkout."""
 
 import os
 import sys
 
-# Python puts the folder of a script first on the path, and there scripts/tokenize.py would take the
-# place of the standard module `tokenize`, which inspect and linecache import, and matplotlib with
-# them.
+# Python puts this folder first on the path, where tokenize.py and profile.py would take the place
+# of modules of Python that others import.
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 
-from pathlib import Path
-
-from optimus_jax.errors import ConfigError, explain
-from optimus_jax.report.run_report import run_report
-from optimus_jax.run.command_line import Parser, run
-from optimus_jax.run.stored_run import run_to_read
-from optimus_jax.system.paths import local_path, user_path
-
-PAGE = "report.html"
-
-
-def parser() -> Parser:
-    """Every flag."""
-    flags = Parser(
-        description=(
-            "Write one self-contained HTML page about a run: loss, step time and plans, decisions"
-            " and their reasons, predictions against measurements, memory, switches. The run may"
-            " still be under way."
-        ),
-        words={"run_dir": "run_dir run dir", "out": "output output_file"},
-    )
-    flags.add_argument(
-        "run_dir", metavar="RUN_DIR", help="directory of a run, such as one under runs/, or its URL"
-    )
-    flags.add_argument(
-        "--out",
-        metavar="FILE.html",
-        help=(
-            f"where to write the page; one that is there is replaced (default: RUN_DIR/{PAGE}, for"
-            f" a URL ./{PAGE})"
-        ),
-    )
-    return flags
-
-
-def write_page(run_dir: Path, out: Path) -> None:
-    """Write the report of a run, whole or not at all: somebody may have the page open."""
-    if out.suffix not in (".html", ".htm"):
-        raise ConfigError(
-            explain(
-                "the name of a page ends in .html",
-                given=f"--out {out}",
-                do=f"use --out {out.with_suffix('.html')}",
-            )
-        )
-    text = run_report(run_dir)
-    temporary = out.with_name(out.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
-    except OSError as error:
-        raise ConfigError(
-            explain(
-                "the page cannot be written",
-                given=error,
-                do="name another place with --out FILE.html",
-            )
-        ) from error
-
-
-def note(text: str) -> None:
-    """What is under way."""
-    print(text, file=sys.stderr)
-
-
-def main() -> None:
-    given = parser().read()
-    run_dir = user_path(given["run_dir"], what="RUN_DIR")
-    # a page about a run in a store is written here
-    home = run_dir if isinstance(run_dir, Path) else Path()
-    out = home / PAGE if given["out"] is None else local_path(given["out"], what="--out")
-    write_page(run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=note), out)
-    print(f"wrote {out}")
-
+from optimus_jax.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(main("report"))

@@ -5,10 +5,12 @@ profile of this machine.
 import importlib.metadata
 import os
 import tempfile
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from markers import marks_of
+from worker_groups import Groups, by_length
 
 # Read when jax is imported, which no test has done yet.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,11 +33,34 @@ os.environ["XDG_CACHE_HOME"] = _cache.name
 settings.register_profile(
     "optimus_jax", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI"))
 )
+settings.register_profile(  # make quick
+    "quick", settings.get_profile("optimus_jax"), max_examples=10
+)
 settings.load_profile("optimus_jax")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `make parity` asks for."""
+    parser.addoption("--plan", help="compare this plan alone with one device, as its test's id")
+    parser.addoption("--model", choices=("gpt", "llama"), help="with this model alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that start processes or compile steps: `make quick` leaves them out."""
     for item in items:
         for mark in marks_of(item.path, getattr(item, "originalname", item.name)):
             item.add_marker(mark)
+    if config.getoption("plan") is not None:
+        others = [item for item in items if "runs" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+    items[:] = by_length(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | None:
+    """`--dist load` and the like stay what they are."""
+    if config.option.dist != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return Groups(config, log)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 MARKS: Mapping[str, frozenset[str]] = {
-    "processes": frozenset({"subprocess", "Popen", "multiprocessing", "runpy", "NotebookClient"}),
+    "processes": frozenset({"subprocess", "Popen", "runpy", "NotebookClient"}),
     "compiles": frozenset(
         {
             "jit",
             "shard_map",
             "build_program",
             "train_step",
-            "try_plans",
             "find_plans",
             "search",
             "simulate",
@@ -32,6 +31,7 @@ MARKS: Mapping[str, frozenset[str]] = {
             "run_all",
             "run_trial",
             "time_reference_steps",
+            "profile_hardware",
         }
     ),
 }
@@ -96,6 +96,7 @@ def marks_of(path: Path, test: str) -> list[str]:
     return [mark for mark, slow in MARKS.items() if names & slow]
 
 
+@cache
 def _of(path: Path, name: str) -> frozenset[str]:
     for place in (path, path.parent / "conftest.py", TESTS / "conftest.py"):
         if place.exists() and name in (there := definitions(place)):

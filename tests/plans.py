@@ -87,6 +87,15 @@ class PlanCase:
             ]
         )
 
+    @classmethod
+    def parse(cls, text: str) -> "PlanCase":
+        """The case that `str` writes so: a mesh, then `name=value` of ParallelConfig's fields."""
+        mesh, *settings = text.split()
+        pairs = (setting.partition("=") for setting in settings)
+        return cls(
+            mesh, tuple((f"parallel.{name}", value.replace("+", ",")) for name, _, value in pairs)
+        )
+
     @property
     def axes(self) -> AxisSizes:
         return AxisSizes.parse(self.mesh)

@@ -42,6 +42,8 @@ LEVELS = [
     "report",
     "run",
     "inference",
+    "cli",
+    "__main__",
 ]
 """Lowest first. The order is that of the data: what is asked and what is there, the plan, the step,
 the run, the controller."""

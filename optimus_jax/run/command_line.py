@@ -7,6 +7,7 @@ frameworks are accepted as aliases if they mean the same, otherwise the error sa
 """
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,7 @@ class Parser(argparse.ArgumentParser):
             "formatter_class",
             lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118),
         )
+        options.setdefault("prog", os.path.basename(sys.argv[0]))  # -m would change it
         super().__init__(allow_abbrev=False, **options)
         for name in (None, "store"):
             self.register("action", name, _SingleValue)

@@ -120,24 +120,28 @@ def fastest_in_trials(
     Raises:
       PlanError: plans were tried, and none could run.
     """
+    steps: dict[Plan, CompiledStep | None] = {}  # of the newest trial and the fastest before it
+    times_s: dict[Plan, float] = {}
 
-    steps: dict[Plan, CompiledStep | None] = {}  # steps of slower plans are freed on return
-
-    def run_one(plan: Plan) -> Trial:
+    def run_one(plan: Plan, fastest: Plan | None) -> Trial:
+        for slower in steps.keys() - {fastest}:
+            del steps[slower]  # frees its memory
         display.message(f"trying {plan.describe()}")
         trial = run_trial(
             config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device
         )
         steps[plan] = trial.step
-        return trial
+        return replace(trial, step=None)
 
     if jax.process_index() > 0:
         followed = _follow_process_0(choice, run_one)
         return followed, steps.get(followed.plan)
 
     def run_on_all(plan: Plan) -> Trial:
-        _broadcast(_TRY, plan.to_json())
-        trial = run_one(plan)
+        fastest = min(times_s, key=times_s.__getitem__, default=None)
+        _broadcast(_TRY, json.dumps([plan.to_json(), fastest and fastest.to_json()]))
+        trial = run_one(plan, fastest)
+        times_s[plan] = trial.step_time_s
         if local_cluster is not None:
             local_cluster.remember(config, plan, trial.step_time_s)
         return trial
@@ -152,15 +156,15 @@ def fastest_in_trials(
 
 
 _TRY, _KEEP, _FAIL = "try", "keep", "fail"
-"""Kinds of messages that process 0 broadcasts: a plan to try, the chosen plan with its reason, or
-an error."""
+"""Kinds of messages that process 0 broadcasts: a plan to try with the fastest before it, the chosen
+plan with its reason, or an error."""
 
 
 def _broadcast(kind: str, content: str) -> None:
     broadcast_from_0(json.dumps([kind, content]))
 
 
-def _follow_process_0(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
+def _follow_process_0(choice: Choice, run_one: Callable[[Plan, Plan | None], Trial]) -> Choice:
     """Try the plans that process 0 broadcasts, and return the choice that it broadcasts last."""
     while True:
         kind, content = json.loads(broadcast_from_0(""))
@@ -169,8 +173,9 @@ def _follow_process_0(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choic
         if kind == _KEEP:
             plan, why = json.loads(content)
             return replace(choice, plan=Plan.from_json(plan), why=why)
+        plan, fastest = json.loads(content)
         with suppress(PlanError):  # process 0 has the same error
-            run_one(Plan.from_json(content))
+            run_one(Plan.from_json(plan), fastest and Plan.from_json(fastest))
 
 
 def _try_plans(

@@ -18,13 +18,13 @@ import contextlib
 import json
 import shutil
 import time
-import typing
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
+from optimus_jax.run_directory.contents import EVENTS, EventName
 from optimus_jax.run_directory.files import (
     append,
     complete_lines,
@@ -42,21 +42,6 @@ from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.system.paths import local_path
 
 T = TypeVar("T")
-
-EventName = Literal[
-    "start",
-    "plan",
-    "compile",
-    "checkpoint",
-    "decision",
-    "remesh",
-    "rollback",
-    "fault",
-    "resume",
-    "end",
-    "eval",
-    "phase",
-]
 
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
@@ -405,7 +390,7 @@ class RunDirectory:
           step: last finished step, 0 before the first.
           fields: more about it, in values that JSON knows.
         """
-        assert event in typing.get_args(EventName), event
+        assert event in EVENTS, event
         assert "time_s" not in fields, (
             "time_s is when the event happened; call a duration by what it measures"
         )

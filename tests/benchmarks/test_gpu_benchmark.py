@@ -478,6 +478,7 @@ def test_a_kernel_of_cudnns_is_found_in_a_compiled_step(scripts):
     }
 
 
+@pytest.mark.slow  # imports PyTorch
 @pytest.mark.parametrize(
     ("kernels", "kind"),
     [

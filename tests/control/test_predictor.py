@@ -52,6 +52,7 @@ def after(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_plans", [1, 2, 4])
 def test_nine_in_ten_intervals_cover_what_they_say(num_plans):
     """Rates 15% off, links 30%, terms by a tenth, over 240 truths: between 85 and 95 in a
@@ -67,6 +68,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(values)).astype(float)
 
 
+@pytest.mark.slow
 def test_intervals_widen_where_the_cost_model_is_seen_to_fit_badly(monkeypatch):
     """Every plan off by an eighth of its own, as on virtual devices: what was measured says so."""
 
@@ -83,6 +85,7 @@ def test_intervals_widen_where_the_cost_model_is_seen_to_fit_badly(monkeypatch):
     assert learnt > inside() + 0.1
 
 
+@pytest.mark.slow
 def test_it_beats_the_cost_model_alone():
     """Ablation over the same truths: what was not measured is missed by less than half as much, and
     is ranked better.

@@ -22,10 +22,10 @@ import pytest  # noqa: E402
 from small_runs import TINY, AtOnce, Scripted, switch_at  # noqa: E402
 
 import optimus_jax  # noqa: E402
+from optimus_jax.config.axes import AxisSizes  # noqa: E402
 from optimus_jax.config.request import make_config  # noqa: E402
 from optimus_jax.control import assembly, coordinator  # noqa: E402
 from optimus_jax.control.canary import judge  # noqa: E402
-from optimus_jax.mesh.axes import AxisSizes  # noqa: E402
 from optimus_jax.planning.cost.rates import Rates  # noqa: E402
 from optimus_jax.planning.local_cluster import LocalCluster  # noqa: E402
 from optimus_jax.planning.profiles.cluster import Cluster  # noqa: E402

@@ -61,6 +61,7 @@ def test_every_layout_is_legal_and_there_only_once(num_devices):
     assert len(set(found)) == len(found) > 0
 
 
+@pytest.mark.slow
 def test_what_a_person_may_type_is_among_them():
     """All meshes, ZeRO stages, rules, schedules and microbatches by brute force, but for those that
     the module leaves out.

@@ -4,11 +4,10 @@ this process.
 
 import contextlib
 import copy
-import importlib.util
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report.sample_run import PLAN, write_run
 
+from optimus_jax.cli.main import COMMANDS
 from optimus_jax.config import Config
 from optimus_jax.config.aliases import ADVICE, ALIASES
 from optimus_jax.config.axes import AxisSizes
@@ -38,7 +38,6 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.simulation.replay import recorded
 from optimus_jax.simulation.scenarios import Scenario, library
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 HERE = Topology(
     num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=2**34
 )
@@ -289,15 +288,6 @@ def test_a_run_directory(seed, tmp_path_factory, run_files):
             read(path)
 
 
-def parser_of(name):
-    spec = importlib.util.spec_from_file_location(f"border_{name}", SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.parser()
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -320,7 +310,7 @@ def test_a_table_of_gigabytes_is_refused():
         make_schedule("1f1b", 8, 10**9)
 
 
-PARSERS = {path.stem: parser_of(path.stem) for path in SCRIPTS.glob("*.py")}
+PARSERS = {name: import_module(f"optimus_jax.cli.{name}").parser() for name in COMMANDS}
 WORDS = [*ALIASES, *ADVICE]
 
 

@@ -2,7 +2,7 @@
 answered in words. Streams that are closed or full.
 """
 
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import optimus_jax
+from optimus_jax.cli.main import COMMANDS
 from optimus_jax.config import Config, aliases
 from optimus_jax.config.aliases import (
     ADVICE,
@@ -37,15 +38,10 @@ SCRIPTS = {path.stem: path for path in (Path(__file__).parents[2] / "scripts").g
 
 
 def module_of(script):
-    spec = importlib.util.spec_from_file_location(f"script_{script}", SCRIPTS[script])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"optimus_jax.cli.{script}")
 
 
-PARSERS = {script: module_of(script).parser for script in SCRIPTS}
+PARSERS = {script: module_of(script).parser for script in COMMANDS}
 TRAIN_FLAGS = PARSERS["train"]().flags()
 
 
@@ -391,7 +387,7 @@ def test_so_it_is_in_python_and_in_json(tmp_path):
 # Scripts.
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", COMMANDS)
 def test_mistakes_in_flags_are_of_one_form(script):
     message = refused(PARSERS[script](), "--no-such-flag", "3")
     assert message.startswith(

@@ -1,9 +1,9 @@
 """No entrance takes `~` or a URL literally, so that no directory called `gs:` is ever made."""
 
 import argparse
-import importlib.util
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -21,7 +21,6 @@ from optimus_jax.run.command_line import run
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.paths import path_argument
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 LITERAL = (
     "gs:/b/x",
     "hf://b/x",
@@ -49,10 +48,8 @@ def home(monkeypatch, tmp_path):
 
 def script(name, *arguments, monkeypatch):
     """The exit code of a script, run in this process."""
-    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    module = import_module(f"optimus_jax.cli.{name}")
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    spec.loader.exec_module(module)
     for stream in ("stdout", "stderr"):  # put back when the test ends
         monkeypatch.setattr(sys, stream, getattr(sys, stream))
     return run(module.main)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from simulated import PRICING, Told, run, scenario, setup_of
 
+from optimus_jax.cli.simulate import with_cluster
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.errors import ConfigError, PlanError
@@ -292,12 +293,9 @@ def test_a_run_on_virtual_devices_is_replayed_on_as_many_of_them(tmp_path):
     record(run_dir, [0.5] * 20, [plan.digest] * 20)
     (run_dir / "config.json").write_text(config.to_json())
     (run_dir / "plan.json").write_text(plan.to_json())
-    script = loaded(SCRIPT)
-    assert script.with_cluster({}, recorded(run_dir)) == {"cluster": "here", "cpu_devices": 4}
-    assert script.with_cluster({"cluster": "h100:1x4"}, recorded(run_dir)) == {
-        "cluster": "h100:1x4"
-    }
-    assert script.with_cluster({}, None) == {"cluster": "h100:8x8"}
+    assert with_cluster({}, recorded(run_dir)) == {"cluster": "here", "cpu_devices": 4}
+    assert with_cluster({"cluster": "h100:1x4"}, recorded(run_dir)) == {"cluster": "h100:1x4"}
+    assert with_cluster({}, None) == {"cluster": "h100:8x8"}
     ran = simulate(
         "--replay", run_dir, "--seeds", 1, "--policy", "auto", "--json", "--cluster", "h100:1x4"
     )

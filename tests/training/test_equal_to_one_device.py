@@ -60,11 +60,22 @@ def one_device(model: ModelConfig, *settings: tuple[str, Any]) -> Run:
     return run_case(model, plans.ONE_DEVICE, dict(settings))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(name, case) for name in plans.MODELS for case in plans.PLANS],
-    ids=lambda param: f"{param[0]} {param[1]}",
-)
+def pytest_generate_tests(metafunc):
+    """Every plan of the list with both models, or those that `make parity` asks for."""
+    if "runs" not in metafunc.fixturenames:
+        return
+    asked, model = metafunc.config.getoption("plan"), metafunc.config.getoption("model")
+    cases = plans.PLANS if asked is None else [plans.PlanCase.parse(asked)]
+    metafunc.parametrize(
+        "runs",
+        [(name, case) for name in plans.MODELS if model in (None, name) for case in cases],
+        indirect=True,
+        scope="module",
+        ids=lambda param: f"{param[0]} {param[1]}",
+    )
+
+
+@pytest.fixture(scope="module")
 def runs(request):
     """A plan's run, and one device's."""
     name, case = request.param

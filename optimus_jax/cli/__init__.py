@@ -1,0 +1,1 @@
+"""Commands: `optimus train`, `optimus plan` and the others."""

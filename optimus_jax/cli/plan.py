@@ -1,0 +1,483 @@
+"""Rank the layouts of a model on a cluster.
+
+`optimus plan --model llama3-8b --cluster h100:8x8`
+"""
+
+import json
+import sys
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from optimus_jax.config.presets import PRESETS
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.system.environment import import_jax
+
+if TYPE_CHECKING:
+    from optimus_jax.planning.ahead_of_time.compile_check import CompileReport
+    from optimus_jax.planning.api import Found, RankedPlan
+    from optimus_jax.planning.local_cluster import LocalCluster
+
+WIDE = 160
+"""Columns of a table that goes into a file."""
+HERE = "here"
+SAID_BY_FLAGS = (
+    "parallel.mesh",
+    "parallel.microbatches",
+    "parallel.remat",
+    "parallel.zero",
+    "parallel.schedule",
+    "parallel.repeats",
+    "parallel.stage_residuals",
+    "parallel.send_slack",
+    "parallel.offload",
+    "precision.compute",
+    "data.seq_len",
+    "data.global_batch",
+    "data.phases",
+)
+"""Settings that a plan's own flags give."""
+
+
+def parser() -> Parser:
+    """Every flag; only those given on the command line appear in the parsed result, but for the
+    first few.
+    """
+    flags = Parser(
+        description=(
+            "Rank all layouts of a model on a cluster, which need not be there. Times and bytes are"
+            " predictions."
+        ),
+        argument_default=SUPPRESS,
+        words={"top": "top_k num_plans", "cluster": "hardware topology"},
+    )
+    flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
+    flags.add_argument(
+        "--cluster",
+        metavar="NAME:HOSTSxDEVICES",
+        default=HERE,
+        help=(
+            "such as h100:8x8, or a100:4 for one host (default: the devices that are here, measured"
+            " once)"
+        ),
+    )
+    flags.add_argument(
+        "--without",
+        type=int,
+        metavar="N",
+        help="plan without N of its hosts, or of its devices if it is one host",
+    )
+    flags.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="NAME=SPEED",
+        help="another speed: inside=300GB/s, between=400Gb/s,5us or host=50GB/s",
+    )
+    flags.add_argument(
+        "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
+    )
+    flags.add_argument(
+        "--global-batch", metavar="N", help="examples per step, all devices (default: 8 for each)"
+    )
+    flags.add_argument(
+        "--phases",
+        metavar="LIST",
+        help="other batches later, as scripts/train.py has them: what plan 1 becomes in each",
+    )
+    flags.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="f32, bf16, f16 (default: bf16, f16 on GPUs without it, f32 on a CPU)",
+    )
+    flags.add_argument(
+        "--mesh", metavar="SIZES", help="only this one: data=2,pipe=4 (default: all)"
+    )
+    flags.add_argument("--schedule", metavar="NAME", help="only this one (default: all)")
+    flags.add_argument(
+        "--microbatches", metavar="N", help="only this number (default: all that divide the batch)"
+    )
+    flags.add_argument(
+        "--remat", metavar="NAME", help="only this one (default: the least recomputing that fits)"
+    )
+    flags.add_argument("--zero", metavar="N", help="only this stage (default: all)")
+    flags.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run"
+    )
+    flags.add_argument(
+        "--top", type=int, default=10, metavar="N", help="plans to show (default: 10)"
+    )
+    flags.add_argument(
+        "--explain",
+        type=int,
+        metavar="RANK",
+        help="show what the time and memory of this plan consist of",
+    )
+    flags.add_argument(
+        "--rejected",
+        action="store_true",
+        default=False,
+        help="list what is not legal or does not fit, and why",
+    )
+    flags.add_argument(
+        "--compile",
+        action="store_true",
+        default=False,
+        help="compile the plans for the cluster's GPUs (extra plan-gpu)",
+    )
+    flags.add_argument(
+        "--profile",
+        action="store_true",
+        default=False,
+        help="measure the devices that are here again",
+    )
+    flags.add_argument(
+        "--cpu-devices", metavar="N", type=int, default=None, help="virtual devices of a CPU"
+    )
+    flags.add_argument(
+        "--json", action="store_true", default=False, help="print JSON, best plan first"
+    )
+    return flags
+
+
+def overrides(given: dict) -> dict:
+    """Settings from parsed flags, by their dotted names."""
+    return settings(given, leave=("cpu_devices",))
+
+
+def find(given: dict) -> "Found":
+    """Search as the flags say."""
+    # After parsing: --help need not wait for JAX.
+    import_jax()
+    from optimus_jax.planning.api import look_for_plans
+
+    if given["top"] < 1 or not 1 <= given.get("explain", 1) <= given["top"]:
+        raise ConfigError(
+            explain(
+                "ranks count from 1 to --top",
+                given=f"--top {given['top']}, --explain {given.get('explain', 1)}",
+                do="give a rank that is shown",
+            )
+        )
+    if given["json"] and ("explain" in given or given["rejected"]):
+        raise ConfigError(
+            explain(
+                "--json prints every plan with all of its terms",
+                given="--json with --explain or --rejected",
+                do="leave one of them out",
+            )
+        )
+    asked = {
+        "top": given["top"],
+        "links": given["link"],
+        "overrides": overrides(given),
+        "progress": show_pricing if sys.stderr.isatty() else None,
+    }
+    if given["cluster"] == HERE:
+        if "without" in given:
+            raise ConfigError(
+                explain(
+                    "devices that are here are left out where the run starts",
+                    given=f"--without {given['without']}",
+                    do=(
+                        "name a cluster with --cluster, or hide devices: --cpu-devices N,"
+                        " CUDA_VISIBLE_DEVICES"
+                    ),
+                )
+            )
+        here = measured_here(given)
+        return look_for_plans(
+            given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked
+        )
+    if given["profile"] or given["cpu_devices"] is not None:
+        raise ConfigError(
+            explain(
+                "only devices that are here can be measured",
+                given=f"--cluster {given['cluster']}",
+                do="leave out --cluster, or --profile and --cpu-devices",
+            )
+        )
+    return look_for_plans(given["model"], given["cluster"], without=given.get("without"), **asked)
+
+
+def measured_here(given: dict) -> "LocalCluster":
+    """The cluster that is here and how fast it is."""
+    from optimus_jax.devices.backend import warning_of_cpu
+    from optimus_jax.devices.cpu import use_cpu_devices
+    from optimus_jax.mesh.build import discover
+    from optimus_jax.planning.api import config_for
+    from optimus_jax.planning.local_cluster import measure_devices
+    from optimus_jax.planning.profiles.cluster import Cluster
+
+    if given["cpu_devices"] is not None:
+        if given["cpu_devices"] < 1:
+            raise ConfigError(
+                explain(
+                    "there is at least one device",
+                    given=f"--cpu-devices {given['cpu_devices']}",
+                    do="give 1 or more",
+                )
+            )
+        use_cpu_devices(given["cpu_devices"])
+    topology = discover()
+    if (warning := warning_of_cpu()) is not None:
+        print(warning, file=sys.stderr, flush=True)
+    # what is wrong is said before minutes of measuring
+    config_for(given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given))
+    return measure_devices(
+        topology, refresh=given["profile"], progress=show_progress if sys.stderr.isatty() else None
+    )
+
+
+def show_progress(text: str, share: float) -> None:
+    """One line on the terminal, written over."""
+    print(
+        f"\r\x1b[Kmeasuring this machine: {share:4.0%} {text}"[:100],
+        end="" if share < 1 else "\n",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def show_pricing(text: str) -> None:
+    """Likewise; the next thing that is printed begins over it."""
+    print(f"\r\x1b[K{text}"[:100], end="\r", file=sys.stderr, flush=True)
+
+
+def compiled(found: "Found") -> "list[CompileReport | None]":
+    """A report for each plan; None where compiling was not asked for."""
+    from optimus_jax.planning.ahead_of_time.compile_check import check
+
+    reports: list[CompileReport | None] = []
+    for ranked in found.plans:
+        print(f"compiling plan {ranked.rank} of {len(found.plans)}", file=sys.stderr, flush=True)
+        reports.append(check(found.config, ranked.plan, found.cluster))
+    return reports
+
+
+def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]") -> None:
+    """The ranking as a table, and what it is a ranking of."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from optimus_jax.planning.search.explain import flags
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    config, best = found.config, found.plans[0]
+    console.print(
+        f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens,"
+        f" {best.plan.precision}, on {found.cluster}",
+        highlight=False,
+    )
+    console.print(
+        f"{found.num_priced} legal layouts priced; predicted, not measured; rates:"
+        f" {found.rates.source}",
+        highlight=False,
+    )
+    table = Table(show_lines=False, pad_edge=False)
+    for name in (
+        "",
+        "mesh",
+        "schedule",
+        "m",
+        "remat",
+        "zero",
+        "step",
+        "90% within",
+        "tokens/s",
+        "MFU",
+        "GiB",
+        "bubble",
+        "comm.",
+        "why",
+    ):
+        table.add_column(
+            name,
+            justify="left" if name in ("mesh", "schedule", "remat", "why") else "right",
+            overflow="fold",
+        )
+    if any(reports):
+        table.add_column("compiled GiB")
+        from optimus_jax.planning.ahead_of_time.compile_check import CAVEATS
+
+        console.print(f"compiled, not run: {'; '.join(CAVEATS)}", highlight=False)
+    for ranked, report in zip(found.plans, reports, strict=True):
+        table.add_row(
+            *cells(ranked),
+            *(
+                [f"{report.total_bytes / 2**30:.1f} {'fits' if report.fits else 'TOO MUCH'}"]
+                if report
+                else []
+            ),
+        )
+    console.print(table)
+    if found.cluster.num_hosts > 1:
+        console.print(
+            f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False
+        )
+    for later in found.later:
+        console.print(f"later: {later.describe()}", highlight=False, soft_wrap=True)
+    show_divisibility(found)
+    device = (
+        f" --precision {best.plan.precision} --seq-len {config.seq_len} --global-batch"
+        f" {config.data.global_batch}"
+    )
+    device += f" --phases {','.join(map(str, config.data.phases))}" if config.data.phases else ""
+    said = flags(best.plan)
+    # what is fixed is fixed in every phase
+    if any(later.plan != best.plan for later in found.later):
+        from optimus_jax.config.request import typed
+
+        layout = {
+            name: value
+            for name, value in overrides(given).items()
+            if name in SAID_BY_FLAGS and name.startswith("parallel.")
+        }
+        console.print(
+            "later phases need another layout than plan 1, so the run is left to choose what was"
+            " not given:",
+            highlight=False,
+        )
+        said = typed({"parallel.mesh": "auto"} | layout)
+    further = settings({"set": given["set"]}, note=lambda _: None)
+    others = "".join(
+        f" --set {name}={value}"
+        for name, value in further.items()
+        if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said
+    )
+    console.print(
+        f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def show_divisibility(found: "Found") -> None:
+    """What was lost with devices that are left out, and which numbers near those given divide
+    better.
+    """
+    said, batch = found.divisibility, found.config.data.global_batch
+    if found.lost is not None:
+        print(found.lost.describe())
+    if said.is_worth_saying:
+        print(f"note: {'; '.join(said.reasons)}.")
+        for other in said.batches:
+            print(
+                f"  --global-batch {other.global_batch} ({other.global_batch / batch - 1:+.1%}):"
+                f" {other.describe()}"
+            )
+        if said.no_batch is not None:
+            print(f"  {said.no_batch}")
+        for other in said.clusters:
+            print(
+                f"  the same batch on {other.num_devices:,} devices,"
+                f" {found.cluster.num_devices - other.num_devices:,} left idle: {other.describe()}"
+            )
+
+
+def cells(ranked: "RankedPlan") -> list[str]:
+    """A row of the table."""
+    from optimus_jax.planning.search.explain import seconds, whole_over_tensor
+
+    plan, prediction = ranked.plan, ranked.prediction
+    pipeline = plan.pipeline
+    schedule = (
+        ""
+        if pipeline is None
+        else pipeline.schedule + (f" x{pipeline.repeats}" if pipeline.repeats > 1 else "")
+    )
+    whole = "".join(f", {name} whole" for name in whole_over_tensor(plan))
+    remat = (
+        plan.remat
+        + ("" if pipeline is None or pipeline.keep_residuals else ", stage")
+        + ("" if plan.offload == "none" else f", {plan.offload} on host")
+    )
+    return [
+        str(ranked.rank),
+        f"{plan.axes}{whole}",
+        schedule,
+        str(plan.microbatches),
+        remat,
+        str(plan.zero),
+        seconds(prediction.step_time_s),
+        f"{seconds(prediction.low_s)} - {seconds(prediction.high_s)}",
+        f"{prediction.tokens_per_s:,.0f}",
+        "?" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+        f"{ranked.memory_bytes / 2**30:.1f}",
+        f"{prediction.bubble:.1%}",
+        f"{prediction.communication:.1%}",
+        ranked.why,
+    ]
+
+
+def show_terms(ranked: "RankedPlan") -> None:
+    """What a plan's time and memory consist of."""
+    import dataclasses
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from optimus_jax.planning.search.explain import gib, term_rows
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    table = Table(
+        "term",
+        "time",
+        "share",
+        "how",
+        title=f"plan {ranked.rank}: {ranked.plan.describe()}",
+        title_justify="left",
+    )
+    for row in term_rows(ranked.prediction):
+        table.add_row(*row)
+    console.print(table)
+    memory = Table("memory of a device", "")
+    for name, num_bytes in dataclasses.asdict(ranked.memory).items():
+        memory.add_row(name, gib(num_bytes))
+    memory.add_row("together", gib(ranked.memory_bytes))
+    console.print(memory)
+
+
+def main() -> None:
+    given = parser().read()
+    found = find(given)
+    if given.get("explain", 1) > len(found.plans):
+        raise ConfigError(
+            explain(
+                "there are not so many plans",
+                given=f"--explain {given['explain']}, {len(found.plans)} found",
+                do=f"give a rank from 1 to {len(found.plans)}",
+            )
+        )
+    reports = compiled(found) if given["compile"] else [None] * len(found.plans)
+    if given["json"]:
+        print(
+            json.dumps(
+                [
+                    ranked.as_json()
+                    | (
+                        {"compiled_bytes": report.total_bytes, "compiled_fits": report.fits}
+                        if report
+                        else {}
+                    )
+                    for ranked, report in zip(found.plans, reports, strict=True)
+                ],
+                indent=2,
+            )
+        )
+        return
+    show(given, found, reports)
+    if (rank := given.get("explain")) is not None:
+        show_terms(found.plans[rank - 1])
+    if given["rejected"]:
+        for rejection in found.rejections:
+            print(f"not {rejection.layouts}: {rejection.reason}")
+        print(
+            f"of the {found.num_priced} legal layouts, those slower than the plans above were not"
+            " asked whether they fit"
+        )

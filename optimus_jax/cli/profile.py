@@ -1,0 +1,81 @@
+"""What a model and a data set consist of.
+
+`optimus profile --model llama3-8b --data 'corpus/*.txt'`
+"""
+
+import json
+
+from optimus_jax.config.presets import PRESETS
+from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.system.environment import import_jax
+
+
+def parser() -> Parser:
+    """Every flag."""
+    flags = Parser(
+        description=(
+            "Count what a model's step consists of (parameters, FLOPs, activations by kind of"
+            " layer), and what a data set holds (documents, packing, batches that make sense)."
+            " Needs no accelerator."
+        )
+    )
+    flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
+    flags.add_argument(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="files, globs, folders, URLs or stdlib (default: no data)",
+    )
+    flags.add_argument(
+        "--tokenizer", metavar="PATH", help="bytes, or a tokenizer.json (default: bytes)"
+    )
+    flags.add_argument(
+        "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
+    )
+    flags.add_argument("--global-batch", metavar="N", help="examples per step (default: 16)")
+    flags.add_argument("--steps", metavar="N", help="of the run (default: 300)")
+    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: f32)")
+    flags.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run"
+    )
+    flags.add_argument("--json", action="store_true", help="print JSON")
+    return flags
+
+
+def main() -> None:
+    given = parser().read()
+    # After parsing: --help need not wait for JAX.
+    import_jax()
+    from optimus_jax.config.request import make_config
+    from optimus_jax.data.dataset import load_data
+    from optimus_jax.planning.profiles.data_profile import profile_data
+    from optimus_jax.planning.profiles.model_profile import profile_model
+
+    config = make_config(given["model"], settings(given))
+    precision = "f32" if config.precision.compute == "auto" else config.precision.compute
+    kernel = "xla" if config.parallel.attention == "auto" else config.parallel.attention
+    model = profile_model(config.model, seq_len=config.seq_len, precision=precision, kernel=kernel)
+    data = None
+    if given["data"]:
+        stream = load_data(
+            config.data,
+            seq_len=config.seq_len,
+            vocab_size=config.model.vocab_size,
+            model_name=config.model.name,
+        ).train
+        data = profile_data(
+            stream, seq_len=config.seq_len, respect_documents=config.data.respect_documents
+        )
+    if given["json"]:
+        print(
+            json.dumps(
+                {"model": json.loads(model.to_json()), "data": data and json.loads(data.to_json())},
+                indent=2,
+            )
+        )
+        return
+    print(model.describe(), end="")
+    if data is not None:
+        print(f"\n{data.describe()}", end="")
+        for warning in data.warnings(global_batch=config.data.global_batch, steps=config.steps):
+            print(f"note: {warning}")

@@ -1,0 +1,354 @@
+"""Try the controller on a simulated cluster.
+
+`optimus simulate --scenario link-quarter --cluster h100:8x8 --model gpt2-xl`
+"""
+
+import json
+import os
+import sys
+from argparse import SUPPRESS
+from typing import TYPE_CHECKING
+
+from optimus_jax.config.presets import PRESETS
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.system.environment import import_jax
+
+if TYPE_CHECKING:
+    from optimus_jax.planning.cost.rates import Rates
+    from optimus_jax.planning.learning.calibrate import Calibration
+    from optimus_jax.planning.profiles.cluster import Cluster
+    from optimus_jax.simulation.comparison import Estimate, Row
+    from optimus_jax.simulation.outcome import Outcome
+    from optimus_jax.simulation.replay import Recording
+    from optimus_jax.simulation.scenarios import Scenario
+    from optimus_jax.simulation.setup import Setup
+
+WIDE = 160
+"""Columns of a table that goes into a file."""
+HERE = "here"
+"""The devices that are here, measured."""
+CLUSTER = "h100:8x8"
+"""Unless another is named, or a recorded run tells."""
+
+
+def parser() -> Parser:
+    """Every flag; only those given on the command line appear in the parsed result, but for the
+    first few.
+    """
+    flags = Parser(
+        description=(
+            "Try the controller, and other ways to steer a run, on a simulated cluster. All figures"
+            " are simulated."
+        ),
+        argument_default=SUPPRESS,
+    )
+    flags.add_argument(
+        "--scenario",
+        metavar="NAME|FILE.json",
+        default="link-quarter",
+        help="what happens (default: link-quarter; --list names all)",
+    )
+    flags.add_argument(
+        "--model",
+        metavar="NAME",
+        default="gpt2-xl",
+        help=", ".join(PRESETS) + " (default: gpt2-xl)",
+    )
+    flags.add_argument(
+        "--cluster",
+        metavar="NAME:HOSTSxDEVICES",
+        help=(
+            "up to 1,024 devices, or here (default: h100:8x8, or here to replay a run on virtual"
+            " devices)"
+        ),
+    )
+    flags.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="NAME=SPEED",
+        help="another speed: inside=300GB/s or between=400Gb/s,5us",
+    )
+    flags.add_argument(
+        "--seq-len",
+        metavar="N",
+        help="tokens per example (default: the scenario's, or the model's, at most 1024)",
+    )
+    flags.add_argument(
+        "--global-batch",
+        metavar="N",
+        help="examples per step, all devices (default: the scenario's, or 8 for each)",
+    )
+    flags.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="f32, bf16, f16 (default: bf16, f16 on GPUs without it, f32 on a CPU)",
+    )
+    flags.add_argument(
+        "--cpu-devices",
+        metavar="N",
+        type=int,
+        help="with --cluster here: virtual devices of a CPU (default: the replayed run's)",
+    )
+    flags.add_argument(
+        "--seeds", type=int, default=10, metavar="N", help="truths to draw (default: 10)"
+    )
+    flags.add_argument(
+        "--policy",
+        metavar="NAME",
+        action="append",
+        help="only these ways to steer; may be given several times (default: all)",
+    )
+    flags.add_argument(
+        "--replay", metavar="RUN_DIR", help="replay what a real run met, instead of a scenario"
+    )
+    flags.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other setting of a run, such as controller.min_gain=0.1",
+    )
+    flags.add_argument("--list", action="store_true", default=False, help="name all scenarios")
+    flags.add_argument(
+        "--show",
+        action="store_true",
+        default=False,
+        help="print the scenario as JSON, every field, to change it",
+    )
+    flags.add_argument(
+        "--events",
+        action="store_true",
+        default=False,
+        help="print every switch of the first seed, and why",
+    )
+    flags.add_argument("--json", action="store_true", default=False, help="print JSON")
+    return flags
+
+
+def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
+    """By name, from a file, or from a recorded run."""
+    from optimus_jax.run.stored_run import run_to_read
+    from optimus_jax.simulation.replay import recorded
+    from optimus_jax.simulation.scenarios import read_scenario, scenario_named
+
+    if "replay" in given:
+        recording = recorded(
+            run_to_read(given["replay"], what="--replay", checkpoint="none", say=note)
+        )
+        return recording.scenario, recording
+    name = given["scenario"]
+    return (
+        read_scenario(name)
+        if name.endswith(".json") or os.path.isfile(name)
+        else scenario_named(name)
+    ), None
+
+
+def note(text: str) -> None:
+    """What is under way."""
+    print(text, file=sys.stderr)
+
+
+def with_cluster(given: dict, recording: "Recording | None") -> dict:
+    """What was typed, and where nothing was: a recorded run on virtual devices is replayed on as
+    many of them.
+    """
+    virtual = None if recording is None else recording.config.cpu_devices
+    given = {"cluster": CLUSTER if virtual is None else HERE} | given
+    return (
+        given if virtual is None or given["cluster"] != HERE else {"cpu_devices": virtual} | given
+    )
+
+
+def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -> "Setup":
+    """The scenario for this model, or for a recorded run's, on this cluster."""
+    from optimus_jax.config.request import make_config
+    from optimus_jax.planning.search.search import Pricing
+    from optimus_jax.simulation.setup import Setup
+
+    cluster, rates, calibration = hardware(given)
+    overrides = ({} if recording else {"data.global_batch": 8 * cluster.num_devices}) | settings(
+        given, leave=("cpu_devices",)
+    )
+    # What is typed counts more than what the scenario says of its first phase.
+    import dataclasses
+
+    said = {name: None for name in ("seq_len", "global_batch") if name in given}
+    config = (
+        make_config(given["model"], overrides)
+        if recording is None
+        else recording.config.with_values(overrides)
+    )
+    return Setup.of(
+        dataclasses.replace(scenario, **said),
+        Pricing(config, cluster, rates, calibration),
+        start=recording and recording.start,
+    )
+
+
+def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
+    """The cluster, and what is known of it."""
+    from optimus_jax.planning.cost.rates import Rates
+    from optimus_jax.planning.learning.calibrate import Calibration
+    from optimus_jax.planning.profiles.cluster import Cluster
+
+    if given["cluster"] != HERE:
+        cluster = Cluster.parse(given["cluster"], given["link"])
+        return cluster, Rates.of(cluster.accelerator), Calibration()
+    from optimus_jax.devices.cpu import use_cpu_devices
+    from optimus_jax.mesh.build import discover
+    from optimus_jax.planning.local_cluster import measure_devices
+
+    if "cpu_devices" in given:
+        use_cpu_devices(given["cpu_devices"])
+    here = measure_devices(discover())
+    return here.cluster, here.rates, here.calibration
+
+
+def methods_of(given: dict) -> tuple[str, ...]:
+    """Those asked for, with what they are compared with."""
+    from optimus_jax.errors import nearest
+    from optimus_jax.simulation.comparison import BEST_STATIC, DEFAULT_STATIC, METHODS, ORACLE, STAY
+
+    asked = given.get("policy", METHODS)
+    for name in asked:
+        if name not in METHODS:
+            raise ConfigError(
+                explain(
+                    f"unknown policy {name!r}", given=f"--policy {name}", do=nearest(name, METHODS)
+                )
+            )
+    return tuple(
+        name for name in METHODS if name in (*asked, STAY, DEFAULT_STATIC, BEST_STATIC, ORACLE)
+    )
+
+
+def show(given: dict, setup: "Setup", table_rows: "list[Row]") -> None:
+    """The table, and what it is a table of."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, scenario, told = Console(), setup.scenario, setup.told[0]
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(f"SIMULATED, not measured: {scenario.name}. {scenario.about}", highlight=False)
+    console.print(
+        f"{told.config.model.name}, {told.config.data.global_batch} x {told.config.seq_len} tokens"
+        f" at first, {setup.num_steps} steps, on {told.cluster}",
+        highlight=False,
+    )
+    first = (
+        f"tries {len(setup.tried)} plans, first {setup.start.describe()}, and starts with the"
+        " fastest"
+        if len(setup.tried) > 1
+        else f"starts with {setup.start.describe()}"
+    )
+    console.print(f"{first}; {given['seeds']} seeds, 95% intervals", highlight=False)
+    table = Table(pad_edge=False)
+    for name in (
+        "",
+        "time, s",
+        "less than default",
+        "of the oracle's gain",
+        "over best static",
+        "switches",
+        "most",
+        "taken back",
+        "restarts",
+    ):
+        table.add_column(name, justify="left" if not name else "right")
+    for row in table_rows:
+        table.add_row(
+            row.method,
+            figure(row.total_s, "{:,.0f}"),
+            figure(row.saved, "{:.1%}"),
+            figure(row.share, "{:.0%}"),
+            figure(row.regret, "{:+.1%}"),
+            f"{row.switches:.1f}",
+            str(row.most_switches),
+            f"{row.rollbacks:.1f}",
+            f"{row.restarts:.1f}",
+        )
+    console.print(table)
+
+
+def figure(value: "Estimate | None", shape: str) -> str:
+    """A figure with its interval."""
+    return (
+        ""
+        if value is None
+        else f"{shape.format(value.value)} [{shape.format(value.low)}, {shape.format(value.high)}]"
+    )
+
+
+def show_events(outcomes: "dict[str, Outcome]") -> None:
+    """What each way did in one run."""
+    for name, outcome in outcomes.items():
+        print(f"{name}: {outcome.total_s:,.0f} s")
+        for moment in outcome.moments:
+            delays = ", ".join(f"{phase} {time_s:.1f}" for phase, time_s in moment.delay_s.items())
+            print(
+                f"  {moment.time_s:8,.0f} s, step {moment.step:5d}: {moment.kind}"
+                f" {moment.plan.describe()} ({delays} s): {moment.why}"
+            )
+
+
+def main() -> None:
+    given = parser().read()
+    import_jax()  # after parsing: --help need not wait for it
+    from rich.console import Console
+    from rich.progress import track
+
+    from optimus_jax.simulation.comparison import rows, run_all
+    from optimus_jax.simulation.contenders import PooledSearch
+    from optimus_jax.simulation.scenarios import library
+    from optimus_jax.simulation.setup import check_seeds
+
+    if given["list"]:
+        for scenario in library().values():
+            print(f"{scenario.name:22} {scenario.about}")
+        return
+    scenario, recording = scenario_of(given)
+    given = with_cluster(given, recording)
+    if given["show"]:
+        print(scenario.to_json(), end="")
+        return
+    check_seeds(given["seeds"])
+    setup, methods, searcher = (
+        setup_of(given, scenario, recording),
+        methods_of(given),
+        PooledSearch(),
+    )
+    # On standard error, and on a terminal alone.
+    runs = [
+        run_all(setup, seed, searcher, methods)
+        for seed in track(
+            range(given["seeds"]), "seeds", console=Console(stderr=True), transient=True
+        )
+    ]
+    if given["json"]:
+        print(
+            json.dumps(
+                {
+                    "simulated": True,
+                    "scenario": scenario.name,
+                    "cluster": given["cluster"],
+                    "model": setup.told[0].config.model.name,
+                    "steps": setup.num_steps,
+                    "start": setup.start.describe(),
+                    "tried": [plan.describe() for plan in setup.tried],
+                    "seeds": given["seeds"],
+                    "methods": [row.as_json() for row in rows(runs)],
+                    "runs": [
+                        {name: outcome.as_json() for name, outcome in each.items()} for each in runs
+                    ],
+                },
+                indent=2,
+            )
+        )
+        return
+    show(given, setup, rows(runs))
+    if given["events"]:
+        show_events(runs[0])

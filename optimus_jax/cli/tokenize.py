@@ -1,0 +1,95 @@
+"""Tokenize text files into one .bin file, to train on without tokenizing again."""
+
+import sys
+from argparse import ArgumentDefaultsHelpFormatter
+
+from optimus_jax.config.data import BYTES
+from optimus_jax.data.left_out import LeftOut
+from optimus_jax.data.sources import read_documents
+from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
+from optimus_jax.data.tokens import write_token_file
+from optimus_jax.errors import DataError
+from optimus_jax.run.command_line import Parser
+from optimus_jax.system.paths import local_path
+
+FLAGS = {
+    "--set data.text_field=": "--text-field ",
+    "--set data.skip_bad_lines=true": "--skip-bad-lines",
+    "--set data.eos=": "--eos ",
+}
+
+
+def in_own_words(text: str) -> str:
+    """Advice about settings of a run by the flags that this script has for them."""
+    for setting, flag in FLAGS.items():
+        text = text.replace(setting, flag)
+    return text
+
+
+def parser() -> Parser:
+    """Every flag."""
+    flags = Parser(
+        description=__doc__,
+        formatter_class=ArgumentDefaultsHelpFormatter,
+        words={
+            "sources": "input inputs data files input_files train_file",
+            "out": "output output_file output_path output_prefix save_path",
+            "text_field": "text_column json_keys key",
+        },
+    )
+    flags.add_argument(
+        "sources",
+        nargs="+",
+        metavar="FILE",
+        help=(
+            "file, glob, folder, URL or `stdlib`: text, .jsonl .json .csv .parquet .arrow, also"
+            " with .gz .zst .bz2 .xz"
+        ),
+    )
+    flags.add_argument(
+        "--tokenizer", default="bytes", help="`bytes`, or path or URL of a tokenizer.json"
+    )
+    flags.add_argument("--out", required=True, help="NAME.bin to write; it must not exist")
+    flags.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help=(
+            "token that ends a document (default: as files beside the tokenizer say, else the usual"
+            " names)"
+        ),
+    )
+    flags.add_argument(
+        "--text-field",
+        default="text",
+        help="name of the text in a JSON object or of its column in a table",
+    )
+    flags.add_argument(
+        "--skip-bad-lines",
+        action="store_true",
+        help="leave out and count lines that are no document",
+    )
+    return flags
+
+
+def main() -> None:
+    given = parser().read()
+    out = local_path(given["out"], what="--out", do="write a file here, and copy it to the store")
+    left_out = LeftOut()
+    try:
+        tokenizer = load_tokenizer(given["tokenizer"], given["eos"])
+        documents = read_documents(
+            given["sources"],
+            given["text_field"],
+            skip_bad_lines=given["skip_bad_lines"],
+            left_out=left_out,
+        )
+        header = write_token_file(out, encode_documents(tokenizer, documents), tokenizer, left_out)
+    except DataError as error:
+        raise DataError(in_own_words(str(error))) from error
+    print(
+        f"{out}: {header.num_documents:,} documents, {header.num_tokens:,} tokens of {header.dtype}"
+    )
+    if given["tokenizer"] != BYTES:
+        print(f"documents end with {tokenizer.end}")
+    for note in (*left_out.notes(), *tokenizer.notes):
+        print(f"note: {note}", file=sys.stderr)

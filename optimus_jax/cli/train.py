@@ -1,0 +1,266 @@
+"""Train a model.
+
+`optimus train --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=4`
+"""
+
+import os
+import sys
+import traceback
+from argparse import SUPPRESS
+from typing import Literal, NoReturn
+
+from optimus_jax.config import Config
+from optimus_jax.config.presets import PRESETS
+from optimus_jax.errors import FaultError, OptimusError
+from optimus_jax.faults.stopping import (
+    EXIT_BROKEN,
+    EXIT_INTERRUPT,
+    EXIT_RESTART,
+    NOT_BEGUN,
+    StoppedAtOnce,
+    Terminated,
+    end_when_asked,
+    exit_code_of,
+    raise_when_asked,
+)
+from optimus_jax.run.command_line import NO_READER, Parser, settings
+from optimus_jax.system.environment import import_jax, show_every_character
+from optimus_jax.system.resilient_io import (
+    flush_with_timeout,
+    open_closed_streams,
+    patient,
+    reporting,
+)
+
+RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
+
+
+def parser() -> Parser:
+    """Every flag; only those given on the command line appear in the parsed result."""
+    default = Config()
+    flags = Parser(
+        usage=(
+            "%(prog)s --model NAME | --config FILE [flags]   or   %(prog)s --run-dir DIR --resume"
+            " [flags]"
+        ),
+        description="Train a GPT or Llama on any data x fsdp x tensor x pipe mesh.",
+        argument_default=SUPPRESS,
+    )
+    flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
+    flags.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a run's config.json, or its URL, to begin with; flags change it (default: none)",
+    )
+    flags.add_argument(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="files, globs, folders, URLs or `stdlib` (default: stdlib)",
+    )
+    flags.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help=f"`bytes`, or path or URL of a tokenizer.json (default: {default.data.tokenizer})",
+    )
+    flags.add_argument(
+        "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
+    )
+    flags.add_argument(
+        "--global-batch",
+        metavar="N",
+        help=f"examples per step, all devices (default: {default.data.global_batch})",
+    )
+    flags.add_argument(
+        "--phases",
+        metavar="LIST",
+        help="other batches later: 200:64,400:128x2048, BATCHxTOKENS after a step (default: none)",
+    )
+    flags.add_argument(
+        "--steps", metavar="N", help=f"steps of the whole run (default: {default.steps})"
+    )
+    flags.add_argument("--lr", metavar="X", help="peak learning rate (default: by model size)")
+    flags.add_argument(
+        "--mesh",
+        metavar="SIZES",
+        help=(
+            "`auto` or sizes of data, fsdp, tensor and pipe: data=2,pipe=4 (default:"
+            f" {default.parallel.mesh})"
+        ),
+    )
+    flags.add_argument(
+        "--zero", metavar="N", help="0-3: what is split over fsdp (default: 3 if fsdp > 1)"
+    )
+    flags.add_argument(
+        "--microbatches",
+        metavar="N",
+        help="parts of a step, gradients added (default: 1; with pipe=N about 4 N)",
+    )
+    flags.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help=(
+            "of pipe stages: gpipe, 1f1b, interleaved or FILE.json (default:"
+            f" {default.parallel.schedule}, which is 1f1b)"
+        ),
+    )
+    flags.add_argument(
+        "--remat",
+        metavar="NAME",
+        help=f"none, selective, dots, full (default: {default.parallel.remat})",
+    )
+    flags.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="f32, bf16, f16 (default: bf16, f16 on GPUs without it, f32 on a CPU)",
+    )
+    flags.add_argument(
+        "--control", metavar="NAME", help=f"off, advise, auto (default: {default.control})"
+    )
+    flags.add_argument(
+        "--seed", metavar="N", help=f"weights, data order, dropout (default: {default.seed})"
+    )
+    flags.add_argument(
+        "--eval-every",
+        metavar="N",
+        help=f"steps between held-out losses (default: {default.eval_every})",
+    )
+    flags.add_argument(
+        "--checkpoint-every",
+        metavar="N",
+        help=f"steps between saves (default: {default.checkpoint.every})",
+    )
+    flags.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help=(
+            "where the run is kept: a directory, or s3://, gs:// or az:// (default: new, under"
+            " runs/)"
+        ),
+    )
+    flags.add_argument(
+        "--resume",
+        nargs="?",
+        const="always",
+        choices=["always", "auto"],
+        metavar="auto",
+        help="go on with the run in --run-dir; auto: or begin it",
+    )
+    flags.add_argument(
+        "--progress",
+        metavar="NAME",
+        help=f"auto, rich, plain, none (default: {default.log.progress})",
+    )
+    flags.add_argument(
+        "--cpu-devices", metavar="N", help="virtual devices of a CPU (default: what JAX finds)"
+    )
+    flags.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens"
+    )
+    flags.add_argument("--num-processes", metavar="N", help="several processes: how many")
+    flags.add_argument("--process-id", metavar="I", help="several processes: which one this is")
+    flags.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="any other setting, such as optimizer.beta2=0.99",
+    )
+    return flags
+
+
+def main() -> int:
+    """Exit code: 0 done or stopped by Ctrl-C and saved, 1 an error that nobody has foreseen, 2 the
+    user's error, 75 stopped by SIGTERM or the like, or ended for a fault and worth restarting, 76 a
+    run that no longer learns (NaN), which would come to the same end if it were started again as it
+    was, 130 ended by Ctrl-C before the first step or, asked twice, without saving.
+    """
+    open_closed_streams()
+    show_every_character()
+    stdout = sys.stdout
+    sys.stdout, sys.stderr = reporting(stdout), patient(sys.stderr)
+    try:
+        try:  # only --help prints here, and it is a result, which a run's lines are not
+            given = parser().read()
+        finally:
+            sys.stdout.flush()
+            sys.stdout = patient(stdout)
+    except OptimusError as error:
+        flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
+        return end_in_order(exit_code_of(error))
+    except BrokenPipeError:
+        return NO_READER
+    try:
+        overrides = settings(given)
+        # After parsing: --help need not wait for JAX.
+        import_jax()
+        from optimus_jax.devices.cpu import restart_with_huge_pages
+        from optimus_jax.run.api import train
+
+        if "cpu_devices" in given:
+            restart_with_huge_pages()
+        raise_when_asked()
+        return end_in_order(
+            train(
+                given.get("model"),
+                config=given.get("config"),
+                run_dir=given.get("run_dir"),
+                resume=RESUME[given.get("resume")],
+                **overrides,
+            ).exit_code
+        )
+    except OptimusError as error:
+        if is_one_of_several() and not error.is_everyones:
+            return end_now(f"error: {told(error)}", exit_code_of(error))
+        flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
+        return end_in_order(exit_code_of(error))
+    except FaultError as error:
+        return end_now(f"fault: {told(error)}", EXIT_RESTART)
+    except Exception as error:
+        if not is_one_of_several():
+            end_in_order(EXIT_BROKEN)
+            raise
+        return end_now("".join(traceback.format_exception(error)), EXIT_BROKEN)
+    except StoppedAtOnce:
+        return end_now("stopped without saving; checkpoints from before are whole", EXIT_INTERRUPT)
+    except KeyboardInterrupt:
+        return end_now(NOT_BEGUN, EXIT_INTERRUPT)
+    except Terminated:
+        return end_now(NOT_BEGUN, EXIT_RESTART)
+
+
+def is_one_of_several() -> bool:
+    """Whether JAX connects this process to others: an orderly end of Python would wait for them."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def told(error: Exception) -> str:
+    """With what was noted about it on its way."""
+    return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def end_in_order(code: int) -> int:
+    """The exit code for Python's own end, which may wait for saves under way: from now on Ctrl-C
+    ends it, as it ends any program, and SIGTERM with this code.
+
+    Of several processes one that does not come to its end is not waited for.
+    """
+    end_when_asked(code)
+    flush_with_timeout("", after=(sys.stdout, sys.stderr))
+    if is_one_of_several():
+        from optimus_jax.cluster.distributed import leave
+
+        if not leave():
+            return end_now(
+                "this process has come to its end, and leaves without another one that has not",
+                code,
+            )
+    return code
+
+
+def end_now(text: str, code: int) -> NoReturn:
+    """Say why and end, without waiting for saves, connections and compilers under way, as an
+    orderly end of Python would.
+    """
+    flush_with_timeout(f"\n{text}\n", after=(sys.stdout, sys.stderr))
+    os._exit(code)

@@ -1,0 +1,47 @@
+"""What `make quick` leaves out, and what one worker runs together."""
+
+import re
+from pathlib import Path
+
+import plans
+import pytest
+from markers import MARKS, TESTS, marks_of
+from worker_groups import group_of
+
+
+@pytest.mark.parametrize("name", sorted(set().union(*MARKS.values())))
+def test_every_slow_name_is_in_use(name):
+    """A function that was renamed would no longer mark its tests."""
+    sources = (
+        path for path in TESTS.rglob("*.py") if path.name not in ("markers.py", "test_markers.py")
+    )
+    assert any(re.search(rf"\b{name}\b", path.read_text()) for path in sources)
+
+
+def test_marks_come_from_helpers_too(tmp_path):
+    file = tmp_path / "test_made_up.py"
+    file.write_text(
+        "import subprocess\n"
+        "def start():\n    subprocess.run(['true'])\n"
+        "def test_slow():\n    start()\n"
+        "def test_quick():\n    pass\n"
+    )
+    assert marks_of(file, "test_slow") == ["processes"]
+    assert marks_of(file, "test_quick") == []
+
+
+def test_a_plan_and_a_model_are_a_group_and_a_file_is_one():
+    parity = "tests/training/test_equal_to_one_device.py::test_gradients[gpt data=8]"
+    assert group_of(parity) == group_of(parity.replace("gradients", "loss"))
+    assert group_of(parity) != group_of(parity.replace("gpt", "llama"))
+    assert group_of("tests/test_plan.py::test_x[1]") == "tests/test_plan.py"
+    assert Path(group_of(parity).partition("[")[0]).name in {f.name for f in TESTS.rglob("*.py")}
+
+
+@pytest.mark.parametrize("case", plans.PLANS, ids=str)
+def test_the_id_of_a_plan_asks_for_it(case):
+    made, again = (
+        plans.make_plan(plans.make_config(plans.model_for(asked, "gpt"), asked))
+        for asked in (case, plans.PlanCase.parse(str(case)))
+    )
+    assert made == again

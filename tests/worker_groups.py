@@ -1,0 +1,40 @@
+"""Which tests one worker of pytest-xdist runs together: those of a file, and of the comparison with
+one device those of a plan and a model.
+
+The long groups begin first, so that no worker is left with one at the end.
+"""
+
+import pytest
+from xdist.scheduler.loadscope import LoadScopeScheduling
+
+PARITY_FILE = "test_equal_to_one_device.py"
+
+
+class Groups(LoadScopeScheduling):
+    """Gives a worker the next group when it has run its last."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def group_of(nodeid: str) -> str:
+    """The group of a test: its file, or its file and parameters."""
+    file, _, test = nodeid.partition("::")
+    _, bracket, parameters = test.partition("[")
+    return f"{file}[{parameters}" if bracket and file.endswith(PARITY_FILE) else file
+
+
+def by_length(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests in the order in which their groups should begin: files that start processes or compile,
+    the plans one by one, files of quick tests."""
+
+    def is_long(item: pytest.Item) -> bool:
+        return any(item.get_closest_marker(mark) for mark in ("processes", "compiles", "slow"))
+
+    long_files = {group_of(item.nodeid) for item in items if is_long(item)}
+
+    def rank(item: pytest.Item) -> int:
+        group = group_of(item.nodeid)
+        return 1 if PARITY_FILE in group else 0 if group in long_files else 2
+
+    return sorted(items, key=rank)
