@@ -7,10 +7,12 @@ import os
 import sys
 import traceback
 from argparse import SUPPRESS
+from collections.abc import Callable
 from typing import Literal, NoReturn
 
 from optimus_jax.config import Config
 from optimus_jax.config.presets import PRESETS
+from optimus_jax.config.request import say
 from optimus_jax.errors import FaultError, OptimusError
 from optimus_jax.faults.stopping import (
     EXIT_BROKEN,
@@ -35,10 +37,15 @@ from optimus_jax.system.resilient_io import (
 RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
 
 
-def parser() -> Parser:
-    """Every flag; only those given on the command line appear in the parsed result."""
+def parser(note: Callable[[str], None] = say) -> Parser:
+    """Every flag; only those given on the command line appear in the parsed result.
+
+    Args:
+      note: called with a message for each alias that is used.
+    """
     default = Config()
     flags = Parser(
+        note=note,
         usage=(
             "%(prog)s --model NAME | --config FILE [flags]   or   %(prog)s --run-dir DIR --resume"
             " [flags]"
@@ -178,19 +185,26 @@ def main() -> int:
     show_every_character()
     stdout = sys.stdout
     sys.stdout, sys.stderr = reporting(stdout), patient(sys.stderr)
+    notes: list[str] = []
+
+    def show_notes() -> None:
+        while notes:
+            say(notes.pop(0))
+
     try:
         try:  # only --help prints here, and it is a result, which a run's lines are not
-            given = parser().read()
+            given = parser(notes.append).read()
         finally:
             sys.stdout.flush()
             sys.stdout = patient(stdout)
     except OptimusError as error:
+        show_notes()
         flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
         return end_in_order(exit_code_of(error))
     except BrokenPipeError:
         return NO_READER
     try:
-        overrides = settings(given)
+        overrides = settings(given, note=notes.append)
         # After parsing: --help need not wait for JAX.
         import_jax()
         from optimus_jax.devices.cpu import restart_with_huge_pages
@@ -198,6 +212,7 @@ def main() -> int:
 
         if "cpu_devices" in given:
             restart_with_huge_pages()
+        show_notes()  # not before a restart, which would show them again
         raise_when_asked()
         return end_in_order(
             train(
@@ -209,6 +224,7 @@ def main() -> int:
             ).exit_code
         )
     except OptimusError as error:
+        show_notes()
         if is_one_of_several() and not error.is_everyones:
             return end_now(f"error: {told(error)}", exit_code_of(error))
         flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))

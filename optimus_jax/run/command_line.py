@@ -39,10 +39,17 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       words: flag without its dashes -> its aliases, separated by spaces as in config/aliases.py.
+      note: called with a message for each alias that is used.
       options: options of argparse.ArgumentParser.
     """
 
-    def __init__(self, *, words: Mapping[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        words: Mapping[str, str] | None = None,
+        note: Callable[[str], None] = say,
+        **options: Any,
+    ) -> None:
         options.setdefault(
             "formatter_class",
             lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118),
@@ -54,6 +61,7 @@ class Parser(argparse.ArgumentParser):
         self._words = {
             each: name for name, several in (words or {}).items() for each in several.split()
         }
+        self._note = note
         self._typed = ""
 
     def read(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -155,7 +163,7 @@ class Parser(argparse.ArgumentParser):
             if target.startswith(SET)
             else f"--{target.replace('_', '-')}"
         )
-        say(f"{name} is taken as {own}")
+        self._note(f"{name} is taken as {own}")
         return own
 
     def _takes_one(self, flag: str) -> bool:

@@ -492,3 +492,19 @@ def test_streams_of_real_processes(tmp_path):
     assert "ticks, bubble" in (tmp_path / "shown").read_text()
     assert "unknown model 'nix'" in (tmp_path / "train").read_text()
     assert not any("Traceback" in path.read_text() for path in tmp_path.iterdir())
+
+
+def test_a_note_on_an_alias_is_printed_once_though_the_program_restarts():
+    """With `--cpu-devices` it starts again with another setting of the C library."""
+    arguments = ["--model", "no-such-model", "--learning_rate", "1e-3", "--cpu-devices", "2"]
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    failed = subprocess.run(
+        [sys.executable, SCRIPTS["train"], *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert failed.returncode == MISTAKE
+    assert "no-such-model" in failed.stderr
+    assert failed.stderr.count("is taken as") == 1

@@ -352,7 +352,7 @@ def test_nothing_is_overwritten(run, tmp_path):
     run.objects.write(LEASE, b"{}")
     run.check_free()
     run.objects.write("notes.txt", b"")
-    with pytest.raises(ConfigError, match=r"not a run's(?s:.*)notes.txt"):
+    with pytest.raises(ConfigError, match=r"do not belong to a run(?s:.*)notes.txt"):
         run.check_free()
     run.objects.write("config.json", Config().to_json().encode())
     with pytest.raises(AlreadyBegunError, match=f"{run.url} --resume"):
@@ -471,7 +471,7 @@ def test_a_run_that_went_on_while_we_waited_is_not_gone_on_with(run, tmp_path):
     saved(run.directory, 5)
     mirrored(run)
     arguments = {"warn": pytest.fail, "on_lost": pytest.fail, "patience_s": 0.0}
-    with pytest.raises(LeaseHeldError, match="went on while"):
+    with pytest.raises(LeaseHeldError, match="continued the run while"):
         there.mirror(CheckpointConfig(), StoreConfig(), is_resumed=True, **arguments)
     with pytest.raises(AlreadyBegunError):
         there.mirror(CheckpointConfig(), StoreConfig(), is_resumed=False, **arguments)
