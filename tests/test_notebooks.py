@@ -49,6 +49,8 @@ def test_a_notebook_is_stored_as_it_was_run(path):
     )
 
 
+# planner_frontier and remesh take 25 CPU-seconds each: a fresh kernel imports everything, then
+# searches plans of several clusters or compiles three layouts. No other test could share that.
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, monkeypatch):
     # The kernel begins like one that a person starts: nothing of this test's own setting of JAX.

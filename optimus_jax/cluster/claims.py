@@ -273,30 +273,6 @@ def listed(values: Environment) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def documented(launcher: Launcher) -> str:
-    """Its row in docs/clusters.md."""
-
-    def cell(names: Sequence[str]) -> str:
-        return " or ".join(name if " " in name else f"`{name}`" for name in names)
-
-    needs = " and ".join(
-        [cell((name,)) for name in launcher.needs]
-        + [f"no {cell((name,))}" for name in launcher.unless]
-    )
-    where = cell(launcher.address) + (f", port {cell(launcher.port)}" if launcher.port else "")
-    local = ", ".join(filter(None, (cell(launcher.local_index), cell(launcher.local_count))))
-    cells = (
-        launcher.name,
-        needs,
-        cell(launcher.count),
-        cell(launcher.index),
-        where,
-        local,
-        "yes" if launcher.restarts else "",
-    )
-    return "| " + " | ".join(text or "-" for text in cells) + " |"
-
-
 def variables_of(*names: str) -> list[str]:
     """The environment variables in these names, of which derived ones describe theirs: `length of
     SM_HOSTS` has `SM_HOSTS`.

@@ -32,32 +32,31 @@ FORWARDED = {
 """Signals that are for the processes, and as what; each gets each once. A terminal that closes
 takes the machine away."""
 _LOOK_S = 0.05
+_HOST = "127.0.0.1"
+"""Address of this machine at which the processes meet."""
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 """Looked up before there are other processes: between fork and exec hardly anything is safe."""
 
 
-def run_processes(
-    command: Sequence[str], num_processes: int, *, grace_s: float, host: str = "127.0.0.1"
-) -> int:
+def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float) -> int:
     """Run `command` as processes of one run, until all have ended.
 
     Args:
       command: program and arguments, the same for all.
       num_processes: how many.
       grace_s: after one has failed, how long the others may take to end before they are killed.
-      host: address of this machine that they meet at.
     Returns:
       0, or the exit code of the first that failed; 128 + number for one that a signal has ended, as
       a shell has it.
     """
-    port = _free_port(host)
+    address = f"{_HOST}:{_free_port()}"
     processes: list[subprocess.Popen] = []
     with _forwarding(processes, num_processes) as (forwarded, send_what_came_early):
         try:
             for number in range(num_processes):
                 processes.append(
-                    _start(command, _environment(f"{host}:{port}", number, num_processes), number)
+                    _start(command, _environment(address, number, num_processes), number)
                 )
             send_what_came_early()
             readers = [
@@ -179,7 +178,7 @@ def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
             process.send_signal(number)
 
 
-def _free_port(host: str) -> int:
+def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind((_HOST, 0))
         return probe.getsockname()[1]

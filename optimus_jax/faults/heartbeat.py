@@ -76,7 +76,6 @@ class Heartbeats:
       num_processes: of the run.
       progress: what this one is at.
       clock: seconds that only grow.
-      warn: told when signs can no longer be given.
     """
 
     def __init__(
@@ -87,12 +86,11 @@ class Heartbeats:
         progress: Progress,
         *,
         clock: Callable[[], float] = time.monotonic,
-        warn: Callable[[str], object] = lambda text: flush_with_timeout(f"\nwarning: {text}\n"),
     ) -> None:
         self.process, self.num_processes = process, num_processes
         self._directory, self._progress, self._clock = run_directory / SIGNS, progress, clock
         self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
-        self._warn, self._is_failing, self._number = warn, False, 0
+        self._is_failing, self._number = False, 0
         self._watched = sorted(
             {(process + ahead) % num_processes for ahead in range(1, 1 + MOST_WATCHED)} | {0}
         )
@@ -152,9 +150,9 @@ class Heartbeats:
         # a full disk, or a directory that was removed: others will take us for silent
         except OSError as error:
             if not self._is_failing:
-                self._warn(
-                    f"no heartbeat can be written to {self._path(self.process)}:"
-                    f" {error.strerror or error}; the others may take this process for lost"
+                flush_with_timeout(
+                    f"\nwarning: no heartbeat can be written to {self._path(self.process)}:"
+                    f" {error.strerror or error}; the others may take this process for lost\n"
                 )
             self._is_failing = True
         else:

@@ -120,24 +120,28 @@ def fastest_tried(
     Raises:
       PlanError: plans were tried, and none of them could run.
     """
+    steps: dict[Plan, CompiledStep | None] = {}  # of the newest trial and the fastest before it
+    times_s: dict[Plan, float] = {}
 
-    steps: dict[Plan, CompiledStep | None] = {}  # those of slower plans are freed on return
-
-    def run_one(plan: Plan) -> Trial:
+    def run_one(plan: Plan, fastest: Plan | None) -> Trial:
+        for slower in steps.keys() - {fastest}:
+            del steps[slower]  # frees its memory
         display.message(f"trying {plan.describe()}")
         trial = run_trial(
             config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device
         )
         steps[plan] = trial.step
-        return trial
+        return replace(trial, step=None)
 
     if jax.process_index() > 0:
         followed = _followed(choice, run_one)
         return followed, steps.get(followed.plan)
 
     def told_to_all(plan: Plan) -> Trial:
-        _tell(_TRY, plan.to_json())
-        trial = run_one(plan)
+        fastest = min(times_s, key=times_s.__getitem__, default=None)
+        _tell(_TRY, json.dumps([plan.to_json(), fastest and fastest.to_json()]))
+        trial = run_one(plan, fastest)
+        times_s[plan] = trial.step_time_s
         if here is not None:
             here.remember(config, plan, trial.step_time_s)
         return trial
@@ -152,14 +156,14 @@ def fastest_tried(
 
 
 _TRY, _KEEP, _FAIL = "try", "keep", "fail"
-"""What the first process tells: a plan, a plan and why, or an error."""
+"""What the first process tells: a plan and the fastest before it, a plan and why, or an error."""
 
 
 def _tell(what: str, content: str) -> None:
     broadcast_from_0(json.dumps([what, content]))
 
 
-def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
+def _followed(choice: Choice, run_one: Callable[[Plan, Plan | None], Trial]) -> Choice:
     """What the first process tells to try is tried, until it tells what was chosen."""
     while True:
         what, content = json.loads(broadcast_from_0(""))
@@ -168,8 +172,9 @@ def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
         if what == _KEEP:
             plan, why = json.loads(content)
             return replace(choice, plan=Plan.from_json(plan), why=why)
+        plan, fastest = json.loads(content)
         with suppress(PlanError):  # the first process has had it too
-            run_one(Plan.from_json(content))
+            run_one(Plan.from_json(plan), fastest and Plan.from_json(fastest))
 
 
 def _measured(

@@ -14,9 +14,9 @@ from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from optimus_jax.cluster import launch as engines
-from optimus_jax.cluster.claims import derived_port, documented, variables_of
+from optimus_jax.cluster.claims import derived_port, variables_of
 from optimus_jax.cluster.launch import Launch, find_launch
-from optimus_jax.cluster.launchers import LAUNCHERS
+from optimus_jax.cluster.launchers import LAUNCHERS, Launcher
 from optimus_jax.config import DistributedConfig
 from optimus_jax.devices import gpu_sharing
 from optimus_jax.errors import ConfigError
@@ -990,6 +990,30 @@ def test_addresses_are_read_as_jax_reads_them(found, cluster, environment):
         timeout_secs=None, override_coordinator_port=None
     ).rpartition(":")
     assert launch.coordinator == f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def documented(launcher: Launcher) -> str:
+    """Its row in docs/clusters.md."""
+
+    def cell(names: tuple[str, ...]) -> str:
+        return " or ".join(name if " " in name else f"`{name}`" for name in names)
+
+    needs = " and ".join(
+        [cell((name,)) for name in launcher.needs]
+        + [f"no {cell((name,))}" for name in launcher.unless]
+    )
+    where = cell(launcher.address) + (f", port {cell(launcher.port)}" if launcher.port else "")
+    local = ", ".join(filter(None, (cell(launcher.local_index), cell(launcher.local_count))))
+    cells = (
+        launcher.name,
+        needs,
+        cell(launcher.count),
+        cell(launcher.index),
+        where,
+        local,
+        "yes" if launcher.restarts else "",
+    )
+    return "| " + " | ".join(text or "-" for text in cells) + " |"
 
 
 def test_the_table_in_the_docs_is_the_table_in_the_code():
