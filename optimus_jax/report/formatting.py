@@ -1,4 +1,6 @@
-"""How quantities are said to people. What is not known is "unknown", never a number."""
+"""Numbers, times and other values as text for a reader. A missing value is "unknown", never a
+number.
+"""
 
 import math
 from collections.abc import Mapping
@@ -8,8 +10,9 @@ UNKNOWN = "unknown"
 MINUTE_S, HOUR_S = 60, 3600
 
 
-def duration(seconds: float | None) -> str:
-    """Three digits in a unit that suits: `41.2 ms`, `3.07 s`, `2 min 5 s`, `3 h 20 min`."""
+def format_duration(seconds: float | None) -> str:
+    """Three significant digits and a fitting unit: `41.2 ms`, `3.07 s`, `2 min 5 s`, `3 h 20
+    min`."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     size = abs(seconds)
@@ -28,8 +31,8 @@ def duration(seconds: float | None) -> str:
     )
 
 
-def memory(num_bytes: float | None) -> str:
-    """Three digits and a binary unit: `1.25 GiB`."""
+def format_bytes(num_bytes: float | None) -> str:
+    """Three significant digits and a binary unit: `1.25 GiB`."""
     if num_bytes is None or not math.isfinite(num_bytes):
         return UNKNOWN
     size, unit = float(num_bytes), "bytes"
@@ -44,28 +47,28 @@ def _three_digits(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"  # not 1e+03
 
 
-def count(number: float | None) -> str:
-    """A whole number with its thousands apart."""
+def format_count(number: float | None) -> str:
+    """A whole number with thousands separators."""
     return UNKNOWN if number is None or not math.isfinite(number) else f"{number:,.0f}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_plural(number: int, noun: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def figure(number: float | None, digits: int = 4) -> str:
-    """A number of no special unit."""
+def format_number(number: float | None, digits: int = 4) -> str:
+    """A number with `digits` significant digits and thousands separators."""
     return UNKNOWN if number is None or not math.isfinite(number) else f"{number:,.{digits}g}"
 
 
-def share(part: float | None) -> str:
-    """A share as a percentage."""
-    return UNKNOWN if part is None or not math.isfinite(part) else f"{part:.1%}"
+def format_percent(fraction: float | None) -> str:
+    """A fraction as a percentage."""
+    return UNKNOWN if fraction is None or not math.isfinite(fraction) else f"{fraction:.1%}"
 
 
-def when(time_s: float | None) -> str:
-    """A moment, given in seconds since 1970, on UTC's clock."""
+def format_time(time_s: float | None) -> str:
+    """A Unix time as date and time in UTC."""
     try:
         return (
             UNKNOWN
@@ -76,8 +79,8 @@ def when(time_s: float | None) -> str:
         return UNKNOWN
 
 
-def anything(value: object) -> str:
-    """Whatever an event's field may hold, on one line."""
+def format_value(value: object) -> str:
+    """Any value of an event's field, on one line."""
     match value:
         case None:
             return UNKNOWN
@@ -86,11 +89,12 @@ def anything(value: object) -> str:
         case int():
             return f"{value:,}"
         case float():
-            return figure(value)
+            return format_number(value)
         case Mapping():
             return (
-                ", ".join(f"{name} {anything(item)}" for name, item in value.items()) or "nothing"
+                ", ".join(f"{name} {format_value(item)}" for name, item in value.items())
+                or "nothing"
             )
         case list() | tuple():
-            return "; ".join(map(anything, value)) or "nothing"
+            return "; ".join(map(format_value, value)) or "nothing"
     return str(value)

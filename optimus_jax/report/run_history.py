@@ -1,9 +1,8 @@
-"""What the lines of a run directory tell: which plan ran when, what was decided, and how
-predictions came out.
+"""The history of a run, read from its directory: steps, plans, decisions, switches, and predictions
+beside measurements.
 
-Everything is what the run wrote itself, and can be read while it goes on. What its lines do not say
-is None. A *span* is a row of steps under one plan; a *switch* is a re-mesh or a rollback.
-Predictions and measurements are never mixed: a comparison holds one of each.
+A run can be read while it is under way. A value that the logs do not hold is None. A *span* is a
+sequence of consecutive steps under one plan; a *switch* is a re-mesh or a rollback.
 """
 
 import bisect
@@ -18,13 +17,13 @@ from typing import Literal, TypeVar
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.report.run_events import (
-    DecisionLine,
+    DecisionRecord,
     Event,
-    decision_of,
-    known,
+    is_finite_number,
     mapping,
     number,
-    showable,
+    parse_decision,
+    printable,
     step_of,
     text,
 )
@@ -34,24 +33,24 @@ from optimus_jax.system.json_input import parse_json
 
 T = TypeVar("T")
 
-NEAR_STEPS = 50
-"""Most steps before and after a switch whose times are compared."""
+MAX_COMPARED_STEPS = 50
+"""Maximum number of steps before and after a switch whose times are compared."""
 PHASES = ("prepare", "quiesce", "move", "verify", "commit", "canary")
-"""Of a switch, in order."""
+"""Phases of a switch, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Steps one after the other that ran under one plan."""
+    """Consecutive steps under one plan."""
 
     plan: str
     """Digest."""
     first: int
     last: int
     num_steps: int
-    """Recorded ones."""
+    """Number of steps in metrics.jsonl, at most `last - first + 1`."""
     step_time_s: float | None
-    """Median."""
+    """Median step time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,62 +61,66 @@ class Switch:
     step: int
     time_s: float | None
     plan: str | None
-    """Digest of the plan that the run went on with."""
+    """Digest of the plan after the switch."""
     from_plan: str | None
+    """Digest of the plan before the switch."""
     layout: str | None
-    rung: str | None
+    method: str | None
+    """Field `rung`: how the state got to the plan."""
     why: str | None
     phases_s: tuple[tuple[str, float | None], ...]
-    """In the order in which they come."""
+    """Seconds of each phase, in order."""
     bytes_moved: float | None
     step_delay_s: float | None
     before_s: float | None
-    """Median step time of the last steps before it."""
+    """Median step time before the switch."""
     after_s: float | None
-    """And of the first steps after it."""
+    """Median step time after the switch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A prediction beside what was measured."""
+    """A predicted step time and the measured one."""
 
     step: int
-    """At which it was predicted."""
+    """Step of the prediction."""
     plan: str | None
     layout: str | None
     predicted_s: float
     measured_s: float | None
     is_trial: bool
-    """Whether it was measured in a trial before the first step."""
-    how: str
-    """What was measured."""
+    """Whether the measurement is of a trial before the first step."""
+    source: str
+    """What was measured, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStory:
-    """All that a run directory holds, as it was when it was read."""
+class RunHistory:
+    """The contents of a run directory at the time of reading."""
 
     path: Path
     config: Event
-    """config.json; empty if there is none that can be read."""
+    """config.json; empty if it is missing or unreadable."""
     steps: Sequence[StepRecord]
     events: Sequence[Event]
     current: Plan | None
-    """plan.json."""
+    """plan.json: the plan in use."""
     written_s: float | None
-    """When a log last grew, seconds since 1970."""
-    troubles: tuple[str, ...]
-    """What could not be read."""
+    """Unix time of the last line written to a log."""
+    read_errors: tuple[str, ...]
+    """A message for each file or line that could not be read."""
 
     @classmethod
-    def read(cls, path: str | Path) -> "RunStory":
-        """Read a run, under way or ended; nothing is locked or written.
+    def read(cls, path: str | Path) -> "RunHistory":
+        """Read a run, under way or ended, without locking or writing anything.
 
         Raises:
-          ConfigError: there is no run in `path`.
+          ConfigError: `path` holds no run.
         """
-        troubles: list[str] = []
-        run = RunDirectory(path, writer=False, warn=lambda told: troubles.append(str(told)))
+        read_errors: list[str] = []
+        run = RunDirectory(
+            path, writer=False, warn=lambda warning: read_errors.append(str(warning))
+        )
         logs = [run.path / name for name in ("metrics.jsonl", "events.jsonl")]
         if not run.is_begun and not any(log.exists() for log in logs):
             raise ConfigError(
@@ -131,42 +134,42 @@ class RunStory:
         try:
             config = parse_json(run.config_text(), finite=False)
         except (OSError, OptimusError, ValueError) as error:
-            troubles.append(f"config.json: {error}")
+            read_errors.append(f"config.json: {error}")
         current = None
         try:
             current = Plan.from_json(plan) if (plan := run.plan_text()) is not None else None
         except (OSError, OptimusError, ValueError) as error:
-            troubles.append(f"plan.json: {error}")
+            read_errors.append(f"plan.json: {error}")
         metrics, events = (
-            _readable(run.metrics, troubles),
-            [showable(event) for event in _readable(run.events, troubles)],
+            _read_or_report(run.metrics, read_errors),
+            [printable(event) for event in _read_or_report(run.events, read_errors)],
         )
         steps = [
-            replace(step, plan=str(showable(step.plan)))
+            replace(step, plan=str(printable(step.plan)))
             for step in sorted(metrics, key=lambda step: step.step)
         ]
         return cls(
             path=run.path,
-            config=showable(config) if isinstance(config, Mapping) else {},
+            config=printable(config) if isinstance(config, Mapping) else {},
             steps=steps,
             events=events,
             current=current,
-            written_s=_newest(logs),
-            troubles=tuple(map(showable, troubles)),
+            written_s=_last_modified(logs),
+            read_errors=tuple(map(printable, read_errors)),
         )
 
     @property
     def name(self) -> str:
-        """Of the directory."""
-        return showable(self.path.name)
+        """Name of the directory."""
+        return printable(self.path.name)
 
-    def named(self, *names: str) -> list[Event]:
-        """Events with one of these names, in order."""
+    def events_named(self, *names: str) -> list[Event]:
+        """The events with one of these names, in order."""
         return [event for event in self.events if event.get("event") in names]
 
     @cached_property
     def spans(self) -> list[Span]:
-        """The plans in the order in which they ran."""
+        """The spans in order."""
         groups: list[list[StepRecord]] = []
         for step in self.steps:
             if not groups or groups[-1][-1].plan != step.plan:
@@ -185,30 +188,30 @@ class RunStory:
 
     @cached_property
     def plans(self) -> list[str]:
-        """Digests of all plans that ran or were named, in order; the place in it is what tells them
-        apart on a page.
+        """Digests of all plans that ran or are mentioned. A plan's index determines its letter and
+        colour on the page.
         """
-        named = [
+        mentioned = [
             digest
             for event in self.events
             for name in ("from_plan", "plan", "digest")
             if (digest := text(event, name))
         ]
-        # A plan that was only tried comes after those that ran.
+        # Plans that never ran come last.
         return list(
             dict.fromkeys(
                 [
                     *(span.plan for span in self.spans),
                     *([self.current.digest] if self.current else []),
-                    *named,
+                    *mentioned,
                 ]
             )
         )
 
     @cached_property
     def layouts(self) -> dict[str, str]:
-        """What is known of plans in words, by digest."""
-        known = {
+        """Digest of a plan -> description of its layout, for all plans with a known layout."""
+        layouts = {
             digest: layout
             for event in self.events
             if (digest := text(event, "plan") or text(event, "digest"))
@@ -217,22 +220,22 @@ class RunStory:
         for decision in self.decisions:
             for digest, layout in ((other.plan, other.layout) for other in decision.alternatives):
                 if digest and layout:
-                    known.setdefault(digest, layout)
-        return known | ({self.current.digest: self.current.describe()} if self.current else {})
+                    layouts.setdefault(digest, layout)
+        return layouts | ({self.current.digest: self.current.describe()} if self.current else {})
 
     @cached_property
-    def decisions(self) -> list[DecisionLine]:
-        """Every decision, in order."""
-        return [decision_of(event) for event in self.named("decision")]
+    def decisions(self) -> list[DecisionRecord]:
+        """All decisions, in order."""
+        return [parse_decision(event) for event in self.events_named("decision")]
 
     @cached_property
     def switches(self) -> list[Switch]:
-        """Every re-mesh and rollback, in order."""
-        return [self._switch(event) for event in self.named("remesh", "rollback")]
+        """All re-meshes and rollbacks, in order."""
+        return [self._switch(event) for event in self.events_named("remesh", "rollback")]
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """Predictions of plans that were tried or that the run then went on with."""
+        """Predictions for plans that were tried or switched to, with measurements."""
         return [
             comparison
             for decision in self.decisions
@@ -241,7 +244,7 @@ class RunStory:
 
     @property
     def status(self) -> str:
-        """Whether it goes on, as far as its lines say."""
+        """Whether the run is under way or how it ended, as far as its logs say."""
         last = next(
             (
                 event
@@ -253,61 +256,58 @@ class RunStory:
         if last is not None and last.get("event") == "end":
             return {
                 "done": "done",
-                "interrupt": "stopped by a person",
+                "interrupt": "interrupted by the user",
                 "terminate": "stopped on request",
-                "fault": "stopped for a fault",
+                "fault": "stopped by a fault",
                 "not learning": (
-                    "ended, as it no longer learnt:"
+                    "stopped because it no longer learned:"
                     f" {text(last, 'why') or 'the reason is unknown'}; "
                     + (
-                        "no good checkpoint is from before"
+                        "no good checkpoint precedes that"
                         if number(last, "back_to") is None
-                        else (
-                            "the last good checkpoint is that of step"
-                            f" {number(last, 'back_to'):.0f}"
-                        )
+                        else f"the last good checkpoint is of step {number(last, 'back_to'):.0f}"
                     )
                 ),
             }.get(reason := text(last, "reason") or "", f"ended: {reason or 'reason unknown'}")
         return (
             "no end is recorded: under way, or killed"
             if self.steps or last is not None
-            else "before its first step"
+            else "no step finished yet"
         )
 
     @property
     def why_current(self) -> str | None:
-        """Why the plan in use is in use: what chose it, or moved the run to it or back to it."""
+        """The reason for the plan in use: of its choice, or of the switch or rollback to it."""
         why, decided = None, None
-        for event in self.named("plan", "decision", "remesh", "rollback", "phase"):
+        for event in self.events_named("plan", "decision", "remesh", "rollback", "phase"):
             if event.get("event") == "decision":
                 decided = text(event, "why") if event.get("action") == "switch" else decided
             else:
                 why = text(event, "why") or (decided if event.get("event") == "remesh" else None)
         return why
 
-    def within(self, span: Span) -> Sequence[StepRecord]:
-        """The steps of a span."""
+    def steps_in(self, span: Span) -> Sequence[StepRecord]:
+        """The recorded steps of a span."""
         first, last = (
             bisect.bisect_left(self.steps, step, key=lambda one: one.step)
             for step in (span.first, span.last + 1)
         )
         return self.steps[first:last]
 
-    def near(self, step: int) -> tuple[list[StepRecord], list[StepRecord]]:
-        """The steps up to `step` and those after it, as far as they ran under one plan, at most
-        NEAR_STEPS each.
+    def steps_around(self, step: int) -> tuple[list[StepRecord], list[StepRecord]]:
+        """The last steps up to `step` and the first steps after it, each under one plan and at most
+        MAX_COMPARED_STEPS.
         """
         middle = bisect.bisect_right(self.steps, step, key=lambda one: one.step)
         before, after = (
-            self.steps[max(0, middle - NEAR_STEPS) : middle],
-            self.steps[middle : middle + NEAR_STEPS],
+            self.steps[max(0, middle - MAX_COMPARED_STEPS) : middle],
+            self.steps[middle : middle + MAX_COMPARED_STEPS],
         )
-        return _alike(before[::-1])[::-1], _alike(after)
+        return _leading_steps_of_one_plan(before[::-1])[::-1], _leading_steps_of_one_plan(after)
 
     def _switch(self, event: Event) -> Switch:
         step = step_of(event)
-        before, after = self.near(step)
+        before, after = self.steps_around(step)
         phases = mapping(event, "phases_s")
         names = [
             *(name for name in PHASES if name in phases),
@@ -320,7 +320,7 @@ class RunStory:
             plan=text(event, "plan"),
             from_plan=text(event, "from_plan"),
             layout=text(event, "layout"),
-            rung=text(event, "rung"),
+            method=text(event, "rung"),
             why=text(event, "why"),
             phases_s=tuple((str(name), number(phases, name)) for name in names),
             bytes_moved=number(event, "bytes_moved"),
@@ -329,15 +329,15 @@ class RunStory:
             after_s=median_time(after),
         )
 
-    def _comparison(self, decision: DecisionLine) -> Comparison | None:
+    def _comparison(self, decision: DecisionRecord) -> Comparison | None:
         predicted = decision.predicted_step_time_s
         if predicted is None or predicted <= 0 or decision.action == "stay":
             return None
-        measured, how = decision.measured_step_time_s, "trial before the first step"
+        measured, source = decision.measured_step_time_s, "trial before the first step"
         if not (is_trial := decision.action == "tried"):
-            steps = self._first_under(decision)
+            steps = self._first_steps_under(decision)
             measured = median_time(steps)
-            how = (
+            source = (
                 f"median of steps {steps[0].step:,} to {steps[-1].step:,}"
                 if steps
                 else "not run under this plan"
@@ -349,13 +349,11 @@ class RunStory:
             predicted_s=predicted,
             measured_s=measured,
             is_trial=is_trial,
-            how=how,
+            source=source,
         )
 
-    def _first_under(self, decision: DecisionLine) -> list[StepRecord]:
-        """The first steps of the plan that was decided for, unless another decision came before it
-        could run.
-        """
+    def _first_steps_under(self, decision: DecisionRecord) -> list[StepRecord]:
+        """The first steps under the chosen plan; none if a later decision came before they ran."""
         after = [
             other.step
             for other in self.decisions
@@ -372,25 +370,25 @@ class RunStory:
         return (
             []
             if span is None or (after and span.first > after[0])
-            else self.near(span.first - 1)[1]
+            else self.steps_around(span.first - 1)[1]
         )
 
 
 def median_time(steps: Iterable[StepRecord]) -> float | None:
-    """Median time of steps; None: no step's time is known."""
-    times = [step.step_time_s for step in steps if known(step.step_time_s)]
+    """Median step time in seconds; None if no step's time is known."""
+    times = [step.step_time_s for step in steps if is_finite_number(step.step_time_s)]
     return statistics.median(times) if times else None
 
 
-def _alike(steps: Sequence[StepRecord]) -> list[StepRecord]:
+def _leading_steps_of_one_plan(steps: Sequence[StepRecord]) -> list[StepRecord]:
     """The first steps that ran under one plan."""
     end = next(
-        (place for place, step in enumerate(steps) if step.plan != steps[0].plan), len(steps)
+        (index for index, step in enumerate(steps) if step.plan != steps[0].plan), len(steps)
     )
     return list(steps[:end])
 
 
-def _newest(logs: Iterable[Path]) -> float | None:
+def _last_modified(logs: Iterable[Path]) -> float | None:
     times = []
     for log in logs:
         with contextlib.suppress(OSError):
@@ -398,12 +396,10 @@ def _newest(logs: Iterable[Path]) -> float | None:
     return max(times, default=None)
 
 
-def _readable(read: Callable[[], list[T]], troubles: list[str]) -> list[T]:
-    """The lines of a log; none, and what is wrong, if it cannot be read: the page is made of the
-    rest.
-    """
+def _read_or_report(read: Callable[[], list[T]], read_errors: list[str]) -> list[T]:
+    """The lines of a log. If it cannot be read: no lines, and the error in `read_errors`."""
     try:
         return read()
     except RunDirectoryError as error:
-        troubles.append(str(error))
+        read_errors.append(str(error))
         return []

@@ -13,7 +13,7 @@ from optimus_jax.config import Config, OptimizerConfig
 from optimus_jax.config.request import make_config, named_settings, repeated_config, resumed_config
 from optimus_jax.errors import ConfigError
 from optimus_jax.run.rate_change import RateChange
-from optimus_jax.run.resumed import Resumed, derived_values
+from optimus_jax.run.resumed_config import ResumedConfig, derived_values
 from optimus_jax.training.optimizer import learning_rate
 
 NUM_PARAMS = 33_000
@@ -25,25 +25,25 @@ def begun(**settings):
     return written(make_config("gpt2-nano", settings))
 
 
-def written(asked, config=None):
-    return asked.to_json(
-        derived=derived_values(config or asked, num_params=NUM_PARAMS, precision="f32")
+def written(requested, config=None):
+    return requested.to_json(
+        derived=derived_values(config or requested, num_params=NUM_PARAMS, precision="f32")
     )
 
 
-def resume(text: str, step: int, *, auto: bool = False, **settings: Any) -> Resumed:
+def resume(text: str, step: int, *, auto: bool = False, **settings: Any) -> ResumedConfig:
     """A run resumed after a step, by `--resume` or by a whole command with `--resume auto`."""
-    asked = (
+    requested = (
         repeated_config(text, make_config("gpt2-nano", settings))
         if auto
         else resumed_config(text, None, settings)
     )
-    return Resumed.of(text, asked, named_settings(settings), None).from_step(step)
+    return ResumedConfig.of(text, requested, named_settings(settings), None).from_step(step)
 
 
 def text_of(resumed):
     """Its config.json from here on."""
-    return written(resumed.as_asked(resumed.config), resumed.config)
+    return written(resumed.as_requested(resumed.config), resumed.config)
 
 
 def rates(config, first, last):
@@ -93,7 +93,7 @@ def test_a_schedule_whose_decay_has_not_begun_decays_at_the_new_end():
         assert np.array_equal(rates(resumed.before, step, step), rates(resumed.config, step, step))
         again = resume(text_of(resumed), step)
         assert again.config == resumed.config, "a restart changes nothing"
-        assert not change(again, step).is_one
+        assert not change(again, step).is_changed
 
 
 @pytest.mark.parametrize(("step", "steps"), [(801, 3000), (900, 850), (700, 750)])
@@ -238,7 +238,7 @@ def test_no_setting_changes_the_rate_without_a_word(schedule, step):
         both = [learning_rate(each, NUM_PARAMS)(at) for each in (resumed.before, resumed.config)]
         old, new = np.array(both)[:, 1:]
         if not np.array_equal(old, new):
-            assert told.is_one, settings
+            assert told.is_changed, settings
         was = float(both[0][0])
         if all(new[0] != pytest.approx(other, rel=2e-3) for other in (old[0], was)):
             assert "the rate jumps" in told.describe(), settings
@@ -275,7 +275,7 @@ def test_a_resume_that_changes_nothing_derives_nothing_anew():
         config = resumed.config
         assert (config.optimizer.lr, config.warmup_steps, config.eval_examples) == (0.125, 7, 5)
         assert (config.seq_len, config.eval_seq_len, config.precision.compute) == (64, 256, "bf16")
-        assert not change(resumed, 50).is_one
+        assert not change(resumed, 50).is_changed
         assert Config.from_json(text_of(resumed)) == Config.from_json(text)
     assert resume(text, 50, lr=0.5, precision="f32").config.precision.compute == "f32"
     assert resume(text, 50, precision="auto").config.precision.compute == "auto"
