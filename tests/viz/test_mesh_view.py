@@ -9,7 +9,7 @@ from optimus_jax.config.request import make_config
 from optimus_jax.errors import OptimusError
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.viz.layouts import placed_model
+from optimus_jax.viz.layouts import model_tensors
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ def test_parameters_are_sharded_as_in_a_run(mesh, settings):
     axes = AxisSizes.parse(mesh)
     config = make_config("gpt2-nano", {"mesh": mesh, **settings})
     plan = plan_for(config, axes, discover())
-    tensors = placed_model(config.model, plan, build_mesh(axes, jax.devices()))
+    tensors = model_tensors(config.model, plan, build_mesh(axes, jax.devices()))
     _, *rows = optimus_jax.show_mesh(mesh, model="gpt2-nano", **settings).parameters
     assert {(name, where != "whole on every device", size) for name, _, where, size in rows} == {
         (
             tensor.name,
             bool(tensor.split_dims),
-            f"{tensor.num_bytes(tensor.parts[0]) / 2**20:,.2f} MiB",
+            f"{tensor.num_bytes(tensor.shards[0]) / 2**20:,.2f} MiB",
         )
         for tensor in tensors
     }
