@@ -140,15 +140,16 @@ def folder_of(tmp_path_factory):
     def folder(name: str) -> Path:
         if name not in folders:
             if name in NEEDS:
-                folders[name] = folder(NEEDS[name])
+                path = folder(NEEDS[name])
             else:
-                folders[name] = tmp_path_factory.mktemp(name)
+                path = tmp_path_factory.mktemp(name)
                 for each in ("scripts", "docs"):
-                    (folders[name] / each).symlink_to(ROOT / each)
+                    (path / each).symlink_to(ROOT / each)
             typed = commands((TUTORIALS / f"{name}.md").read_text(encoding="utf-8"))
             assert typed
             for each in typed:
-                run(each, folders[name])
+                run(each, path)
+            folders[name] = path
         return folders[name]
 
     return folder
