@@ -15,22 +15,22 @@ from pathlib import Path
 from types import MappingProxyType
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.deciding.agenda import Agenda, Question
-from optimus_jax.control.deciding.allowance import Allowance
+from optimus_jax.control.deciding.candidate_evaluator import Scales
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions, claims
-from optimus_jax.control.deciding.course import Course
+from optimus_jax.control.deciding.excluded_process import LeftOut
 from optimus_jax.control.deciding.experience import Experience, Known, Level
-from optimus_jax.control.deciding.left_out import LeftOut
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import Offer, Options, Standing, View
 from optimus_jax.control.deciding.phases import Phase, Phases
+from optimus_jax.control.deciding.plan_history import Track
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
-from optimus_jax.control.deciding.scales import Scales
+from optimus_jax.control.deciding.question_queue import Agenda, Question
+from optimus_jax.control.deciding.run_length import Course
+from optimus_jax.control.deciding.switch_budget import Allowance
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
-from optimus_jax.control.deciding.track import Track
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor

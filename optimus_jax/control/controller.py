@@ -22,11 +22,11 @@ from optimus_jax.control.commands import Command, CommandBroadcast
 from optimus_jax.control.coordinator import Coordinator, Mode
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
+from optimus_jax.control.pending_switch import Trial, Upcoming
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Switched, Switcher
-from optimus_jax.control.underway import Trial, Upcoming
 from optimus_jax.data.batch import Batch
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import OptimusError

@@ -16,9 +16,9 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import PUZZLED_STEPS, Advisor
 from optimus_jax.control.canary import Verdict, is_clearly_slower, judge
 from optimus_jax.control.commands import Command, CommandBroadcast
+from optimus_jax.control.pending_switch import Trial, Upcoming, excess_s
 from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.control.signals import Observation
-from optimus_jax.control.underway import Trial, Upcoming, excess_s
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.watchers import Display

@@ -16,7 +16,7 @@ from optimus_jax.control.guard import Source
 from optimus_jax.control.health import DeviceMemory, GpuHealth, visible_gpus
 from optimus_jax.control.heartbeats import HeartbeatAges
 from optimus_jax.control.mesh_probes import MeshProbes
-from optimus_jax.control.rounds import Budget, Rounds
+from optimus_jax.control.probe_rounds import Budget, Rounds
 from optimus_jax.control.sources import Signals
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster

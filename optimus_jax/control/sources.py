@@ -17,7 +17,7 @@ from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control.batches import BatchShape, HostBatch
 from optimus_jax.control.guard import POLL_S, Guard, Polled, Source
 from optimus_jax.control.loss_slope import LossSlope
-from optimus_jax.control.rounds import Rounds
+from optimus_jax.control.probe_rounds import Rounds
 from optimus_jax.control.signals import (
     COMPUTE_SLOWDOWN,
     DATA_WAIT_S,

@@ -9,8 +9,8 @@
   moved are moved back, those that have not still lie as they did. Then the step, and the loss of a
   fixed batch under both plans. (Nothing else belongs to a run: batches and random numbers depend on
   the step alone.)
-  Where devices have no room for that, the state goes over the disk (control/detour.py), and back
-  from there.
+  Where devices have no room for that, the state goes over the disk (control/disk_transfer.py),
+  and comes back from there.
 * COMMIT: plan.json and the journal (control/journal.py).
 * The first steps under the new plan are the controller's to watch (control/canary.py). Then `keep`,
   or `take_back`, which moves the state of the step that the run has come to, and not that of the
@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 from optimus_jax.cluster.distributed import all_or_none
 from optimus_jax.config import Config, ControlConfig, Precision
 from optimus_jax.control.background import Worker
-from optimus_jax.control.detour import Detour
+from optimus_jax.control.disk_transfer import Detour
 from optimus_jax.control.executables import Executable, Shelf, batch_of, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room

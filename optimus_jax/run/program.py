@@ -17,7 +17,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.phases import Phase, in_phase, phase_after
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
-from optimus_jax.control.detour import Detour
+from optimus_jax.control.disk_transfer import Detour
 from optimus_jax.control.executables import Executable, executable_of
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges

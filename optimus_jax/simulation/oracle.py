@@ -17,12 +17,12 @@ import numpy as np
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.plan import Plan
-from optimus_jax.simulation.moving_costs import MovingCosts
+from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.outcome import Habits, Outcome, Policy
-from optimus_jax.simulation.rivals import Static
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL, Conditions
+from optimus_jax.simulation.true_switch_costs import MovingCosts
 from optimus_jax.simulation.world import Place
 
 KEPT = 4

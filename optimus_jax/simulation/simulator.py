@@ -22,11 +22,11 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
-from optimus_jax.simulation.moving_costs import MovingCosts
 from optimus_jax.simulation.outcome import Habits, Kind, Moment, Outcome, Policy
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.telemetry import Now, Telemetry
 from optimus_jax.simulation.timeline import NORMAL, Conditions
+from optimus_jax.simulation.true_switch_costs import MovingCosts
 from optimus_jax.simulation.world import Place
 
 REMEMBERED = 20

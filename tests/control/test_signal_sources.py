@@ -13,7 +13,7 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control.baselines import Baselines
 from optimus_jax.control.guard import Absent
 from optimus_jax.control.health import DeviceMemory, GpuHealth
-from optimus_jax.control.rounds import Budget, Rounds
+from optimus_jax.control.probe_rounds import Budget, Rounds
 from optimus_jax.control.signals import UNKNOWN
 from optimus_jax.control.sources import STALE_POLLS, Signals
 from optimus_jax.run_directory.step_record import StepRecord

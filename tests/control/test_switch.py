@@ -16,7 +16,7 @@ from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig, ControlConfig
 from optimus_jax.control import executables as executables_module
 from optimus_jax.control import switch as switch_module
-from optimus_jax.control.detour import Detour
+from optimus_jax.control.disk_transfer import Detour
 from optimus_jax.control.executables import Shelf, batch_of, compile_plan
 from optimus_jax.control.journal import Journal, switches
 from optimus_jax.control.switch import Prepared, StateLostError, Switcher

@@ -23,14 +23,14 @@ from simulated import (
 from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
 from optimus_jax.control.policy import Decision
 from optimus_jax.planning.search.search import search
+from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.events import PhaseEvent
-from optimus_jax.simulation.moving_costs import MovingCosts
 from optimus_jax.simulation.outcome import Habits
-from optimus_jax.simulation.rivals import Static
 from optimus_jax.simulation.scenarios import library
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL
+from optimus_jax.simulation.true_switch_costs import MovingCosts
 from optimus_jax.simulation.world import Place
 
 BEST = search(PRICING, top=2).best

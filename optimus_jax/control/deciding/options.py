@@ -18,7 +18,7 @@ from optimus_jax.control.deciding.candidates import (
     times,
 )
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.left_out import LeftOut
+from optimus_jax.control.deciding.excluded_process import LeftOut
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced

@@ -23,7 +23,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
 from optimus_jax.planning.search.search import Candidate, Pricing, fits
-from optimus_jax.simulation.contenders import PooledSearch
+from optimus_jax.simulation.candidate_plans import PooledSearch
 from optimus_jax.simulation.outcome import Policy
 from optimus_jax.simulation.setup import Setup
 

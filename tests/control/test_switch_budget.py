@@ -5,7 +5,7 @@ run.
 import pytest
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.deciding.allowance import FORGOTTEN_S, FRO, Allowance
+from optimus_jax.control.deciding.switch_budget import FORGOTTEN_S, FRO, Allowance
 
 SETTINGS = ControlConfig(
     cooldown_steps=30, window_steps=20, canary_steps=5, max_switches=2, budget_share=0.01

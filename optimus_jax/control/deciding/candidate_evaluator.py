@@ -10,16 +10,16 @@ from typing import Any
 from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
-from optimus_jax.control.deciding.agenda import Question
-from optimus_jax.control.deciding.allowance import Allowance
 from optimus_jax.control.deciding.candidates import is_allowed
-from optimus_jax.control.deciding.course import Course
 from optimus_jax.control.deciding.options import Offer, View
 from optimus_jax.control.deciding.phases import Phases
+from optimus_jax.control.deciding.plan_history import Setting, Track
 from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
+from optimus_jax.control.deciding.question_queue import Question
+from optimus_jax.control.deciding.run_length import Course
+from optimus_jax.control.deciding.switch_budget import Allowance
 from optimus_jax.control.deciding.switch_costs import CostModel
-from optimus_jax.control.deciding.track import Setting, Track
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Candidate, Decision, Regime, Situation
 from optimus_jax.control.predictor import Predictor
