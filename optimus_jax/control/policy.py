@@ -2,8 +2,8 @@
 answer.
 
 A *candidate* is a plan that could be switched to. Its *gain* is what it would save until the end of
-the *horizon*, its *cost* what the run stands still for. The *switch method* says what a switch has to touch,
-cheapest first. A switch has to pass every test: the plan saves a share of each step that is worth
+the *horizon*, its *cost* how long the run stands still. The *switch method* says what a switch has
+to change, cheapest first. A switch has to pass every test: the plan saves a share of each step that is worth
 speaking of, saves more than it costs with high probability and several times its cost in
 expectation, and fits the budget. While it is not known how long conditions are going to last, a
 switch waits until its cost is as likely as not to be earned back (ski rental).

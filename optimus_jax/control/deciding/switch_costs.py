@@ -25,8 +25,8 @@ REBALANCED = 0.5
 """Of the state, what moves when stages of the same mesh get other layers: neighbours hand over
 some."""
 OWN = 0.5
-"""Weight of a method's own experience against that of all switches: switches of its own that count as
-much as one of all."""
+"""Weight of a method's own experience against that of all switches: how many of its own switches
+count as much as one of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +161,8 @@ class CostModel:
         return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S
 
     def _factor(self, switch_method: SwitchMethod) -> float:
-        """Of this method, drawn to that of all, which is drawn to 1: one switch mends half of what is
-        off.
+        """Measured over expected cost of this method, shrunk towards that of all methods, which is
+        shrunk towards 1: one switch corrects half of the error.
         """
 
         def drawn(offs: list[float], towards: float, weight: float) -> float:
