@@ -275,7 +275,7 @@ class Scripted(Advisor):
             return None
         chosen = Alternative(
             plan=plan,
-            rung="remesh",
+            switch_method="remesh",
             step_time_s=1.0,
             gain_s=1.0,
             cost_s=0.1,
@@ -287,7 +287,7 @@ class Scripted(Advisor):
             action="switch",
             why="the script says so",
             plan=plan,
-            rung="remesh",
+            switch_method="remesh",
             at_step=observation.step + NOTICE_STEPS,
             alternatives=(chosen,),
         )

@@ -81,7 +81,7 @@ def scored(queries: Sequence, log_times: np.ndarray, taught: int) -> Score:
                 count=regret.NUM_STEPS,
                 step=1,
             )
-        forecast = predictor.foretell(queries)
+        forecast = predictor.predict(queries)
         factor = np.mean(log_times[seen] - cost_model[seen])
         errors.append(
             [

@@ -32,8 +32,8 @@ from optimus_jax.errors import OptimusError
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
+from optimus_jax.simulation.candidate_plans import PooledSearch
 from optimus_jax.simulation.comparison import AUTO, METHODS, ORACLE, Result, Row, rows, run_all
-from optimus_jax.simulation.contenders import PooledSearch
 from optimus_jax.simulation.events import PhaseEvent
 from optimus_jax.simulation.scenarios import Scenario, library, read_scenario, scenario_named
 from optimus_jax.simulation.setup import Setup

@@ -301,8 +301,8 @@ def main() -> None:
     from rich.console import Console
     from rich.progress import track
 
+    from optimus_jax.simulation.candidate_plans import PooledSearch
     from optimus_jax.simulation.comparison import rows, run_all
-    from optimus_jax.simulation.contenders import PooledSearch
     from optimus_jax.simulation.scenarios import library
     from optimus_jax.simulation.setup import check_seeds
 

@@ -15,22 +15,22 @@ from pathlib import Path
 from types import MappingProxyType
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.deciding.agenda import Agenda, Question
-from optimus_jax.control.deciding.allowance import Allowance
+from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions, claims
-from optimus_jax.control.deciding.course import Course
+from optimus_jax.control.deciding.excluded_process import ExcludedProcess
 from optimus_jax.control.deciding.experience import Experience, Known, Level
-from optimus_jax.control.deciding.left_out import LeftOut
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import Offer, Options, Standing, View
 from optimus_jax.control.deciding.phases import Phase, Phases
+from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
-from optimus_jax.control.deciding.scales import Scales
+from optimus_jax.control.deciding.question_queue import Question, QuestionQueue
+from optimus_jax.control.deciding.run_length import RunLength
+from optimus_jax.control.deciding.switch_budget import SwitchBudget
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
-from optimus_jax.control.deciding.track import Track
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
@@ -103,7 +103,7 @@ class Advisor:
             Prices(pricing),
             pricing.cluster,
             settings,
-            Course(num_steps),
+            RunLength(num_steps),
         )
         self._phases, self._options, self._memory = (
             Phases(phases, num_steps),
@@ -133,22 +133,22 @@ class Advisor:
             self._predictor.load(memory)
         self._batch = self._prices.first_batch
         self._prices.log_time(plan, self._batch, Conditions())
-        self._track = Track(
+        self._track = PlanHistory(
             plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables
         )
         self._experience, self._allowance = (
             Experience(self._predictor, self._prices),
-            Allowance(settings),
+            SwitchBudget(settings),
         )
-        self._scales = Scales(
-            course=self._course,
-            track=self._track,
+        self._scales = CandidateEvaluator(
+            run_length=self._course,
+            plan_history=self._track,
             phases=self._phases,
             prices=self._prices,
             predictor=self._predictor,
             watch=self._watch,
             costs=self._costs,
-            allowance=self._allowance,
+            switch_budget=self._allowance,
             quarantine=self._quarantine,
             settings=settings,
             is_compiled=self._is_compiled,
@@ -170,7 +170,7 @@ class Advisor:
         """Whether it was compiled then."""
         self._answering: Question | None = None
         """The question that this was the answer to."""
-        self._agenda = Agenda()
+        self._agenda = QuestionQueue()
 
     @property
     def wants_probe(self) -> bool:
@@ -215,10 +215,10 @@ class Advisor:
 
         Call it at every boundary.
         """
-        course = self._course.observe(observation)
-        if course != "goes on":
+        run_length = self._course.observe(observation)
+        if run_length != "goes on":
             self._allowance.rewind(observation.step)
-        if course == "goes back":
+        if run_length == "goes back":
             self._agenda.postpone(self._allowance.cool_until())
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
@@ -253,8 +253,8 @@ class Advisor:
             else frozenset()
         )
         self._learn_level()
-        rung, compiled = (
-            self._track.rung(plan, without),
+        switch_method, compiled = (
+            self._track.switch_method(plan, without),
             self._had_compiled
             if decided is not None
             else self._is_compiled(plan, self._batch, without),
@@ -262,13 +262,13 @@ class Advisor:
         if (
             decided is not None
             and decided.at_step is None
-            and self._costs.prepare_s(rung, compiled=compiled)
+            and self._costs.prepare_s(switch_method, compiled=compiled)
         ):
             self._costs.prepared(self._course.time_s - self._decided_s)
         # A link that is slow now has made the move slow; the way back, when it is whole again, will
         # not be.
         self._costs.learn(
-            rung,
+            switch_method,
             old.plan,
             plan,
             self._watch.conditions.applied(self._prices.of(self._batch)),
@@ -279,13 +279,13 @@ class Advisor:
         if is_return:
             self._quarantine.add(old.plan, self._course.step)
         left_in, is_home = self._now, self._track.has_left(plan)
-        left_out = (
-            older.left_out.still_slow(self._course.time_s)
-            if is_return and older.left_out
+        excluded = (
+            older.excluded.still_slow(self._course.time_s)
+            if is_return and older.excluded
             else self._left_out_by(without)
         )
         self._track.moved(
-            Standing(plan=plan, without=without, left_out=left_out),
+            Standing(plan=plan, without=without, excluded=excluded),
             left_in,
             fled=decided is None or decided.mandatory,
         )
@@ -391,7 +391,7 @@ class Advisor:
             lambda conditions: self._prices.log_time(plan, self._batch, self._located(conditions)),
         )
         if watch.was_so:
-            self._experience.call_anew(watch.was_so)
+            self._experience.relabel(watch.was_so)
             self._predictor.forget_earlier_runs()
         elif before != (watch.conditions, watch.regime):
             if level is not None:
@@ -422,11 +422,11 @@ class Advisor:
         )
         self._experience.learn(known, level, self._course.step)
 
-    def _left_out_by(self, without: frozenset[int]) -> LeftOut | None:
+    def _left_out_by(self, without: frozenset[int]) -> ExcludedProcess | None:
         """The slow process that a run without these devices does without."""
-        slow, left_out, watch = self._straggling, self._track.now.left_out, self._watch
+        slow, excluded, watch = self._straggling, self._track.now.excluded, self._watch
         if slow and slow <= without:
-            found = LeftOut(
+            found = ExcludedProcess(
                 devices=slow,
                 skew=watch.conditions.skew,
                 regime=watch.regime_at(self._course.time_s),
@@ -434,7 +434,7 @@ class Advisor:
             )
             watch.leave_out(self._course.time_s)
             return found
-        return left_out if left_out is not None and left_out.devices <= without else None
+        return excluded if excluded is not None and excluded.devices <= without else None
 
     def _restart(self) -> None:
         """Steps and memory under the plan that the run was under tell nothing any more."""
@@ -449,8 +449,8 @@ class Advisor:
 
     def _look_at_left_out(self) -> None:
         """Once it is likely enough that a slow process has recovered."""
-        if (left_out := self._track.now.left_out) is not None:
-            due_s = left_out.due_s(
+        if (excluded := self._track.now.excluded) is not None:
+            due_s = excluded.due_s(
                 self._course.time_s, min(1 - SPARE, self._settings.min_probability + SPARE)
             )
             self._agenda.look_again(time_s=math.inf if due_s is None else due_s)
@@ -553,7 +553,7 @@ class Advisor:
             normal=self._watch.normal,
             lost=self._lost,
             slow=self._straggling,
-            left_out=self._track.now.left_out,
+            excluded=self._track.now.excluded,
             memory=self._memory_watch,
         )
         offers = [] if blocked else self._offers(question, view)
@@ -573,17 +573,17 @@ class Advisor:
         return decision
 
     def _blocked(self, question: Question) -> str:
-        allowance = self._allowance
-        if question.only is not None or allowance.too_many():
-            return allowance.too_many()
+        switch_budget = self._allowance
+        if question.only is not None or switch_budget.too_many():
+            return switch_budget.too_many()
         plan, watch = self._track.now.plan, self._watch
         slowed = math.exp(
             self._prices.log_time(plan, self._batch, watch.conditions)
             - self._prices.log_time(plan, self._batch, watch.normal)
         )
-        too_soon = allowance.too_soon(question.at_step or self._course.step, slowed)
+        too_soon = switch_budget.too_soon(question.at_step or self._course.step, slowed)
         if too_soon:
-            self._agenda.postpone(allowance.cool_until(slowed))
+            self._agenda.postpone(switch_budget.cool_until(slowed))
         return too_soon
 
     def _offers(self, question: Question, view: View) -> list[Offer] | None:

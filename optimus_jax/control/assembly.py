@@ -15,7 +15,7 @@ from optimus_jax.control.deciding.switch_costs import SwitchCosts
 from optimus_jax.control.journal import switches
 from optimus_jax.control.live import Probes, live_signals
 from optimus_jax.control.phase_changes import PhaseChanges
-from optimus_jax.control.reported import ReportedDevices
+from optimus_jax.control.reported_devices import ReportedDevices
 from optimus_jax.control.switch import Switcher
 from optimus_jax.errors import PlanError
 from optimus_jax.faults.heartbeat import Heartbeats

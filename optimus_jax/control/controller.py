@@ -22,11 +22,11 @@ from optimus_jax.control.commands import Command, CommandBroadcast
 from optimus_jax.control.coordinator import Coordinator, Mode
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
+from optimus_jax.control.pending_switch import SwitchTrial, UpcomingSwitch
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Switched, Switcher
-from optimus_jax.control.underway import Trial, Upcoming
 from optimus_jax.data.batch import Batch
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import OptimusError
@@ -83,8 +83,8 @@ class Controller:
             run=run,
             display=display,
         )
-        self._upcoming: Upcoming | None = None
-        self._trial: Trial | None = None
+        self._upcoming: UpcomingSwitch | None = None
+        self._trial: SwitchTrial | None = None
         self._is_taken_back = False
         self._last_times_s: deque[float] = deque(maxlen=settings.window_steps)
 
@@ -254,7 +254,7 @@ class Controller:
                 else self._changes.config_after(max(step, command.at_step or 0))
             )
             self._drop()
-            self._upcoming = Upcoming(
+            self._upcoming = UpcomingSwitch(
                 command=command,
                 preparation=self._switcher.prepare(
                     command.plan,
@@ -347,7 +347,7 @@ class Controller:
             plan=target.digest,
             layout=target.describe(),
             from_plan=source.digest,
-            rung=decision and decision.rung,
+            switch_method=decision and decision.switch_method,
             why=command.why,
             phases_s=_phases({"prepare_s": prepared.compile_s, **costs_s}),
             bytes_moved=prepared.there.sent_bytes,
@@ -367,7 +367,7 @@ class Controller:
         if begins_phase and self._changes is not None:
             self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
         elif not begins_phase:
-            self._trial = Trial(
+            self._trial = SwitchTrial(
                 source=source,
                 plan=target,
                 costs_s=costs_s,

@@ -16,9 +16,9 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import PUZZLED_STEPS, Advisor
 from optimus_jax.control.canary import Verdict, is_clearly_slower, judge
 from optimus_jax.control.commands import Command, CommandBroadcast
+from optimus_jax.control.pending_switch import SwitchTrial, UpcomingSwitch, excess_s
 from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.control.signals import Observation
-from optimus_jax.control.underway import Trial, Upcoming, excess_s
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.watchers import Display
@@ -83,8 +83,8 @@ class Coordinator:
         step: int,
         observation: Observation,
         *,
-        trial: Trial | None,
-        upcoming: Upcoming | None,
+        trial: SwitchTrial | None,
+        upcoming: UpcomingSwitch | None,
         last_times_s: tuple[float, ...],
     ) -> None:
         """Judge the first steps under a new plan, decide, and say whether a plan that is ready may
@@ -184,7 +184,7 @@ class Coordinator:
 
     # How it thinks.
 
-    def _judge(self, trial: Trial, step: int) -> None:
+    def _judge(self, trial: SwitchTrial, step: int) -> None:
         """Whether the plan on trial is kept, as soon as its first steps say so."""
         times_s = [record.step_time_s for record in trial.records]
         is_over = len(times_s) > self._settings.canary_steps
@@ -257,7 +257,7 @@ class Coordinator:
             self._commands.send(Command(kind="withdraw", why=decision.why))
 
     def _consider_going(
-        self, upcoming: Upcoming, step: int, last_times_s: tuple[float, ...]
+        self, upcoming: UpcomingSwitch, step: int, last_times_s: tuple[float, ...]
     ) -> None:
         """Whether what was decided some time ago is still to be done, now that it is ready.
 

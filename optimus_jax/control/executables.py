@@ -139,7 +139,7 @@ def batch_of(config: Config) -> Batch:
     return config.data.global_batch, config.seq_len
 
 
-class Shelf:
+class ExecutableCache:
     """Executables that were used or compiled last; the others are forgotten. Threads may share one.
 
     Args:

@@ -16,7 +16,7 @@ from optimus_jax.control.guard import Source
 from optimus_jax.control.health import DeviceMemory, GpuHealth, visible_gpus
 from optimus_jax.control.heartbeats import HeartbeatAges
 from optimus_jax.control.mesh_probes import MeshProbes
-from optimus_jax.control.rounds import Budget, Rounds
+from optimus_jax.control.probe_rounds import Budget, ProbeRounds
 from optimus_jax.control.sources import Signals
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
@@ -56,7 +56,7 @@ class Probes:
             programs.compile()
             self._programs.setdefault(mesh, programs)
 
-    def on(self, mesh: Mesh) -> Rounds | None:
+    def on(self, mesh: Mesh) -> ProbeRounds | None:
         """Rounds on a mesh, compiled and settled: call it in all processes, between two steps.
 
         None: there are no probes.
@@ -72,7 +72,7 @@ class Probes:
             while len(self._programs) > self._num_meshes:
                 self._programs.popitem(last=False)
             sizes = AxisSizes(**mesh.shape)
-            rounds = Rounds(
+            rounds = ProbeRounds(
                 self._programs[mesh],
                 {axis: self._link(sizes, axis) for axis in MESH_AXES},
                 self._baselines,
@@ -97,7 +97,7 @@ def live_signals(
     *,
     global_batch: int,
     seq_len: int,
-    rounds: Rounds | None,
+    rounds: ProbeRounds | None,
     heartbeats: Heartbeats | None,
     warn: Callable[[str], object],
 ) -> Signals:

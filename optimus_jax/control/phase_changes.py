@@ -149,7 +149,7 @@ class PhaseChanges:
             plan=plan.digest,
             layout=plan.describe(),
             from_plan=prepared.source.plan.digest,
-            rung=None,
+            switch_method=None,
             why=why,
             phases_s={name.removesuffix("_s"): time_s for name, time_s in phases_s.items()},
             bytes_moved=prepared.there.sent_bytes,

@@ -2,8 +2,8 @@
 answer.
 
 A *candidate* is a plan that could be switched to. Its *gain* is what it would save until the end of
-the *horizon*, its *cost* what the run stands still for. The *rung* says what a switch has to touch,
-cheapest first. A switch has to pass every test: the plan saves a share of each step that is worth
+the *horizon*, its *cost* how long the run stands still. The *switch method* says what a switch has
+to change, cheapest first. A switch has to pass every test: the plan saves a share of each step that is worth
 speaking of, saves more than it costs with high probability and several times its cost in
 expectation, and fits the budget. While it is not known how long conditions are going to last, a
 switch waits until its cost is as likely as not to be earned back (ski rental).
@@ -20,14 +20,19 @@ from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.explain import flags, seconds
 
-Rung = Literal["executable", "rebalance", "permute", "remesh", "subset", "restart"]
-RUNGS: tuple[Rung, ...] = ("executable", "rebalance", "permute", "remesh", "subset", "restart")
-"""Cheapest first: nothing moves; some layers move to neighbours; the rest moves more. Nothing
-offers `permute` (docs/control.md)."""
+SwitchMethod = Literal["executable", "rebalance", "remesh", "subset", "restart"]
+SWITCH_METHODS: tuple[SwitchMethod, ...] = (
+    "executable",
+    "rebalance",
+    "remesh",
+    "subset",
+    "restart",
+)
+"""Cheapest first (docs/control.md). What each has to change."""
 Action = Literal["stay", "switch"]
 CHOSEN = "chosen"
 ALMOST = 0.9
-"""A cheaper rung wins if its net gain is this share of the largest."""
+"""A cheaper switch method wins if its net gain is this share of the largest."""
 EVEN_ODDS = 0.5
 """Of earning a switch's cost back, before it is made while it is unknown how long conditions
 last."""
@@ -50,7 +55,7 @@ class Candidate:
     """A plan that could be switched to; all times are predictions."""
 
     plan: Plan
-    rung: Rung
+    switch_method: SwitchMethod
     log_ratio: float
     """Expected logarithm of its step time over the present plan's, in present conditions."""
     deviation: float
@@ -145,7 +150,7 @@ class Alternative:
     """A candidate as it was weighed; all times are predictions."""
 
     plan: Plan
-    rung: Rung
+    switch_method: SwitchMethod
     step_time_s: float
     """Expected, under this plan."""
     gain_s: float
@@ -162,7 +167,7 @@ class Alternative:
         return {
             "plan": self.plan.digest,
             "flags": flags(self.plan),
-            "rung": self.rung,
+            "switch_method": self.switch_method,
             "step_time_s": _rounded(self.step_time_s),
             "gain_s": _rounded(self.gain_s),
             "cost_s": _rounded(self.cost_s),
@@ -185,7 +190,7 @@ class Decision:
     """One sentence for people."""
     plan: Plan | None = None
     """To switch to; None: stay."""
-    rung: Rung | None = None
+    switch_method: SwitchMethod | None = None
     """What the switch has to touch."""
     at_step: int | None = None
     """The switch belongs at the boundary after this step (prepare it before); None: as soon as it
@@ -212,7 +217,7 @@ class Decision:
             "why": self.why,
             "trigger": self.trigger,
             "plan": self.plan and self.plan.digest,
-            "rung": self.rung,
+            "switch_method": self.switch_method,
             "at_step": self.at_step,
             "without": sorted(self.without),
             "mandatory": self.mandatory,
@@ -238,7 +243,7 @@ def decide(
     passed = [] if situation.blocked else [each for each in weighed if not each.objection]
     best = min(
         [each for each in passed if each.net_s >= ALMOST * passed[0].net_s],
-        key=lambda each: RUNGS.index(each.candidate.rung),
+        key=lambda each: SWITCH_METHODS.index(each.candidate.switch_method),
         default=None,
     )
     if best is None:
@@ -409,7 +414,7 @@ def _objection(
             unsure_s,
         )
     wait_s = situation.regime.wait_s(
-        earned_s, LONG_ODDS if candidate.rung == "restart" else EVEN_ODDS
+        earned_s, LONG_ODDS if candidate.switch_method == "restart" else EVEN_ODDS
     )
     if wait_s > 0:
         return (
@@ -523,7 +528,7 @@ def _decision(
         action="switch" if chosen else "stay",
         why=why,
         plan=chosen and chosen.plan,
-        rung=chosen and chosen.rung,
+        switch_method=chosen and chosen.switch_method,
         at_step=situation.at_step if chosen else None,
         without=chosen.without if chosen else frozenset(),
         mandatory=situation.mandatory,
@@ -541,7 +546,7 @@ def _shown(situation: Situation, each: _Weighed, is_best: bool) -> Alternative:
     )
     return Alternative(
         plan=each.candidate.plan,
-        rung=each.candidate.rung,
+        switch_method=each.candidate.switch_method,
         step_time_s=situation.step_time_s * math.exp(min(50.0, each.candidate.log_ratio)),
         gain_s=each.gain_s,
         cost_s=each.cost_s,

@@ -32,7 +32,7 @@ KEPT = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen(Evidence):
+class ObservedStep(Evidence):
     """Evidence of this run."""
 
     step: int
@@ -91,11 +91,11 @@ class Predictor:
 
     def __init__(self, calibration: Calibration | None = None) -> None:
         self._calibration = calibration or Calibration()
-        self._evidence: dict[tuple[str, str, int], Seen] = {}
+        self._evidence: dict[tuple[str, str, int], ObservedStep] = {}
         self._step = 0
 
     @property
-    def evidence(self) -> tuple[Seen, ...]:
+    def evidence(self) -> tuple[ObservedStep, ...]:
         """All that counts."""
         return tuple(self._evidence.values())
 
@@ -116,7 +116,7 @@ class Predictor:
         ):
             return
         self._evidence.pop(query.key, None)
-        self._evidence[query.key] = Seen(
+        self._evidence[query.key] = ObservedStep(
             query=query,
             log_time=log_time,
             deviation=max(noise, 0.005) / math.sqrt(count),
@@ -141,7 +141,7 @@ class Predictor:
         self._calibration = Calibration()
         self._evidence = {key: each for key, each in self._evidence.items() if each.step >= 0}
 
-    def foretell(self, queries: Sequence[Query]) -> Forecast:
+    def predict(self, queries: Sequence[Query]) -> Forecast:
         """Step times of all queries, jointly."""
         believed = self._believed(queries)
         expected, slopes = believed.rows(queries)
@@ -183,8 +183,8 @@ class Predictor:
             self._evidence.setdefault(each.query.key, each)
 
 
-def _evidence(value: Mapping[str, object]) -> Seen:
-    """From `Seen.as_json`. Raises ValueError, TypeError or KeyError."""
+def _evidence(value: Mapping[str, object]) -> ObservedStep:
+    """From `ObservedStep.as_json`. Raises ValueError, TypeError or KeyError."""
     terms, measured_s, deviation = value["terms_s"], value["measured_s"], value["deviation"]
     if (
         not isinstance(terms, Mapping)
@@ -200,7 +200,7 @@ def _evidence(value: Mapping[str, object]) -> Seen:
     ):
         raise ValueError("times are finite and above 0")
     query = Query(plan=str(value["plan"]), setting=str(value["setting"]), terms_s=terms_s)
-    return Seen(
+    return ObservedStep(
         query=query,
         log_time=math.log(measured_s),
         deviation=max(deviation, ANOTHER_RUN),

@@ -17,7 +17,7 @@ from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control.batches import BatchShape, HostBatch
 from optimus_jax.control.guard import POLL_S, Guard, Polled, Source
 from optimus_jax.control.loss_slope import LossSlope
-from optimus_jax.control.rounds import Rounds
+from optimus_jax.control.probe_rounds import ProbeRounds
 from optimus_jax.control.signals import (
     COMPUTE_SLOWDOWN,
     DATA_WAIT_S,
@@ -80,7 +80,7 @@ class Signals:
         global_batch: int,
         seq_len: int,
         sources: Iterable[Source] = (),
-        rounds: Rounds | None = None,
+        rounds: ProbeRounds | None = None,
         clock: Callable[[], float] = time.perf_counter,
         warn: Callable[[str], object] = _LOG.warning,
     ) -> None:
@@ -201,7 +201,7 @@ class Signals:
             self._is_probed_anew = False
         self._take_round(samples or {}, rounds)
 
-    def enter(self, *, global_batch: int, seq_len: int, rounds: Rounds | None) -> None:
+    def enter(self, *, global_batch: int, seq_len: int, rounds: ProbeRounds | None) -> None:
         """The run goes on under another plan or in another phase: samples that belong to the one
         before are forgotten.
 
@@ -258,7 +258,7 @@ class Signals:
             for samples in rounds.at_first:
                 self._take_round(samples, rounds)
 
-    def _take_round(self, samples: Mapping[str, float], rounds: Rounds) -> None:
+    def _take_round(self, samples: Mapping[str, float], rounds: ProbeRounds) -> None:
         self._take(
             samples,
             self._round_guard,

@@ -9,8 +9,8 @@
   moved are moved back, those that have not still lie as they did. Then the step, and the loss of a
   fixed batch under both plans. (Nothing else belongs to a run: batches and random numbers depend on
   the step alone.)
-  Where devices have no room for that, the state goes over the disk (control/detour.py), and back
-  from there.
+  Where devices have no room for that, the state goes over the disk (control/disk_transfer.py),
+  and comes back from there.
 * COMMIT: plan.json and the journal (control/journal.py).
 * The first steps under the new plan are the controller's to watch (control/canary.py). Then `keep`,
   or `take_back`, which moves the state of the step that the run has come to, and not that of the
@@ -34,8 +34,8 @@ from jax.experimental import multihost_utils
 from optimus_jax.cluster.distributed import all_or_none
 from optimus_jax.config import Config, ControlConfig, Precision
 from optimus_jax.control.background import Worker
-from optimus_jax.control.detour import Detour
-from optimus_jax.control.executables import Executable, Shelf, batch_of, compile_plan
+from optimus_jax.control.disk_transfer import DiskTransfer
+from optimus_jax.control.executables import Executable, ExecutableCache, batch_of, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
 from optimus_jax.devices.hosts import devices_by_host
@@ -101,16 +101,16 @@ class Switcher:
         journal: Journal | None = None,
         bytes_per_device: int | None = None,
         probe: Callable[[Program], Batch] | None = None,
-        detour: Detour | None = None,
+        disk_transfer: DiskTransfer | None = None,
     ) -> None:
-        self.running, self._detour = running, detour
+        self.running, self._detour = running, disk_transfer
         self._settings, self._journal, self._bytes_per_device, self._probe = (
             settings,
             journal,
             bytes_per_device,
             probe,
         )
-        self._shelf, self._worker = Shelf(settings.executables), Worker("compile")
+        self._shelf, self._worker = ExecutableCache(settings.executables), Worker("compile")
         self._shelf.put(running)
         self._on_trial: Prepared | None = None
 

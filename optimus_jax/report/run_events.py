@@ -24,7 +24,7 @@ class AlternativeRecord:
     plan: str | None
     """Digest."""
     switch_method: str | None
-    """Field `rung`: how the state would get to the plan."""
+    """How the state would get to the plan."""
     predicted_step_time_s: float | None
     gain_s: float | None
     """Expected gain over the rest of the run."""
@@ -81,6 +81,11 @@ def text(values: Event, name: str) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+def switch_method_of(event: Event) -> str | None:
+    """The switch method of an event or alternative; runs before 2026-11-25 called it `rung`."""
+    return text(event, "switch_method") or text(event, "rung")
+
+
 def mapping(values: Event, name: str) -> Event:
     """A field's value if it is a mapping, else an empty mapping."""
     value = values.get(name)
@@ -133,7 +138,7 @@ def parse_decision(event: Event) -> DecisionRecord:
         if action in ("stay", "switch")
         else None,
         why=text(event, "why"),
-        switch_method=text(event, "rung"),
+        switch_method=switch_method_of(event),
         plan=plan,
         layout=layout or (chosen.layout if chosen else None),
         trigger=text(event, "trigger"),
@@ -152,7 +157,7 @@ def _alternative(other: Event) -> AlternativeRecord:
     return AlternativeRecord(
         layout=text(other, "layout") or text(other, "flags"),
         plan=text(other, "plan"),
-        switch_method=text(other, "rung"),
+        switch_method=switch_method_of(other),
         predicted_step_time_s=number(other, "step_time_s") if predicted is None else predicted,
         gain_s=number(other, "gain_s"),
         cost_s=number(other, "cost_s"),

@@ -25,6 +25,7 @@ from optimus_jax.report.run_events import (
     parse_decision,
     printable,
     step_of,
+    switch_method_of,
     text,
 )
 from optimus_jax.run_directory.directory import RunDirectory
@@ -66,7 +67,7 @@ class Switch:
     """Digest of the plan before the switch."""
     layout: str | None
     method: str | None
-    """Field `rung`: how the state got to the plan."""
+    """How the state got to the plan."""
     why: str | None
     phases_s: tuple[tuple[str, float | None], ...]
     """Seconds of each phase, in order."""
@@ -320,7 +321,7 @@ class RunHistory:
             plan=text(event, "plan"),
             from_plan=text(event, "from_plan"),
             layout=text(event, "layout"),
-            method=text(event, "rung"),
+            method=switch_method_of(event),
             why=text(event, "why"),
             phases_s=tuple((str(name), number(phases, name)) for name in names),
             bytes_moved=number(event, "bytes_moved"),

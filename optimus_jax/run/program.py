@@ -17,7 +17,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.phases import Phase, in_phase, phase_after
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
-from optimus_jax.control.detour import Detour
+from optimus_jax.control.disk_transfer import DiskTransfer
 from optimus_jax.control.executables import Executable, executable_of
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges
@@ -179,7 +179,9 @@ def run_program(
         "config": config.to_json(derived=_derived(config, choice.plan, program)),
         "data": inputs.data.identity,
     }
-    detour = Detour(checkpoints, lambda program, step: described(program, step, metadata, learning))
+    disk_transfer = DiskTransfer(
+        checkpoints, lambda program, step: described(program, step, metadata, learning)
+    )
     controller, changes = _make_controllers(
         config,
         devices,
@@ -190,7 +192,7 @@ def run_program(
         heartbeats,
         run,
         display,
-        detour,
+        disk_transfer,
     )
 
     def report_failed_save(text: str) -> None:
@@ -248,7 +250,7 @@ def _make_controllers(
     heartbeats: Heartbeats | None,
     run: RunDirectory,
     display: Display,
-    detour: Detour,
+    disk_transfer: DiskTransfer,
 ) -> tuple[Controller | None, PhaseChanges | None]:
     """The controller and the phase changes of a run; None for what the run does not need."""
     has_controller, topology = (
@@ -263,7 +265,7 @@ def _make_controllers(
         journal=Journal(run),
         bytes_per_device=topology.bytes_per_device,
         probe=inputs.probe,
-        detour=detour,
+        disk_transfer=disk_transfer,
     )
 
     def plan_in(phase: Phase, plan: Plan) -> Plan:

@@ -128,7 +128,7 @@ EVENTS: Mapping[EventName, EventKind] = {
             "action": "`stay` or `switch`.",
             "why": "Reason, for people.",
             "trigger": "Signal that caused the decision.",
-            "rung": "What a switch has to change: see control.md.",
+            "switch_method": "What a switch has to change: see control.md.",
             "at_step": "Step after which the switch is due; null: as soon as it is prepared.",
             "without": "Ids of devices that the plan leaves out.",
             "mandatory": "Whether the run cannot go on under the present plan.",
@@ -147,7 +147,7 @@ EVENTS: Mapping[EventName, EventKind] = {
         "The run moved to another plan.",
         {
             **_MOVED,
-            "rung": "What the switch had to change.",
+            "switch_method": "What the switch had to change.",
             "bytes_moved": "Bytes sent between devices.",
             "compile_tax_s": "Seconds by which compiling in the background slowed the steps.",
         },

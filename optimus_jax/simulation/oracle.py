@@ -17,12 +17,12 @@ import numpy as np
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.plan import Plan
-from optimus_jax.simulation.moving_costs import MovingCosts
+from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.outcome import Habits, Outcome, Policy
-from optimus_jax.simulation.rivals import Static
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL, Conditions
+from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
 from optimus_jax.simulation.world import Place
 
 KEPT = 4
@@ -99,7 +99,7 @@ class _Shortest:
 
     def __init__(self, truth: Truth, plans: Sequence[Plan]):
         self.truth, self.setup, self.world = truth, truth.setup, truth.world
-        self.timeline, self.costs = truth.timeline, MovingCosts(truth.world)
+        self.timeline, self.costs = truth.timeline, TrueSwitchCosts(truth.world)
         self._tables: dict[tuple[int, int], tuple[list[float], np.ndarray, np.ndarray]] = {}
         self._known: dict[tuple[Conditions, int], tuple[list[float], np.ndarray, np.ndarray]] = {}
         self.plans = self._promising(list(dict.fromkeys([self.setup.start, *plans])))

@@ -22,11 +22,11 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
-from optimus_jax.simulation.moving_costs import MovingCosts
 from optimus_jax.simulation.outcome import Habits, Kind, Moment, Outcome, Policy
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.telemetry import Now, Telemetry
 from optimus_jax.simulation.timeline import NORMAL, Conditions
+from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
 from optimus_jax.simulation.world import Place
 
 REMEMBERED = 20
@@ -77,7 +77,7 @@ class Simulation:
         self.truth, self.policy, self.habits = truth, policy, habits
         self.setup, self.world = truth.setup, truth.world
         self.costs, self.telemetry = (
-            MovingCosts(truth.world),
+            TrueSwitchCosts(truth.world),
             Telemetry(truth.world, self.setup.told[0], self.setup.settings, truth.seed),
         )
         self.step, self.phase, self.time_s, self.probes_s = 0, 0, 0.0, 0.0

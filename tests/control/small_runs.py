@@ -102,7 +102,7 @@ class Scripted:
 def switch_at(step, plan, *, at_step=None, without=frozenset()):
     chosen = Alternative(
         plan=plan,
-        rung="remesh",
+        switch_method="remesh",
         step_time_s=1e3,
         gain_s=1.0,
         cost_s=0.1,
@@ -114,7 +114,7 @@ def switch_at(step, plan, *, at_step=None, without=frozenset()):
         action="switch",
         why="the script says so",
         plan=plan,
-        rung="remesh",
+        switch_method="remesh",
         at_step=at_step,
         without=without,
         alternatives=(chosen,),

@@ -234,9 +234,9 @@ def test_a_switch_is_held_against_what_was_expected_of_it_on_links_as_they_were(
     monkeypatch.setattr(
         CostModel,
         "learn",
-        lambda self, rung, old, plan, pricing, **more: (
+        lambda self, switch_method, old, plan, pricing, **more: (
             links.append(pricing.cluster.between),
-            learn(self, rung, old, plan, pricing, **more),
+            learn(self, switch_method, old, plan, pricing, **more),
         ),
     )
     job = Job(num_steps=5000).go(200).go(400, SLOW).go(400)
@@ -377,7 +377,11 @@ def test_a_plan_that_turns_out_slower_is_left_again_and_not_tried_soon():
 def test_lost_devices_have_to_be_left_at_once_and_are_used_again():
     job = Job(num_steps=5000, switch_s=60.0).go(100).go(1, lost=frozenset({11}))
     decision = job.decisions[-1]
-    assert (decision.action, decision.mandatory, decision.rung) == ("switch", True, "restart")
+    assert (decision.action, decision.mandatory, decision.switch_method) == (
+        "switch",
+        True,
+        "restart",
+    )
     assert decision.plan is not None
     assert 11 in decision.without
     assert decision.plan.num_devices + len(decision.without) <= 64
@@ -406,8 +410,8 @@ def test_a_straggler_for_hours_is_left_out():
     slow = Conditions(skew=3.0)
     job.go(400, slow, straggler=2.0)
     assert len(job.switches) == 1
-    left_out = next(each for each in reversed(job.decisions) if each.action == "switch")
-    assert left_out.without >= STRAGGLING
+    excluded = next(each for each in reversed(job.decisions) if each.action == "switch")
+    assert excluded.without >= STRAGGLING
     # The others are as fast as ever. The slow one is tried again once, after many times as long as
     # it was known to be slow, and left out again.
     job.go(250, slow)
@@ -441,7 +445,7 @@ def test_a_slow_stage_gets_fewer_layers_and_its_own_again_when_it_has_recovered(
     _, spared = job.switches[before]
     assert spared.pipeline is not None
     assert spared.pipeline.layers_per_stage == (4, 4, 2, 4, 4, 4, 5, 5)
-    assert any(each.rung == "rebalance" and each.plan == spared for each in job.decisions)
+    assert any(each.switch_method == "rebalance" and each.plan == spared for each in job.decisions)
     assert job.true_s(job.plan, slow) < 0.9 * job.true_s(even, slow)
     job.go(2500, straggler=2.0)
     assert job.plan.pipeline == even.pipeline

@@ -14,7 +14,7 @@ from optimus_jax.control.deciding.candidates import (
     is_allowed,
     is_legal,
     leaving_out,
-    rung_of,
+    switch_method_of,
     times,
 )
 from optimus_jax.errors import PlanError
@@ -24,7 +24,7 @@ PLAN = plan_on("fsdp=64", microbatches=2)
 
 
 @pytest.mark.parametrize(
-    ("other", "rung"),
+    ("other", "switch_method"),
     [
         (replace(PLAN, microbatches=4), "executable"),
         (replace(PLAN, remat="none"), "executable"),
@@ -33,17 +33,17 @@ PLAN = plan_on("fsdp=64", microbatches=2)
         (plan_on("pipe=2,fsdp=32"), "remesh"),
     ],
 )
-def test_the_rung_says_what_has_to_be_touched(other, rung):
-    assert rung_of(PLAN, other, same_devices=True) == rung
-    assert rung_of(PLAN, other, same_devices=False) == "subset"
-    assert rung_of(PLAN, other, same_devices=False, same_hosts=False) == "restart"
+def test_switch_methods(other, switch_method):
+    assert switch_method_of(PLAN, other, same_devices=True) == switch_method
+    assert switch_method_of(PLAN, other, same_devices=False) == "subset"
+    assert switch_method_of(PLAN, other, same_devices=False, same_hosts=False) == "restart"
 
 
 def test_other_schedules_of_the_same_stages_move_nothing():
     staged = plan_on("pipe=2,fsdp=32")
     assert staged.pipeline is not None
     assert (
-        rung_of(
+        switch_method_of(
             staged,
             replace(staged, pipeline=replace(staged.pipeline, schedule="gpipe")),
             same_devices=True,
@@ -51,7 +51,7 @@ def test_other_schedules_of_the_same_stages_move_nothing():
         == "executable"
     )
     assert (
-        rung_of(
+        switch_method_of(
             staged,
             replace(staged, pipeline=replace(staged.pipeline, layers_per_stage=(15, 17))),
             same_devices=True,
@@ -65,7 +65,7 @@ def test_executables_are_legal_fit_and_keep_the_state_where_it_is():
     assert found
     for other in found:
         assert other != PLAN
-        assert rung_of(PLAN, other, same_devices=True) == "executable"
+        assert switch_method_of(PLAN, other, same_devices=True) == "executable"
         assert is_legal(other, CONFIG)
         assert fits(PRICING.memory(other), CLUSTER)
     assert sum(times(found[0], PRICING).values()) <= sum(times(found[-1], PRICING).values())

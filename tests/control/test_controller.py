@@ -150,7 +150,7 @@ class Later:
 def switch_at(step: int, plan, *, predicted_s: float = 1e3, at_step: int | None = None) -> Decision:
     alternative = Alternative(
         plan=plan,
-        rung="remesh",
+        switch_method="remesh",
         step_time_s=predicted_s,
         gain_s=1.0,
         cost_s=0.1,
@@ -162,7 +162,7 @@ def switch_at(step: int, plan, *, predicted_s: float = 1e3, at_step: int | None 
         action="switch",
         why="the script says so",
         plan=plan,
-        rung="remesh",
+        switch_method="remesh",
         at_step=at_step,
         alternatives=(alternative,),
     )

@@ -7,7 +7,8 @@ import pytest
 from helpers import F32_RELATIVE
 from small_runs import devices_of, events, losses, quick, run_tiny, slow_devices, text  # noqa: F401
 
-from optimus_jax.control import live, reported
+from optimus_jax.control import live
+from optimus_jax.control import reported_devices as reported
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.journal import switches
 from optimus_jax.training import trainer

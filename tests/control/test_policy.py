@@ -14,7 +14,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.control.policy import (
     LOOK_AGAIN,
-    RUNGS,
+    SWITCH_METHODS,
     Candidate,
     Decision,
     Regime,
@@ -56,7 +56,7 @@ def situation(**fields) -> Situation:
 def candidate(gain: float = 0.3, number: int = 2, **fields) -> Candidate:
     given = {
         "plan": plan(number),
-        "rung": "remesh",
+        "switch_method": "remesh",
         "log_ratio": math.log(1 - gain),
         "deviation": 0.05,
         "cost_s": 10.0,
@@ -79,7 +79,7 @@ CANDIDATES = st.builds(
     deviation=st.floats(0.0, 0.5) | st.floats(0.0, 0.1),
     cost_s=st.floats(0.01, 1000.0) | st.floats(0.01, 20.0),
     return_s=st.floats(0.0, 20.0),
-    rung=st.sampled_from(RUNGS),
+    switch_method=st.sampled_from(SWITCH_METHODS),
     barred=st.sampled_from(["", "", "it failed"]),
     was_left=st.booleans(),
     likely=st.floats(0.1, 1.0),
@@ -97,7 +97,7 @@ SITUATIONS = st.builds(
 
 def test_a_large_sure_and_lasting_gain_is_taken():
     decision = decided(candidate(0.3))
-    assert (decision.action, decision.plan, decision.rung) == ("switch", plan(2), "remesh")
+    assert (decision.action, decision.plan, decision.switch_method) == ("switch", plan(2), "remesh")
     assert decision.alternatives[0].verdict == "chosen"
     assert "30%" in decision.why
 
@@ -150,7 +150,9 @@ def test_whatever_is_chosen_has_passed_every_test(about, candidates, min_gain, m
     chosen = next(
         each
         for each in candidates
-        if each.plan == decision.plan and each.rung == decision.rung and not each.barred
+        if each.plan == decision.plan
+        and each.switch_method == decision.switch_method
+        and not each.barred
     )
     shown = decision.alternatives[0]
     assert shown.probability >= min_probability
@@ -194,13 +196,13 @@ def test_it_is_a_function_of_its_arguments_and_its_record_is_json(about, candida
     assert all(each["verdict"] for each in record["alternatives"])
 
 
-def test_a_cheaper_rung_wins_where_it_gains_about_as_much():
+def test_a_cheaper_method_wins_if_it_gains_about_as_much():
     dear, cheap = (
         candidate(0.30, 2),
-        candidate(0.29, 3, rung="executable", cost_s=2.0, return_s=2.0),
+        candidate(0.29, 3, switch_method="executable", cost_s=2.0, return_s=2.0),
     )
-    assert decided(dear, cheap).rung == "executable"
-    assert decided(candidate(0.45, 2), cheap).rung == "remesh"
+    assert decided(dear, cheap).switch_method == "executable"
+    assert decided(candidate(0.45, 2), cheap).switch_method == "remesh"
 
 
 def test_while_the_duration_is_unknown_it_waits_until_staying_has_cost_as_much():
@@ -230,8 +232,8 @@ def test_what_ends_while_a_switch_is_prepared_withdraws_it_so_it_may_be_prepared
 def test_a_restart_has_to_be_surer_of_lasting_conditions():
     """It takes as long again to undo."""
 
-    def waits_s(rung):
-        return decided(candidate(rung=rung), regime=unknown_duration(2.0)).wait_s
+    def waits_s(switch_method):
+        return decided(candidate(switch_method=switch_method), regime=unknown_duration(2.0)).wait_s
 
     assert waits_s("restart") > 3 * waits_s("remesh") > 0
 

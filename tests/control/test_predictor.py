@@ -43,7 +43,7 @@ def after(
             QUERIES[place],
             true[place] + NOISE / math.sqrt(20) * random.standard_normal(),
         )
-    forecast = predictor.foretell(QUERIES)
+    forecast = predictor.predict(QUERIES)
     return (
         true,
         forecast.mean,
@@ -102,13 +102,13 @@ def test_it_beats_the_cost_model_alone():
 
 
 def test_before_anything_is_measured_it_is_the_cost_model():
-    assert Predictor().foretell(QUERIES).mean == pytest.approx(COST_MODEL)
+    assert Predictor().predict(QUERIES).mean == pytest.approx(COST_MODEL)
 
 
 def test_what_was_measured_is_what_is_foretold_of_it():
     predictor, truth = Predictor(), Truth(3)
     learn(predictor, QUERIES[0], truth.log_time(PLANS[0]))
-    forecast = predictor.foretell(QUERIES)
+    forecast = predictor.predict(QUERIES)
     assert forecast.mean[0] == pytest.approx(truth.log_time(PLANS[0]), abs=0.01)
     low_s, high_s = forecast.interval_s(0)
     assert high_s / low_s < 1.05
@@ -117,7 +117,7 @@ def test_what_was_measured_is_what_is_foretold_of_it():
 
 def test_comparing_plans_is_surer_than_either():
     """What is off in both cancels: that is why plans can be told apart at all."""
-    forecast = Predictor().foretell(QUERIES)
+    forecast = Predictor().predict(QUERIES)
     _, deviation = forecast.ratio(0, 1)
     assert deviation < 0.5 * math.sqrt(forecast.covariance[0, 0])
 
@@ -149,10 +149,10 @@ def test_a_few_wild_plans_do_not_move_the_others_far(factor):
             learn(predictor, QUERIES[place], truth.log_time(PLANS[place]))
     for place in (0, 1):
         learn(spoilt, QUERIES[place], truth.log_time(PLANS[place]) + math.log(factor))
-    moved = np.abs(spoilt.foretell(QUERIES).mean - good.foretell(QUERIES).mean)[2:]
+    moved = np.abs(spoilt.predict(QUERIES).mean - good.predict(QUERIES).mean)[2:]
     assert moved.max() < 0.1  # of 2.3, the logarithm of 10
     # Of the wild plans themselves what was measured holds: that is how they run.
-    assert spoilt.foretell(QUERIES).mean[0] == pytest.approx(
+    assert spoilt.predict(QUERIES).mean[0] == pytest.approx(
         truth.log_time(PLANS[0]) + math.log(factor), abs=0.2
     )
 
@@ -162,17 +162,17 @@ def test_an_unexplained_regime_is_taken_to_hit_every_plan():
     predictor = Predictor()
     base = QUERIES[0].predicted_s
     learn(predictor, QUERIES[0], math.log(base))
-    known = predictor.foretell(QUERIES)
-    before, deviation_before = predictor.foretell(QUERIES).ratio(1, 0)
+    known = predictor.predict(QUERIES)
+    before, deviation_before = predictor.predict(QUERIES).ratio(1, 0)
     hit = [query(plan, regime=1) for plan in PLANS[:2]]
     learn(predictor, hit[0], math.log(1.5 * base))
-    during, deviation = predictor.foretell(hit).ratio(1, 0)
+    during, deviation = predictor.predict(hit).ratio(1, 0)
     # plan 1 is not 1.5 times as fast as plan 0 now
     assert during == pytest.approx(before, abs=0.05)
     assert deviation > 2 * deviation_before
-    assert predictor.foretell(QUERIES).mean == pytest.approx(known.mean, abs=0.05)
+    assert predictor.predict(QUERIES).mean == pytest.approx(known.mean, abs=0.05)
     predictor.forget_regime(1)
-    assert predictor.foretell(QUERIES).ratio(1, 0) == pytest.approx((before, deviation_before))
+    assert predictor.predict(QUERIES).ratio(1, 0) == pytest.approx((before, deviation_before))
 
 
 def test_old_evidence_counts_for_less():
@@ -184,7 +184,7 @@ def test_old_evidence_counts_for_less():
         predictor.learn(
             QUERIES[1], log_time=COST_MODEL[1], noise=0.3, count=4, step=int(6 * HALF_LIFE)
         )
-        return float(predictor.foretell(QUERIES).mean[2] - COST_MODEL[2])
+        return float(predictor.predict(QUERIES).mean[2] - COST_MODEL[2])
 
     assert common(int(6 * HALF_LIFE)) > 2 * common(0) > 0
 
@@ -209,10 +209,10 @@ def test_earlier_runs_are_the_prior():
         )
         for each in QUERIES[:6]
     ] * 3
-    forecast = Predictor(calibration_of(records)).foretell(QUERIES)
+    forecast = Predictor(calibration_of(records)).predict(QUERIES)
     assert (forecast.mean - COST_MODEL)[:6] == pytest.approx(math.log(1.3), abs=0.03)
     assert math.sqrt(forecast.covariance[0, 0]) < math.sqrt(
-        Predictor().foretell(QUERIES).covariance[0, 0]
+        Predictor().predict(QUERIES).covariance[0, 0]
     )
 
 
@@ -231,9 +231,9 @@ def test_what_earlier_runs_have_taught_can_be_forgotten():
     taught, alone = Predictor(calibration_of(records)), Predictor()
     for predictor in (taught, alone):
         learn(predictor, QUERIES[2], COST_MODEL[2])
-    assert taught.foretell(QUERIES).mean != pytest.approx(alone.foretell(QUERIES).mean, abs=0.05)
+    assert taught.predict(QUERIES).mean != pytest.approx(alone.predict(QUERIES).mean, abs=0.05)
     taught.forget_earlier_runs()
-    assert taught.foretell(QUERIES).mean == pytest.approx(alone.foretell(QUERIES).mean)
+    assert taught.predict(QUERIES).mean == pytest.approx(alone.predict(QUERIES).mean)
 
 
 def test_it_is_kept_as_readable_json_and_read_again(tmp_path):
@@ -250,9 +250,9 @@ def test_it_is_kept_as_readable_json_and_read_again(tmp_path):
     later.load(path)
     predictor.forget_regime(4)
     # Most of it, and less sure: a night has passed, and the machine has other neighbours.
-    before, now = (each.foretell(QUERIES).mean - COST_MODEL for each in (predictor, later))
+    before, now = (each.predict(QUERIES).mean - COST_MODEL for each in (predictor, later))
     assert now == pytest.approx(0.8 * before, rel=0.2)
-    assert later.foretell(QUERIES).covariance[0, 0] > predictor.foretell(QUERIES).covariance[0, 0]
+    assert later.predict(QUERIES).covariance[0, 0] > predictor.predict(QUERIES).covariance[0, 0]
 
 
 @pytest.mark.parametrize(
@@ -283,4 +283,4 @@ def test_levels_under_other_conditions_are_of_the_same_plan():
     predictor, slow = Predictor(), Conditions(between=4.0)
     learn(predictor, QUERIES[0], COST_MODEL[0] + 0.2)
     there = query(PLANS[0], slow)
-    assert predictor.foretell([there]).mean[0] - math.log(there.predicted_s) > 0.1
+    assert predictor.predict([there]).mean[0] - math.log(there.predicted_s) > 0.1

@@ -13,7 +13,7 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control.baselines import Baselines
 from optimus_jax.control.guard import Absent
 from optimus_jax.control.health import DeviceMemory, GpuHealth
-from optimus_jax.control.rounds import Budget, Rounds
+from optimus_jax.control.probe_rounds import Budget, ProbeRounds
 from optimus_jax.control.signals import UNKNOWN
 from optimus_jax.control.sources import STALE_POLLS, Signals
 from optimus_jax.run_directory.step_record import StepRecord
@@ -328,7 +328,7 @@ def test_another_phase_is_told_and_has_its_own_losses():
 
 def probed(clock, told=None, *, share=0.01):
     programs = FakePrograms(clock)
-    rounds = Rounds(programs, {"data": "between"}, Baselines(None), Budget(share), clock=clock)
+    rounds = ProbeRounds(programs, {"data": "between"}, Baselines(None), Budget(share), clock=clock)
     return programs, signals(clock, told=told, rounds=rounds)
 
 

@@ -16,8 +16,8 @@ from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig, ControlConfig
 from optimus_jax.control import executables as executables_module
 from optimus_jax.control import switch as switch_module
-from optimus_jax.control.detour import Detour
-from optimus_jax.control.executables import Shelf, batch_of, compile_plan
+from optimus_jax.control.disk_transfer import DiskTransfer
+from optimus_jax.control.executables import ExecutableCache, batch_of, compile_plan
 from optimus_jax.control.journal import Journal, switches
 from optimus_jax.control.switch import Prepared, StateLostError, Switcher
 from optimus_jax.errors import FaultError, PlanError, RunDirectoryError
@@ -352,7 +352,7 @@ def test_what_goes_wrong_while_preparing_is_told_and_not_raised(executables, wha
 
 def test_the_shelf_forgets_what_was_used_longest_ago(executables):
     old, new = executables
-    shelf = Shelf(1)
+    shelf = ExecutableCache(1)
     shelf.put(old)
     assert shelf.get(batch_of(old.program.config), old.plan, old.layout.devices) is old
     shelf.put(new)
@@ -362,16 +362,16 @@ def test_the_shelf_forgets_what_was_used_longest_ago(executables):
 
 
 @pytest.fixture
-def detour(tmp_path):
+def disk_transfer(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
-    yield Detour(
+    yield DiskTransfer(
         checkpoints, lambda program, step: {"plan": program.plan.to_json(), "next_step": step + 1}
     )
     checkpoints.close()
 
 
 @pytest.fixture
-def cramped(executables, run, detour):
+def cramped(executables, run, disk_transfer):
     """On devices that have room for each state, and for no move."""
     return Switcher(
         running=executables[0],
@@ -379,7 +379,7 @@ def cramped(executables, run, detour):
         journal=Journal(run),
         probe=batch,
         bytes_per_device=1,
-        detour=detour,
+        disk_transfer=disk_transfer,
     )
 
 
@@ -409,14 +409,14 @@ def test_a_state_without_room_to_move_goes_over_the_disk_and_back(cramped, over_
 
 @pytest.mark.parametrize("fails", ["put", "fetch", "accept"])
 def test_a_detour_that_fails_leaves_the_state_where_it_was(
-    cramped, over_disk, state, run, detour, monkeypatch, fails
+    cramped, over_disk, state, run, disk_transfer, monkeypatch, fails
 ):
-    before, fetch = sums_of(over_disk.source, copied(state)), Detour.fetch
+    before, fetch = sums_of(over_disk.source, copied(state)), DiskTransfer.fetch
     if fails == "put":
-        monkeypatch.setattr(detour, "put", failing(OSError("the disk is full")))
+        monkeypatch.setattr(disk_transfer, "put", failing(OSError("the disk is full")))
     elif fails == "fetch":
         monkeypatch.setattr(
-            Detour,
+            DiskTransfer,
             "fetch",
             lambda self, target, step: (
                 fetch(self, target, step)
@@ -433,7 +433,7 @@ def test_a_detour_that_fails_leaves_the_state_where_it_was(
 
 
 def test_a_detour_without_a_way_back_says_so(cramped, over_disk, state, monkeypatch):
-    monkeypatch.setattr(Detour, "fetch", failing(OSError("the disk is gone")))
+    monkeypatch.setattr(DiskTransfer, "fetch", failing(OSError("the disk is gone")))
     with pytest.raises(StateLostError, match="went over the disk"):
         cramped.switch(state, over_disk, step=1, why="")
 

@@ -9,7 +9,7 @@ from fleet import PRICING, plan_on
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.switch_costs import CHECKPOINT_BYTES_PER_S, CostModel, SwitchCosts
-from optimus_jax.control.policy import RUNGS, Rung
+from optimus_jax.control.policy import SWITCH_METHODS, SwitchMethod
 from optimus_jax.plan import Plan
 
 PLAN, WHOLE = plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
@@ -17,17 +17,23 @@ PLAN, WHOLE = plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
 
 
 def expected(
-    model: CostModel, rung: Rung = "remesh", plan: Plan = PLAN, *, compiled: bool = False
+    model: CostModel,
+    switch_method: SwitchMethod = "remesh",
+    plan: Plan = PLAN,
+    *,
+    compiled: bool = False,
 ) -> float:
-    return model.expected_s(rung, PLAN, plan, PRICING, compiled=compiled)
+    return model.expected_s(switch_method, PLAN, plan, PRICING, compiled=compiled)
 
 
-def learn(model: CostModel, delay_s: float, rung: Rung = "remesh", **fields) -> None:
-    model.learn(rung, PLAN, PLAN, PRICING, compiled=False, delay_s=delay_s, **fields)
+def learn(
+    model: CostModel, delay_s: float, switch_method: SwitchMethod = "remesh", **fields
+) -> None:
+    model.learn(switch_method, PLAN, PLAN, PRICING, compiled=False, delay_s=delay_s, **fields)
 
 
-def test_dearer_rungs_cost_more():
-    costs = [expected(CostModel(), rung) for rung in RUNGS]
+def test_methods_that_change_more_cost_more():
+    costs = [expected(CostModel(), switch_method) for switch_method in SWITCH_METHODS]
     assert costs == sorted(costs)
     assert costs[-1] > 10 * costs[1]
 

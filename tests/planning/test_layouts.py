@@ -136,7 +136,7 @@ def test_recomputing_rises_from_none():
     plan = next(plan for plan in legal() if plan.pipeline is not None)
     ladder = memory_fallbacks(config(), plan, "cpu")
     assert ladder[0] == plan
-    assert [(rung.remat, rung.pipeline.keep_residuals) for rung in ladder] == [
+    assert [(each.remat, each.pipeline.keep_residuals) for each in ladder] == [
         (remat, keep) for keep in (True, False) for remat in ("none", "selective", "dots", "full")
     ]
     fixed = next(
@@ -150,18 +150,18 @@ def test_the_hosts_memory_comes_last_and_on_gpus_alone():
     staged = next(plan for plan in legal() if plan.pipeline is not None)
     plan = next(plan for plan in legal() if plan.pipeline is None)
     policies = ["none", "selective", "dots", "full"]
-    assert {rung.offload for rung in memory_fallbacks(config(), plan, "cpu")} == {"none"}
-    assert [(rung.offload, rung.remat) for rung in memory_fallbacks(config(), plan, "gpu")] == [
+    assert {each.offload for each in memory_fallbacks(config(), plan, "cpu")} == {"none"}
+    assert [(each.offload, each.remat) for each in memory_fallbacks(config(), plan, "gpu")] == [
         *(("none", remat) for remat in policies),
         ("activations", "full"),
         *(("optimizer", remat) for remat in policies),
         ("all", "full"),
     ]
-    assert {rung.offload for rung in memory_fallbacks(config(), staged, "gpu")} == {
+    assert {each.offload for each in memory_fallbacks(config(), staged, "gpu")} == {
         "none",
         "optimizer",
     }
-    assert {rung.offload for rung in memory_fallbacks(config(offload="none"), plan, "gpu")} == {
+    assert {each.offload for each in memory_fallbacks(config(offload="none"), plan, "gpu")} == {
         "none"
     }
 

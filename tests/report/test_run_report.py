@@ -112,7 +112,7 @@ def test_decisions_are_read_with_what_they_weighed(history):
 def test_what_the_controller_writes_is_what_is_read():
     weighed = policy.Alternative(
         plan=PLAN,
-        rung="remesh",
+        switch_method="remesh",
         step_time_s=0.5,
         gain_s=9.0,
         cost_s=1.0,
@@ -124,7 +124,7 @@ def test_what_the_controller_writes_is_what_is_read():
         action="switch",
         why="it is worth it",
         plan=PLAN,
-        rung="remesh",
+        switch_method="remesh",
         trigger="a slower link",
         step_time_s=0.75,
         inputs={"link": 4.0},
@@ -268,7 +268,7 @@ def test_texts_of_a_run_are_never_markup(tmp_path):
     run.write_config(json.dumps({"model": {"name": hostile}, "control": hostile}))
     run.log_event("start", 0, devices=hostile, data=hostile)
     run.log_step(step(1, hostile))
-    fields = {"plan": hostile, "layout": hostile, "why": hostile, "rung": hostile}
+    fields = {"plan": hostile, "layout": hostile, "why": hostile, "switch_method": hostile}
     run.log_event(
         "decision",
         1,

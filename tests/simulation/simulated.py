@@ -7,7 +7,7 @@ from optimus_jax.config.request import make_config
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
-from optimus_jax.simulation.contenders import PooledSearch
+from optimus_jax.simulation.candidate_plans import PooledSearch
 from optimus_jax.simulation.outcome import Habits, Policy
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.setup import Setup, Truth

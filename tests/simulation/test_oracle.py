@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from simulated import QUARTER, QUICK, SEARCHER, run, truth
 
+from optimus_jax.simulation.candidate_plans import contenders
 from optimus_jax.simulation.comparison import POLICIES, run_all, run_policy
-from optimus_jax.simulation.contenders import contenders
-from optimus_jax.simulation.moving_costs import layout
 from optimus_jax.simulation.oracle import (
     Scripted,
     best_static,
@@ -16,6 +15,7 @@ from optimus_jax.simulation.oracle import (
     run_static,
     shortest_path,
 )
+from optimus_jax.simulation.true_switch_costs import layout
 from optimus_jax.simulation.world import Place
 
 SLOW_FROM_8 = {"kind": "link", "link": "between", "factor": 0.05, "start_s": 8, "for_s": 400}

@@ -23,14 +23,14 @@ from simulated import (
 from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
 from optimus_jax.control.policy import Decision
 from optimus_jax.planning.search.search import search
+from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.events import PhaseEvent
-from optimus_jax.simulation.moving_costs import MovingCosts
 from optimus_jax.simulation.outcome import Habits
-from optimus_jax.simulation.rivals import Static
 from optimus_jax.simulation.scenarios import library
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL
+from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
 from optimus_jax.simulation.world import Place
 
 BEST = search(PRICING, top=2).best
@@ -361,7 +361,8 @@ def test_going_back_compiles_nothing():
 
 def test_costs_differ_from_what_the_scenario_says():
     made = [
-        MovingCosts(truth(seed=seed, switching=QUICK | {"spread": 0.4}).world) for seed in range(5)
+        TrueSwitchCosts(truth(seed=seed, switching=QUICK | {"spread": 0.4}).world)
+        for seed in range(5)
     ]
     assert len({each.compile_s for each in made}) == 5
 
@@ -370,7 +371,7 @@ def test_a_slow_link_makes_moving_slow():
     world = truth(misfit=EXACT).world
     places = Place(START, tuple(range(16))), Place(OTHER, tuple(range(16)))
     costs = [
-        MovingCosts(world).switch_s(*places, replace(NORMAL, between=between), 0)["move"]
+        TrueSwitchCosts(world).switch_s(*places, replace(NORMAL, between=between), 0)["move"]
         for between in (1.0, 0.5, 0.25)
     ]
     assert costs[2] - costs[1] == pytest.approx(2 * (costs[1] - costs[0])), (

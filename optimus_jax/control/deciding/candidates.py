@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.control.policy import Rung
+from optimus_jax.control.policy import SwitchMethod
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import term_times
@@ -144,7 +144,9 @@ def is_allowed(plan: Plan, allow: Sequence[AxisSizes]) -> bool:
     return not allow or plan.axes in allow
 
 
-def rung_of(plan: Plan, other: Plan, *, same_devices: bool, same_hosts: bool = True) -> Rung:
+def switch_method_of(
+    plan: Plan, other: Plan, *, same_devices: bool, same_hosts: bool = True
+) -> SwitchMethod:
     """What a switch from one plan to another has to touch."""
     if not same_devices:
         return "subset" if same_hosts else "restart"

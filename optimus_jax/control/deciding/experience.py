@@ -65,7 +65,7 @@ class Experience:
             self._levels.pop(next(iter(self._levels)))
         self._tell(known, level, step)
 
-    def call_anew(self, was_so: Mapping[str, float]) -> None:
+    def relabel(self, was_so: Mapping[str, float]) -> None:
         """Conditions have turned out to be other ones all the time: so they were when levels were
         learnt.
         """

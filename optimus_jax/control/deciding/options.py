@@ -18,7 +18,7 @@ from optimus_jax.control.deciding.candidates import (
     times,
 )
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.left_out import LeftOut
+from optimus_jax.control.deciding.excluded_process import ExcludedProcess
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
@@ -68,7 +68,7 @@ class Standing:
     plan: Plan
     without: frozenset[int] = frozenset()
     """Ids of devices that it does not use."""
-    left_out: LeftOut | None = None
+    excluded: ExcludedProcess | None = None
     """Of these, a slow process."""
 
 
@@ -85,7 +85,7 @@ class View:
     """Ids of devices."""
     slow: frozenset[int]
     """Ids of a slow process's devices that the run uses."""
-    left_out: LeftOut | None
+    excluded: ExcludedProcess | None
     memory: MemoryWatch
 
 
@@ -153,9 +153,9 @@ class Options:
         had.
         """
         priced, conditions = self._prices.of(view.batch), view.conditions
-        if view.left_out is not None and not view.left_out.devices <= before.without:
-            conditions = replace(conditions, skew=view.left_out.skew)
-        elif before.left_out is not None or (view.slow and view.slow <= before.without):
+        if view.excluded is not None and not view.excluded.devices <= before.without:
+            conditions = replace(conditions, skew=view.excluded.skew)
+        elif before.excluded is not None or (view.slow and view.slow <= before.without):
             conditions = conditions.without_skew()
         size = priced.cluster.devices_per_host
         num_hosts, rest = divmod(before.plan.num_devices, size)
@@ -179,10 +179,10 @@ class Options:
         places = [(lost, conditions, 1.0)]
         if self._keeps_devices:
             places = [(frozenset[int](), conditions, 1.0)]
-        elif view.left_out is not None:
+        elif view.excluded is not None:
             places = [
-                (lost | view.left_out.devices, conditions, 1.0),
-                (lost, conditions, view.left_out.recovered(view.time_s)),
+                (lost | view.excluded.devices, conditions, 1.0),
+                (lost, conditions, view.excluded.recovered(view.time_s)),
             ]
         elif view.slow - lost:
             places.append((lost | view.slow, conditions.without_skew(), 1.0))

@@ -1,8 +1,8 @@
 """What switches cost: how long a run is delayed by one, before any has been made and after.
 
-A delay is the sum of a part that depends on the state that moves and of fixed parts by rung. How
-far off these expectations are is learnt from the switches that were made, as a factor for each rung
-and one for all.
+A delay is the sum of a part that depends on the state that moves and of fixed parts by switch
+method. How far off these expectations are is learnt from the switches that were made, as a factor
+for each method and one for all.
 """
 
 import math
@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 
 from optimus_jax.config.axes import FSDP, PIPE, TENSOR
-from optimus_jax.control.policy import Rung
+from optimus_jax.control.policy import SwitchMethod
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
@@ -25,8 +25,8 @@ REBALANCED = 0.5
 """Of the state, what moves when stages of the same mesh get other layers: neighbours hand over
 some."""
 OWN = 0.5
-"""Weight of a rung's own experience against that of all switches: switches of its own that count as
-much as one of all."""
+"""Weight of a method's own experience against that of all switches: how many of its own switches
+count as much as one of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,20 @@ class CostModel:
 
     def __init__(self, costs: SwitchCosts | None = None) -> None:
         self._costs = costs or SwitchCosts()
-        self._seen: dict[Rung | None, list[float]] = {}
-        """Logarithms of measured over expected, by rung; None: all."""
+        self._seen: dict[SwitchMethod | None, list[float]] = {}
+        """Logarithms of measured over expected, by switch method; None: all."""
         self._prepared_s: list[float] = []
         self.spent_s = 0.0
         """On the switches so far that the run had a choice about, and on what came to nothing."""
 
     def expected_s(
-        self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool
+        self,
+        switch_method: SwitchMethod,
+        old: Plan,
+        plan: Plan,
+        pricing: Pricing,
+        *,
+        compiled: bool,
     ) -> float:
         """Delay by a switch, the risk that it fails included.
 
@@ -79,14 +85,16 @@ class CostModel:
           pricing: of the devices that it uses.
           compiled: its executable is still there.
         """
-        delay_s = self._prior_s(rung, old, plan, pricing, compiled=compiled) * self._factor(rung)
+        delay_s = self._prior_s(
+            switch_method, old, plan, pricing, compiled=compiled
+        ) * self._factor(switch_method)
         return (delay_s + self._costs.first_steps_s) * (1 + self._costs.failure)
 
-    def prepare_s(self, rung: Rung, *, compiled: bool) -> float:
+    def prepare_s(self, switch_method: SwitchMethod, *, compiled: bool) -> float:
         """Expected from a decision until its switch can be made, steps going on meanwhile: nothing
         where processes start again, which compile then.
         """
-        if compiled or self._restarts(rung):
+        if compiled or self._restarts(switch_method):
             return 0.0
         return statistics.median(self._prepared_s) if self._prepared_s else self._costs.prepare_s
 
@@ -97,7 +105,7 @@ class CostModel:
 
     def learn(
         self,
-        rung: Rung,
+        switch_method: SwitchMethod,
         old: Plan,
         plan: Plan,
         pricing: Pricing,
@@ -117,43 +125,51 @@ class CostModel:
             return
         self.charge(delay_s if counts else 0.0)
         off = math.log(
-            max(delay_s, 1e-3) / self._prior_s(rung, old, plan, pricing, compiled=compiled)
+            max(delay_s, 1e-3) / self._prior_s(switch_method, old, plan, pricing, compiled=compiled)
         )
-        for key in (rung, None):
+        for key in (switch_method, None):
             self._seen.setdefault(key, []).append(off)
 
     def charge(self, time_s: float) -> None:
         """So much more was spent."""
         self.spent_s += time_s if math.isfinite(time_s) else 0.0
 
-    def _restarts(self, rung: Rung) -> bool:
-        return rung == "restart" or (rung == "subset" and self._costs.subset_restarts)
+    def _restarts(self, switch_method: SwitchMethod) -> bool:
+        return switch_method == "restart" or (
+            switch_method == "subset" and self._costs.subset_restarts
+        )
 
     def _prior_s(
-        self, rung: Rung, old: Plan, plan: Plan, pricing: Pricing, *, compiled: bool
+        self,
+        switch_method: SwitchMethod,
+        old: Plan,
+        plan: Plan,
+        pricing: Pricing,
+        *,
+        compiled: bool,
     ) -> float:
         costs = self._costs
         fixed_s = costs.stop_s + (0.0 if compiled else costs.compile_tax_s)
-        if rung == "executable":
+        if switch_method == "executable":
             return fixed_s
         state_bytes = pricing.memory(plan).states
-        if rung == "rebalance":
+        if switch_method == "rebalance":
             return fixed_s + costs.verify_s + REBALANCED * _move_s(state_bytes, old, pricing)
-        if not self._restarts(rung):
+        if not self._restarts(switch_method):
             return fixed_s + costs.verify_s + _move_s(state_bytes, old, pricing)
         host_bytes = _host_bytes(plan, pricing)
         return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S
 
-    def _factor(self, rung: Rung) -> float:
-        """Of this rung, drawn to that of all, which is drawn to 1: one switch mends half of what is
-        off.
+    def _factor(self, switch_method: SwitchMethod) -> float:
+        """Measured over expected cost of this method, shrunk towards that of all methods, which is
+        shrunk towards 1: one switch corrects half of the error.
         """
 
         def drawn(offs: list[float], towards: float, weight: float) -> float:
             return (sum(offs) + weight * towards) / (len(offs) + weight)
 
         return math.exp(
-            drawn(self._seen.get(rung, []), drawn(self._seen.get(None, []), 0.0, 1.0), OWN)
+            drawn(self._seen.get(switch_method, []), drawn(self._seen.get(None, []), 0.0, 1.0), OWN)
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import signals
-from optimus_jax.control.deciding.candidates import rung_of
+from optimus_jax.control.deciding.candidates import switch_method_of
 from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid
 from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.policy import Decision
@@ -23,7 +23,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
 from optimus_jax.planning.search.search import Candidate, Pricing, fits
-from optimus_jax.simulation.contenders import PooledSearch
+from optimus_jax.simulation.candidate_plans import PooledSearch
 from optimus_jax.simulation.outcome import Policy
 from optimus_jax.simulation.setup import Setup
 
@@ -162,10 +162,12 @@ class CostModelOnly(_ByCostModel):
     def _pays(
         self, best: Candidate, present_s: float, pricing: Pricing, observation: Observation
     ) -> bool:
-        rung = rung_of(
+        switch_method = switch_method_of(
             self._plan, best.plan, same_devices=best.plan.num_devices == self._plan.num_devices
         )
-        cost_s = self._costs.expected_s(rung, self._plan, best.plan, pricing, compiled=False)
+        cost_s = self._costs.expected_s(
+            switch_method, self._plan, best.plan, pricing, compiled=False
+        )
         gain_s = (present_s - best.prediction.step_time_s) * (
             self._setup.num_steps - observation.step
         )

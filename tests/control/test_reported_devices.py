@@ -2,7 +2,7 @@
 
 import pytest
 
-from optimus_jax.control.reported import FILE, ReportedDevices
+from optimus_jax.control.reported_devices import FILE, ReportedDevices
 
 
 class Reported:

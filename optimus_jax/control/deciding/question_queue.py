@@ -32,7 +32,7 @@ class Question:
         return self.mandatory or self.at_step is not None
 
 
-class Agenda:
+class QuestionQueue:
     """Questions of one run. Empty at first."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from optimus_jax.simulation.world import Place, World
 PHASES = ("compile", "quiesce", "move", "verify", "first_steps", "restart", "checkpoint")
 
 
-class MovingCosts:
+class TrueSwitchCosts:
     """Of one run; the seed draws how far each phase is from what the scenario says."""
 
     def __init__(self, world: World):

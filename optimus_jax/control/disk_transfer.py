@@ -23,7 +23,7 @@ from optimus_jax.training.state import (
 from optimus_jax.training.step import Program
 
 
-class Detour:
+class DiskTransfer:
     """Of one run. Every process calls the same methods in the same order.
 
     Args:

@@ -10,7 +10,7 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control import signals
 from optimus_jax.control.signals import Observation, Reading
 from optimus_jax.planning.search.search import search
-from optimus_jax.simulation.rivals import CostModelOnly, Greedy, Static, Threshold
+from optimus_jax.simulation.baseline_policies import CostModelOnly, Greedy, Static, Threshold
 from optimus_jax.simulation.setup import default_plans
 
 SETUP = setup_of(scenario())

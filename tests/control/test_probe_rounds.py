@@ -11,7 +11,7 @@ import pytest
 from signal_fakes import COMPUTE, FakeClock, FakePrograms, with_others
 
 from optimus_jax.control.baselines import FIRST_ROUNDS, PROFILE, AllReduce, Baselines, messages_of
-from optimus_jax.control.rounds import Budget, Rounds
+from optimus_jax.control.probe_rounds import Budget, ProbeRounds
 from optimus_jax.planning.profiles.measurements import CollectiveFit, MatmulTime
 
 SMALL_BYTES, LARGE_BYTES = messages_of("cpu")
@@ -21,7 +21,7 @@ LINKS = {"pipe": "between", "data": "between", "tensor": "inside"}
 
 
 def rounds_on(programs, clock, *, baselines=None, budget=None, exchange=None):
-    return Rounds(
+    return ProbeRounds(
         programs,
         LINKS,
         baselines or Baselines(None),

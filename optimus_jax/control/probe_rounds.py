@@ -109,7 +109,7 @@ class Budget:
         return self._left_s + self._share * self._step_time_s * (step - self._last_step)
 
 
-class Rounds:
+class ProbeRounds:
     """Probes of one mesh.
 
     Args:

@@ -3,9 +3,9 @@
 from collections import OrderedDict
 from dataclasses import replace
 
-from optimus_jax.control.deciding.candidates import rung_of
+from optimus_jax.control.deciding.candidates import switch_method_of
 from optimus_jax.control.deciding.options import Standing
-from optimus_jax.control.policy import Rung
+from optimus_jax.control.policy import SwitchMethod
 from optimus_jax.plan import Plan
 
 REMEMBERED = 8
@@ -15,7 +15,7 @@ Setting = tuple[str, int]
 """Conditions by name, and the number of the regime."""
 
 
-class Track:
+class PlanHistory:
     """Where one run is, where it came from, and where it has been.
 
     Args:
@@ -58,8 +58,8 @@ class Track:
         """It is again what it was before the last switch; a slow process that was tried again is as
         slow as it was.
         """
-        left_out = self.before.left_out
-        self._stand(replace(self.before, left_out=left_out and left_out.still_slow(time_s)))
+        excluded = self.before.excluded
+        self._stand(replace(self.before, excluded=excluded and excluded.still_slow(time_s)))
 
     def _stand(self, standing: Standing) -> None:
         self.now = standing
@@ -68,10 +68,10 @@ class Track:
         while len(self._plans) > REMEMBERED:
             self._plans.popitem(last=False)
 
-    def rung(self, plan: Plan, without: frozenset[int]) -> Rung:
+    def switch_method(self, plan: Plan, without: frozenset[int]) -> SwitchMethod:
         """What a switch to `plan` without these devices touches."""
         same_devices = without == self.now.without and plan.num_devices == self.now.plan.num_devices
-        return rung_of(
+        return switch_method_of(
             self.now.plan, plan, same_devices=same_devices, same_hosts=self._num_hosts == 1
         )
 
@@ -87,17 +87,17 @@ class Track:
         """Whether a plan without these devices leaves out those of a slow process, or uses again
         what was lost or left out: a fault's costs, not the budget's.
         """
-        left_out = self.now.left_out
+        excluded = self.now.excluded
         takes_back = (
-            left_out is not None
+            excluded is not None
             and without < self.now.without
-            and self.now.without - without <= left_out.devices
+            and self.now.without - without <= excluded.devices
         )
         return bool(slow and slow <= without) or takes_back or self._undoes_loss(without)
 
     def _undoes_loss(self, without: frozenset[int]) -> bool:
         """Whether a plan without these devices uses some that were lost and have come back."""
-        left_out, used_again = self.now.left_out, self.now.without - without
+        excluded, used_again = self.now.excluded, self.now.without - without
         return without < self.now.without and not used_again <= (
-            left_out.devices if left_out is not None else frozenset()
+            excluded.devices if excluded is not None else frozenset()
         )

@@ -13,7 +13,7 @@ from optimus_jax.run_directory.step_record import StepRecord
 
 
 @dataclass(kw_only=True)
-class Upcoming:
+class UpcomingSwitch:
     """A plan on its way to be entered."""
 
     command: Command
@@ -30,7 +30,7 @@ class Upcoming:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class SwitchTrial:
     """The first steps under a new plan."""
 
     source: Plan

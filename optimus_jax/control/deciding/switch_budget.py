@@ -12,7 +12,7 @@ FORGOTTEN_S = 3600.0
 """Time in which caution after going to and fro falls to a third, as a power of FRO."""
 
 
-class Allowance:
+class SwitchBudget:
     """Of one run.
 
     Args:

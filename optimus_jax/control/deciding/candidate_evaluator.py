@@ -10,16 +10,16 @@ from typing import Any
 from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
-from optimus_jax.control.deciding.agenda import Question
-from optimus_jax.control.deciding.allowance import Allowance
 from optimus_jax.control.deciding.candidates import is_allowed
-from optimus_jax.control.deciding.course import Course
 from optimus_jax.control.deciding.options import Offer, View
 from optimus_jax.control.deciding.phases import Phases
+from optimus_jax.control.deciding.plan_history import PlanHistory, Setting
 from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
+from optimus_jax.control.deciding.question_queue import Question
+from optimus_jax.control.deciding.run_length import RunLength
+from optimus_jax.control.deciding.switch_budget import SwitchBudget
 from optimus_jax.control.deciding.switch_costs import CostModel
-from optimus_jax.control.deciding.track import Setting, Track
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Candidate, Decision, Regime, Situation
 from optimus_jax.control.predictor import Predictor
@@ -28,17 +28,17 @@ from optimus_jax.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scales:
+class CandidateEvaluator:
     """All that a decision rests on. It only reads."""
 
-    course: Course
-    track: Track
+    run_length: RunLength
+    plan_history: PlanHistory
     phases: Phases
     prices: Prices
     predictor: Predictor
     watch: Watch
     costs: CostModel
-    allowance: Allowance
+    switch_budget: SwitchBudget
     quarantine: Quarantine
     settings: ControlConfig
     is_compiled: Callable[[Plan, Batch, frozenset[int]], bool]
@@ -63,7 +63,7 @@ class Scales:
         """
         watch, plan, priced = (
             self.watch,
-            self.track.now.plan,
+            self.plan_history.now.plan,
             view.memory.applied(self.prices.of(question.batch)),
         )
         asked = [
@@ -83,7 +83,7 @@ class Scales:
             asked += [query(plan, watch.normal.applied(priced), normal)] + [
                 query(offer.plan, offer.place.normal, normal) for offer in offers
             ]
-        forecast, after = self.predictor.foretell(asked), len(offers) + 1
+        forecast, after = self.predictor.predict(asked), len(offers) + 1
         # What has to be left is left, if not to a mesh on the user's list then to another one.
         allow = (
             self.settings.allowed_axes
@@ -108,7 +108,7 @@ class Scales:
             forecast.step_time_s(after if watch.is_disturbed else 0),
         )
         steps_left = self.phases.steps_left(
-            self.course.step if question.at_step is None else question.at_step
+            self.run_length.step if question.at_step is None else question.at_step
         )
         # Whether to go back does not depend on how long conditions last: the same ones hold for
         # both plans.
@@ -118,13 +118,13 @@ class Scales:
             else Regime(elapsed_s=0.0, durations=None)
         )
         situation = Situation(
-            step=self.course.step,
+            step=self.run_length.step,
             trigger=question.trigger,
             step_time_s=step_time_s,
             horizon_s=steps_left * step_time_s,
             regime=regime,
             blocked=blocked,
-            caution=1.0 if question.only is not None else self.allowance.caution(view.time_s),
+            caution=1.0 if question.only is not None else self.switch_budget.caution(view.time_s),
             budget_s=self._budget_s(step_time_s, usual_s),
             mandatory=question.mandatory,
             at_step=question.at_step,
@@ -143,44 +143,46 @@ class Scales:
         deviation: float,
         log_ratio_after: float | None,
     ) -> Candidate:
-        plan, place, old = offer.plan, offer.place, self.track.now.plan
-        rung, compiled = (
-            self.track.rung(plan, place.without),
+        plan, place, old = offer.plan, offer.place, self.plan_history.now.plan
+        switch_method, compiled = (
+            self.plan_history.switch_method(plan, place.without),
             self.is_compiled(plan, question.batch, place.without),
         )
         is_listed = is_allowed(plan, allow)
         return Candidate(
             plan=plan,
-            rung=rung,
+            switch_method=switch_method,
             log_ratio=log_ratio,
             deviation=deviation,
             log_ratio_after=log_ratio_after,
             without=place.without,
             likely=place.likely,
-            barred=self.quarantine.why(plan, self.course.step)
+            barred=self.quarantine.why(plan, self.run_length.step)
             if is_listed
             else "not on the list of meshes that may be switched to",
-            cost_s=self.costs.expected_s(rung, old, plan, place.pricing, compiled=compiled),
-            prepare_s=self.costs.prepare_s(rung, compiled=compiled),
-            return_s=self.costs.expected_s(rung, plan, old, place.normal, compiled=True),
-            is_free=self.track.is_repair(place.without, view.slow) or self._goes_home(plan),
-            was_left=question.only is None and self.track.left_in(plan) == now,
+            cost_s=self.costs.expected_s(
+                switch_method, old, plan, place.pricing, compiled=compiled
+            ),
+            prepare_s=self.costs.prepare_s(switch_method, compiled=compiled),
+            return_s=self.costs.expected_s(switch_method, plan, old, place.normal, compiled=True),
+            is_free=self.plan_history.is_repair(place.without, view.slow) or self._goes_home(plan),
+            was_left=question.only is None and self.plan_history.left_in(plan) == now,
         )
 
     def _goes_home(self, plan: Plan) -> bool:
         """Whether a disturbance is over that `plan` was left for: the way back was reserved when it
         was left.
         """
-        return not self.watch.is_disturbed and self.track.has_left(plan)
+        return not self.watch.is_disturbed and self.plan_history.has_left(plan)
 
     def _budget_s(self, step_time_s: float, usual_s: float) -> float:
         """What switches may still take, of the time that the whole run is expected to take if it
         stays where it is.
         """
-        whole_s = self.course.whole_s(
-            self.watch.regime_at(self.course.time_s), step_time_s, usual_s
+        whole_s = self.run_length.whole_s(
+            self.watch.regime_at(self.run_length.time_s), step_time_s, usual_s
         )
-        return self.allowance.budget_s(whole_s, self.costs.spent_s)
+        return self.switch_budget.budget_s(whole_s, self.costs.spent_s)
 
     def _inputs(
         self,
@@ -199,7 +201,7 @@ class Scales:
             and math.isfinite(reading.value)
         }
         return {
-            "plan": self.track.now.plan.digest,
+            "plan": self.plan_history.now.plan.digest,
             "global_batch": question.batch[0],
             "seq_len": question.batch[1],
             "step_time_low_s": interval_s[0],

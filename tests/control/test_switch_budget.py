@@ -1,0 +1,62 @@
+"""Caution grows with going to and fro, fades with time, and what had to be is not held against a
+run.
+"""
+
+import pytest
+
+from optimus_jax.config import ControlConfig
+from optimus_jax.control.deciding.switch_budget import FORGOTTEN_S, FRO, SwitchBudget
+
+SETTINGS = ControlConfig(
+    cooldown_steps=30, window_steps=20, canary_steps=5, max_switches=2, budget_share=0.01
+)
+
+
+def test_switches_by_choice_are_counted():
+    switch_budget = SwitchBudget(SETTINGS)
+    for by_choice in (True, False, False):
+        switch_budget.switched(0.0, by_choice=by_choice, is_return=False)
+        assert not switch_budget.too_many()
+    switch_budget.switched(0.0, by_choice=True, is_return=False)
+    assert "2 switches" in switch_budget.too_many()
+    assert not SwitchBudget(ControlConfig()).too_many()
+    assert SwitchBudget(ControlConfig(max_switches=0)).too_many()
+
+
+def test_after_a_switch_that_had_to_be_the_next_may_come_sooner():
+    switch_budget = SwitchBudget(SETTINGS)
+    switch_budget.cool(100, by_choice=True)
+    assert switch_budget.too_soon(129)
+    assert not switch_budget.too_soon(130)
+    switch_budget.cool(100, by_choice=False)
+    assert switch_budget.too_soon(109)
+    assert not switch_budget.too_soon(110)
+
+
+def test_to_and_fro_teaches_caution_which_fades():
+    switch_budget = SwitchBudget(SETTINGS)
+    assert switch_budget.caution(0.0) == 1.0
+    switch_budget.switched(100.0, by_choice=True, is_return=True)
+    assert switch_budget.caution(100.0) == FRO
+    assert switch_budget.caution(100.0 + 5 * FORGOTTEN_S) == pytest.approx(1.0, abs=0.02)
+    switch_budget.switched(200.0, by_choice=True, is_return=True)
+    assert switch_budget.caution(200.0) > 0.8 * FRO**2
+    switch_budget.switched(200.0, by_choice=False, is_return=True)
+    assert switch_budget.caution(200.0) < FRO**2
+
+
+def test_the_budget_is_a_share_of_the_run():
+    assert SwitchBudget(SETTINGS).budget_s(3600.0, spent_s=10.0) == pytest.approx(26.0)
+
+
+def test_cooling_down_takes_fewer_steps_where_they_are_slow():
+    switch_budget = SwitchBudget(ControlConfig(cooldown_steps=30, window_steps=8, canary_steps=3))
+    switch_budget.cool(100, by_choice=True)
+    assert [switch_budget.cool_until(slowed) for slowed in (0.5, 1.0, 2.0, 100.0)] == [
+        130,
+        130,
+        115,
+        106,
+    ]
+    assert switch_budget.too_soon(120)
+    assert not switch_budget.too_soon(120, 2.0)
