@@ -13,7 +13,7 @@ from collections.abc import Iterable
 class OptimusError(Exception):
     """Something that the user can mend."""
 
-    is_everyones = False
+    raised_by_all_processes = False
     """Whether all processes of a run have it together. Otherwise an orderly end of this one would
     wait for the others, who may never come."""
 
@@ -48,7 +48,7 @@ class LearningError(OptimusError):
     All its processes have this together (exit code 76).
     """
 
-    is_everyones = True
+    raised_by_all_processes = True
 
 
 class OutputError(OptimusError):
@@ -73,7 +73,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close!r}?" if close is not None else "choose one of: " + ", ".join(known)
 
 
-ALIKE, SHORT = 0.68, 4
+MIN_LIKENESS, SHORT_NAME_LENGTH = 0.68, 4
 """Least likeness of two spellings; that of a word of up to SHORT letters says little, and a single
 slip is what counts."""
 
@@ -101,7 +101,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
         ]:
             return found[0]
     if (
-        len(plain) >= SHORT
+        len(plain) >= SHORT_NAME_LENGTH
         and len(
             found := [
                 word
@@ -122,12 +122,12 @@ def closest(name: str, known: Iterable[str]) -> str | None:
         (
             word
             for word in known
-            if len(leaf_of(name)) <= SHORT
+            if len(leaf_of(name)) <= SHORT_NAME_LENGTH
             and is_one_slip(leaf_of(name).lower(), leaf_of(word).lower())
         ),
         None,
     )
-    return best if likeness(name, best) >= ALIKE else slipped
+    return best if likeness(name, best) >= MIN_LIKENESS else slipped
 
 
 _LOOKS_LIKE = str.maketrans("oil", "011")

@@ -17,7 +17,7 @@ from optimus_jax.config import Config, EvaluationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class TrainingPhase:
     """Steps with batches of one kind."""
 
     steps_before: int
@@ -35,7 +35,7 @@ class Phase:
         return f"{self.global_batch} x {self.seq_len} tokens from step {self.steps_before + 1}"
 
 
-def phases_of(config: Config) -> tuple[Phase, ...]:
+def phases_of(config: Config) -> tuple[TrainingPhase, ...]:
     """All phases of a run, in order; one where the config names none."""
     global_batch, seq_len, begins = (
         config.data.global_batch,
@@ -51,7 +51,7 @@ def phases_of(config: Config) -> tuple[Phase, ...]:
             global_batch, seq_len = given.global_batch or global_batch, given.seq_len or seq_len
         before = used.get(seq_len, 0)
         found.append(
-            Phase(
+            TrainingPhase(
                 steps_before=begin,
                 last_step=end,
                 global_batch=global_batch,
@@ -63,12 +63,12 @@ def phases_of(config: Config) -> tuple[Phase, ...]:
     return tuple(found)
 
 
-def phase_after(config: Config, step: int) -> Phase:
+def phase_after(config: Config, step: int) -> TrainingPhase:
     """That the step after `step` belongs to."""
     return next(phase for phase in reversed(phases_of(config)) if phase.steps_before <= step)
 
 
-def in_phase(config: Config, phase: Phase) -> Config:
+def in_phase(config: Config, phase: TrainingPhase) -> Config:
     """The config of a run that has the batches of this phase all the time, and evaluates as the
     whole run does.
     """

@@ -24,8 +24,12 @@ from optimus_jax.config.aliases import (
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
 from optimus_jax.config.settings import shown
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest
-from optimus_jax.system.environment import show_every_character
-from optimus_jax.system.resilient_io import open_closed_streams, patient, reporting
+from optimus_jax.system.environment import replace_unencodable_characters
+from optimus_jax.system.resilient_io import (
+    ignoring_write_errors,
+    open_closed_streams,
+    raising_output_errors,
+)
 
 DONE, MISTAKE, INTERRUPTED, NO_READER = 0, 2, 130, 141
 """Exit codes; the last two are those that a shell has for SIGINT and SIGPIPE."""
@@ -287,8 +291,8 @@ def run(main: Callable[[], int | None]) -> int:
     the user's error.
     """
     open_closed_streams()
-    show_every_character()
-    sys.stdout, sys.stderr = reporting(sys.stdout), patient(sys.stderr)
+    replace_unencodable_characters()
+    sys.stdout, sys.stderr = raising_output_errors(sys.stdout), ignoring_write_errors(sys.stderr)
     try:
         try:
             return main() or DONE

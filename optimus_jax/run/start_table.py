@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.config import Config
-from optimus_jax.config.phases import Phase
+from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
@@ -38,7 +38,7 @@ def start_report(
     run_dir: Path,
     launch: Launch,
     evaluation: str,
-    ahead: Sequence[tuple[Phase, Plan]] = (),
+    ahead: Sequence[tuple[TrainingPhase, Plan]] = (),
 ) -> None:
     """Show the run's settings, given and derived, and how its tensors lie on the devices.
 
@@ -124,7 +124,9 @@ def start_report(
     )
 
 
-def _phase_rows(plan: Plan, ahead: Sequence[tuple[Phase, Plan]], num_steps: int) -> list[list[str]]:
+def _phase_rows(
+    plan: Plan, ahead: Sequence[tuple[TrainingPhase, Plan]], num_steps: int
+) -> list[list[str]]:
     """Batches that the run will have later."""
     rows, before = [], plan
     for phase, later in ahead:

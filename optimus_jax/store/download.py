@@ -16,8 +16,8 @@ from optimus_jax.store.run_objects import (
     CHECKPOINTS,
     CONFIG,
     EVENTS,
+    FileChecksum,
     Manifest,
-    Piece,
     complete_steps,
     is_plain,
     manifest_name,
@@ -79,7 +79,7 @@ class Download:
         except ValueError as error:
             self.say(f"{where} is passed over: {error}")
             return None
-        num_bytes = sum(piece.size for piece in manifest.pieces.values())
+        num_bytes = sum(file.size for file in manifest.files.values())
         self.say(f"fetching {where}, {num_bytes:,} bytes")
         folder = self.staging / f"fetch-{step}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,10 +88,10 @@ class Download:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             is_there = self.objects.get(f"{CHECKPOINTS}/{step}/{name}", target)
-            return not is_there or Piece.of(target) != manifest.pieces[name]
+            return not is_there or FileChecksum.of(target) != manifest.files[name]
 
         with ThreadPoolExecutor(NUM_TRANSFERS, thread_name_prefix="fetch") as pool:
-            damage = dict(zip(manifest.pieces, pool.map(is_damaged, manifest.pieces), strict=True))
+            damage = dict(zip(manifest.files, pool.map(is_damaged, manifest.files), strict=True))
         if wrong := [name for name, is_wrong in damage.items() if is_wrong]:
             self.say(f"{where} is damaged and passed over: {', '.join(wrong)}")
             shutil.rmtree(folder)

@@ -26,7 +26,7 @@ LEASE = "writer.json"
 """The object's name."""
 RENEW_S = 10.0
 """Between two renewals."""
-LAPSE_S = 45.0
+EXPIRE_S = 45.0
 """Without a renewal before a writer counts as dead."""
 POLL_S = 3.0
 """Between two looks at another's lease."""
@@ -97,7 +97,7 @@ class Lease:
             held = self._read()
             if held is None:
                 continue
-            if _has_died_here(held) or watched_s >= LAPSE_S:
+            if _died_on_this_host(held) or watched_s >= EXPIRE_S:
                 self._objects.write(LEASE, self._content())
                 self.check()
                 if not self.is_lost:
@@ -116,7 +116,7 @@ class Lease:
             if seen is None:
                 warn(
                     f"{self._objects.url} is in use by {_described(held)}, or was until that died: "
-                    f"watching it for up to {max(LAPSE_S, patience_s):.0f} s"
+                    f"watching it for up to {max(EXPIRE_S, patience_s):.0f} s"
                 )
             watched_s = 0.0 if held != seen else watched_s + POLL_S
             waited_s, seen = waited_s + POLL_S, held
@@ -150,7 +150,7 @@ class Lease:
                 "host": socket.gethostname(),
                 "process": os.getpid(),
                 "directory": str(self._directory),
-                "system": _system(),
+                "system": _boot_and_pid_namespace(),
                 "process_start": _start_of(os.getpid()),
             }
         ).encode()
@@ -161,15 +161,15 @@ def _described(held: dict[str, Any]) -> str:
     return f"process {process} on {host}, which works in {directory}"
 
 
-def _has_died_here(held: dict[str, Any]) -> bool:
+def _died_on_this_host(held: dict[str, Any]) -> bool:
     """Whether the holder was a process of this host, in sight of this one, and is no more."""
     system, process = held.get("system"), held.get("process")
-    if system is None or system != _system() or not isinstance(process, int):
+    if system is None or system != _boot_and_pid_namespace() or not isinstance(process, int):
         return False
     return _start_of(process) != held.get("process_start")
 
 
-def _system() -> str | None:
+def _boot_and_pid_namespace() -> str | None:
     """The same for processes that see one another: host, start of the host, container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

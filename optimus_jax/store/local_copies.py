@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from optimus_jax.errors import StoreError, explain
-from optimus_jax.store.objects import Found, Objects
+from optimus_jax.store.objects import Objects, StoredObject
 from optimus_jax.system.cache import cache_directory
 from optimus_jax.system.paths import Url, UserPath, user_path
 
@@ -45,7 +45,7 @@ def local_file(text: UserPath, *, what: str) -> Path:
 def local_copies(
     url: Url,
     *,
-    beside: Mapping[str, str] = MappingProxyType({}),
+    sidecars: Mapping[str, str] = MappingProxyType({}),
     say: Callable[[str], object] | None = None,
 ) -> list[Path]:
     """Copies of the object that a URL names, or of those that it matches as a glob, in order.
@@ -58,7 +58,7 @@ def local_copies(
       StoreError: nothing is there, or it cannot be fetched.
     """
     objects = Objects(url)
-    groups = [_with_those_beside(objects, each, beside) for each in objects.matches()]
+    groups = [_with_sidecars(objects, each, sidecars) for each in objects.matches()]
     if not groups:
         raise StoreError(
             explain(
@@ -75,11 +75,11 @@ def local_copies(
         pair for group in zip(groups, targets, strict=True) for pair in zip(*group, strict=True)
     ]
     try:
-        with _in_turn(root / f"{_digest(str(url))}.lock"):
+        with _host_lock(root / f"{_digest(str(url))}.lock"):
             wanted = [pair for pair in pairs if pair[0].stamp is None or not pair[1].exists()]
             if wanted:
                 num_bytes = sum(each.num_bytes or 0 for each, _ in wanted)
-                (say or _say)(
+                (say or _print_to_stderr)(
                     f"fetching {len(wanted)} of {len(pairs)} object(s), {num_bytes:,} bytes, "
                     f"of {url} into {root}"
                 )
@@ -95,12 +95,14 @@ def local_copies(
     return [target[0] for target in targets]
 
 
-def _with_those_beside(objects: Objects, each: Found, beside: Mapping[str, str]) -> list[Found]:
-    added = [end for suffix, end in beside.items() if each.key.endswith(suffix)]
+def _with_sidecars(
+    objects: Objects, each: StoredObject, sidecars: Mapping[str, str]
+) -> list[StoredObject]:
+    added = [end for suffix, end in sidecars.items() if each.key.endswith(suffix)]
     return [each, *filter(None, (objects.look_up(each.key + end) for end in added))]
 
 
-def _fetch(objects: Objects, wanted: Sequence[tuple[Found, Path]], num_bytes: int) -> None:
+def _fetch(objects: Objects, wanted: Sequence[tuple[StoredObject, Path]], num_bytes: int) -> None:
     console = Console(file=sys.stderr)
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with Progress(
@@ -108,7 +110,7 @@ def _fetch(objects: Objects, wanted: Sequence[tuple[Found, Path]], num_bytes: in
     ) as bar:
         task = bar.add_task("fetching", total=num_bytes)
 
-        def fetch(each: Found, target: Path) -> None:
+        def fetch(each: StoredObject, target: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_name(f".{secrets.token_hex(8)}.part")
             try:
@@ -137,7 +139,7 @@ def _fetch(objects: Objects, wanted: Sequence[tuple[Found, Path]], num_bytes: in
                 raise
 
 
-def _targets(root: Path, url: Url, group: Sequence[Found]) -> list[Path]:
+def _targets(root: Path, url: Url, group: Sequence[StoredObject]) -> list[Path]:
     """Where the copies lie, in one directory; names are kept: a suffix says what a file is."""
     is_web = url.scheme in ("http", "https")
     keys = [each.key.partition("?")[0] if is_web else each.key for each in group]
@@ -152,7 +154,7 @@ def _digest(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _in_turn(lock: Path) -> Iterator[None]:
+def _host_lock(lock: Path) -> Iterator[None]:
     """One process of a host at a time. Where a file system has no locks, all fetch, to no harm."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "ab") as file:
@@ -161,5 +163,5 @@ def _in_turn(lock: Path) -> Iterator[None]:
         yield
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

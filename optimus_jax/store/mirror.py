@@ -26,9 +26,9 @@ from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import (
     CHECKPOINTS,
     CONFIG,
+    FileChecksum,
     Identity,
     Manifest,
-    Piece,
     complete_steps,
     files_below,
     local_checkpoints,
@@ -39,12 +39,12 @@ from optimus_jax.store.run_objects import (
 
 FINAL_TRIES = 6
 """Uploads in a row that may fail at the end before that is an error."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """Between two looks at which checkpoints there are."""
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 2.0, 120.0
-_REST = 4.0
+_PAUSE_RATIO = 4.0
 """Rests between two rounds, in durations of a round: large logs are not uploaded without end."""
-_TELL_S = 10.0
+_PROGRESS_S = 10.0
 """Between two words on what is still to be uploaded at the end."""
 
 _Signature = tuple[int, int, int]
@@ -102,12 +102,12 @@ class Mirror:
           StoreError: it cannot be uploaded; the directory is as it was.
         """
         self._is_ending.set()
-        told_s = time.monotonic() + _LOOK_S
-        with self._giving_up_when_asked():
+        told_s = time.monotonic() + _POLL_S
+        with self._giving_up_on_ctrl_c():
             while self._thread.is_alive() and not self._is_given_up.is_set():
                 self._thread.join(0.1)
                 if self._thread.is_alive() and time.monotonic() >= told_s:
-                    told_s = time.monotonic() + _TELL_S
+                    told_s = time.monotonic() + _PROGRESS_S
                     num_files, num_bytes = self._left
                     rest = f"{num_files} file(s), {num_bytes:,} bytes" if num_files else "logs"
                     say(f"uploading to {self._objects.url}: {rest} to go")
@@ -117,7 +117,7 @@ class Mirror:
         if self._lease is not None:
             self._lease.release()
         if self.is_lost:
-            raise StoreError(str(lost_to(self._objects.url, self._directory)))
+            raise StoreError(str(lease_lost_error(self._objects.url, self._directory)))
         if self._failure is not None:
             raise self._error(f"failed {FINAL_TRIES} times") from self._failure
         if (self._directory / CONFIG).exists():
@@ -145,7 +145,7 @@ class Mirror:
         )
 
     @contextlib.contextmanager
-    def _giving_up_when_asked(self) -> Iterator[None]:
+    def _giving_up_on_ctrl_c(self) -> Iterator[None]:
         """While entered, Ctrl-C gives up instead of being ignored, as it is at the end of a run."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -162,7 +162,9 @@ class Mirror:
         while not self._is_given_up.is_set():
             is_last = self._is_ending.is_set()
             waited_s = time.monotonic() - last_s
-            is_due = waited_s >= max(self._every_s, _REST * took_s) or self._has_new_checkpoint()
+            is_due = (
+                waited_s >= max(self._every_s, _PAUSE_RATIO * took_s) or self._has_new_checkpoint()
+            )
             if is_last or is_due:
                 began_s = time.monotonic()
                 try:
@@ -180,7 +182,7 @@ class Mirror:
                 last_s, took_s = time.monotonic(), time.monotonic() - began_s
                 if is_last:
                     return
-            self._is_ending.wait(_LOOK_S)
+            self._is_ending.wait(_POLL_S)
 
     def _back_off(self, num_failures: int, is_last: bool) -> None:
         for_s = min(_MOST_BACKOFF_S, _LEAST_BACKOFF_S * 2 ** (num_failures - 1))
@@ -205,7 +207,7 @@ class Mirror:
 
     def _upload_what_is_new(self) -> None:
         if not (self._directory / CONFIG).exists():
-            self._take_back()
+            self._remove_discarded_run()
             return
         if self._complete is None:
             self._complete, self._same = self._look_up()
@@ -247,14 +249,14 @@ class Mirror:
             }
             self._objects.delete(sorted(stray))
             self._left = len(files), sum(path.stat().st_size for path in files.values())
-            pieces: dict[str, Piece] = {}
+            checksums: dict[str, FileChecksum] = {}
 
             def upload(name: str, path: Path) -> None:
                 if self._is_given_up.is_set():
                     return
-                pieces[name] = Piece.of(path)
+                checksums[name] = FileChecksum.of(path)
                 self._objects.put(path, prefix + name)
-                self._left = self._left[0] - 1, self._left[1] - pieces[name].size
+                self._left = self._left[0] - 1, self._left[1] - checksums[name].size
 
             with ThreadPoolExecutor(NUM_TRANSFERS, thread_name_prefix="upload") as pool:
                 for future in [pool.submit(upload, name, path) for name, path in files.items()]:
@@ -265,8 +267,8 @@ class Mirror:
         if self._lease is not None:
             self._lease.check()
         self._check_lease()
-        pieces = {name: pieces[name] for name in sorted(pieces)}
-        self._objects.write(manifest_name(step), Manifest(step=step, pieces=pieces).to_json())
+        checksums = {name: checksums[name] for name in sorted(checksums)}
+        self._objects.write(manifest_name(step), Manifest(step=step, files=checksums).to_json())
         self._complete.add(step)
         self._same[step] = which
         self._uploaded.add(step)
@@ -324,7 +326,7 @@ class Mirror:
             self._complete.discard(step)
             self._objects.delete(self._objects.sizes(f"{CHECKPOINTS}/{step}"))
 
-    def _take_back(self) -> None:
+    def _remove_discarded_run(self) -> None:
         """The run was discarded before its first step: its name is free again in the store too."""
         if self._sent and not self._uploaded:
             self._objects.delete([CONFIG, *self._sent])
@@ -333,10 +335,12 @@ class Mirror:
     def _check_lease(self) -> None:
         if self.is_lost:
             self._is_given_up.set()
-            raise lost_to(self._objects.url, self._directory)
+            raise lease_lost_error(self._objects.url, self._directory)
 
 
-def lost_to(url: object, directory: Path, holder: str = "another process") -> RunDirectoryError:
+def lease_lost_error(
+    url: object, directory: Path, holder: str = "another process"
+) -> RunDirectoryError:
     """What ends a run whose place in a store another writer has taken."""
     return RunDirectoryError(
         explain(

@@ -39,7 +39,7 @@ _STAMPS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class StoredObject:
     """An object, as its store describes it."""
 
     key: str
@@ -150,7 +150,7 @@ class Objects:
             skip = len(self._root) + 1
             return {name[skip:]: int(info["size"] or 0) for name, info in found.items()}
 
-    def matches(self) -> list[Found]:
+    def matches(self) -> list[StoredObject]:
         """The object that the URL names, or those that it matches as a glob, sorted as paths."""
         with self._explained("read"):
             if not self.is_pattern:
@@ -159,14 +159,14 @@ class Objects:
                 infos = [self._fs.info(self._root)]  # its name has characters of a glob
             else:
                 infos = list(self._fs.glob(self._root, detail=True).values())
-        found = [_found(info) for info in infos if info.get("type") != "directory"]
+        found = [_stored_object(info) for info in infos if info.get("type") != "directory"]
         return sorted(found, key=lambda each: PurePosixPath(each.key))
 
-    def look_up(self, key: str) -> Found | None:
+    def look_up(self, key: str) -> StoredObject | None:
         """The object of a key; None: there is none."""
         with self._explained("read"):
             try:
-                return _found(self._fs.info(key))
+                return _stored_object(self._fs.info(key))
             except FileNotFoundError:
                 return None
 
@@ -202,10 +202,10 @@ class Objects:
         return StoreError(explain(f"the store cannot {doing}: {said}", given=self.url, do=do))
 
 
-def _found(info: Mapping[str, Any]) -> Found:
+def _stored_object(info: Mapping[str, Any]) -> StoredObject:
     stamps = [f"{name}={info[name]}" for name in _STAMPS if info.get(name) is not None]
     size = info.get("size")
-    return Found(
+    return StoredObject(
         key=info["name"],
         num_bytes=None if size is None else int(size),
         stamp=f"size={size} {' '.join(stamps)}" if stamps else None,

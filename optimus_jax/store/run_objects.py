@@ -33,7 +33,7 @@ Identity = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class FileChecksum:
     """A file of a checkpoint."""
 
     size: int
@@ -41,7 +41,7 @@ class Piece:
     crc32: int
 
     @classmethod
-    def of(cls, path: Path) -> "Piece":
+    def of(cls, path: Path) -> "FileChecksum":
         """Of a file, which is read."""
         size = crc = 0
         with path.open("rb") as file:
@@ -55,20 +55,22 @@ class Manifest:
     """The files of a complete checkpoint, by path below it."""
 
     step: int
-    pieces: dict[str, Piece]
+    files: dict[str, FileChecksum]
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
+        # The key of the JSON is older than the field's name, and stores hold it.
+        pieces = {name: asdict(file) for name, file in self.files.items()}
+        return json.dumps({"step": self.step, "pieces": pieces}, indent=1).encode()
 
     @classmethod
     def from_json(cls, content: bytes) -> "Manifest":
         """Raises ValueError for what is none."""
         try:
             value = json.loads(content)
-            pieces = {str(name): Piece(**piece) for name, piece in value["pieces"].items()}
-            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in pieces):
+            files = {str(name): FileChecksum(**file) for name, file in value["pieces"].items()}
+            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
                 raise ValueError("a name leaves the checkpoint")
-            return cls(step=int(value["step"]), pieces=pieces)
+            return cls(step=int(value["step"]), files=files)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no manifest: {error}") from error
 

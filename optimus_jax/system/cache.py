@@ -31,7 +31,7 @@ def measurements_directory() -> Path:
     return cache_directory() / "hardware"
 
 
-def write_whole(path: Path, text: str, what: str) -> None:
+def write_atomically(path: Path, text: str, what: str) -> None:
     """Another run may be reading.
 
     A warning that names `what` if it cannot be written, for no run depends on it.

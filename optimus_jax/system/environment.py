@@ -124,7 +124,9 @@ def check_xla_flags() -> None:
 _TRY_FLAGS = "from jaxlib import _jax\n_jax.get_tfrt_cpu_client(asynchronous=True)"
 
 
-def number_of(name: str, kind: Callable[[str], float], default: float) -> float:
+def positive_number_from_environment(
+    name: str, kind: Callable[[str], float], default: float
+) -> float:
     """A positive number in an environment variable; the default if it is not set.
 
     Raises ConfigError if it holds something else.
@@ -146,7 +148,7 @@ def number_of(name: str, kind: Callable[[str], float], default: float) -> float:
     return number
 
 
-def show_every_character() -> None:
+def replace_unencodable_characters() -> None:
     """A terminal or file that lacks a character shows another instead: PYTHONIOENCODING=ascii,
     LC_ALL=POSIX.
     """

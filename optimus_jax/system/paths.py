@@ -35,7 +35,7 @@ _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheme:
+class UrlScheme:
     """What is known of the URLs that begin with a word."""
 
     package: str
@@ -47,11 +47,11 @@ class Scheme:
 
 
 _S3, _GCS, _AZURE = (
-    Scheme(package=package, extra=extra)
+    UrlScheme(package=package, extra=extra)
     for package, extra in (("s3fs", "s3"), ("gcsfs", "gcs"), ("adlfs", "azure"))
 )
-_HTTP = Scheme(package="aiohttp", extra="http", is_writable=False)
-SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+_HTTP = UrlScheme(package="aiohttp", extra="http", is_writable=False)
+SCHEMES: Mapping[str, UrlScheme] = MappingProxyType(
     {
         "s3": _S3,
         "s3a": _S3,
@@ -62,7 +62,7 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
         "abfss": _AZURE,
         "http": _HTTP,
         "https": _HTTP,
-        "memory": Scheme(package="", is_writable=False),
+        "memory": UrlScheme(package="", is_writable=False),
     }
 )
 """Stores that are read. `memory` is fsspec's, which ends with its process: for tests."""

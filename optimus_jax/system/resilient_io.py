@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 
 from optimus_jax.errors import OutputError, explain
 
-LAST_WORDS_S = 5.0
+FLUSH_TIMEOUT_S = 5.0
 """How long standard error may take for what has to be said: who should read it may have stopped."""
 
 
@@ -36,11 +36,11 @@ def flush_with_timeout(text: str, *, after: Iterable[TextIO] = ()) -> None:
 
     thread = threading.Thread(target=write, name="last words", daemon=True)
     thread.start()
-    thread.join(LAST_WORDS_S)
+    thread.join(FLUSH_TIMEOUT_S)
 
 
 @functools.cache
-def stderr_that_never_waits() -> int:
+def nonblocking_stderr() -> int:
     """A file descriptor for what C code has to say in an emergency: what a full pipe or a stopped
     terminal does not take is lost.
     """
@@ -77,7 +77,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="replace"))  # noqa: SIM115 - for as long as Python runs
 
 
-def patient(stream: TextIO) -> TextIO:
+def ignoring_write_errors(stream: TextIO) -> TextIO:
     """The same stream, whose `write` and `flush` never fail for the machine's reasons.
 
     When one would, for nobody reads any more or a disk is full, the file descriptor leads to
@@ -85,7 +85,7 @@ def patient(stream: TextIO) -> TextIO:
     its buffers at its end. A run's record is in its directory.
     """
     _replace_unknown(stream)
-    return cast(TextIO, _Patient(stream))
+    return cast(TextIO, _IgnoringWriteErrors(stream))
 
 
 def _replace_unknown(stream: TextIO) -> None:
@@ -96,7 +96,7 @@ def _replace_unknown(stream: TextIO) -> None:
         stream.reconfigure(errors="replace")
 
 
-def reporting(stream: TextIO) -> TextIO:
+def raising_output_errors(stream: TextIO) -> TextIO:
     """The same stream, for a script whose result is what it prints: trouble is an error in words,
     or BrokenPipeError if nobody reads on.
 
@@ -104,10 +104,10 @@ def reporting(stream: TextIO) -> TextIO:
     another.
     """
     _replace_unknown(stream)
-    return cast(TextIO, _Reporting(stream))
+    return cast(TextIO, _RaisingOutputErrors(stream))
 
 
-class _Patient:
+class _IgnoringWriteErrors:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -118,38 +118,38 @@ class _Patient:
         try:
             return self._stream.write(text)
         except OSError:
-            self._lead_nowhere()
+            self._redirect_to_devnull()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError:
-            self._lead_nowhere()
+            self._redirect_to_devnull()
 
-    def _lead_nowhere(self) -> None:
+    def _redirect_to_devnull(self) -> None:
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
-class _Reporting(_Patient):
+class _RaisingOutputErrors(_IgnoringWriteErrors):
     def write(self, text: str) -> int:
-        with self._told():
+        with self._output_errors_explained():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._told():
+        with self._output_errors_explained():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _output_errors_explained(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
-            self._lead_nowhere()
+            self._redirect_to_devnull()
             raise
         except OSError as error:
-            self._lead_nowhere()
+            self._redirect_to_devnull()
             raise OutputError(
                 explain(
                     "standard output takes nothing more, and what was printed is not whole",

@@ -32,7 +32,7 @@ from optimus_jax.config.settings import field_types
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, closest
 from optimus_jax.run import command_line
 from optimus_jax.run.command_line import INTERRUPTED, MISTAKE, NO_READER, Parser, run, settings
-from optimus_jax.system.resilient_io import reporting
+from optimus_jax.system.resilient_io import raising_output_errors
 
 SCRIPTS = {path.stem: path for path in (Path(__file__).parents[2] / "scripts").glob("*.py")}
 
@@ -465,7 +465,7 @@ def test_ctrl_c_and_mistakes_have_their_codes(monkeypatch):
 def test_a_stream_shows_what_it_can():
     binary = io.BytesIO()
     stream = io.TextIOWrapper(binary, encoding="ascii", write_through=True)
-    print("caf\u00e9 \udcff", file=reporting(stream))
+    print("caf\u00e9 \udcff", file=raising_output_errors(stream))
     assert binary.getvalue() == b"caf? ?\n"
 
 

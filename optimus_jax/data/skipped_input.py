@@ -9,7 +9,7 @@ _NAMED = 3
 
 
 @dataclass(kw_only=True)
-class LeftOut:
+class SkippedInput:
     """Counts that grow while sources are expanded and read."""
 
     bad_lines: dict[Path, list[int]] = field(default_factory=dict)
