@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from optimus_jax.config import DERIVED, Config
-from optimus_jax.config.aliases import (
-    PARAMETERS,
-    VALUES,
-    advice_for,
-    alias_of,
-    meant_by_last_part,
-    spelled_like,
-    word,
-)
+from optimus_jax.config.advice import VALUES, advice_for, spelled_like
+from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain

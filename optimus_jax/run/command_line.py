@@ -13,14 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from optimus_jax.config.aliases import (
-    PARAMETERS,
-    advice_for,
-    alias_of,
-    meant_by_last_part,
-    spelled_like,
-    word,
-)
+from optimus_jax.config.advice import advice_for, spelled_like
+from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
 from optimus_jax.config.settings import shown
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest

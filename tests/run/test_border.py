@@ -17,7 +17,8 @@ from report.sample_run import PLAN, write_run
 
 from optimus_jax.cli.main import COMMANDS
 from optimus_jax.config import Config
-from optimus_jax.config.aliases import ADVICE, ALIASES
+from optimus_jax.config.advice import ADVICE
+from optimus_jax.config.aliases import ALIASES
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.request import make_config, read_config, resumed_config

@@ -16,16 +16,9 @@ import pytest
 
 import optimus_jax
 from optimus_jax.cli.main import COMMANDS
-from optimus_jax.config import Config, aliases
-from optimus_jax.config.aliases import (
-    ADVICE,
-    ALIASES,
-    AXIS_OF,
-    PARAMETERS,
-    VALUES,
-    advice_for,
-    alias_of,
-)
+from optimus_jax.config import Config, advice, aliases
+from optimus_jax.config.advice import ADVICE, VALUES, advice_for
+from optimus_jax.config.aliases import ALIASES, AXIS_OF, PARAMETERS, alias_of
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
 from optimus_jax.config.settings import field_types
@@ -61,7 +54,8 @@ def test_every_target_is_there_and_no_word_is_one_of_ours():
     assert not (set(ALIASES) | set(ADVICE)) & ours
     assert not set(ALIASES) & set(ADVICE)
     words = [
-        word for words in (*aliases._ALIASES.values(), *aliases._ADVICE) for word in words.split()
+        *(word for words in aliases.WORDS_OF.values() for word in words),
+        *(word for entry in advice._TABLE["entry"] for word in entry.get("names", AXIS_OF)),
     ]
     assert [word for word, times in Counter(words).items() if times > 1] == []
     assert set(AXIS_OF.values()) == set(field_types(AxisSizes))
