@@ -1,4 +1,4 @@
-"""A `DataConfig` made into what a run trains on: two streams and their tokenizer."""
+"""Loads the training and held-out token streams, and their tokenizer, from a `DataConfig`."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,12 @@ from optimus_jax.data.tokens import (
 from optimus_jax.errors import DataError, explain
 
 Identity = dict[str, int | str]
-"""What tells data from other data, JSON values by name: see `identity_of` and `differences`."""
+"""Fingerprint of a data set, JSON values by name: see `identity_of` and `differences`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """What a run trains on."""
+    """The loaded data of a run."""
 
     train: TokenStream
     """Tokens to learn from."""

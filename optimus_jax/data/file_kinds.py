@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, for messages about files that cannot be trained on."""
+"""Detects a file's kind by its first bytes, for errors about files that cannot be used."""
 
 from collections.abc import Callable
 from pathlib import Path

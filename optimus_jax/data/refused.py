@@ -1,4 +1,4 @@
-"""Why a name or a file cannot be trained on, in true words."""
+"""Errors that explain why a source or a file cannot be used as training data."""
 
 import errno
 import glob

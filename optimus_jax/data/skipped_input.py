@@ -1,4 +1,4 @@
-"""What reading a data set has passed over, so that it can be told and recorded at start."""
+"""Counts of the input that reading a data set skipped, reported and recorded at the start."""
 
 from collections import Counter
 from dataclasses import dataclass, field

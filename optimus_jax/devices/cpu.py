@@ -1,4 +1,4 @@
-"""Virtual devices on a CPU: our laptop's cluster."""
+"""Virtual CPU devices, for running several devices on one machine."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Which of JAX's own settings a run can stand, decided one by one, in one place.
+"""Which values of JAX's own settings are compatible with a run.
 
 They come from the environment (JAX_ENABLE_X64=1) or from `jax.config`, hold for a whole program,
 and some change what is computed. Each is one of these:

@@ -1,4 +1,4 @@
-"""The devices that are there, and making a mesh from them."""
+"""Discovers the available devices and builds a mesh from them."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a stage's forward keeps for its backward, as arrays that can wait in rings.
+"""Residuals of a stage's forward for its backward, as arrays that ring buffers can hold.
 
 `jax.vjp` gives a closure, and a closure is a pytree: its leaves go into rings after forward, and
 the closure is put together again, around what comes out of them, for backward.
