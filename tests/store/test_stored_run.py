@@ -456,7 +456,7 @@ def test_a_writer_that_lost_its_place_writes_no_more(run, tmp_path):
     lease, _ = take(run.objects, run.directory)
     run.objects.write(LEASE, b'{"token": "another"}')
     saved(run.directory, 4)
-    with pytest.raises(StoreError, match="another process writes this run"):
+    with pytest.raises(StoreError, match="another process has taken over this run"):
         mirrored(run, lease=lease)
     assert complete_steps(run.objects.sizes()) == []
     assert run.objects.read(LEASE) == b'{"token": "another"}'
