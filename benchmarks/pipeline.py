@@ -185,7 +185,7 @@ def path(microbatches: tuple[int, ...]) -> None:
     tick of each. No other schedule is used for that: their times are predicted.
     """
     from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.pipeline.schedule import lay_out
+    from optimus_jax.pipeline.schedule import schedule_from_starts
     from optimus_jax.pipeline.tables import make_schedule
 
     use_cpu_devices(STAGES)
@@ -201,7 +201,7 @@ def path(microbatches: tuple[int, ...]) -> None:
     def with_spacing(count: int, forward: int, backward: int) -> float:
         start = np.arange(count)[:, None]
         turn = forward * (count - 1) + STAGES
-        table = lay_out(
+        table = schedule_from_starts(
             "spaced", forward * start, turn + backward * start, num_stages=STAGES, latency=1
         )
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

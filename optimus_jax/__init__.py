@@ -1,8 +1,8 @@
 """optimus_jax: dynamic parallelism for JAX.
 
-`train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` is the whole main job, and
+`train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` trains a model,
 `find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster, and
-`show_mesh("data=2,fsdp=4", model="gpt2-nano")` shows one. Names are loaded when first used, so that
+`show_mesh("data=2,fsdp=4", model="gpt2-nano")` shows one. Names are imported on first use, so that
 importing a small module does not import JAX.
 """
 

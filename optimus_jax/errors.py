@@ -1,8 +1,8 @@
 """Errors that a user can act on.
 
-Every OptimusError is the user's to mend (exit code 2 at the command line; faults/stopping.py has
-the others), so its text says what happened, what was given and what to do. A mistake of ours is an
-`assert` or whatever Python raises.
+An OptimusError is an error that the user can fix. It ends a command with exit code 2
+(faults/stopping.py lists the other exit codes), and its message says what happened, what was given
+and what to do. Bugs of this package surface as `assert` or as Python's own exceptions.
 """
 
 import difflib
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 
 class OptimusError(Exception):
-    """Something that the user can mend."""
+    """An error that the user can fix."""
 
-    is_everyones = False
-    """Whether all processes of a run have it together. Otherwise an orderly end of this one would
-    wait for the others, who may never come."""
+    raised_by_all_processes = False
+    """Whether every process of a run raises it at the same step. If not, an orderly shutdown of
+    this process would wait for the others, which may never arrive."""
 
 
 class ConfigError(OptimusError):
@@ -23,7 +23,7 @@ class ConfigError(OptimusError):
 
 
 class PlanError(OptimusError):
-    """A layout that this model, batch or set of devices cannot have."""
+    """A layout that is illegal for this model, batch or set of devices."""
 
 
 class DataError(OptimusError):
@@ -35,7 +35,7 @@ class CheckpointError(OptimusError):
 
 
 class RunDirectoryError(OptimusError):
-    """A run's directory cannot be made, read or written, or is another process's."""
+    """A run directory cannot be created, read or written, or another process holds it."""
 
 
 class StoreError(OptimusError):
@@ -43,21 +43,21 @@ class StoreError(OptimusError):
 
 
 class LearningError(OptimusError):
-    """A run no longer learns: its loss, gradients or weights are not finite.
+    """Training has diverged: the loss, gradients or weights are not finite.
 
-    All its processes have this together (exit code 76).
+    All processes raise it at the same step (exit code 76).
     """
 
-    is_everyones = True
+    raised_by_all_processes = True
 
 
 class OutputError(OptimusError):
-    """What a script prints cannot be written."""
+    """A script's output cannot be written to standard output."""
 
 
 class FaultError(Exception):
-    """A machine, the network or another process has failed, and nobody can mend it here: the run is
-    worth starting again (exit code 75).
+    """A machine, the network or another process has failed. This process cannot recover; the run
+    should be restarted (exit code 75).
     """
 
 
@@ -67,26 +67,28 @@ def explain(what: str, *, given: object, do: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint naming the known word that is closest to `name`, else all of them."""
+    """A hint that names the closest known word, or lists all known words if none is close."""
     known = list(known)
     close = closest(name, known)
     return f"did you mean {close!r}?" if close is not None else "choose one of: " + ", ".join(known)
 
 
-ALIKE, SHORT = 0.68, 4
-"""Least likeness of two spellings; that of a word of up to SHORT letters says little, and a single
-slip is what counts."""
+MIN_LIKENESS, SHORT_NAME_LENGTH = 0.68, 4
+"""Least likeness of two spellings that makes one a suggestion for the other. For words of up to
+SHORT_NAME_LENGTH letters the ratio says little; there a single typing mistake is accepted
+instead."""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known word that `name` was probably meant to be; None: none is like it.
+    """The known word that `name` is probably a misspelling of; None: nothing is similar.
 
-    First the same words in another order or writing, or without their section; then the beginning
-    of one alone; then likeness.
+    Tried in order: the same parts in another order, case or punctuation, or without the section; a
+    prefix of exactly one known word; the most similar spelling.
     """
     known = list(known)
     parts = _parts(name)
-    if not parts or len(name) > 200:  # no slip of a finger; likeness takes the square of the length
+    # too long for a typo, and the comparison is quadratic in the length
+    if not parts or len(name) > 200:
         return None
     leaf, plain = parts[-len(_parts(name.rpartition(".")[2])) :] or parts, "_".join(parts)
     tests = (
@@ -101,7 +103,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
         ]:
             return found[0]
     if (
-        len(plain) >= SHORT
+        len(plain) >= SHORT_NAME_LENGTH
         and len(
             found := [
                 word
@@ -122,21 +124,21 @@ def closest(name: str, known: Iterable[str]) -> str | None:
         (
             word
             for word in known
-            if len(leaf_of(name)) <= SHORT
+            if len(leaf_of(name)) <= SHORT_NAME_LENGTH
             and is_one_slip(leaf_of(name).lower(), leaf_of(word).lower())
         ),
         None,
     )
-    return best if likeness(name, best) >= ALIKE else slipped
+    return best if likeness(name, best) >= MIN_LIKENESS else slipped
 
 
 _LOOKS_LIKE = str.maketrans("oil", "011")
 
 
 def is_one_slip(typed: str, word: str) -> bool:
-    """Whether one letter is wrong, missing or too much, or two neighbours have changed places.
+    """Whether one letter is wrong, missing or extra, or two adjacent letters are swapped.
 
-    Letters that look like digits are no mistake: `h1oo` is h100.
+    Letters that look like digits count as equal: `h1oo` matches h100.
     """
     if typed != word and typed.translate(_LOOKS_LIKE) == word.translate(_LOOKS_LIKE):
         return True
@@ -157,8 +159,8 @@ def is_one_slip(typed: str, word: str) -> bool:
 
 
 def likeness(name: str, word: str) -> float:
-    """Of two spellings, from 0 to 1; a section in front of `word` may be missing in `name`, and
-    counts for nothing where both have it.
+    """Similarity of two spellings, from 0 to 1. `name` may omit the section in front of `word`; a
+    section that both have is ignored.
     """
     section = name.rpartition(".")[0]
     pairs = (
@@ -178,5 +180,5 @@ def leaf_of(name: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """The words that a name consists of: `--seq-len` and `SEQ_LEN` have the same."""
+    """The parts of a name, in lower case: `--seq-len` and `SEQ_LEN` give the same parts."""
     return [part for part in re.split(r"[^0-9a-z]+", name.lower()) if part]

@@ -48,25 +48,25 @@ OFFLOADED: dict[Offload, str] = {
     "optimizer": "the optimizer's moments",
     "all": "the optimizer's moments, and layers' inputs until backward needs them",
 }
-"""What lies in the host's memory."""
+"""What each offload choice keeps in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelining:
-    """How pipeline stages work together."""
+    """The pipeline part of a plan: stages, schedule, and what is kept for backward."""
 
     schedule: str
-    """Name of the order of tasks (pipeline/tables.py), or of the user's own table."""
+    """Name of the schedule (pipeline/tables.py), or of the user's own table."""
     layers_per_stage: tuple[int, ...]
     """Layers of each virtual stage, in the order in which a microbatch visits them."""
     repeats: int
-    """Visits of a microbatch to each device."""
+    """How often a microbatch visits each device; above 1: interleaving."""
     send_slack: bool
-    """Whether a tick lies between sending and use."""
+    """Whether one extra tick lies between sending a result and using it."""
     keep_residuals: bool
-    """Whether backward reads what forward has kept, or computes the stage again."""
+    """Whether backward reads residuals that forward stored; otherwise it recomputes the stage."""
     table: str | None = None
-    """The user's own table, as JSON; None: the one that `schedule` names."""
+    """The user's own schedule table as JSON; None: the built-in schedule called `schedule`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +78,23 @@ class Plan:
     rules: Rules
     """Which mesh axes split which logical axis."""
     zero: int
-    """What is split over fsdp: a key of ZERO_STAGES. Over data everything is whole."""
+    """ZeRO stage, a key of ZERO_STAGES: what is split over fsdp. Nothing is split over data."""
     microbatches: int
     """Parts of a process's batch that run one after the other in a step."""
     pipeline: Pipelining | None
-    """How pipeline stages work together; None while pipe=1."""
+    """The pipeline; None if pipe=1."""
     remat: RematPolicy
-    """What the backward pass computes again."""
+    """What the backward pass recomputes."""
     precision: Precision
     """Format of activations and of weights in matmuls."""
     attention: AttentionKernel
     """Attention kernel: xla or cudnn."""
     loss_chunk_tokens: int
-    """Tokens of one device whose logits exist at the same time."""
+    """Tokens per device whose logits are held at the same time."""
     offload: Offload = "none"
-    """What lies in the host's memory."""
+    """What is kept in host memory."""
     moments: MomentPrecision = "f32"
-    """Format in which the optimizer's moments are kept."""
+    """Number format of the optimizer's moments."""
 
     @property
     def num_devices(self) -> int:
@@ -103,17 +103,17 @@ class Plan:
 
     @property
     def moment_bytes(self) -> int:
-        """Of a number in a moment."""
+        """Bytes per element of an optimizer moment."""
         return 4 if self.moments == "f32" else 2
 
     @property
     def offloads_moments(self) -> bool:
-        """Whether the optimizer's moments lie in the host's memory."""
+        """Whether the optimizer's moments are kept in host memory."""
         return self.offload in ("optimizer", "all")
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether what layers keep for backward lies there."""
+        """Whether layers' inputs wait for backward in host memory."""
         return self.offload in ("activations", "all")
 
     @property
@@ -138,7 +138,7 @@ class Plan:
         )
 
     def batch_ways(self) -> int:
-        """Parts that the rows of a batch are split into."""
+        """Number of shards that the rows of a batch are split into."""
         ways = 1
         for axis in dict(self.rules).get(BATCH, ()):
             ways *= self.axes[axis]
@@ -147,8 +147,8 @@ class Plan:
     def validate(self, model: ModelConfig, *, global_batch: int) -> None:
         """Raise PlanError if `model` cannot be trained this way.
 
-        Its text says what would have to hold. What to change, planning/search/suggestions.py finds
-        out, which knows what is fixed.
+        The message says which condition is violated. planning/search/suggestions.py, which knows
+        the settings that the user fixed, finds what to change.
         """
         check_rules(self.rules, self.axes, model)
         self._check_stages(model)
@@ -214,8 +214,8 @@ class Plan:
         if self.remat != "full":
             raise PlanError(
                 explain(
-                    "only layers' inputs can be kept in the host's memory, and nothing else is kept"
-                    " with remat=full",
+                    "activations can be offloaded only with remat=full, which keeps nothing but"
+                    " layers' inputs",
                     given=f"offload={self.offload}, remat={self.remat}",
                     do="use remat=full, or offload=optimizer",
                 )
@@ -223,7 +223,7 @@ class Plan:
         if self.pipeline is not None:
             raise PlanError(
                 explain(
-                    "what pipeline stages keep is in rings on the devices",
+                    "pipeline stages keep their activations on the devices and cannot offload them",
                     given=f"offload={self.offload}, pipe={self.axes.pipe}",
                     do="use pipe=1, or offload=optimizer",
                 )
@@ -250,7 +250,7 @@ class Plan:
         if global_batch % (ways * microbatches):
             raise PlanError(
                 explain(
-                    "the global batch cannot be dealt out evenly",
+                    "the global batch does not divide evenly over replicas and microbatches",
                     given=(
                         f"global_batch={global_batch} over data*fsdp={ways} x"
                         f" microbatches={microbatches}"
@@ -260,9 +260,9 @@ class Plan:
             )
 
     def schedule(self) -> Schedule:
-        """The table that the pipeline runs.
+        """The schedule table that the pipeline runs.
 
-        Raises PlanError if there is none for these microbatches and stages.
+        Raises PlanError if none exists for these microbatches and stages.
         """
         assert self.pipeline is not None, "one stage has no schedule"
         if self.pipeline.table is not None:
@@ -276,7 +276,8 @@ class Plan:
         )
 
     def _check_schedule(self) -> None:
-        """That there is a schedule for these stages and microbatches, and that it trains."""
+        """Raise PlanError if no schedule with a backward exists for these stages and
+        microbatches."""
         if self.pipeline is None:
             return
         pipe, pipeline, schedule = self.axes.pipe, self.pipeline, self.schedule()
@@ -291,7 +292,7 @@ class Plan:
         if pipeline.send_slack and schedule.latency == 1:
             raise PlanError(
                 explain(
-                    "a table says itself when results are used",
+                    "a user's table sets its latency itself, so send_slack cannot change it",
                     given="send_slack, and a table with latency 1",
                     do="use a table with latency 2, or no send_slack",
                 )
@@ -310,7 +311,7 @@ class Plan:
             )
 
     def describe(self) -> str:
-        """One line for people."""
+        """The plan in one readable line."""
         parts = [
             f"mesh {self.axes}",
             f"zero {self.zero}",
@@ -346,13 +347,13 @@ class Plan:
         """The inverse of `to_json`. Raises PlanError for what is not a Plan.
 
         Args:
-          source: the file that the text is of, for the error.
+          source: the file that the text came from, named in the error.
         """
         try:
             value = parse_json(text)
             if not isinstance(value, dict):
                 raise ValueError(
-                    f"a JSON object with a plan's fields is wanted, and this is {shown(value)}"
+                    f"expected a JSON object with the fields of a plan, got {shown(value)}"
                 )
             if lacking := [
                 field.name
@@ -361,7 +362,7 @@ class Plan:
                 and field.default_factory is dataclasses.MISSING
                 and field.name not in value
             ]:
-                raise ValueError(f"it lacks {', '.join(lacking)}")
+                raise ValueError(f"missing fields: {', '.join(lacking)}")
             value["axes"] = AxisSizes(**value["axes"])
             value["rules"] = tuple((logical, tuple(axes)) for logical, axes in value["rules"])
             if (pipeline := value["pipeline"]) is not None:

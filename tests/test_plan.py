@@ -146,7 +146,7 @@ def piped(*, microbatches: int = 4, axes: AxisSizes = PIPED.axes, **changes: obj
             8,
             24,
             (
-                r"cannot be dealt out evenly(.|\n)*global_batch=24 over data\*fsdp=2 x"
+                r"does not divide evenly(.|\n)*global_batch=24 over data\*fsdp=2 x"
                 r" microbatches=8(.|\n)*choose a global batch that 16 divides$"
             ),
         ),

@@ -12,9 +12,9 @@ from optimus_jax.cli.main import COMMANDS
 from optimus_jax.cluster.local_launch import run_processes
 from optimus_jax.errors import ConfigError, OptimusError, explain
 from optimus_jax.run.command_line import MISTAKE, Parser
-from optimus_jax.system.environment import show_every_character
+from optimus_jax.system.environment import replace_unencodable_characters
 from optimus_jax.system.paths import local_path
-from optimus_jax.system.resilient_io import open_closed_streams, patient
+from optimus_jax.system.resilient_io import ignoring_write_errors, open_closed_streams
 
 WORDS = {"processes": "nproc_per_node nproc num_processes n np num_procs"}
 """What its flags are called elsewhere."""
@@ -82,8 +82,8 @@ def command(given: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Exit code: that of the processes, or 2 for the user's error."""
     open_closed_streams()
-    show_every_character()
-    sys.stdout, sys.stderr = patient(sys.stdout), patient(sys.stderr)
+    replace_unencodable_characters()
+    sys.stdout, sys.stderr = ignoring_write_errors(sys.stdout), ignoring_write_errors(sys.stderr)
     try:
         given = parser().read()
         return run_processes(command(given), given["processes"], grace_s=given["grace"])

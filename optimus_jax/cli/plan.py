@@ -203,7 +203,7 @@ def find(given: dict) -> "Found":
 
 def measured_here(given: dict) -> "LocalCluster":
     """The cluster that is here and how fast it is."""
-    from optimus_jax.devices.backend import warning_of_cpu
+    from optimus_jax.devices.backend import unexpected_cpu_warning
     from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.api import config_for
@@ -221,7 +221,7 @@ def measured_here(given: dict) -> "LocalCluster":
             )
         use_cpu_devices(given["cpu_devices"])
     topology = discover()
-    if (warning := warning_of_cpu()) is not None:
+    if (warning := unexpected_cpu_warning()) is not None:
         print(warning, file=sys.stderr, flush=True)
     # what is wrong is said before minutes of measuring
     config_for(given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given))

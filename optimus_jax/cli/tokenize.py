@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentDefaultsHelpFormatter
 
 from optimus_jax.config.data import BYTES
-from optimus_jax.data.left_out import LeftOut
+from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.sources import read_documents
 from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
 from optimus_jax.data.tokens import write_token_file
@@ -74,16 +74,18 @@ def parser() -> Parser:
 def main() -> None:
     given = parser().read()
     out = local_path(given["out"], what="--out", do="write a file here, and copy it to the store")
-    left_out = LeftOut()
+    skipped_input = SkippedInput()
     try:
         tokenizer = load_tokenizer(given["tokenizer"], given["eos"])
         documents = read_documents(
             given["sources"],
             given["text_field"],
             skip_bad_lines=given["skip_bad_lines"],
-            left_out=left_out,
+            skipped_input=skipped_input,
         )
-        header = write_token_file(out, encode_documents(tokenizer, documents), tokenizer, left_out)
+        header = write_token_file(
+            out, encode_documents(tokenizer, documents), tokenizer, skipped_input
+        )
     except DataError as error:
         raise DataError(in_own_words(str(error))) from error
     print(
@@ -91,5 +93,5 @@ def main() -> None:
     )
     if given["tokenizer"] != BYTES:
         print(f"documents end with {tokenizer.end}")
-    for note in (*left_out.notes(), *tokenizer.notes):
+    for note in (*skipped_input.notes(), *tokenizer.notes):
         print(f"note: {note}", file=sys.stderr)

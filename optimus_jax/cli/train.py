@@ -26,12 +26,12 @@ from optimus_jax.faults.stopping import (
     raise_when_asked,
 )
 from optimus_jax.run.command_line import NO_READER, Parser, settings
-from optimus_jax.system.environment import import_jax, show_every_character
+from optimus_jax.system.environment import import_jax, replace_unencodable_characters
 from optimus_jax.system.resilient_io import (
     flush_with_timeout,
+    ignoring_write_errors,
     open_closed_streams,
-    patient,
-    reporting,
+    raising_output_errors,
 )
 
 RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
@@ -182,9 +182,9 @@ def main() -> int:
     was, 130 ended by Ctrl-C before the first step or, asked twice, without saving.
     """
     open_closed_streams()
-    show_every_character()
+    replace_unencodable_characters()
     stdout = sys.stdout
-    sys.stdout, sys.stderr = reporting(stdout), patient(sys.stderr)
+    sys.stdout, sys.stderr = raising_output_errors(stdout), ignoring_write_errors(sys.stderr)
     notes: list[str] = []
 
     def show_notes() -> None:
@@ -196,7 +196,7 @@ def main() -> int:
             given = parser(notes.append).read()
         finally:
             sys.stdout.flush()
-            sys.stdout = patient(stdout)
+            sys.stdout = ignoring_write_errors(stdout)
     except OptimusError as error:
         show_notes()
         flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
@@ -225,7 +225,7 @@ def main() -> int:
         )
     except OptimusError as error:
         show_notes()
-        if is_one_of_several() and not error.is_everyones:
+        if is_one_of_several() and not error.raised_by_all_processes:
             return end_now(f"error: {told(error)}", exit_code_of(error))
         flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
         return end_in_order(exit_code_of(error))

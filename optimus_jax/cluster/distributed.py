@@ -203,7 +203,7 @@ def all_or_none() -> Iterator[None]:
         )
     if failure is not None:
         if isinstance(failure, OptimusError):
-            failure.is_everyones = _FAULT not in outcomes
+            failure.raised_by_all_processes = _FAULT not in outcomes
         raise failure
 
 
@@ -293,7 +293,7 @@ def assert_same_everywhere(facts: Mapping[str, str], *, may_become: bool = False
     if may_become:
         raise FaultError(text)
     error = ConfigError(text)
-    error.is_everyones = True
+    error.raised_by_all_processes = True
     raise error
 
 

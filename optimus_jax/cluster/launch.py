@@ -43,7 +43,7 @@ from optimus_jax.cluster.launchers import (
 )
 from optimus_jax.config import DistributedConfig
 from optimus_jax.config.checks import is_host_and_port
-from optimus_jax.devices.gpu_sharing import is_said, share
+from optimus_jax.devices.gpu_sharing import gpus_of_process, has_device_list
 from optimus_jax.errors import ConfigError, explain
 
 __all__ = [
@@ -118,7 +118,7 @@ def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
             num_processes=global_state.num_processes,
             process_id=global_state.process_id,
         )
-    is_said()  # JAX reads that variable, and its own error would say little
+    has_device_list()  # JAX reads that variable, and its own error would say little
     if config.num_processes is not None:
         assert config.process_id is not None
         return Launch(
@@ -295,7 +295,7 @@ def _placed(claim: Claim, others: list[Claim], config: DistributedConfig, on_cpu
         num_processes=claim.count,
         process_id=claim.index,
         restarts=any(source.launcher.restarts for source in sources),
-        local_devices=share(
+        local_devices=gpus_of_process(
             local.local_index,
             local.local_count,
             on_cpu=on_cpu or any(source.launcher.gives_gpus(os.environ) for source in sources),

@@ -1,8 +1,8 @@
-"""What a person asks for: frozen values, checked when they are made, readable as JSON.
+"""The user's settings: frozen dataclasses, validated on creation, readable as JSON.
 
-A `Config` holds no arrays and imports no accelerator library. It says what is wanted; what is
-there (devices, model sizes in bytes, documents) is found out later, and the layout that follows
-from both is a `Plan`. `None` in a field means "derive it", and the run prints what was derived.
+A `Config` holds no arrays and imports no accelerator library. It states what the user wants; the
+available hardware, data and model size are measured later, and the layout derived from both is a
+`Plan`. `None` in a field means "derive it"; the run prints the derived value.
 """
 
 from optimus_jax.config.data import DataConfig, PhaseConfig

@@ -1,7 +1,7 @@
-"""The mesh axes, and how many devices each has: the value of `--mesh`.
+"""The mesh axes and their sizes: the value of `--mesh`.
 
-A *mesh axis* is a dimension of the device grid. Which array dimensions are split over it,
-`mesh/rules.py` says.
+A *mesh axis* is a dimension of the device grid. `mesh/rules.py` says which array dimensions are
+split over it.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from optimus_jax.config.aliases import AXIS_OF
 from optimus_jax.errors import PlanError, explain, nearest
 
 PIPE, DATA, FSDP, TENSOR = MESH_AXES = ("pipe", "data", "fsdp", "tensor")
-"""Slowest links first: devices next to each other along `tensor` communicate most and belong on the
-same host."""
+"""Ordered from slow to fast links: neighbours along `tensor` communicate most and belong on one
+host."""
 
 MOST_DIGITS = 9
-"""Longest size of an axis. Longer ones are typing mistakes, and Python refuses to convert thousands
-of digits."""
+"""Most digits of an axis size. A longer one is a typo, and Python refuses to convert thousands of
+digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class AxisSizes:
 
 
 def check_devices(axes: AxisSizes, num_devices: int) -> None:
-    """Raise PlanError unless the axes use exactly the devices there are."""
+    """Raise PlanError unless the mesh uses exactly the available devices."""
     if axes.num_devices != num_devices:
         raise PlanError(
             explain(

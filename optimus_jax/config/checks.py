@@ -1,4 +1,4 @@
-"""What several settings are checked for."""
+"""Checks that several settings share."""
 
 import ipaddress
 from typing import Any
@@ -7,7 +7,7 @@ from optimus_jax.errors import ConfigError, explain
 
 
 def check_positive(value: Any, *names: str) -> None:
-    """Raise ConfigError if one of these fields of a config is zero or less; None may be."""
+    """Raise ConfigError if one of these fields is zero or negative; None is allowed."""
     for name in names:
         number = getattr(value, name)
         if number is not None and number <= 0:
@@ -21,7 +21,7 @@ def check_positive(value: Any, *names: str) -> None:
 
 
 def check_not_negative(value: Any, *names: str) -> None:
-    """Raise ConfigError if one of these fields of a config is below zero; None may be."""
+    """Raise ConfigError if one of these fields is negative; None is allowed."""
     for name in names:
         if (getattr(value, name) or 0) < 0:
             raise ConfigError(
@@ -34,13 +34,11 @@ def check_not_negative(value: Any, *names: str) -> None:
 
 
 LARGEST_COUNT = 2**31 - 1
-"""Steps, rows of a batch and sizes of arrays are int32 where they are computed with."""
+"""Steps, batch rows and array sizes are int32 in computations."""
 
 
 def check_counts(value: Any, *names: str) -> None:
-    """Raise ConfigError if one of these fields of a config is more than an int32 holds; None may
-    be.
-    """
+    """Raise ConfigError if one of these fields does not fit an int32; None is allowed."""
     for name in names:
         if (getattr(value, name) or 0) > LARGEST_COUNT:
             raise ConfigError(
@@ -53,7 +51,7 @@ def check_counts(value: Any, *names: str) -> None:
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an IP address, and no name."""
+    """Whether a text is an IP address rather than a host name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

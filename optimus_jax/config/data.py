@@ -1,4 +1,4 @@
-"""What it is trained on."""
+"""Settings of the training data: sources, tokenizer, batch size and its phases."""
 
 import itertools
 import os
@@ -10,17 +10,17 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.paths import Url, user_path
 
 STDLIB = "stdlib"
-"""The source that every machine has: the .py files of Python's own library."""
+"""The source available on every machine: the .py files of Python's standard library."""
 BYTES = "bytes"
 """The tokenizer that needs no file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-    """Other batches from a step on; what is left open stays as it was before."""
+    """A change of the batch from a given step on; fields that are None keep their value."""
 
     after_step: int
-    """Steps done when they begin."""
+    """Steps completed before the phase begins."""
     global_batch: int | None = None
     """Examples per step over all devices."""
     seq_len: int | None = None
@@ -66,7 +66,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from and how a batch is cut from them."""
+    """Where tokens come from and how batches are cut from them."""
 
     sources: tuple[str, ...] = (STDLIB,)
     """`stdlib` (Python's own library), or files, globs, folders and URLs: text, .jsonl .json .csv
@@ -84,17 +84,16 @@ class DataConfig:
     """Other batches later in the run, in order: `200:64,400:128x2048` is 64 examples after step
     200, then 128 of 2048 tokens."""
     respect_documents: bool = True
-    """No attention and no loss across the border of two documents in one example."""
+    """Mask attention and loss across document boundaries within an example."""
     eval_fraction: float = 0.01
-    """Share of documents held out."""
+    """Fraction of documents held out for evaluation."""
     text_field: str = "text"
     """Name of the text in a JSON object, or of its column in a table."""
     skip_bad_lines: bool = False
-    """Leave out and count lines, rows and items that are no document, instead of ending with an
-    error."""
+    """Skip and count malformed lines, rows and items instead of raising an error."""
     allow_change: bool = False
-    """Resume although the data is not what it was when the run saved; holds for one start and is
-    not saved."""
+    """Resume although the data has changed since the checkpoint; applies to one start and is not
+    saved."""
 
     def __post_init__(self) -> None:
         check_positive(self, "seq_len", "global_batch")
@@ -122,21 +121,21 @@ class DataConfig:
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(
                 explain(
-                    "data.eval_fraction is a share",
+                    "data.eval_fraction is a fraction",
                     given=self.eval_fraction,
                     do="choose 0 <= eval_fraction < 1",
                 )
             )
 
     def with_whole_paths(self) -> "DataConfig":
-        """The same data, named so that it is found from every working directory."""
+        """The same data with absolute paths, so that it is found from any working directory."""
         return replace(
             self, sources=tuple(map(whole_path, self.sources)), tokenizer=whole_path(self.tokenizer)
         )
 
 
 def whole_path(name: str) -> str:
-    """The name of a source or a tokenizer: words and URLs as they are, paths and globs absolute."""
+    """A source or tokenizer with paths and globs made absolute; keywords and URLs unchanged."""
     if name in (STDLIB, BYTES, ""):
         return name
     path = user_path(name, what="this path")

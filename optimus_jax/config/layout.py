@@ -1,4 +1,4 @@
-"""What the user fixes of how it is laid out and computed."""
+"""Settings of the layout (mesh, pipeline, remat, offload) and of number formats."""
 
 import functools
 import typing
@@ -20,18 +20,18 @@ RematChoice = Literal["auto", "none", "selective", "dots", "full"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
 Offload = Literal["none", "activations", "optimizer", "all"]
 OFFLOADS: tuple[Offload, ...] = typing.get_args(Offload)
-"""What lies in the host's memory instead of the device's: the optimizer's moments, or what layers
-keep for backward."""
+"""What is kept in host memory instead of device memory: the optimizer's moments, or the layer
+inputs that backward needs."""
 OffloadChoice = Literal["auto", "none", "activations", "optimizer", "all"]
 
 
 AUTO = "auto"
-"""Of `mesh` and `schedule`: the planner chooses."""
+"""Value of `mesh` and `schedule` that leaves the choice to the planner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """What the user fixes of the layout; the rest of the Plan is chosen and printed."""
+    """Layout settings that the user fixes; the planner chooses and prints the rest of the Plan."""
 
     mesh: str = AUTO
     """`auto`, or sizes such as `data=2,fsdp=2,tensor=2`; axes left out have size 1."""
@@ -41,39 +41,39 @@ class ParallelConfig:
     rules: tuple[str, ...] = ()
     """Changes to the logical-to-mesh rules, such as `mlp=none` (keep whole over tensor)."""
     microbatches: int | None = None
-    """Parts of a step's batch run one after the other, their gradients added locally; None: 1, with
-    stages about 4 for each."""
+    """Parts of a step's batch that run one after another, gradients accumulated locally; None: 1,
+    or about 4 per pipeline stage."""
     schedule: str = AUTO
     """Pipeline schedule: gpipe, 1f1b, interleaved, or a table in a JSON file; auto is 1f1b, and
     none while pipe=1."""
     repeats: int | None = None
-    """Interleaved only: visits of a microbatch to each device; None: 2."""
+    """Interleaved only: how often a microbatch visits each device; None: 2."""
     layers_per_stage: tuple[int, ...] = ()
-    """Layers of each stage (with repeats: of each visit, in order); empty: as even as they
-    divide."""
+    """Layers of each stage (with repeats: of each visit, in order); empty: split as evenly as
+    possible."""
     send_slack: bool = False
-    """A tick between sending and use, so that sends between stages overlap compute, for more ticks
-    and memory."""
+    """Put one tick between sending and use, so that sends between stages overlap compute; costs
+    ticks and memory."""
     stage_residuals: Literal["auto", "keep", "recompute"] = "auto"
-    """Whether a stage's backward reads what forward has kept (remat says what), or computes the
-    stage again; auto keeps if that fits."""
+    """Whether a stage's backward reads the residuals that forward stored (remat says which) or
+    recomputes the stage; auto keeps them if they fit in memory."""
     remat: RematChoice = "auto"
-    """Computed again: none (only norms and activations), selective (+ attention), dots (all but
-    matmuls), full (layers); auto: the least that fits."""
+    """Recomputed in backward: none (only norms and activations), selective (+ attention), dots (all
+    but matmuls), full (whole layers); auto: the least that fits."""
     offload: OffloadChoice = "auto"
-    """In the host's memory (GPUs only): optimizer (its moments), activations (layer inputs, with
+    """Kept in host memory (GPUs only): optimizer (its moments), activations (layer inputs, with
     remat=full), all; auto: none, unless nothing else fits."""
     attention: AttentionKernel = "auto"
     """Attention kernel; auto is cudnn on a GPU in bf16 or f16, else xla."""
     loss_chunk_tokens: int | None = None
-    """Tokens of a device whose logits exist at the same time; None: 2048, on a CPU 128 (one device:
-    256), times the vocabulary's shards."""
+    """Tokens per device whose logits are held at the same time; None: 2048, on a CPU 128 (one
+    device: 256), times the shards of the vocabulary."""
     trials: int = 3
-    """With mesh=auto: how many of the planner's best are run for a few steps at the start, where
-    that is expected to pay; 1: none."""
+    """With mesh=auto: how many of the planner's best plans are timed for a few steps at the start,
+    if that is expected to pay off; 1: no trials."""
 
     def __post_init__(self) -> None:
-        _ = self.axes  # a mesh that cannot be read is an error here, not when a plan is made
+        _ = self.axes  # an invalid mesh is an error when the config is made, not later
         check_positive(self, "microbatches", "loss_chunk_tokens", "repeats", "trials")
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(
@@ -93,7 +93,7 @@ class ParallelConfig:
 
 
 LAYOUT_FIELDS = ("mesh", "zero", "microbatches", "schedule", "repeats", "layers_per_stage")
-"""What depends on the number of devices."""
+"""Settings that depend on the number of devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +104,12 @@ class PrecisionConfig:
     """Format of activations and of weights in matmuls; auto: f32 on a CPU, bf16 elsewhere, f16 on
     GPUs without it."""
     moments: MomentPrecision = "f32"
-    """Format in which AdamW's moments are kept between steps; bf16 halves them, and needs betas
-    below 0.996."""
+    """Format of AdamW's moments between steps; bf16 halves their memory and needs betas below
+    0.996."""
     loss_scale: float = 2.0**16
-    """f16 only: first factor on the loss."""
+    """f16 only: initial factor on the loss."""
     loss_scale_growth_steps: int = 2000
-    """f16 only: clean steps before the factor doubles."""
+    """f16 only: steps without overflow before the factor doubles."""
     loss_scale_hysteresis: int = 2
     """f16 only: overflows in a row before the factor halves."""
 

@@ -1,4 +1,4 @@
-"""What is trained."""
+"""Settings of the model: the sizes of a decoder."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.errors import ConfigError, explain
 
 MOST_LAYERS = 10_000
-"""More are a slip of the pen, and too many to share out over stages one by one."""
+"""More are a typo, and too many to assign to stages one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of one decoder; what kind of decoder it is, `models/families.py` says by its family."""
+    """Sizes of a decoder; its family (`models/families.py`) determines the architecture."""
 
     name: str = "custom"
-    """What the preset is called."""
+    """Name of the preset."""
     family: str = "gpt2"
     """Architecture: a key of `models.families.FAMILIES`."""
     vocab_size: int = 50257
-    """Token ids, before padding to whole shards."""
+    """Number of token ids, before padding to equal shards."""
     num_layers: int = 12
     """Decoder layers."""
     embed_dim: int = 768
@@ -51,7 +51,7 @@ class ModelConfig:
     mlp_dim: int = 3072
     """Hidden width of the feed-forward block."""
     max_length: int = 1024
-    """Positions the model can tell apart, tokens."""
+    """Longest sequence, in tokens."""
     tied: bool = True
     """Whether the output head is the embedding."""
     norm_epsilon: float = 1e-5

@@ -1,13 +1,12 @@
-"""Phases of a run: which batches its steps have, and where in the data each phase begins.
+"""Phases of a run: the batch shape of its steps, and where in the data each phase begins.
 
-The *position* in the data is the number of examples that were used so far, counted for each length
-by itself: examples of one length are a deck that is shuffled once an epoch, and a phase deals on
-from where an earlier phase of the same length has stopped, so that none comes twice before all have
-come once. Another length cuts the same tokens into other examples, which are another deck: its
-first phase begins with the first card, and tokens that were seen in examples of the old length come
-again in those of the new one as often as chance has it.
+The *position* in the data is the number of examples used so far, counted separately for each
+sequence length. Examples of one length are shuffled once per epoch. A phase continues where an
+earlier phase of the same length stopped, so no example repeats before all have been used once.
+Another length cuts the same tokens into other examples with a shuffle of their own: its first phase
+begins at position 0, and tokens already seen at the old length may appear again at random.
 
-So the batch of a step follows from the config and the step alone, however often the run was
+So the batch of a step depends on the config and the step alone, however often the run was
 stopped.
 """
 
@@ -17,26 +16,26 @@ from optimus_jax.config import Config, EvaluationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Steps with batches of one kind."""
+class TrainingPhase:
+    """Consecutive steps with the same batch size and sequence length."""
 
     steps_before: int
-    """Done when it begins."""
+    """Steps completed before the phase begins."""
     last_step: int | None
-    """Its last one; None: it lasts until the run ends."""
+    """Last step of the phase; None: it lasts until the run ends."""
     global_batch: int
     """Examples per step over all devices."""
     seq_len: int
     """Tokens per example."""
     examples_before: int
-    """Of this length, that earlier phases have used."""
+    """Examples of this length that earlier phases have used."""
 
     def __str__(self) -> str:
         return f"{self.global_batch} x {self.seq_len} tokens from step {self.steps_before + 1}"
 
 
-def phases_of(config: Config) -> tuple[Phase, ...]:
-    """All phases of a run, in order; one where the config names none."""
+def phases_of(config: Config) -> tuple[TrainingPhase, ...]:
+    """All phases of a run, in order; a single one if the config defines none."""
     global_batch, seq_len, begins = (
         config.data.global_batch,
         config.seq_len,
@@ -51,7 +50,7 @@ def phases_of(config: Config) -> tuple[Phase, ...]:
             global_batch, seq_len = given.global_batch or global_batch, given.seq_len or seq_len
         before = used.get(seq_len, 0)
         found.append(
-            Phase(
+            TrainingPhase(
                 steps_before=begin,
                 last_step=end,
                 global_batch=global_batch,
@@ -63,14 +62,14 @@ def phases_of(config: Config) -> tuple[Phase, ...]:
     return tuple(found)
 
 
-def phase_after(config: Config, step: int) -> Phase:
-    """That the step after `step` belongs to."""
+def phase_after(config: Config, step: int) -> TrainingPhase:
+    """The phase that the step after `step` belongs to."""
     return next(phase for phase in reversed(phases_of(config)) if phase.steps_before <= step)
 
 
-def in_phase(config: Config, phase: Phase) -> Config:
-    """The config of a run that has the batches of this phase all the time, and evaluates as the
-    whole run does.
+def in_phase(config: Config, phase: TrainingPhase) -> Config:
+    """The config of a run that has this phase's batches throughout and evaluates as the whole run
+    does.
     """
     if not config.data.phases:
         return config

@@ -46,7 +46,7 @@ def gpt2_xl() -> ModelConfig:
 
 
 def gpt2_nano() -> ModelConfig:
-    """A GPT-2 of 3.3M parameters for bytes: minutes on a laptop."""
+    """A byte-level GPT-2, 3.3M parameters: trains in minutes on a laptop."""
     return ModelConfig(
         name="gpt2-nano",
         family="gpt2",
@@ -171,7 +171,8 @@ def llama3_3_70b() -> ModelConfig:
 
 
 def llama_nano() -> ModelConfig:
-    """A Llama of 3.0M parameters for bytes, with grouped-query attention: minutes on a laptop."""
+    """A byte-level Llama, 3.0M parameters, grouped-query attention: trains in minutes on a
+    laptop."""
     return _llama(
         "llama-nano",
         vocab_size=257,
@@ -202,7 +203,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 
 
 def model_preset(name: str) -> ModelConfig:
-    """The preset called `name`. Raises ConfigError naming the nearest one."""
+    """The preset called `name`. Raises ConfigError that suggests the closest name."""
     if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(
             explain(f"unknown model {name!r}", given=name, do=nearest(str(name), PRESETS))

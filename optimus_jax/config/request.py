@@ -1,4 +1,4 @@
-"""From what a user types, at the command line or in Python, to a Config."""
+"""Makes a Config from the settings given at the command line or in Python."""
 
 import dataclasses
 import functools
@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from optimus_jax.config import DERIVED, Config
-from optimus_jax.config.aliases import (
-    PARAMETERS,
-    VALUES,
-    advice_for,
-    alias_of,
-    meant_by_last_part,
-    spelled_like,
-    word,
-)
+from optimus_jax.config.advice import VALUES, advice_for, spelled_like
+from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain
@@ -47,10 +40,10 @@ SHORT_NAMES = {
     "num_processes": "distributed.num_processes",
     "process_id": "distributed.process_id",
 }
-"""Settings that people need often, by the name that flags and keyword arguments have for them."""
+"""Short name (of a flag or keyword argument) to the dotted name of a common setting."""
 
 FIXED_FOR_A_RUN = ("model.", "data.", "seed")
-"""What a resumed run keeps: another value would change what its steps mean."""
+"""Prefixes of settings that a resumed run keeps: another value would make it a different run."""
 KNOWN_BY_CONTENT = (
     "data.sources",
     "data.tokenizer",
@@ -59,11 +52,11 @@ KNOWN_BY_CONTENT = (
     "data.skip_bad_lines",
     "data.allow_change",
 )
-"""And of that what may be said otherwise: files that have moved are the same data. Whether they
-are, their content says (run/first_state.py)."""
+"""Exceptions to FIXED_FOR_A_RUN: data files may have moved. run/first_state.py compares their
+content."""
 SAVED_WITH_A_RUN = (*FIXED_FOR_A_RUN, "precision.moments")
-"""And what its checkpoints hold in one format: to advise a run that goes on to change it would be
-wrong."""
+"""FIXED_FOR_A_RUN, and the format of what checkpoints hold. A resumed run must not be advised to
+change any of these."""
 
 
 def make_config(
@@ -74,21 +67,21 @@ def make_config(
     Args:
       model: name of a preset; None: the base's model.
       overrides: short or dotted names of settings to values.
-      base: what to begin with; None: the defaults.
+      base: the config to start from; None: the defaults.
     Raises:
       ConfigError: a name is unknown or a value does not fit.
     """
-    # In one go: only the whole has to make sense.
+    # All changes at once: only the final combination has to be valid.
     preset = {} if model is None else {"model": dataclasses.asdict(model_preset(model))}
     return _with_whole_paths((base or Config()).with_values(preset | dotted(overrides)))
 
 
 def read_config(path: UserPath) -> Config:
-    """The config in a file or object, such as a run's config.json, without the place where that run
-    works. Raises OptimusError if there is none.
+    """The config in a file or object, such as a run's config.json, without that run's local
+    directory. Raises OptimusError if it cannot be read.
     """
     try:
-        # the setting that is not is named
+        # `build` names the setting that is not finite
         value = read_json(local_file(path, what="--config"), finite=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -102,13 +95,13 @@ def read_config(path: UserPath) -> Config:
 
 
 def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -> Config:
-    """The config of a run that goes on, with changes to what may change.
+    """The config of a resumed run, with the changes that a resumed run allows.
 
     Args:
       text: the run's config.json.
       model: name of the model if it was given again; it must be the run's.
     Raises:
-      ConfigError: a change would make it another run.
+      ConfigError: a setting that a resumed run keeps was changed.
     """
     old, derived = Config.from_json(text), Config.derived_in(text)
     settings = dotted(overrides)
@@ -130,14 +123,14 @@ def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -
 
 
 def repeated_config(text: str, wanted: Config) -> Config:
-    """The config of a run that goes on by the very command that began it, or by one that changes
-    what may change.
+    """The config of a run that is resumed by repeating its first command, perhaps with allowed
+    changes.
 
     Args:
       text: the run's config.json.
-      wanted: what the command says, as for a new run.
+      wanted: the config that the command gives, as for a new run.
     Raises:
-      ConfigError: it would be another run.
+      ConfigError: a setting that a resumed run keeps was changed.
     """
     old, derived = Config.from_json(text), Config.derived_in(text)
     fixed = [
@@ -150,7 +143,7 @@ def repeated_config(text: str, wanted: Config) -> Config:
             explain(
                 "the run in this directory has another model, data or seed",
                 given="changes to " + ", ".join(changed),
-                do="give what the run was begun with, or start a new run with another --run-dir",
+                do="use the settings of the run's start, or a new run with another --run-dir",
             )
         )
     return wanted
@@ -165,12 +158,12 @@ def _is_fixed(name: str) -> bool:
 
 
 def named_settings(overrides: Mapping[str, Any]) -> frozenset[str]:
-    """The dotted names of what a user has named. Raises ConfigError for an unknown one."""
+    """The dotted names of the settings given. Raises ConfigError for an unknown one."""
     return frozenset(dotted(overrides))
 
 
 def typed(changes: Mapping[str, Any]) -> str:
-    """What to type for these settings: a flag where there is one, else `--set`.
+    """Command-line text for these settings: a flag where one exists, else `--set`.
 
     Args:
       changes: dotted names to values.
@@ -190,21 +183,21 @@ def _text(value: Any) -> str:
 
 
 Entry = tuple[str, Any, str]
-"""Of a setting: the name and the value that were given, and both as they were typed."""
+"""A setting as given: its name, its value, and the text that the user typed."""
 
 
 def say(text: str) -> None:
-    """A note for people, who asked for something in other words than ours."""
+    """Print a note, for example that another framework's name was translated."""
     print(f"note: {text}", file=sys.stderr)
 
 
 def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) -> dict[str, Any]:
-    """Settings by their dotted names, whatever they were called.
+    """Settings by their dotted names, whichever name they were given by.
 
     Args:
       entries: names are short (`lr`), dotted (`optimizer.lr`) or another framework's
         (`learning_rate`).
-      note: is told what a word of another framework is taken as.
+      note: called with a message for each translated name of another framework.
     Raises:
       ConfigError: a name is unknown, or a setting has two values.
     """
@@ -216,7 +209,7 @@ def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) ->
         if not is_ours:
             note(f"{name} is taken as {target}")
         if target == "data.sources" and name != target and isinstance(value, str):
-            # a comma separates paths only in text that --set has: a string given in Python is one
+            # only in the text of --set does a comma separate paths; a string given in Python is one
             # path
             value = (value,)
         if (
@@ -239,9 +232,9 @@ def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) ->
 
 
 def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool]:
-    """The dotted name of a setting, and whether the word is one of ours.
+    """The dotted name of a setting, and whether `name` is this project's name for it.
 
-    Raises ConfigError for one that is unknown.
+    Raises ConfigError for an unknown name.
     """
     names = known_settings()
     for own in (name, name.replace("-", "_")):
@@ -254,8 +247,8 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
         return target, False
     parameter = target or (word(name) if word(name) in PARAMETERS else None)
     advice = (
-        f"write --{parameter.replace('_', '-')} {value}, or {parameter}= in Python: it is no"
-        " setting"
+        f"write --{parameter.replace('_', '-')} {value}, or {parameter}= in Python: it is not"
+        " a setting"
         if parameter
         else advice_for(name, value, others)
     )
@@ -273,8 +266,7 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
 
 
 def _choices(name: str) -> str:
-    """The settings of the section that was named; else those with a short name, and the
-    sections."""
+    """The settings of the section in `name`; if there is none, all short names and sections."""
     own = [each for each in known_settings() if each.startswith(f"{name.partition('.')[0]}.")]
     sections = dict.fromkeys(
         f"{each.partition('.')[0]}.*" for each in known_settings() if "." in each
@@ -284,12 +276,12 @@ def _choices(name: str) -> str:
 
 @functools.cache
 def known_settings() -> dict[str, None]:
-    """Every dotted name."""
+    """The dotted names of all settings, in order."""
     return dict.fromkeys(setting_names(Config))
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether two values, as typed, are the same."""
+    """Whether two values, as typed, mean the same."""
     if isinstance(value, list | tuple) or isinstance(other, list | tuple):
         return (
             [*map(str, value)] == [*map(str, other)]
@@ -305,13 +297,13 @@ def _same(value: Any, other: Any) -> bool:
 def parameters(
     overrides: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `train` that were given by another framework's word, such as `output_dir`, and
-    the settings that are left.
+    """Arguments of `train` given by another framework's name, such as `output_dir`, and the
+    remaining settings.
 
     Args:
-      given: arguments that were given by our own names; None: not given.
+      given: arguments given by this project's names; None: not given.
     Raises:
-      ConfigError: one is given two values.
+      ConfigError: an argument has two values.
     """
     found, rest = dict(given), dict(overrides)
     for name, value in overrides.items():
@@ -336,7 +328,8 @@ def dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_our_words(value: Any) -> Any:
-    """What a config's JSON says, its names as ours. Raises ConfigError."""
+    """The JSON value of a config, with names of other frameworks translated. Raises
+    ConfigError."""
     if not isinstance(value, Mapping):
         return value
     kinds, entries, result = field_types(Config), [], {}
@@ -366,7 +359,7 @@ def _in_our_words(value: Any) -> Any:
         if not isinstance(place, dict) or "." in section:
             raise ConfigError(
                 explain(
-                    f"unknown setting {target!r} here",
+                    f"setting {target!r} cannot be set at this level",
                     given=shown(item),
                     do=f"write it inside {section!r}",
                 )
@@ -384,7 +377,7 @@ def _in_our_words(value: Any) -> Any:
 
 
 def _leaves(name: str, item: Any) -> list[tuple[str, Any]]:
-    """What a section of another framework's config says, by dotted names."""
+    """The values of a nested section, by dotted names."""
     if not isinstance(item, Mapping) or not item or name.count(".") > 9:
         return [(name, item)]
     return [pair for inner, each in item.items() for pair in _leaves(f"{name}.{inner}", each)]
@@ -394,7 +387,7 @@ EVAL_EXAMPLES, OLD_EVAL_EXAMPLES = "evaluation.examples", "eval_batches"
 
 
 def _of_one_name(values: dict[str, Any]) -> dict[str, Any]:
-    """Whichever name of the evaluation set was used, the other one no longer counts."""
+    """Reset the other name of the evaluation set's size, so that only the given one counts."""
     if values.get(EVAL_EXAMPLES) is not None and values.get(OLD_EVAL_EXAMPLES) is not None:
         raise ConfigError(
             explain(
@@ -414,9 +407,7 @@ def _of_one_name(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_changed(name: str, old: Config, new: Config, derived: Mapping[str, Any]) -> bool:
-    """Whether a setting says another thing than it did; a length that was left open has been
-    derived.
-    """
+    """Whether a setting has changed. An unset sequence length compares by its derived value."""
     if name != "data.seq_len":
         return value_of(new, name) != value_of(old, name)
     before = derived.get(name, old.seq_len) if old.data.seq_len is None else old.data.seq_len

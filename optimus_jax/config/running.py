@@ -1,4 +1,4 @@
-"""Who trains it, what happens when one of them fails, and when the run may move to another plan."""
+"""Settings of a running job: its processes, fault limits, the controller, and an object store."""
 
 import functools
 from dataclasses import dataclass, field
@@ -16,26 +16,26 @@ from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.system.paths import local_path
 
 MOST_PROCESSES = 10**6
-"""Each of them is named if it does not come."""
+"""Upper limit on processes: an error lists each process that is missing at the rendezvous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How processes find one another; what is left open, the environment says
+    """How processes find one another; unset fields are read from the environment
     (cluster/launch.py)."""
 
     coordinator: str | None = None
-    """HOST:PORT that process 0 listens on."""
+    """HOST:PORT of the coordinator, which process 0 runs."""
     num_processes: int | None = None
-    """Processes of the whole run."""
+    """Number of processes in the run."""
     process_id: int | None = None
-    """This process, from 0. The one field that differs between processes; it is not saved."""
+    """Index of this process, from 0. The only field that differs between processes; not saved."""
     bind: str | None = None
-    """Address of process 0's machine on which it listens; None: the coordinator's, if the user has
-    named that as an address, else all."""
+    """Address that process 0 listens on; None: the coordinator's address if that is an IP address,
+    else all interfaces."""
     engine: Literal["auto", "none"] = "auto"
-    """Whether to ask the environment which cluster engine has started this process; none: it is
-    alone, whatever that says."""
+    """Whether to detect from the environment which launcher started this process; none: run as a
+    single process regardless."""
 
     def __post_init__(self) -> None:
         given = [
@@ -53,9 +53,9 @@ class DistributedConfig:
         if (self.num_processes or 0) >= MOST_PROCESSES:
             raise ConfigError(
                 explain(
-                    "no run has so many processes",
+                    "the number of processes is too large",
                     given=f"--num-processes {self.num_processes}",
-                    do="give the number that is started, one for each host or device",
+                    do="give the number of processes that are started, one per host or device",
                 )
             )
         if self.coordinator is not None and not is_host_and_port(self.coordinator):
@@ -89,9 +89,9 @@ class DistributedConfig:
 
     @property
     def listens_on(self) -> str | None:
-        """Address of process 0's machine; None: all that it has.
+        """Address that process 0 listens on; None: all of its interfaces.
 
-        A host's name may mean another address there than elsewhere.
+        A host name is not used: it may resolve to another address on that host itself.
         """
         host = (self.coordinator or "").rpartition(":")[0].strip("[]")
         return self.bind or (
@@ -101,31 +101,31 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """When a process that gets no further is ended, to be started again (docs/faults.md)."""
+    """When a process that makes no progress is ended and restarted (docs/faults.md)."""
 
     watch: Literal["auto", "on", "off"] = "auto"
-    """Whether progress is watched; auto: in runs of several processes. Alone, a process may be held
-    in a debugger."""
+    """Whether a watchdog checks progress; auto: in runs of several processes. A single process may
+    be paused in a debugger."""
     floor_s: float = 60.0
-    """Least limit on a step, an evaluation or a save, however short they have been."""
+    """Shortest time limit on a step, an evaluation or a save, however fast they have been."""
     ceiling_s: float = 900.0
-    """Largest limit on them, and the limit while too few are known."""
+    """Longest such limit, and the limit while too few durations have been measured."""
     connect_s: float = 300.0
-    """For all processes to find one another."""
+    """Limit on the rendezvous of all processes."""
     start_s: float = 3600.0
-    """Limit on what happens once: restoring, measuring devices, compiling."""
+    """Limit on one-time work: restoring, measuring devices, compiling."""
     silence_s: float = 30.0
-    """Without a heartbeat from another process before it counts as lost; it may be dead, stopped or
-    cut off. At least LEAST_SILENCE_S."""
+    """Time without a heartbeat after which another process counts as lost (dead, stopped or cut
+    off). At least LEAST_SILENCE_S."""
     stop_s: float = 20.0
-    """After SIGTERM, for the step under way to end; without that the process ends and does not
-    save."""
+    """Time after SIGTERM for the current step to finish; after that the process exits without
+    saving."""
     grace_s: float = 90.0
-    """The same where nobody knows how long it takes: a first evaluation, a first step under a plan.
-    Engines end a process that takes longer than they give."""
+    """The same limit for work of unknown duration: a first evaluation, the first step of a plan.
+    Launchers kill a process that exceeds their own grace period."""
     heartbeat_s: int = 100
-    """Without a heartbeat before JAX itself aborts a process (exit code 134): the second line,
-    where the run directory shows no heartbeats."""
+    """Time without a heartbeat after which JAX itself aborts a process (exit code 134): the
+    fallback where the run directory shows no heartbeats."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -142,7 +142,7 @@ class FaultConfig:
         if self.floor_s > self.ceiling_s:
             raise ConfigError(
                 explain(
-                    "a limit cannot lie below its floor and above its ceiling",
+                    "the floor of the time limits exceeds their ceiling",
                     given=f"faults.floor_s={self.floor_s}, faults.ceiling_s={self.ceiling_s}",
                     do="choose floor_s <= ceiling_s",
                 )
@@ -150,7 +150,7 @@ class FaultConfig:
         if self.silence_s < LEAST_SILENCE_S:
             raise ConfigError(
                 explain(
-                    "a process that is well, on a host that is busy, would be taken for a lost one",
+                    "a healthy process on a busy host would be taken for lost",
                     given=f"faults.silence_s={self.silence_s:g}",
                     do=f"choose {LEAST_SILENCE_S:g} or more: heartbeats come once a second",
                 )
@@ -158,7 +158,7 @@ class FaultConfig:
 
 
 LEAST_SILENCE_S = 5.0
-"""What the fault table was measured with (docs/faults.md)."""
+"""The smallest value with which the fault table was measured (docs/faults.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,31 +166,32 @@ class ControlConfig:
     """When the controller may move a running job to another plan."""
 
     min_gain: float = 0.05
-    """Least share of a step's time that another plan has to save."""
+    """Smallest fraction of the step time that another plan must save."""
     min_probability: float = 0.9
-    """Least probability that a switch saves time at all."""
+    """Required probability that a switch saves time at all."""
     gain_over_cost: float = 2.0
-    """Least expected gain over the rest of the run, in costs of the switch."""
+    """Required expected gain over the rest of the run, as a multiple of the switch's cost."""
     budget_share: float = 0.01
-    """Of the run's wall time, were it to stay under its plan, what all switches together may
-    take."""
+    """Fraction of the run's wall time (predicted without switching) that all switches together may
+    cost."""
     max_switches: int | None = None
-    """Of a run; None: as many as the budget allows. 0 freezes the plan, as long as it can be
-    kept."""
+    """Most switches in a run; None: as many as the budget allows. 0 keeps the plan as long as
+    possible."""
     cooldown_steps: int = 30
-    """Steps after a switch without another one."""
+    """Steps after a switch before another is allowed."""
     window_steps: int = 20
-    """Steps that a reading looks back on."""
+    """Number of recent steps that a measurement covers."""
     canary_steps: int = 5
-    """Steps under a new plan, after which it is kept or taken back."""
+    """Trial steps under a new plan, after which it is kept or reverted."""
     probe_share: float = 0.002
-    """Of wall time, what probes of links and compute may take; 0: none."""
+    """Fraction of wall time that probes of links and compute may take; 0: no probes."""
     allow: tuple[str, ...] = field(default=(), metadata={SEPARATOR: ";"})
-    """Meshes that may be switched to, such as `data=4,tensor=2;fsdp=8`; empty: all legal ones."""
+    """Meshes that the controller may switch to, such as `data=4,tensor=2;fsdp=8`; empty: all legal
+    meshes."""
     move_bytes: int = 256 * 2**20
-    """Of state on the way at the same time on a device while it is moved."""
+    """Bytes of state in flight at the same time per device during a move."""
     executables: int = 3
-    """Compiled plans kept in memory, so that going back is cheap."""
+    """Compiled plans cached in memory, so that switching back is cheap."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -200,13 +201,13 @@ class ControlConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
                     explain(
-                        f"controller.{name} is a share",
+                        f"controller.{name} is a fraction",
                         given=getattr(self, name),
                         do="choose 0 or more and less than 1",
                     )
                 )
         check_not_negative(self, "max_switches", "cooldown_steps")
-        _ = self.allowed_axes  # what cannot be read is an error here
+        _ = self.allowed_axes  # an invalid list is an error when the config is made
 
     @functools.cached_property
     def allowed_axes(self) -> tuple[AxisSizes, ...]:
@@ -225,13 +226,13 @@ class ControlConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """How a run whose --run-dir is a URL is kept in that store (docs/stores.md)."""
+    """How a run whose --run-dir is a URL is mirrored to that object store (docs/stores.md)."""
 
     local_dir: str | None = None
-    """Directory that it works in, shared by its processes; None: one for each URL, under
+    """Local working directory of the run, shared by its processes; None: one per URL, under
     `optimus_jax/runs` in XDG_CACHE_HOME."""
     every_s: float = 30.0
-    """Seconds between two uploads of its logs; a checkpoint is uploaded as soon as it is whole."""
+    """Seconds between uploads of the logs; a checkpoint is uploaded as soon as it is complete."""
 
     def __post_init__(self) -> None:
         check_positive(self, "every_s")

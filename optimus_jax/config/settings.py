@@ -1,7 +1,7 @@
-"""Frozen dataclasses from plain values and back: every name known, every type checked.
+"""Builds frozen dataclasses from plain values, checking every name and type.
 
-This knows nothing of what the settings mean; `config/` has those. Text, as the command line gives
-it, is converted to the type of the field that it is for.
+This module does not know what the settings mean. Text from the command line is converted to the
+type of its field.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 MOST_SHOWN = 300
 """Characters of a value in an error."""
 LARGEST_INT = 2**63 - 1
-"""Of a setting: what a machine's integers hold."""
+"""Largest integer setting: an int64."""
 SEPARATOR = "separator"
-"""Of a field's metadata: what stands between the items of its text, where that is no comma."""
+"""Key of a field's metadata: the separator between items in its text, if it is not a comma."""
 
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
@@ -35,7 +35,7 @@ def changed(value: D, changes: Mapping[str, Any]) -> D:
     Args:
       changes: dotted names (`optimizer.lr`, `steps`) to values.
     Raises:
-      ConfigError: a name is unknown (the nearest known one is named) or a value does not fit.
+      ConfigError: a name is unknown (the closest known one is suggested) or a value does not fit.
     """
     cls = type(value)
     tree = dataclasses.asdict(value)
@@ -70,7 +70,7 @@ def changed(value: D, changes: Mapping[str, Any]) -> D:
 
 
 def value_of(value: Any, name: str) -> Any:
-    """What a setting has, by its dotted name."""
+    """The value of a setting, by its dotted name."""
     for part in name.split("."):
         value = getattr(value, part)
     return value
@@ -92,7 +92,7 @@ def setting_names(cls: type, prefix: str = "") -> list[str]:
 
 
 def section_type(kind: Any) -> type | None:
-    """The dataclass that a field is, or may be; None: it is a value."""
+    """The dataclass type of a field (also if it is optional); None: the field is a plain value."""
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     return next(
         (
@@ -110,7 +110,7 @@ def build(cls: type[T], value: Any, path: str = "") -> T:
     if not isinstance(value, Mapping):
         raise ConfigError(
             explain(
-                f"{path or 'a config'} has fields of its own",
+                f"{path or 'a config'} is an object with fields",
                 given=shown(value),
                 do="give " + ", ".join(kinds),
             )
@@ -163,9 +163,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def with_right_types(value: D) -> D:
-    """The value, whose fields came from JSON as they are.
+    """The dataclass itself, after checking the types of its fields, which came from JSON.
 
-    Raises TypeError, naming the field, if one is not of its type.
+    Raises TypeError that names the first field of the wrong type.
     """
     for name, kind in _hints(type(value)).items():
         if not _is_a(kind, given := getattr(value, name)):
@@ -176,7 +176,7 @@ def with_right_types(value: D) -> D:
 
 
 def _is_a(kind: Any, value: Any) -> bool:
-    """Whether a value is of a type as a field has it. An int is a float, a bool is no int."""
+    """Whether a value matches a field's type. An int counts as a float, a bool not as an int."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or kind is object:
         return True
@@ -204,12 +204,12 @@ def _is_a(kind: Any, value: Any) -> bool:
 
 
 def shown(value: object, *, quoted: bool = False) -> str:
-    """A value for an error's text, which it must not overflow or fail in."""
+    """A value as text for an error message, shortened; never raises."""
     try:
         text = (
             value if isinstance(value, str) and value.isprintable() and not quoted else repr(value)
         )
-    # an int of more digits than Python converts; lists without end
+    # an int of more digits than Python converts; a self-referential list
     except (ValueError, RecursionError):
         return f"a {type(value).__name__} that cannot be written out"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
@@ -218,7 +218,7 @@ def shown(value: object, *, quoted: bool = False) -> str:
 def _convert(kind: Any, value: Any, name: str) -> Any:
     """`value`, from JSON or the command line, as a `kind`."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        # it has a short form
+        # the type has a short text form
         if isinstance(value, str) and (parse := getattr(kind, "parse", None)):
             return parse(value)
         return value if isinstance(value, kind) else build(kind, value, name + ".")
@@ -279,7 +279,7 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
 def check_finite(value: Any, path: str = "") -> None:
     """Raise ConfigError if a number anywhere in a dataclass is NaN or infinite.
 
-    Python and JSON may build one without `build`; NaN passes every comparison that refuses."""
+    A dataclass can be built without `build`, and NaN passes every range check."""
     for name in _hints(type(value)):
         item = getattr(value, name)
         if isinstance(item, float) and not math.isfinite(item):
@@ -299,8 +299,8 @@ def _not_finite(name: str, value: object) -> ConfigError:
 
 
 def _text(value: str) -> str:
-    """A text, unless no file could have it as its name and no stream show it. Raises ValueError."""
-    # half a surrogate pair; what Python makes of undecodable bytes in an argument passes
+    """The text itself. Raises ValueError if it cannot be a file name or be printed."""
+    # raises for half a surrogate pair; Python's escapes of undecodable argument bytes pass
     os.fsencode(value)
     if "\0" in value:
         raise ValueError

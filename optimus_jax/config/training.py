@@ -1,4 +1,4 @@
-"""How it is trained, what is kept of that, and what is shown."""
+"""Settings of the optimizer, evaluation, checkpoints and progress output."""
 
 import math
 from dataclasses import dataclass
@@ -19,32 +19,32 @@ class OptimizerConfig:
     """Peak learning rate; None: by model size, after GPT-3's table (arXiv:2005.14165, table
     2.1)."""
     schedule: LearningRateSchedule = "cosine"
-    """Shape after warm-up: to min_lr_ratio by cosine or line, wsd (flat, then line), constant."""
+    """Shape after warm-up: cosine or linear decay to min_lr_ratio, wsd (flat, then linear), or
+    constant."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up; None: 5% of the steps that the run began with, at most 2000."""
+    """Steps of linear warm-up; None: 5% of the steps of the run's first start, at most 2000."""
     decay_steps: int | None = None
-    """Step at which the decay ends, counted from the run's first; None: the last step
+    """Step at which the decay ends, counted from the start of the run; None: the last step
     (docs/extending.md)."""
     min_lr_ratio: float = 0.1
-    """Last learning rate over the peak."""
+    """Final learning rate as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """Share of all steps that wsd decays over."""
+    """Fraction of all steps over which wsd decays."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
     """Decay of the second moment."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices; norms and biases have none."""
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
     clip_norm: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Largest global gradient norm; 0: no clipping."""
     max_skipped_steps: int = 5
-    """Steps in a row without an update (loss or gradient not finite) that end the run; 0: none
-    do."""
+    """Consecutive skipped steps (loss or gradient not finite) that end the run; 0: never."""
     loss_rise: float = 0.25
-    """Share that the loss may rise above its lowest for 20 steps (medians of 10) before that is
-    said; 0: never."""
+    """Warn when the loss (median of 10 steps) stays this fraction above its lowest for 20 steps; 0:
+    never."""
 
     def __post_init__(self) -> None:
         check_positive(self, "lr", "epsilon", "decay_steps")
@@ -52,7 +52,7 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
                     explain(
-                        f"optimizer.{name} lies between 0 and 1, and 1 would never forget",
+                        f"optimizer.{name} must be at least 0 and below 1",
                         given=getattr(self, name),
                         do="choose 0 or more and less than 1",
                     )
@@ -88,12 +88,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The fixed set of held-out examples that every evaluation of a run reads."""
+    """The fixed set of held-out examples used by every evaluation of a run."""
 
     examples: int | None = None
-    """Held-out examples of one evaluation, the first ones; None: 128, or what eval_batches says."""
+    """Number of held-out examples, taken from the start; None: 128, or as eval_batches says."""
     seq_len: int | None = None
-    """Tokens of each; None: those of the training examples, in the first phase."""
+    """Tokens per example; None: those of the training examples in the first phase."""
 
     def __post_init__(self) -> None:
         check_positive(self, "examples", "seq_len")
@@ -101,24 +101,23 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept on disk."""
+    """How often checkpoints and snapshots are saved, and which are kept."""
 
     every: int = 500
     """Steps between checkpoints; the last step is always saved. 0: only at the end."""
     keep: int = 3
-    """Newest checkpoints kept; beside them the newest whose state is known to be good, if that is
+    """Number of newest checkpoints kept; the newest one known to be good is kept as well, if it is
     older."""
     keep_every: int | None = None
-    """Checkpoints of steps divisible by this are kept for ever."""
+    """Checkpoints of steps divisible by this are kept forever."""
     snapshot_every: int = 0
-    """Steps between snapshots in host memory, which outlive the processes but not the host
-    (docs/faults.md); 0: none."""
+    """Steps between snapshots in host memory, which survive a process but not a reboot
+    (docs/faults.md); 0: no snapshots."""
     snapshot_dir: str = "/dev/shm"
-    """File system in memory that snapshots are written to; they need three times a host's share of
-    the state there."""
+    """In-memory file system for snapshots; needs three times the host's share of the state."""
     resume_step: int | None = None
-    """Go on from the checkpoint of this step; later ones are moved to abandoned/ in the run
-    directory. Holds for one start and is not saved."""
+    """Resume from the checkpoint of this step; later ones are moved to abandoned/ in the run
+    directory. Applies to one start and is not saved."""
 
     def __post_init__(self) -> None:
         check_positive(self, "keep", "keep_every")
@@ -147,10 +146,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is shown while a run goes on."""
+    """Progress output of a run."""
 
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    """Display; auto is rich on a terminal, else plain lines."""
+    """Progress display; auto: rich on a terminal, else plain lines."""
     every: int = 10
     """Steps between plain lines."""
     tensorboard: bool = False

@@ -1,4 +1,4 @@
-"""A whole run, as one value and as JSON."""
+"""All settings of a run as one value, and its JSON form."""
 
 import dataclasses
 import json
@@ -23,17 +23,17 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.json_input import JSONInputError, parse_json
 
 LEAST_SHARE_IN_BF16 = 2.0**-8
-"""Half of the widest gap between numbers of 8 significant bits: a moment that is to change by a
-smaller share of itself may round to what it was."""
+"""Half of the widest relative gap between bf16 numbers (8 significant bits): a moment that changes
+by a smaller fraction may round back to its old value."""
 DERIVED = "derived"
-"""Where config.json says what was derived."""
+"""Key of config.json under which derived values are stored."""
 EVAL_EXAMPLES = 128
-"""Held-out examples of an evaluation where nothing else is said."""
+"""Default number of held-out examples of an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole run."""
+    """All settings of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -48,23 +48,23 @@ class Config:
     controller: ControlConfig = field(default_factory=ControlConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     steps: int = 300
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps."""
     seed: int = 0
-    """Of initial weights, data order and dropout; below 2^31."""
+    """Seed of initial weights, data order and dropout; below 2^31."""
     eval_every: int = 100
-    """Steps between held-out evaluations, and one at the end; 0: never."""
+    """Steps between evaluations, plus one at the end; 0: never."""
     eval_batches: int | None = None
-    """Old name of evaluation.examples: that many batches of the first phase's size."""
+    """Old name of evaluation.examples, counted in batches of the first phase's size."""
     control: Literal["off", "advise", "auto"] = "off"
-    """Whether the controller watches, advises or re-meshes."""
+    """Whether the controller is off, only advises, or re-meshes by itself (auto)."""
     cpu_devices: int | None = None
-    """Virtual devices on a CPU; None: whatever JAX finds."""
+    """Number of virtual CPU devices; None: the devices that JAX finds."""
 
     def __post_init__(self) -> None:
         check_finite(self)
         check_positive(self, "steps", "eval_batches", "cpu_devices")
         check_counts(self, "steps", "eval_batches", "cpu_devices")
-        if not 0 <= self.seed < 2**31:  # it is an int32 where weights are drawn
+        if not 0 <= self.seed < 2**31:  # weights are drawn with an int32 seed
             raise ConfigError(
                 explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}")
             )
@@ -81,8 +81,8 @@ class Config:
             if self.precision.moments == "bf16" and 1 - beta < LEAST_SHARE_IN_BF16:
                 raise ConfigError(
                     explain(
-                        "a moment that is kept in bf16 and forgets so slowly would round to what it"
-                        " was, and never fall again",
+                        "a moment in bf16 with so slow a decay would round back to its old value"
+                        " and never decrease",
                         given=f"optimizer.{name}={beta}, precision.moments=bf16",
                         do=(
                             f"use {name} of {1 - LEAST_SHARE_IN_BF16:.3f} or less, or"
@@ -93,7 +93,7 @@ class Config:
         if (self.evaluation.seq_len or 0) > self.model.max_length:
             raise ConfigError(
                 explain(
-                    f"an evaluation's examples are longer than the positions of {self.model.name}",
+                    f"evaluation examples exceed the longest sequence of {self.model.name}",
                     given=(
                         f"evaluation.seq_len={self.evaluation.seq_len}, "
                         f"model.max_length={self.model.max_length}"
@@ -106,7 +106,7 @@ class Config:
             if seq_len > self.model.max_length:
                 raise ConfigError(
                     explain(
-                        f"a sequence is longer than the positions of {self.model.name}",
+                        f"the sequence length exceeds the longest sequence of {self.model.name}",
                         given=(
                             f"data.{'phases' if phase else 'seq_len'}={phase or seq_len},"
                             f" model.max_length={self.model.max_length}"
@@ -137,7 +137,7 @@ class Config:
 
     @property
     def eval_examples(self) -> int:
-        """Held-out examples that an evaluation asks for, whatever the batch of its phase."""
+        """Number of held-out examples per evaluation, independent of the phase."""
         if self.evaluation.examples is not None:
             return self.evaluation.examples
         return (
@@ -148,16 +148,16 @@ class Config:
 
     @property
     def eval_seq_len(self) -> int:
-        """Tokens of each of them, whatever the length of the phase's examples."""
+        """Tokens per held-out example, independent of the phase."""
         return self.evaluation.seq_len or self.seq_len
 
     def to_json(self, *, derived: Mapping[str, Any] | None = None) -> str:
-        """The config as indented JSON, without what belongs to one process or one start only.
+        """The config as indented JSON, without settings of a single process or start.
 
         Args:
-          derived: what a run made of the settings left open, by dotted name. It belongs to that
-            run, which keeps it when it is resumed (run/resumed_config.py); a run that is begun from
-            these settings derives anew.
+          derived: the derived values of settings left open, by dotted name. They belong to that
+            run, which keeps them when it is resumed (run/resumed_config.py); a new run from the
+            same settings derives its own.
         """
         value = dataclasses.asdict(
             dataclasses.replace(
@@ -176,7 +176,7 @@ class Config:
     def from_json(cls, text: str | bytes) -> "Config":
         """The inverse of `to_json`. Raises ConfigError for unknown keys and wrong types."""
         try:
-            value = parse_json(text, finite=False)  # `build` names the setting that is not
+            value = parse_json(text, finite=False)  # `build` names the setting that is not finite
         except JSONInputError as error:
             raise ConfigError(
                 explain(
@@ -189,7 +189,7 @@ class Config:
 
     @classmethod
     def from_value(cls, value: Any) -> "Config":
-        """The same from the value that the JSON is of."""
+        """The config from a parsed JSON value."""
         return build(
             cls,
             (
@@ -201,8 +201,8 @@ class Config:
 
     @classmethod
     def derived_in(cls, text: str) -> dict[str, Any]:
-        """What a run made of the settings left open, by dotted name, of its config.json; empty if
-        that does not say.
+        """The derived values stored in a run's config.json, by dotted name; empty if there are
+        none.
 
         Raises:
           ConfigError: the text is not a config's.
@@ -212,7 +212,7 @@ class Config:
         if not isinstance(derived, dict):
             raise ConfigError(
                 explain(
-                    "what a run has derived has names",
+                    f"{DERIVED!r} in config.json must be an object",
                     given=f"{DERIVED}: {derived!r}",
                     do="restore the run's config.json, or start a new run",
                 )
@@ -230,6 +230,7 @@ class Config:
           values: dotted names (`optimizer.lr`, `steps`) to values; text is converted to the
             type of the field.
         Raises:
-          ConfigError: a name is unknown (the nearest known one is named) or a value does not fit.
+          ConfigError: a name is unknown (the closest known one is suggested) or a value does not
+            fit.
         """
         return changed(self, values)

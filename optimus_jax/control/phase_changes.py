@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from optimus_jax.config import Config
-from optimus_jax.config.phases import Phase, in_phase, phase_after, phases_of
+from optimus_jax.config.phases import TrainingPhase, in_phase, phase_after, phases_of
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.preparation import Preparation, Prepared
 from optimus_jax.control.switch import Switched, Switcher
@@ -22,7 +22,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.watchers import Display
 
-PlanOf = Callable[[Phase, Plan], Plan]
+PlanOf = Callable[[TrainingPhase, Plan], Plan]
 """What a run under a plan goes on with in a phase."""
 
 
@@ -54,7 +54,7 @@ class PhaseChanges:
         )
         self._phases = phases_of(config)
         self._next: Preparation | None = None
-        self._is_for: Phase | None = None
+        self._is_for: TrainingPhase | None = None
         self._source: Executable | None = None
         """From which that is prepared."""
 
@@ -160,10 +160,10 @@ class PhaseChanges:
         """Wait for a compilation that is under way."""
         self._switcher.close()
 
-    def _is_begun(self, phase: Phase) -> bool:
+    def _is_begun(self, phase: TrainingPhase) -> bool:
         return self._is_for == phase and self._source is self._switcher.running
 
-    def _prepare(self, phase: Phase) -> Preparation:
+    def _prepare(self, phase: TrainingPhase) -> Preparation:
         self._is_for, self._source, self._next = phase, self._switcher.running, None
         self._next = self._switcher.prepare(
             self._plan_of(phase, self._source.plan), config=in_phase(self._config, phase)
@@ -171,7 +171,7 @@ class PhaseChanges:
         return self._next
 
 
-def _result(preparation: Preparation, phase: Phase) -> Prepared:
+def _result(preparation: Preparation, phase: TrainingPhase) -> Prepared:
     """Waits for it. Raises PlanError for whatever went wrong."""
     try:
         return preparation.result()

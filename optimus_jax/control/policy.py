@@ -1,12 +1,13 @@
-"""Whether to switch, and to what: a pure function of what is known, with every reason in its
-answer.
+"""The switching policy: decides whether to switch plans, and to which one.
 
-A *candidate* is a plan that could be switched to. Its *gain* is what it would save until the end of
-the *horizon*, its *cost* how long the run stands still. The *switch method* says what a switch has
-to change, cheapest first. A switch has to pass every test: the plan saves a share of each step that is worth
-speaking of, saves more than it costs with high probability and several times its cost in
-expectation, and fits the budget. While it is not known how long conditions are going to last, a
-switch waits until its cost is as likely as not to be earned back (ski rental).
+It is a pure function: the decision depends on its arguments only, and records its reasons.
+
+A *candidate* is a plan that the run could switch to. Its *gain* is the time it would save until the
+end of the *horizon*; its *cost* is the time the run stands still for the switch. The *switch method* is the
+kind of switch, ordered from cheapest to most expensive. A switch must pass every test: it saves at
+least `min_gain` of each step, saves more than it costs with at least `min_probability`, saves
+several times its cost in expectation, and fits the budget. While the duration of present conditions
+is unknown, a switch waits until it breaks even with a probability of one half (ski rental).
 """
 
 import math

@@ -17,7 +17,7 @@ import numpy as np
 from optimus_jax.planning.cost.cost import NINE_IN_TEN
 from optimus_jax.planning.learning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.learning.calibrate import Calibration, Matrix, Vector
-from optimus_jax.system.cache import write_whole
+from optimus_jax.system.cache import write_atomically
 from optimus_jax.system.json_input import read_json
 
 ANOTHER_RUN = 0.1
@@ -162,7 +162,7 @@ class Predictor:
         possible.
         """
         kept = [each.as_json() for each in self._evidence.values() if not each.query.regime]
-        write_whole(
+        write_atomically(
             path,
             json.dumps({"evidence": kept}, indent=1) + "\n",
             "what was learnt about this hardware",

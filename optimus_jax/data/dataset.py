@@ -1,4 +1,4 @@
-"""A `DataConfig` made into what a run trains on: two streams and their tokenizer."""
+"""Loads the training and held-out token streams, and their tokenizer, from a `DataConfig`."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ import numpy as np
 from optimus_jax.config import DataConfig
 from optimus_jax.config.data import STDLIB
 from optimus_jax.data.digests import DIGEST_TOKENS, WholeDigest, content_digest
-from optimus_jax.data.left_out import LeftOut
 from optimus_jax.data.sampler import count_examples
+from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.sources import find_files, is_token_file, read_documents
 from optimus_jax.data.tokenizers import Tokenizer, encode_documents, load_tokenizer
 from optimus_jax.data.tokens import (
@@ -28,12 +28,12 @@ from optimus_jax.data.tokens import (
 from optimus_jax.errors import DataError, explain
 
 Identity = dict[str, int | str]
-"""What tells data from other data, JSON values by name: see `identity_of` and `differences`."""
+"""Fingerprint of a data set, JSON values by name: see `identity_of` and `differences`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """What a run trains on."""
+    """The loaded data of a run."""
 
     train: TokenStream
     """Tokens to learn from."""
@@ -73,14 +73,14 @@ def load_data(
       DataError: a source, the tokenizer or a token cannot be used.
     """
     tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.eos)
-    left_out = LeftOut()
-    files = find_files(config.sources, left_out)
+    skipped_input = SkippedInput()
+    files = find_files(config.sources, skipped_input)
     headers: Sequence[TokenHeader] = ()
     if files and STDLIB not in config.sources and all(map(is_token_file, files)):
         stream, headers = read_token_files(files, tokenizer)
         num_documents = sum(header.num_documents for header in headers)
     else:
-        left_out = LeftOut()
+        skipped_input = SkippedInput()
         parts = list(
             encode_documents(
                 tokenizer,
@@ -88,7 +88,7 @@ def load_data(
                     config.sources,
                     config.text_field,
                     skip_bad_lines=config.skip_bad_lines,
-                    left_out=left_out,
+                    skipped_input=skipped_input,
                 ),
             )
         )
@@ -117,7 +117,7 @@ def load_data(
         f" {count_examples(train, seq_len):,} examples of {seq_len:,} tokens to train on,"
         f" {len(held_out) if held_out else 0:,} tokens held out"
     )
-    notes = [*left_out.notes(), *tokenizer.notes]
+    notes = [*skipped_input.notes(), *tokenizer.notes]
     if skipped := sum(header.bad_lines for header in headers):
         notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
     identity = {

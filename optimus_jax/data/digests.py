@@ -1,4 +1,4 @@
-"""What tells one array of tokens from another."""
+"""Digests of token arrays."""
 
 import hashlib
 

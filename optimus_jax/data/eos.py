@@ -33,14 +33,14 @@ EOS_TOKENS = (
 Where nothing says which, the first that exists is taken.
 """
 CONFIG = "tokenizer_config.json"
-_SAYING = (CONFIG, "special_tokens_map.json")
+_TOKENIZER_CONFIGS = (CONFIG, "special_tokens_map.json")
 """Files beside a tokenizer.json that name its special tokens."""
 _LONGEST_SURFACE = 64
 """Characters of a reserved token's text that other ways to write it are looked for."""
 
 
 @dataclass(kw_only=True)
-class Respelled:
+class RespellingCounts:
     """What was done with reserved tokens that came out of texts."""
 
     documents: int = 0
@@ -96,7 +96,7 @@ def choose_eos(
                 )
             )
         return asked, "data.eos"
-    for file in () if by_list else (path.with_name(name) for name in _SAYING):
+    for file in () if by_list else (path.with_name(name) for name in _TOKENIZER_CONFIGS):
         if (token := _named_in(file)) is not None:
             if token not in vocabulary:
                 raise DataError(
@@ -169,7 +169,7 @@ class Respelling:
         self._tokenizer = tokenizer
         self._reserved, self._dropped, self._unknown = reserved, dropped, unknown
         self._known: dict[tuple[int, str], tuple[list[int], bool] | None] = {}
-        self.found = Respelled()
+        self.found = RespellingCounts()
 
     def __call__(self, text: str, ids: np.ndarray) -> np.ndarray:
         """`ids` of `text`, or other ids with the same text that hold no reserved one."""

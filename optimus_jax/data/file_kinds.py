@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, for messages about files that cannot be trained on."""
+"""Detects a file's kind by its first bytes, for errors about files that cannot be used."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -92,17 +92,17 @@ def head_of(path: Path, open_file: Callable[[Path], BinaryIO] = _open) -> bytes:
         return b""
 
 
-def what_it_is_instead_of_text(head: bytes) -> tuple[str, str] | None:
-    """As `what_it_is`, of what no reader of text should take: archives of texts decode as UTF-8
+def non_text_kind(head: bytes) -> tuple[str, str] | None:
+    """As `kind_of_file`, of what no reader of text should take: archives of texts decode as UTF-8
     too.
     """
-    found = what_it_is(head)
+    found = kind_of_file(head)
     if found is None or found[0] in _UTF8_KINDS or wide_encoding(head) is not None or not head:
         return None
     return None if _is_utf8(head) and found[0] != _LFS_POINTER else found
 
 
-def what_it_is(head: bytes) -> tuple[str, str] | None:
+def kind_of_file(head: bytes) -> tuple[str, str] | None:
     """What a file is by its first bytes, and what to do with it; None: nothing known."""
     if (wide := wide_encoding(head)) is not None:
         return f"text in {wide}", f"convert it: iconv -f {wide} -t UTF-8"

@@ -1,4 +1,4 @@
-"""Walking folders and expanding globs so that links between folders cannot make it endless.
+"""Walks folders and expands globs without looping on symbolic links.
 
 Each real folder is visited once, by the name that leads there with the fewest links. `glob` of the
 standard library follows every link at every depth: two links back to their own folder give 2^40

@@ -1,7 +1,7 @@
 """The texts in a file, by its format: one function for each, and a table from suffixes to them.
 
-A reader gets a `Reading` and yields texts; "" and None are no documents. It may raise whatever its
-library does: `sources.py` turns all of that into a DataError.
+A reader gets a `SourceFile` and yields texts; "" and None are no documents. It may raise whatever
+its library does: `sources.py` turns all of that into a DataError.
 """
 
 import csv
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from optimus_jax.data.compressed import open_file, suffixes_of
 from optimus_jax.data.file_kinds import TEXT_BYTE_ORDER_MARK, wide_encoding
-from optimus_jax.data.left_out import LeftOut
+from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.errors import DataError, explain
 
 _NO_CHAT = (
@@ -57,7 +57,7 @@ class NotTextError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class SourceFile:
     """One file that is being read."""
 
     path: Path
@@ -65,7 +65,7 @@ class Reading:
     """Name of the text in a record or a column."""
     skip_bad_lines: bool
     """Whether lines that are no document are counted instead of refused."""
-    left_out: LeftOut
+    skipped_input: SkippedInput
     """Where they are counted."""
 
     def bad(
@@ -77,7 +77,7 @@ class Reading:
         """
         if self.skip_bad_lines:
             numbers = range(number, number + num_lines)
-            self.left_out.bad_lines.setdefault(self.path, []).extend(numbers)
+            self.skipped_input.bad_lines.setdefault(self.path, []).extend(numbers)
             return
         reason = (
             str(error)
@@ -102,49 +102,49 @@ class Reading:
         ) from error
 
 
-def read_text(reading: Reading) -> Iterator[str]:
+def read_text(source_file: SourceFile) -> Iterator[str]:
     """The whole file."""
-    with open_file(reading.path) as file:
+    with open_file(source_file.path) as file:
         data = file.read()
     if (wide := wide_encoding(data[:1024])) is not None:
         raise ValueError(f"the text is in {wide}, not UTF-8")
     yield data.removeprefix(TEXT_BYTE_ORDER_MARK).decode()
 
 
-def read_json_lines(reading: Reading) -> Iterator[str]:
+def read_json_lines(source_file: SourceFile) -> Iterator[str]:
     """A line, an object with a text or a text by itself."""
-    with open_file(reading.path) as file:
-        yield from _json_lines(file, reading)
+    with open_file(source_file.path) as file:
+        yield from _json_lines(file, source_file)
 
 
-def read_json(reading: Reading) -> Iterator[str]:
+def read_json(source_file: SourceFile) -> Iterator[str]:
     """An array of objects or texts, one object, or JSON lines, which many name .json."""
-    with open_file(reading.path) as file:
+    with open_file(source_file.path) as file:
         data = file.read().removeprefix(TEXT_BYTE_ORDER_MARK)
     try:
         value = _loads(data) if data.strip() else []
     except ValueError as error:
         if "Extra data" not in str(error):
             raise
-        yield from _json_lines(io.BytesIO(data), reading)
+        yield from _json_lines(io.BytesIO(data), source_file)
         return
     del data
     records = value if isinstance(value, list) else [value]
     for number, record in enumerate(records, 1):
         try:
-            text = text_in(record, reading.text_field)
+            text = text_in(record, source_file.text_field)
         except ValueError as error:
-            reading.bad("item", number, record, error)
+            source_file.bad("item", number, record, error)
             continue
         yield text
 
 
-def read_csv(reading: Reading) -> Iterator[str]:
+def read_csv(source_file: SourceFile) -> Iterator[str]:
     """The text in a column of each row, below a row of names."""
     csv.field_size_limit(_LONGEST_FIELD)
-    separator = "\t" if ".tsv" in (suffix.lower() for suffix in reading.path.suffixes) else ","
+    separator = "\t" if ".tsv" in (suffix.lower() for suffix in source_file.path.suffixes) else ","
     with (
-        open_file(reading.path) as file,
+        open_file(source_file.path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines,
     ):
         taken = _LinesOfRow(lines)
@@ -164,16 +164,16 @@ def read_csv(reading: Reading) -> Iterator[str]:
             except (csv.Error, NotTextError) as error:
                 first = rows.line_num - len(taken.lines) + 1
                 if str(error) == _UNCLOSED:
-                    raise _unclosed_quote(reading, taken.lines, first, separator) from error
+                    raise _unclosed_quote(source_file, taken.lines, first, separator) from error
                 if names is None:
-                    raise _bad_names(reading, first, error) from error
-                reading.bad("row", first, "", error, num_lines=len(taken.lines))
+                    raise _bad_names(source_file, first, error) from error
+                source_file.bad("row", first, "", error, num_lines=len(taken.lines))
                 continue
             if names is None:
                 names = row
-                if reading.text_field not in names:
-                    raise _no_column(reading, ", ".join(name[:_SHOWN] for name in names[:50]))
-                column = names.index(reading.text_field)
+                if source_file.text_field not in names:
+                    raise _no_column(source_file, ", ".join(name[:_SHOWN] for name in names[:50]))
+                column = names.index(source_file.text_field)
             elif row:
                 yield row[column]
 
@@ -194,7 +194,9 @@ class _LinesOfRow:
         return line
 
 
-def _unclosed_quote(reading: Reading, lines: list[str], first: int, separator: str) -> DataError:
+def _unclosed_quote(
+    source_file: SourceFile, lines: list[str], first: int, separator: str
+) -> DataError:
     """The error of a table whose last field is quoted and has no end.
 
     It is one with skip_bad_lines too: nothing says how many rows that field has swallowed.
@@ -214,7 +216,7 @@ def _unclosed_quote(reading: Reading, lines: list[str], first: int, separator: s
     lost = first + len(lines) - line
     return DataError(
         explain(
-            f"{reading.path}, line {line}, opens a quote that is never closed",
+            f"{source_file.path}, line {line}, opens a quote that is never closed",
             given=(
                 f"{text[start : start + _SHOWN].splitlines()[0]!r}; "
                 f"the field would hold the {lost:,} line(s) from there to the end of the file"
@@ -224,35 +226,35 @@ def _unclosed_quote(reading: Reading, lines: list[str], first: int, separator: s
     )
 
 
-def _bad_names(reading: Reading, line: int, error: Exception) -> DataError:
+def _bad_names(source_file: SourceFile, line: int, error: Exception) -> DataError:
     return DataError(
         explain(
-            f"{reading.path}, line {line}, is no row of names",
+            f"{source_file.path}, line {line}, is no row of names",
             given=error,
             do="mend the first row, which names the columns",
         )
     )
 
 
-def read_parquet(reading: Reading) -> Iterator[str | None]:
+def read_parquet(source_file: SourceFile) -> Iterator[str | None]:
     """The text in a column of each row."""
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise _needs_pyarrow("Parquet", reading.path) from error
-    with pyarrow.parquet.ParquetFile(reading.path) as table:
-        _check_column(table.schema_arrow, reading)
-        for rows in table.iter_batches(columns=[reading.text_field]):
+        raise _needs_pyarrow("Parquet", source_file.path) from error
+    with pyarrow.parquet.ParquetFile(source_file.path) as table:
+        _check_column(table.schema_arrow, source_file)
+        for rows in table.iter_batches(columns=[source_file.text_field]):
             yield from map(_decoded, rows.column(0).to_pylist())
 
 
-def read_arrow(reading: Reading) -> Iterator[str | None]:
+def read_arrow(source_file: SourceFile) -> Iterator[str | None]:
     """The same of an Arrow file or stream, as Hugging Face's datasets and Feather keep them."""
     try:
         import pyarrow.ipc
     except ImportError as error:
-        raise _needs_pyarrow("Arrow", reading.path) from error
-    with pyarrow.memory_map(str(reading.path)) as source:
+        raise _needs_pyarrow("Arrow", source_file.path) from error
+    with pyarrow.memory_map(str(source_file.path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if not is_file:
@@ -261,15 +263,15 @@ def read_arrow(reading: Reading) -> Iterator[str | None]:
         else:
             file = pyarrow.ipc.open_file(source)
             batches, schema = map(file.get_batch, range(file.num_record_batches)), file.schema
-        _check_column(schema, reading)
-        index = schema.get_field_index(reading.text_field)
+        _check_column(schema, source_file)
+        index = schema.get_field_index(source_file.text_field)
         for batch in batches:
             yield from map(_decoded, batch.column(index).to_pylist())
         if not is_file:
-            _check_end_of_stream(source, reading)
+            _check_end_of_stream(source, source_file)
 
 
-def _check_end_of_stream(source: Any, reading: Reading) -> None:
+def _check_end_of_stream(source: Any, source_file: SourceFile) -> None:
     """Note that an Arrow stream has no marker at its end; raise ValueError if more follows it.
 
     Args:
@@ -280,13 +282,13 @@ def _check_end_of_stream(source: Any, reading: Reading) -> None:
     marker = _END_OF_STREAM if source.read(4) == _END_OF_STREAM[:4] else _OLD_END_OF_STREAM
     source.seek(max(0, end - len(marker)))
     if source.read(len(marker)) != marker:
-        reading.left_out.without_end.append(reading.path)
+        source_file.skipped_input.without_end.append(source_file.path)
     while more := source.read(_READ_BYTES):
         if more.strip(b"\0"):
             raise ValueError("more data follows the end of its stream, which would not be read")
 
 
-Reader = Callable[[Reading], Iterator[str | None]]
+Reader = Callable[[SourceFile], Iterator[str | None]]
 READERS: dict[str, Reader] = {
     **dict.fromkeys(TEXT_SUFFIXES, read_text),
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_json_lines),
@@ -350,7 +352,7 @@ def _loads(data: bytes) -> Any:
         return json.loads(data, parse_int=float)
 
 
-def _json_lines(file: BinaryIO | io.BytesIO, reading: Reading) -> Iterator[str]:
+def _json_lines(file: BinaryIO | io.BytesIO, source_file: SourceFile) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         if number == 1:
             if (wide := wide_encoding(line)) is not None:
@@ -359,9 +361,9 @@ def _json_lines(file: BinaryIO | io.BytesIO, reading: Reading) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            text = text_in(_loads(line), reading.text_field)
+            text = text_in(_loads(line), source_file.text_field)
         except (ValueError, RecursionError) as error:
-            reading.bad("line", number, line[:_SHOWN], error)
+            source_file.bad("line", number, line[:_SHOWN], error)
             continue
         yield text
 
@@ -385,26 +387,26 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def _check_column(schema: Any, reading: Reading) -> None:
+def _check_column(schema: Any, source_file: SourceFile) -> None:
     """Raise DataError if an Arrow schema has no column of text by the name."""
     columns = [(field.name, field.type) for field in schema]
     kinds = [
         str(getattr(kind, "value_type", kind)) if str(kind).startswith("dictionary") else str(kind)
         for name, kind in columns
-        if name == reading.text_field
+        if name == source_file.text_field
     ]
     if len(kinds) != 1 or kinds[0] not in _TEXT_TYPES:
         is_chat = any(kind.startswith(("list<", "large_list<")) for kind in kinds)
         raise _no_column(
-            reading, ", ".join(f"{name}: {kind}" for name, kind in columns), is_chat=is_chat
+            source_file, ", ".join(f"{name}: {kind}" for name, kind in columns), is_chat=is_chat
         )
 
 
-def _no_column(reading: Reading, given: str, *, is_chat: bool = False) -> DataError:
+def _no_column(source_file: SourceFile, given: str, *, is_chat: bool = False) -> DataError:
     chat = f"; {_NO_CHAT}" if is_chat else ""
     return DataError(
         explain(
-            f"{reading.path} has no column of text named {reading.text_field!r}",
+            f"{source_file.path} has no column of text named {source_file.text_field!r}",
             given=given,
             do="name the column: --set data.text_field=NAME" + chat,
         )

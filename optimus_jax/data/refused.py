@@ -1,4 +1,4 @@
-"""Why a name or a file cannot be trained on, in true words."""
+"""Errors that explain why a source or a file cannot be used as training data."""
 
 import errno
 import glob
@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from optimus_jax.data.compressed import OPENERS, open_file, suffixes_of
-from optimus_jax.data.file_kinds import head_of, what_it_is, what_it_is_instead_of_text
+from optimus_jax.data.file_kinds import head_of, kind_of_file, non_text_kind
 from optimus_jax.data.formats import SUFFIXES, has_format
 from optimus_jax.errors import DataError, explain
 
@@ -52,7 +52,7 @@ def check_format(path: Path) -> None:
                 ),
             )
         )
-    kind, advice = what_it_is(head_of(path)) or ("nothing known here", "give another file")
+    kind, advice = kind_of_file(head_of(path)) or ("nothing known here", "give another file")
     raise DataError(
         explain(
             f"{path} has a suffix that says nothing about a format to train on",
@@ -67,7 +67,7 @@ def check_format(path: Path) -> None:
 
 def check_content(path: Path) -> None:
     """Raise DataError if a file that is to be read as text is something else by its first bytes."""
-    if (found := what_it_is_instead_of_text(content_head(path))) is not None:
+    if (found := non_text_kind(content_head(path))) is not None:
         kind, advice = found
         raise DataError(
             explain(f"{path} cannot be read: it is {kind}", given="its first bytes", do=advice)
@@ -79,7 +79,7 @@ def content_head(path: Path) -> bytes:
     return head_of(path, open_file)
 
 
-def nothing_there(source: str) -> DataError:
+def no_match_error(source: str) -> DataError:
     """The error of a name that is neither a file nor a folder, and matches none."""
     path, is_glob = Path(source), glob.has_magic(source)
     try:
@@ -126,7 +126,7 @@ def nothing_there(source: str) -> DataError:
     )
 
 
-def unreadable(path: Path, error: Exception) -> DataError:
+def read_error(path: Path, error: Exception) -> DataError:
     """The error of a file that its library cannot read."""
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError | UnicodeDecodeError) and str(error):
@@ -134,9 +134,9 @@ def unreadable(path: Path, error: Exception) -> DataError:
     if isinstance(error, RecursionError):
         reason = "its values lie too deep inside one another"
     suffix, compression = suffixes_of(path)
-    found = None if isinstance(error, PermissionError) else what_it_is(head_of(path))
+    found = None if isinstance(error, PermissionError) else kind_of_file(head_of(path))
     if compression and found is not None and found[0] == _EXPECTED[compression]:
-        found = what_it_is(content_head(path))
+        found = kind_of_file(content_head(path))
         if found is not None and found[0].startswith("an empty"):
             found = None
     if (

@@ -21,21 +21,21 @@ from optimus_jax.data.formats import (
     READERS,
     SUFFIXES,
     TOKEN_SUFFIX,
-    Reading,
+    SourceFile,
     has_format,
     reads_text,
 )
-from optimus_jax.data.left_out import LeftOut
-from optimus_jax.data.refused import check_content, check_format, nothing_there, unreadable
+from optimus_jax.data.refused import check_content, check_format, no_match_error, read_error
+from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.errors import DataError, explain
 from optimus_jax.store.local_copies import local_copies
 from optimus_jax.system.paths import Url, local_pattern, user_path
 
-_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_DATASET_METADATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files of Hugging Face's datasets that say what others are."""
 
 
-def find_files(sources: Sequence[str], left_out: LeftOut | None = None) -> list[Path]:
+def find_files(sources: Sequence[str], skipped_input: SkippedInput | None = None) -> list[Path]:
     """The files behind all sources but `stdlib`.
 
     Args:
@@ -44,18 +44,20 @@ def find_files(sources: Sequence[str], left_out: LeftOut | None = None) -> list[
       DataError: a file is missing or is no file, a glob or folder holds none, or a name says
         nothing about a format.
     """
-    left_out = left_out or LeftOut()
-    found = [path for source in sources if source != STDLIB for path in _expand(source, left_out)]
-    _count_repeated(found, left_out)
+    skipped_input = skipped_input or SkippedInput()
+    found = [
+        path for source in sources if source != STDLIB for path in _expand(source, skipped_input)
+    ]
+    _count_repeated(found, skipped_input)
     return found
 
 
-def _count_repeated(paths: Sequence[Path], left_out: LeftOut) -> None:
+def _count_repeated(paths: Sequence[Path], skipped_input: SkippedInput) -> None:
     """Note which files come more than once, as one that a glob and a folder both find."""
     seen: set[str] = set()
     for path in paths:
-        if (real := os.path.realpath(path)) in seen and path not in left_out.repeated:
-            left_out.repeated.append(path)
+        if (real := os.path.realpath(path)) in seen and path not in skipped_input.repeated:
+            skipped_input.repeated.append(path)
         seen.add(real)
 
 
@@ -64,7 +66,7 @@ def read_documents(
     text_field: str,
     *,
     skip_bad_lines: bool = False,
-    left_out: LeftOut | None = None,
+    skipped_input: SkippedInput | None = None,
 ) -> Iterator[str]:
     """Every document of `sources`, none empty. All names are checked before anything is read.
 
@@ -76,10 +78,12 @@ def read_documents(
       DataError: as `find_files`; or a file is a token file, cannot be read, is not UTF-8, holds no
         text, or has a line or column that is not what `text_field` says.
     """
-    left_out = left_out or LeftOut()
-    found = [(source, [] if source == STDLIB else _expand(source, left_out)) for source in sources]
+    skipped_input = skipped_input or SkippedInput()
+    found = [
+        (source, [] if source == STDLIB else _expand(source, skipped_input)) for source in sources
+    ]
     all_paths = [path for _, paths in found for path in paths]
-    _count_repeated(all_paths, left_out)
+    _count_repeated(all_paths, skipped_input)
     for path in all_paths:
         if is_token_file(path):
             raise DataError(
@@ -95,10 +99,13 @@ def read_documents(
             continue
         is_named, is_empty = paths == [user_path(source, what="--data")], True
         for path in paths:
-            reading = Reading(
-                path=path, text_field=text_field, skip_bad_lines=skip_bad_lines, left_out=left_out
+            source_file = SourceFile(
+                path=path,
+                text_field=text_field,
+                skip_bad_lines=skip_bad_lines,
+                skipped_input=skipped_input,
             )
-            for text in _read_file(reading, may_be_empty=not is_named):
+            for text in _read_file(source_file, may_be_empty=not is_named):
                 is_empty = False
                 yield text
         if is_empty:
@@ -115,9 +122,9 @@ def is_token_file(path: Path) -> bool:
     return path.suffix.lower() == TOKEN_SUFFIX
 
 
-def _expand(source: str, left_out: LeftOut) -> list[Path]:
+def _expand(source: str, skipped_input: SkippedInput) -> list[Path]:
     try:
-        return _files_of(source, left_out)
+        return _files_of(source, skipped_input)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in a name
         raise DataError(
             explain(
@@ -128,7 +135,7 @@ def _expand(source: str, left_out: LeftOut) -> list[Path]:
         ) from error
 
 
-def _files_of(source: str, left_out: LeftOut) -> list[Path]:
+def _files_of(source: str, skipped_input: SkippedInput) -> list[Path]:
     if not source:
         raise DataError(
             explain(
@@ -139,7 +146,7 @@ def _files_of(source: str, left_out: LeftOut) -> list[Path]:
         )
     path = user_path(source, what="--data")
     if isinstance(path, Url):
-        copies = local_copies(path, beside={TOKEN_SUFFIX: HEADER_SUFFIX})
+        copies = local_copies(path, sidecars={TOKEN_SUFFIX: HEADER_SUFFIX})
         paths = [copy for copy in copies if not _is_header(copy)]
         for copy in paths:
             check_format(copy)
@@ -149,7 +156,7 @@ def _files_of(source: str, left_out: LeftOut) -> list[Path]:
         check_format(path)
         return [path]
     if path.is_dir():
-        files = sorted(_files_in(path, left_out))
+        files = sorted(_files_in(path, skipped_input))
         if not files:
             raise DataError(
                 explain(
@@ -166,13 +173,13 @@ def _files_of(source: str, left_out: LeftOut) -> list[Path]:
         if path.is_file() and not _is_header(path) and not _is_in_circle(path)
     )
     if not paths:
-        raise nothing_there(source)
+        raise no_match_error(source)
     for path in paths:
         check_format(path)
     return paths
 
 
-def _files_in(top: Path, left_out: LeftOut) -> Iterator[Path]:
+def _files_in(top: Path, skipped_input: SkippedInput) -> Iterator[Path]:
     """Files to train on in a folder and its folders, hidden ones left out."""
     for folder, subfolders, names in walk(top):
         if "dataset_dict.json" in names and len(subfolders) > 1:
@@ -191,12 +198,12 @@ def _files_in(top: Path, left_out: LeftOut) -> Iterator[Path]:
             continue
         for name in names:
             path = folder / name
-            if not path.is_file() or name in _ABOUT or _is_header(path):
+            if not path.is_file() or name in _DATASET_METADATA or _is_header(path):
                 continue
             if has_format(path):
                 yield path
             else:
-                left_out.other_files[path.suffix.lower()] += 1
+                skipped_input.other_files[path.suffix.lower()] += 1
 
 
 def _shards(folder: Path, names: list[str]) -> list[str]:
@@ -241,11 +248,11 @@ def _read_stdlib() -> Iterator[str]:
                 yield text
 
 
-def _read_file(reading: Reading, *, may_be_empty: bool) -> Iterator[str]:
-    path, is_empty = reading.path, True
+def _read_file(source_file: SourceFile, *, may_be_empty: bool) -> Iterator[str]:
+    path, is_empty = source_file.path, True
     if reads_text(path):
         check_content(path)
-    texts = READERS[suffixes_of(path)[0]](reading)
+    texts = READERS[suffixes_of(path)[0]](source_file)
     while True:
         try:
             text = next(texts)
@@ -254,14 +261,14 @@ def _read_file(reading: Reading, *, may_be_empty: bool) -> Iterator[str]:
         except DataError:
             raise
         except Exception as error:  # libraries raise what they like about damaged files
-            raise unreadable(path, error) from error
+            raise read_error(path, error) from error
         if text:
             is_empty = False
             yield text
     if is_empty and may_be_empty:
-        reading.left_out.empty_files.append(path)
+        source_file.skipped_input.empty_files.append(path)
     elif is_empty:
-        bad = len(reading.left_out.bad_lines.get(path, ()))
+        bad = len(source_file.skipped_input.bad_lines.get(path, ()))
         skipped = f", {bad:,} bad line(s) skipped" if bad else ""
         raise DataError(
             explain(

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 from optimus_jax.config.data import BYTES
-from optimus_jax.data.eos import CONFIG, Respelled, Respelling, choose_eos
+from optimus_jax.data.eos import CONFIG, Respelling, RespellingCounts, choose_eos
 from optimus_jax.errors import DataError, explain
 from optimus_jax.store.local_copies import local_file
 
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def respelled(self) -> Respelled:
+    def respelled(self) -> RespellingCounts:
         """What was done so far with texts that contain special tokens."""
         ...
 
@@ -128,8 +128,8 @@ class ByteTokenizer:
     end = "id 256, which is no byte"
 
     @property
-    def respelled(self) -> Respelled:
-        return Respelled()
+    def respelled(self) -> RespellingCounts:
+        return RespellingCounts()
 
     @property
     def notes(self) -> list[str]:
@@ -237,7 +237,7 @@ class HuggingFaceTokenizer:
         self._respelling = Respelling(self._tokenizer, reserved, dropped=self.eos, unknown=unknown)
 
     @property
-    def respelled(self) -> Respelled:
+    def respelled(self) -> RespellingCounts:
         return self._respelling.found
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 from optimus_jax.data.digests import WholeDigest
 from optimus_jax.data.formats import HEADER_SUFFIX, TOKEN_SUFFIX
 from optimus_jax.data.joined import JoinedTokens
-from optimus_jax.data.left_out import LeftOut
+from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.tokenizers import Tokenizer, token_dtype
 from optimus_jax.errors import DataError, explain
 
@@ -203,7 +203,10 @@ def chunks(tokens: np.ndarray | JoinedTokens) -> Iterator[tuple[int, np.ndarray]
 
 
 def write_token_file(
-    path: Path, parts: Iterable[np.ndarray], tokenizer: Tokenizer, left_out: LeftOut | None = None
+    path: Path,
+    parts: Iterable[np.ndarray],
+    tokenizer: Tokenizer,
+    skipped_input: SkippedInput | None = None,
 ) -> TokenHeader:
     """Write tokens, then the header; without a header there is no token file.
 
@@ -254,7 +257,7 @@ def write_token_file(
                     eos=tokenizer.eos,
                     tokenizer=tokenizer.digest,
                     content=digest.hexdigest(),
-                    bad_lines=left_out.num_bad_lines if left_out else 0,
+                    bad_lines=skipped_input.num_bad_lines if skipped_input else 0,
                 )
                 header_path.write_text(json.dumps(dataclasses.asdict(header), indent=2) + "\n")
             except BaseException:

@@ -1,4 +1,4 @@
-"""What makers publish about accelerators, as data.
+"""Published specifications of accelerators.
 
 Peaks are *dense* (no structured sparsity): data sheets from the A100 on print the sparse figure,
 twice as much. Memory is the data sheet's number in decimal bytes, which a program can rely on;
@@ -301,4 +301,4 @@ ACCELERATORS = (
         sources=_V100,
     ),
 )
-"""All that are listed."""
+"""All listed accelerators."""

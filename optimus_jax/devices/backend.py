@@ -21,7 +21,7 @@ from jax._src.xla_bridge import backends_are_initialized
 from optimus_jax.devices.gpu_sharing import num_gpus
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, FaultError, explain
-from optimus_jax.system.environment import check_xla_flags, number_of
+from optimus_jax.system.environment import check_xla_flags, positive_number_from_environment
 
 HOST_MEMORY_SHARE = 0.75
 """Of a host's memory, for what lies there for its GPUs (parallel.offload): by default XLA has 64
@@ -41,7 +41,7 @@ _FRACTION, _OLDER_FRACTION, _HOST_LIMIT_GIB = (
 )
 _PLUGINS = {13: "jax-cuda13-plugin", 12: "jax-cuda12-plugin"}
 """JAX's parts for NVIDIA's GPUs, by the version of CUDA."""
-_MEANS_OTHERS = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")
+_PEER_ERRORS = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")
 """In what JAX says where, of several processes, another one is at fault."""
 _DEV = Path("/dev")
 
@@ -74,7 +74,7 @@ def _begin() -> None:
         jax.devices()
     except Exception as error:  # of plugins that are not ours
         said = " ".join(str(error).split())
-        if jax.distributed.is_initialized() and any(word in said for word in _MEANS_OTHERS):
+        if jax.distributed.is_initialized() and any(word in said for word in _PEER_ERRORS):
             raise FaultError(
                 explain(
                     "the processes of this run have not found their devices together",
@@ -87,12 +87,18 @@ def _begin() -> None:
 
 def gpu_memory_share() -> float:
     """Of a GPU, what JAX may use. Raises ConfigError if its variable is no number."""
-    return number_of(_FRACTION, float, number_of(_OLDER_FRACTION, float, float(GPU_MEMORY_SHARE)))
+    return positive_number_from_environment(
+        _FRACTION,
+        float,
+        positive_number_from_environment(_OLDER_FRACTION, float, float(GPU_MEMORY_SHARE)),
+    )
 
 
 def host_limit_bytes() -> int:
     """What JAX may pin of the host. Raises ConfigError if its variable is no number."""
-    return int(number_of(_HOST_LIMIT_GIB, int, int(JAX_OWN_HOST_GIB))) * 2**30
+    return (
+        int(positive_number_from_environment(_HOST_LIMIT_GIB, int, int(JAX_OWN_HOST_GIB))) * 2**30
+    )
 
 
 def host_bytes() -> int:
@@ -100,7 +106,7 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def warning_of_cpu(num_params: Callable[[], int] = lambda: 0) -> str | None:
+def unexpected_cpu_warning(num_params: Callable[[], int] = lambda: 0) -> str | None:
     """What to tell a user whose run is on the CPU though nobody has asked for that; None: all is as
     it seems to be meant.
 
@@ -111,7 +117,7 @@ def warning_of_cpu(num_params: Callable[[], int] = lambda: 0) -> str | None:
     virtual = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if jax.default_backend() != "cpu" or asked.startswith("cpu") or virtual > 0:
         return None
-    here, params = gpu_that_is_not_used(), num_params()
+    here, params = unused_accelerator(), num_params()
     if not asked and here is None and params < LARGE_PARAMS:
         return None
     size = f" of {params:,} parameters" if params else ""
@@ -128,7 +134,7 @@ def warning_of_cpu(num_params: Callable[[], int] = lambda: 0) -> str | None:
     )
 
 
-def gpu_that_is_not_used() -> tuple[str, str] | None:
+def unused_accelerator() -> tuple[str, str] | None:
     """Why JAX does not use an accelerator of this machine, and what to do; None: there is none."""
     if (
         count := num_gpus() or sum(entry.name[6:].isdecimal() for entry in _DEV.glob("nvidia*"))
@@ -210,7 +216,7 @@ def _cannot_start(said: str) -> ConfigError:
                 do=f"{do}; or unset JAX_PLATFORMS to take what there is",
             )
         )
-    here = gpu_that_is_not_used()
+    here = unused_accelerator()
     return ConfigError(
         explain(
             "JAX cannot start" + (f": {here[0]}" if here else ""),
@@ -223,7 +229,7 @@ def _cannot_start(said: str) -> ConfigError:
 def _not_found(platform: str) -> tuple[str, str, str]:
     """Of a platform that JAX does not start: what was not found, why, and what to do."""
     wants_gpu = any(name in platform for name in ("cuda", "gpu", "rocm"))
-    what, do = gpu_that_is_not_used() or (
+    what, do = unused_accelerator() or (
         (
             "there is no GPU that this machine knows of",
             "pip install 'optimus-jax[cuda13]' on a machine with one",

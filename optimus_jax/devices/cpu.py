@@ -1,4 +1,4 @@
-"""Virtual devices on a CPU: our laptop's cluster."""
+"""Virtual CPU devices, for running several devices on one machine."""
 
 import ctypes
 import os
@@ -33,7 +33,7 @@ def return_freed_memory() -> None:
         libc.malloc_trim(0)
 
 
-def leave_compilation_cache() -> bool:
+def disable_compilation_cache_on_cpu() -> bool:
     """Compile anew what JAX's persistent cache of compiled programs (JAX_COMPILATION_CACHE_DIR) may
     hold, if devices are a CPU's; whether there is one.
 

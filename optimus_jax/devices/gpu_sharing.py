@@ -10,7 +10,7 @@ LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
 """What JAX reads too, to say which GPUs are a process's."""
 
 
-def share(
+def gpus_of_process(
     local_index: int | None, local_count: int | None, *, on_cpu: bool
 ) -> tuple[int, ...] | None:
     """The GPUs of a process, of those that it sees; None: all of them.
@@ -23,7 +23,7 @@ def share(
       ConfigError: the processes of this host cannot share them evenly, or it is not known how many
         they are.
     """
-    if on_cpu or is_said() or local_index is None or local_count == 1:
+    if on_cpu or has_device_list() or local_index is None or local_count == 1:
         return None
     num_gpus = num_visible_gpus()
     if local_count is None:
@@ -59,7 +59,7 @@ def share(
     return tuple(range(local_index * each, (local_index + 1) * each))
 
 
-def is_said() -> bool:
+def has_device_list() -> bool:
     """Whether the user says which devices are this process's.
 
     Raises ConfigError if that cannot be meant.

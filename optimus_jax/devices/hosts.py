@@ -1,5 +1,5 @@
-"""Which host each process is on, for processes may share one, and devices in an order in which
-those of a host stand together.
+"""The host of each process (several may share one), and devices ordered so that those of a host
+are adjacent.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ def count_hosts() -> int:
 
 
 def devices_by_host() -> list[Any]:
-    """All devices, host after host and process after process: engines may deal processes out to
-    hosts in turn, and JAX lists devices by process. The first call is for every process to make.
+    """All devices, host after host and process after process: launchers may assign processes to
+    hosts round-robin, and JAX lists devices by process. Every process must make the first call.
     """
     hosts = hosts_of_processes()
     return sorted(jax.devices(), key=lambda device: hosts[device.process_index])

@@ -1,4 +1,4 @@
-"""Which of JAX's own settings a run can stand, decided one by one, in one place.
+"""Which values of JAX's own settings are compatible with a run.
 
 They come from the environment (JAX_ENABLE_X64=1) or from `jax.config`, hold for a whole program,
 and some change what is computed. Each is one of these:
@@ -90,7 +90,7 @@ PRECISIONS = (None, "default", "high", "highest", "bfloat16", "tensorfloat32", "
 """Of products of float32 matrices. JAX's other values name an algorithm for operands of any format,
 f16 and bf16 too."""
 
-SAID: Mapping[str, str] = {
+REPORTED: Mapping[str, str] = {
     FLOAT32_PRODUCTS: "how exactly float32 matrices are multiplied, under every plan alike"
 }
 """Settings, and what they change."""
@@ -276,7 +276,7 @@ def check_jax_settings() -> list[str]:
             )
     return [
         f"{name}={values[name]}: {what}"
-        for name, what in SAID.items()
+        for name, what in REPORTED.items()
         if values[name] not in (None, "default")
     ]
 

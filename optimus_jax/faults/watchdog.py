@@ -39,7 +39,7 @@ from optimus_jax.faults.heartbeat import BEAT_S, Heartbeats, Peer
 from optimus_jax.faults.progress import Activity, Progress
 from optimus_jax.faults.stopping import EXIT_RESTART, TERMINATING, exit_code_of
 from optimus_jax.robust import deviation_from
-from optimus_jax.system.resilient_io import flush_with_timeout, stderr_that_never_waits
+from optimus_jax.system.resilient_io import flush_with_timeout, nonblocking_stderr
 
 FEWEST = 5
 """Durations from which a limit is made."""
@@ -197,7 +197,7 @@ class Watchdog:
                 signal.set_wakeup_fd(self._before)
         if self._heartbeats is not None and not faulthandler.is_enabled():
             # JAX aborts when its own heartbeats fail: then the stacks are on standard error
-            faulthandler.enable(stderr_that_never_waits())
+            faulthandler.enable(nonblocking_stderr())
         self._thread.start()
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -283,7 +283,7 @@ class Watchdog:
         while True:
             if self._heartbeats is not None:
                 faulthandler.dump_traceback_later(
-                    DEAF * self._settings.silence_s, exit=True, file=stderr_that_never_waits()
+                    DEAF * self._settings.silence_s, exit=True, file=nonblocking_stderr()
                 )
             if select.select([self._heard], [], [], BEAT_S)[0]:
                 heard = self._heard.recv(64)

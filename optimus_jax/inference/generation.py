@@ -24,7 +24,7 @@ from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.phases import phases_of
 from optimus_jax.data.tokenizers import Tokenizer
-from optimus_jax.devices.backend import start_backend, warning_of_cpu
+from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.collectives import Collectives
@@ -32,7 +32,7 @@ from optimus_jax.models.families import family_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
-from optimus_jax.models.transformer import Pass
+from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
@@ -305,7 +305,7 @@ def load_text_model(
         ) from error
     tokenizer = tokenizer_of_run(run, config.data)
     start_backend()
-    if (warning := warning_of_cpu()) is not None:
+    if (warning := unexpected_cpu_warning()) is not None:
         warn(warning)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = jax.tree.map(
@@ -385,7 +385,7 @@ def extend(
     """
     positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
     # The kernel is XLA's: cuDNN's causal mask takes the first query to be at position 0.
-    run = Pass(
+    run = ForwardContext(
         comm=Collectives(cache[0].dtype), kernel="xla", visibility=Visibility(query_offset=start)
     )
     model = unpadded(config).module(params, run.comm)

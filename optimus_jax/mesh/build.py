@@ -1,4 +1,4 @@
-"""The devices that are there, and making a mesh from them."""
+"""Discovers the available devices and builds a mesh from them."""
 
 import jax
 import numpy as np
@@ -33,8 +33,8 @@ def discover() -> Topology:
         platform=devices[0].platform,
         device_kind=devices[0].device_kind,
         compute_capability=_compute_capability(getattr(devices[0], "compute_capability", "")),
-        bytes_per_device=_least(_bytes_per_device()),
-        host_bytes_per_device=_least(_host_bytes_per_device(hosts)),
+        bytes_per_device=_minimum_over_processes(_bytes_per_device()),
+        host_bytes_per_device=_minimum_over_processes(_host_bytes_per_device(hosts)),
         process_of=tuple(device.process_index for device in devices),
         host_of=tuple(hosts[device.process_index] for device in devices),
     )
@@ -83,10 +83,10 @@ def _host_bytes_per_device(hosts: tuple[int, ...]) -> int:
     return int(min(HOST_MEMORY_SHARE * host_bytes() / on_host, host_limit_bytes() / here))
 
 
-def _least(num_bytes: int | None) -> int | None:
+def _minimum_over_processes(num_bytes: int | None) -> int | None:
     """Of all processes: they choose one plan, and so by the same numbers. None: one does not
     know."""
     if jax.process_count() == 1:
         return num_bytes
-    everyones = np.asarray(multihost_utils.process_allgather(np.array(num_bytes or 0, np.float64)))
-    return int(everyones.min()) or None
+    all_values = np.asarray(multihost_utils.process_allgather(np.array(num_bytes or 0, np.float64)))
+    return int(all_values.min()) or None

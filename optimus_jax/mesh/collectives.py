@@ -1,4 +1,4 @@
-"""The words in which a model speaks of the mesh: which logical axis an operation runs over.
+"""Collectives by logical axis: the interface between a model and the mesh.
 
 A model never sees a mesh axis or a size. It names the logical axis that a matmul contracts or a
 reduction runs over; the plan's rules turn that into `psum`, a gather, a slice or nothing. With no

@@ -40,7 +40,7 @@ class CompilerOption:
         )
 
 
-ON_CPU = (
+CPU_OPTIONS = (
     CompilerOption(
         name="xla_cpu_enable_concurrency_optimized_scheduler",
         value=False,
@@ -59,22 +59,22 @@ ON_CPU = (
 )
 
 
-def options_of(platform: str) -> tuple[CompilerOption, ...]:
+def options_for_platform(platform: str) -> tuple[CompilerOption, ...]:
     """Of every program on a platform, but for what XLA_FLAGS names."""
-    return allowed(ON_CPU if platform == "cpu" else ())
+    return without_user_flags(CPU_OPTIONS if platform == "cpu" else ())
 
 
-def allowed(options: Iterable[CompilerOption]) -> tuple[CompilerOption, ...]:
+def without_user_flags(options: Iterable[CompilerOption]) -> tuple[CompilerOption, ...]:
     """Those that XLA_FLAGS does not name."""
     said = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     return tuple(option for option in options if said.isdisjoint((option.name, option.other_name)))
 
 
-def as_given(options: Iterable[CompilerOption]) -> dict[str, bool | str]:
+def as_compiler_dict(options: Iterable[CompilerOption]) -> dict[str, bool | str]:
     """As JAX's compiler is given them."""
     return {option.name: option.value for option in options}
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
     """What JAX's compiler is given for programs on a mesh that belong to no plan."""
-    return as_given(options_of(mesh.devices.flat[0].platform))
+    return as_compiler_dict(options_for_platform(mesh.devices.flat[0].platform))

@@ -1,4 +1,4 @@
-"""In which format a sum is handed on.
+"""The number format of partial sums.
 
 A sum that a layout takes in parts (tokens over devices and microbatches, columns over `tensor`)
 must not overflow in a part where the whole does not, or whether a step is left out would depend on

@@ -1,4 +1,4 @@
-"""Where the layers lie in a stack that is split over pipeline stages.
+"""The order of layers in a parameter stack that is split over pipeline stages.
 
 Parameters of all layers are one array with a leading dimension, which mesh axis `pipe` cuts into
 equal parts. A device visits its part `repeats` times (interleaving), so the part is that many

@@ -1,4 +1,4 @@
-"""The devices that there are, as data."""
+"""The available devices, as data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

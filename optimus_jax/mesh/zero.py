@@ -110,7 +110,7 @@ class LeafLayout:
         """
         return vary(param, self.summed_axes)
 
-    def gradient_of_use(self, gradient: Array) -> Array:
+    def scatter_gradient(self, gradient: Array) -> Array:
         """What `weight`'s backward does to the gradient of a matrix, for one that the caller has
         summed in float32.
         """
@@ -152,7 +152,7 @@ class LeafLayout:
             else param
         )
 
-    def whole_again(self, part: Array) -> Array:
+    def gather_updated(self, part: Array) -> Array:
         """The inverse of `updated_part`."""
         if self.fsdp_dim is not None and self.zero in (1, 2):
             return lax.all_gather(part, FSDP, axis=self.fsdp_dim, tiled=True, to="invarying")

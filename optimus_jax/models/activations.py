@@ -17,7 +17,7 @@ SOFTMAX_STATISTICS_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptBytes:
+class SavedBytes:
     """Bytes of one token in one layer on one device."""
 
     stream: int
@@ -35,7 +35,7 @@ class KeptBytes:
         return self.stream + self.attention + self.weights + self.feed_forward
 
 
-def kept_bytes(
+def saved_bytes(
     model: ModelConfig,
     remat: RematPolicy,
     *,
@@ -44,7 +44,7 @@ def kept_bytes(
     itemsize: int,
     heads_ways: int = 1,
     mlp_ways: int = 1,
-) -> KeptBytes:
+) -> SavedBytes:
     """What backward keeps.
 
     Args:
@@ -56,28 +56,28 @@ def kept_bytes(
     """
     stream = model.embed_dim * itemsize
     if remat == "full":
-        return KeptBytes(stream=stream, attention=0, weights=0, feed_forward=0)
+        return SavedBytes(stream=stream, attention=0, weights=0, feed_forward=0)
     heads, kv_heads = model.num_heads // heads_ways, max(1, model.num_kv_heads // heads_ways)
     query, key_value = heads * model.head_dim * itemsize, 2 * kv_heads * model.head_dim * itemsize
     hidden = mlp_matrices(model) * model.mlp_dim // mlp_ways * itemsize
     if remat == "dots":
         # Of the stream a layer's beginning, and the projection back, from which the middle is made
         # again.
-        return KeptBytes(
+        return SavedBytes(
             stream=stream, attention=query + key_value + stream, weights=0, feed_forward=hidden
         )
     # Attention's result is the core's and the projection's; without remat the core keeps it in its
     # own order too.
     results = query * (2 if remat == "none" and kernel == "xla" else 1)
-    return KeptBytes(
+    return SavedBytes(
         stream=2 * stream,
         attention=query + key_value + results,
         feed_forward=hidden,
-        weights=_kept_weights(heads, kernel, seq_len, itemsize) if remat == "none" else 0,
+        weights=_saved_weights(heads, kernel, seq_len, itemsize) if remat == "none" else 0,
     )
 
 
-def kept_once_bytes(
+def saved_once_bytes(
     model: ModelConfig,
     remat: RematPolicy,
     *,
@@ -86,7 +86,7 @@ def kept_once_bytes(
     itemsize: int,
     respect_documents: bool,
 ) -> int:
-    """What backward keeps of a token once for all layers; arguments as `kept_bytes` has them.
+    """What backward keeps of a token once for all layers; arguments as `saved_bytes` has them.
 
     Cosines and sines of rotary positions. With documents, cuDNN's kernel is given its mask as a
     bias, a value for every pair of a query and a key, which is kept unless it is made again;
@@ -100,7 +100,7 @@ def kept_once_bytes(
     return angles + (seq_len * itemsize if kernel == "cudnn" else 0)
 
 
-def _kept_weights(heads: int, kernel: AttentionKernel, seq_len: int, itemsize: int) -> float:
+def _saved_weights(heads: int, kernel: AttentionKernel, seq_len: int, itemsize: int) -> float:
     if kernel == "cudnn":
         return heads * SOFTMAX_STATISTICS_BYTES
     return heads * itemsize * computed_pairs(seq_len, kernel) / seq_len

@@ -1,4 +1,4 @@
-"""What differs between families of decoders, as data. Adding a family is adding a row."""
+"""Differences between decoder families, as a table. A new family is a new row."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -79,7 +79,7 @@ def core_flops(model: ModelConfig, pairs: float) -> float:
     return 2.0 * FORWARD_CORE_MATMULS * model.num_heads * model.head_dim * pairs
 
 
-def core_flops_again(
+def recomputed_core_flops(
     model: ModelConfig, pairs: float, remat: RematPolicy, kernel: AttentionKernel
 ) -> float:
     """What backward of one layer's attention core computes a second time.
@@ -90,7 +90,7 @@ def core_flops_again(
     return core_flops(model, pairs) * (in_kernel + (remat != "none"))
 
 
-def params_used_again(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]:
+def recomputed_params(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]:
     """Elements of one layer's matrices, of attention and of feed-forward, whose products backward
     computes a second time.
 

@@ -2,7 +2,8 @@
 
 Both sides hold the same matrices [in, out]. Ours has one leaf for what is used together (key beside
 value, gate beside up) and stacks the layers; theirs has names of its own, a tensor per layer, and
-in GPT-2 queries, keys and values in one. All that differs between families stands in `SCHEMES`.
+in GPT-2 queries, keys and values in one. All that differs between families stands in
+`HUGGING_FACE_FORMATS`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheme:
+class HuggingFaceFormat:
     """How Hugging Face writes down one family."""
 
     sizes: Mapping[str, str]
@@ -49,8 +50,8 @@ class Scheme:
     """Ends of the names of constants that older files carry among the weights."""
 
 
-SCHEMES: dict[str, Scheme] = {
-    "gpt2": Scheme(
+HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
+    "gpt2": HuggingFaceFormat(
         sizes={
             "vocab_size": "vocab_size",
             "num_layers": "n_layer",
@@ -93,7 +94,7 @@ SCHEMES: dict[str, Scheme] = {
         out_dim=-1,
         buffers=(".attn.bias", ".attn.masked_bias"),
     ),
-    "llama": Scheme(
+    "llama": HuggingFaceFormat(
         sizes={
             "vocab_size": "vocab_size",
             "num_layers": "num_hidden_layers",
@@ -130,7 +131,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }
 
-LEADING_BACK = ("layers/attention/out", "layers/mlp/down")
+STORED_TRANSPOSED = ("layers/attention/out", "layers/mlp/down")
 """Our matrices whose result has the width `embed`: kept [out, in], where all others are [in,
 out]."""
 
@@ -152,19 +153,19 @@ def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
       ConfigError: a size is missing, or the model has a part that ours have not.
     """
     family = hf_config.get("model_type", "")
-    scheme = _scheme(family)
-    for key, values in scheme.only.items():
+    hf_format = _format_of(family)
+    for key, values in hf_format.only.items():
         if (given := hf_config.get(key, values[0])) not in values:
             raise _not_ours(key, given, values)
     sizes = {
         field: hf_config[key]
-        for field, key in scheme.sizes.items()
+        for field, key in hf_format.sizes.items()
         if hf_config.get(key) is not None
     }
     missing = [
         key
-        for field, key in scheme.sizes.items()
-        if field not in sizes and field not in scheme.optional
+        for field, key in hf_format.sizes.items()
+        if field not in sizes and field not in hf_format.optional
     ]
     if missing:
         raise ConfigError(
@@ -179,7 +180,7 @@ def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
         "num_kv_heads": heads,
         "head_dim": embed // heads,
         "mlp_dim": 4 * embed,
-        "tied": scheme.tied,
+        "tied": hf_format.tied,
     }
     rotary = _rotary(hf_config) if family_of(family).positions == "rotary" else {}
     return ModelConfig(family=family, **(derived | sizes | rotary))
@@ -197,21 +198,21 @@ def from_huggingface(
       CheckpointError: a tensor is missing, unknown or of another shape, or a tied head is not the
         embedding.
     """
-    scheme, shapes = _scheme(config.family), model_shapes(config, vocab_rows)
+    hf_format, shapes = _format_of(config.family), model_shapes(config, vocab_rows)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.params)
     blocks = list(_blocks(params, shapes))
     tensors = {
-        name.removeprefix(scheme.prefix): tensor
+        name.removeprefix(hf_format.prefix): tensor
         for name, tensor in state_dict.items()
-        if not name.endswith(scheme.buffers)
+        if not name.endswith(hf_format.buffers)
     }
     tied_head = tensors.pop(HEAD, None) if config.tied else None
     _check_names(tensors, {name for theirs, _ in blocks for name in theirs}, config)
     for theirs, ours in blocks:
-        _check_shapes(tensors, theirs, ours, scheme.out_dim)
-        matrix = np.concatenate([tensors[name] for name in theirs], scheme.out_dim)
-        ends = np.cumsum([view.shape[scheme.out_dim] for view in ours])
-        for view, part in zip(ours, np.split(matrix, ends[:-1], scheme.out_dim), strict=True):
+        _check_shapes(tensors, theirs, ours, hf_format.out_dim)
+        matrix = np.concatenate([tensors[name] for name in theirs], hf_format.out_dim)
+        ends = np.cumsum([view.shape[hf_format.out_dim] for view in ours])
+        for view, part in zip(ours, np.split(matrix, ends[:-1], hf_format.out_dim), strict=True):
             view[...] = part
     if tied_head is not None and not np.array_equal(
         tied_head, params["embedding"]["table"][: config.vocab_size]
@@ -228,38 +229,42 @@ def from_huggingface(
 
 def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     """The inverse of `from_huggingface`: no rows of padding, and no head where weights are tied."""
-    scheme, params = _scheme(config.family), jax.tree.map(np.asarray, params)
+    hf_format, params = _format_of(config.family), jax.tree.map(np.asarray, params)
     state_dict = {}
     for theirs, ours in _blocks(params, model_shapes(config, len(params["embedding"]["table"]))):
-        matrix = np.concatenate(ours, scheme.out_dim)
-        for name, part in zip(theirs, np.split(matrix, len(theirs), scheme.out_dim), strict=True):
+        matrix = np.concatenate(ours, hf_format.out_dim)
+        for name, part in zip(
+            theirs, np.split(matrix, len(theirs), hf_format.out_dim), strict=True
+        ):
             # safetensors writes the memory of an array as it lies, whatever its strides say.
-            state_dict[name if name == HEAD else scheme.prefix + name] = np.ascontiguousarray(part)
+            state_dict[name if name == HEAD else hf_format.prefix + name] = np.ascontiguousarray(
+                part
+            )
     return state_dict
 
 
-def _scheme(family: str) -> Scheme:
-    if family not in SCHEMES:
+def _format_of(family: str) -> HuggingFaceFormat:
+    if family not in HUGGING_FACE_FORMATS:
         raise ConfigError(
             explain(
                 "Hugging Face models of this type are not among ours",
                 given=f"model_type={family!r}",
-                do=nearest(family, SCHEMES),
+                do=nearest(family, HUGGING_FACE_FORMATS),
             )
         )
-    return SCHEMES[family]
+    return HUGGING_FACE_FORMATS[family]
 
 
 def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     """Tensors, by name, and views of our leaves, in their orientation, that joined along `out_dim`
     are one matrix.
     """
-    config, scheme = shapes.config, _scheme(shapes.config.family)
-    for ours, theirs in scheme.tensors.items():
+    config, hf_format = shapes.config, _format_of(shapes.config.family)
+    for ours, theirs in hf_format.tensors.items():
         if theirs == HEAD and config.tied:
             continue
         leaves = [
-            (_leaf(params, path), _leaf(shapes.names, path), path in LEADING_BACK)
+            (_leaf(params, path), _leaf(shapes.names, path), path in STORED_TRANSPOSED)
             for path in ours.split()
         ]
         in_layers = "{}" in theirs
@@ -267,7 +272,7 @@ def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], li
             views = [
                 _matrix(leaf, names, layer, config.vocab_size, back) for leaf, names, back in leaves
             ]
-            if in_layers and scheme.out_dim == 0:
+            if in_layers and hf_format.out_dim == 0:
                 views = [view.T for view in views]
             yield theirs.replace("{}", str(layer)).split(), views
 

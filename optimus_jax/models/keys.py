@@ -1,4 +1,4 @@
-"""Where every random key begins.
+"""Creates random keys with a fixed generator.
 
 All draws of a run, its weights, dropout and samples, come from keys that name their generator:
 threefry2x32, whose numbers do not depend on how an array is split. JAX's default may be another one

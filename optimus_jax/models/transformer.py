@@ -35,7 +35,7 @@ spare."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class ForwardContext:
     """What one run through the decoder is given besides parameters and tokens."""
 
     comm: Collectives
@@ -75,7 +75,7 @@ class Block(nnx.Module):
         self,
         x_BLD: Array,
         layer: Array,
-        run: Pass,
+        run: ForwardContext,
         cos_sin: tuple[Array, Array] | None,
         cache: tuple[Array, Array] | None = None,
     ) -> tuple[Array, tuple[Array, Array] | None]:
@@ -83,8 +83,8 @@ class Block(nnx.Module):
 
         `cache`: keys and values [B, T, G, K] so far, returned with this pass's added.
         """
-        comm, site, again = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
-        q, k, v = again(
+        comm, site, recomputed = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
+        q, k, v = recomputed(
             lambda x: self.attention.project(self.attention_norm(x, comm.sums), comm, cos_sin)
         )(x_BLD)
         if cache is not None:
@@ -103,14 +103,16 @@ class Block(nnx.Module):
 
         heads = (jax.checkpoint(core) if run.remat == "selective" else core)(q, k, v)
         out_BLD = self.attention.combine(
-            again(lambda h: self.attention.partial_out(h, comm))(heads), comm
+            recomputed(lambda h: self.attention.partial_out(h, comm))(heads), comm
         )
         x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 1)
-        hidden = again(lambda x: self.mlp.hidden(self.mlp_norm(x, comm.sums), comm))(x_BLD)
-        out_BLD = self.mlp.combine(again(lambda h: self.mlp.partial_out(h, comm))(hidden), comm)
+        hidden = recomputed(lambda x: self.mlp.hidden(self.mlp_norm(x, comm.sums), comm))(x_BLD)
+        out_BLD = self.mlp.combine(
+            recomputed(lambda h: self.mlp.partial_out(h, comm))(hidden), comm
+        )
         return x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 2), cache
 
-    def _head_keys(self, run: Pass, site: Array, num_local_heads: int) -> Array | None:
+    def _head_keys(self, run: ForwardContext, site: Array, num_local_heads: int) -> Array | None:
         """A key for every example and local head, the same wherever the head lives; [B, H]."""
         if run.keys_B is None or self.dropout == 0:
             return None
@@ -162,7 +164,7 @@ class Decoder(nnx.Module):
             )
         )
 
-    def embed(self, tokens_BL: Array, positions_BL: Array, run: Pass) -> Array:
+    def embed(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:
         """int32 [B, L] -> [B, L, D]."""
         x_BLD = self.embedding(tokens_BL, run.comm)
         if self.positions is not None:
@@ -173,7 +175,7 @@ class Decoder(nnx.Module):
         self,
         x_BLD: Array,
         positions_BL: Array,
-        run: Pass,
+        run: ForwardContext,
         cache: tuple[Array, Array] | None = None,
     ) -> tuple[Array, tuple[Array, Array] | None]:
         """The stack. `cache`: keys and values [layers, B, T, G, K], or None while training."""
@@ -181,7 +183,13 @@ class Decoder(nnx.Module):
         return lax.scan(layer, x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
 
     def run_some_layers(
-        self, x_BLD: Array, positions_BL: Array, run: Pass, slots: Array, *, all_full: bool
+        self,
+        x_BLD: Array,
+        positions_BL: Array,
+        run: ForwardContext,
+        slots: Array,
+        *,
+        all_full: bool,
     ) -> Array:
         """Layers of a stack in the order of its slots, of which some may be empty.
 
@@ -199,7 +207,7 @@ class Decoder(nnx.Module):
 
         return lax.scan(layer if all_full else if_full, x_BLD, (stacked, slots, None))[0]
 
-    def _layer(self, positions_BL: Array, run: Pass) -> tuple[Callable, nnx.State]:
+    def _layer(self, positions_BL: Array, run: ForwardContext) -> tuple[Callable, nnx.State]:
         """The body of a scan over layers, and the parameters that it is given one layer at a
         time."""
         cos_sin = rotary.angles(self.config, positions_BL) if self.positions is None else None
@@ -215,13 +223,13 @@ class Decoder(nnx.Module):
         """[V, D]: the embedding where weights are tied."""
         return (self.head or self.embedding).table[...]
 
-    def hidden(self, tokens_BL: Array, positions_BL: Array, run: Pass) -> Array:
+    def hidden(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:
         """Final hidden states [B, L, D] of int32 [B, L] tokens."""
         x_BLD = self.embed(tokens_BL, positions_BL, run)
         x_BLD, _ = self.run_layers(x_BLD, positions_BL, run)
         return self.final_norm(x_BLD)
 
-    def logits(self, hidden_BLD: Array, run: Pass) -> Array:
+    def logits(self, hidden_BLD: Array, run: ForwardContext) -> Array:
         """float32 [B, L, V] of this device's part of the vocabulary; ids of padding are masked."""
         head_VD = self.head_matrix()
         operands = hidden_BLD.astype(run.comm.dtype), head_VD.astype(run.comm.dtype)
@@ -230,8 +238,8 @@ class Decoder(nnx.Module):
         return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
 
 
-def _rematerialised(layer: Callable, run: Pass) -> Callable:
-    """The layer under the policies that speak of it as a whole; `Pass.recomputed` has the
+def _rematerialised(layer: Callable, run: ForwardContext) -> Callable:
+    """The layer under the policies that speak of it as a whole; `ForwardContext.recomputed` has the
     others."""
     match run.remat:
         case "full" if run.offload:

@@ -150,7 +150,7 @@ class _Ring:
         self._slots = np.zeros_like(written)
         for stage in range(schedule.num_stages if is_used else 0):
             mine = np.s_[:, stage :: schedule.num_stages]
-            slots, num_slots = _colour(written[mine].ravel(), read[mine].ravel())
+            slots, num_slots = _assign_slots(written[mine].ravel(), read[mine].ravel())
             self._slots[mine] = slots.reshape(written[mine].shape)
             self.num_slots = max(self.num_slots, num_slots)
 
@@ -167,7 +167,7 @@ class _Ring:
         return table
 
 
-def _colour(written: Ticks, read: Ticks) -> tuple[Ticks, int]:
+def _assign_slots(written: Ticks, read: Ticks) -> tuple[Ticks, int]:
     """A slot for each interval [written, read] such that intervals in one slot are disjoint, and
     the number of slots.
     """

@@ -1,4 +1,4 @@
-"""A schedule to look at: as text, and as a picture."""
+"""Draws a schedule as text or as a picture."""
 
 from pathlib import Path
 

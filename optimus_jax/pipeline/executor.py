@@ -26,7 +26,7 @@ from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
-from optimus_jax.pipeline.schedule import Phase, Schedule, Share
+from optimus_jax.pipeline.schedule import Occurrence, Phase, Schedule
 
 Microbatch = Any
 Tree = Any
@@ -165,7 +165,7 @@ class _Run:
             self._store(carry, arrived, row)
         if phase.forward:
             self._run_forward(phase, carry, row)
-        if phase.head is not Share.NONE:
+        if phase.head is not Occurrence.NONE:
             self._run_head(phase, carry, row)
         if phase.backward:
             self._run_backward(phase, carry, row)
@@ -199,7 +199,7 @@ class _Run:
         task = jnp.maximum(self._mine(row["forward"]), 0)
         slot = self._mine(row["forward_input"])
         x = lax.dynamic_index_in_dim(carry["inputs"], slot, keepdims=False)
-        if phase.embed is not Share.NONE:
+        if phase.embed is not Occurrence.NONE:
             # In ticks that need none too: a lookup is less than a branch, for which a GPU waits.
             first = row["forward"][0]
             embedded = self.p.functions.embed(
@@ -284,7 +284,7 @@ class _Run:
             )[1](cotangent)
         carry["d_params"] = self._added_to_repeat(carry["d_params"], d_params, index)
         carry["sent_backward"] = d_x
-        if phase.embed_backward is not Share.NONE:
+        if phase.embed_backward is not Occurrence.NONE:
             self._run_embed_backward(phase, carry, row["backward"][0], d_x)
 
     def _run_embed_backward(
@@ -355,10 +355,10 @@ def _added(total: Tree, part: Tree) -> Tree:
 
 
 def _where_shared(
-    share: Share, wanted: Array, compute: Callable[[], Tree], otherwise: Tree
+    share: Occurrence, wanted: Array, compute: Callable[[], Tree], otherwise: Tree
 ) -> Tree:
     """`compute()` in the ticks that want it.
 
     `wanted` comes from the table alone, so all devices take the same branch.
     """
-    return compute() if share is Share.ALL else lax.cond(wanted, compute, lambda: otherwise)
+    return compute() if share is Occurrence.ALL else lax.cond(wanted, compute, lambda: otherwise)

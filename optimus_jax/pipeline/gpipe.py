@@ -3,7 +3,7 @@
 import numpy as np
 
 from optimus_jax.pipeline.interleaved import repeat_starts
-from optimus_jax.pipeline.schedule import Schedule, check_counts, lay_out
+from optimus_jax.pipeline.schedule import Schedule, check_counts, schedule_from_starts
 
 
 def gpipe(num_stages: int, num_microbatches: int, latency: int = 1) -> Schedule:
@@ -23,7 +23,9 @@ def gpipe(num_stages: int, num_microbatches: int, latency: int = 1) -> Schedule:
     )
     start = np.arange(num_microbatches)[:, None]
     turn = num_microbatches + latency * (num_stages - 1)
-    return lay_out("gpipe", start, turn + start, num_stages=num_stages, latency=latency)
+    return schedule_from_starts(
+        "gpipe", start, turn + start, num_stages=num_stages, latency=latency
+    )
 
 
 def forward_only(
@@ -42,4 +44,4 @@ def forward_only(
         latency=latency,
     )
     start = repeat_starts(num_stages, num_microbatches, num_repeats, latency)
-    return lay_out("forward", start, None, num_stages=num_stages, latency=latency)
+    return schedule_from_starts("forward", start, None, num_stages=num_stages, latency=latency)

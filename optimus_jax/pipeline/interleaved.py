@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.pipeline.one_f_one_b import one_f_one_b
-from optimus_jax.pipeline.schedule import Schedule, check_counts, lay_out
+from optimus_jax.pipeline.schedule import Schedule, check_counts, schedule_from_starts
 
 
 def interleaved(
@@ -58,7 +58,7 @@ def interleaved(
         )
     start = repeat_starts(num_stages, num_microbatches, num_repeats, latency)
     turn = int((start[:, -1] - start[:, 0]).max()) + latency * (num_stages - 1)
-    return lay_out(
+    return schedule_from_starts(
         "interleaved", start, turn + start[:, ::-1], num_stages=num_stages, latency=latency
     )
 

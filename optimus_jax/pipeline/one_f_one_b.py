@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from optimus_jax.pipeline.schedule import Schedule, check_counts, lay_out
+from optimus_jax.pipeline.schedule import Schedule, check_counts, schedule_from_starts
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, latency: int = 1) -> Schedule:
@@ -24,6 +24,6 @@ def one_f_one_b(num_stages: int, num_microbatches: int, latency: int = 1) -> Sch
         num_stages=num_stages, num_microbatches=num_microbatches, num_repeats=1, latency=latency
     )
     start = np.arange(num_microbatches)[:, None]
-    return lay_out(
+    return schedule_from_starts(
         "1f1b", start, start + latency * (num_stages - 1), num_stages=num_stages, latency=latency
     )

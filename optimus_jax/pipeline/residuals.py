@@ -1,4 +1,4 @@
-"""What a stage's forward keeps for its backward, as arrays that can wait in rings.
+"""Residuals of a stage's forward for its backward, as arrays that ring buffers can hold.
 
 `jax.vjp` gives a closure, and a closure is a pytree: its leaves go into rings after forward, and
 the closure is put together again, around what comes out of them, for backward.
@@ -34,7 +34,7 @@ class Residuals:
         microbatch: Microbatch,
     ):
         self._layers = layers
-        self._places: list[_Given | _Kept] = []
+        self._leaf_sources: list[_StageLeaf | _SavedLeaf] = []
         self._treedef: Any = None
         # Traced, not run: the rings must be there before the first forward.
         kept = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(repeat, x, microbatch).out_avals
@@ -54,15 +54,17 @@ class Residuals:
         leaves, self._treedef = jax.tree.flatten(pull)
         given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(repeat))}
         kept: dict[int, Array] = {}
-        self._places = []
+        self._leaf_sources = []
         for leaf in leaves:
             if id(leaf) in given:
-                self._places.append(_Given(given[id(leaf)]))
+                self._leaf_sources.append(_StageLeaf(given[id(leaf)]))
                 continue
             kept.setdefault(id(leaf), leaf)
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            self._places.append(
-                _Kept(list(kept).index(id(leaf)), jax.random.key_impl(leaf) if is_key else None)
+            self._leaf_sources.append(
+                _SavedLeaf(
+                    list(kept).index(id(leaf)), jax.random.key_impl(leaf) if is_key else None
+                )
             )
         return result, [
             jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -76,24 +78,24 @@ class Residuals:
         given = jax.tree.leaves(repeat)
         leaves = [
             given[place.index]
-            if isinstance(place, _Given)
+            if isinstance(place, _StageLeaf)
             else kept[place.index]
             if place.key_impl is None
             else jax.random.wrap_key_data(kept[place.index], impl=place.key_impl)
-            for place in self._places
+            for place in self._leaf_sources
         ]
         return jax.tree.unflatten(self._treedef, leaves)(cotangent)
 
 
 @dataclass(frozen=True)
-class _Given:
+class _StageLeaf:
     """A leaf of the closure that is one of the stage's parameters or constants."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _SavedLeaf:
     """A leaf of the closure that is kept in a ring."""
 
     index: int

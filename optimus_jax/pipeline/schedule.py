@@ -37,7 +37,7 @@ FORWARD = "forward"
 BACKWARD = "backward"
 
 
-class Share(enum.StrEnum):
+class Occurrence(enum.StrEnum):
     """How many ticks of a phase have some kind of work."""
 
     ALL = "all"
@@ -45,7 +45,7 @@ class Share(enum.StrEnum):
     NONE = "none"
 
     @classmethod
-    def of(cls, ticks: NDArray[np.bool_]) -> "Share":
+    def of(cls, ticks: NDArray[np.bool_]) -> "Occurrence":
         """The share of the ticks that are true."""
         return cls.ALL if ticks.all() else cls.SOME if ticks.any() else cls.NONE
 
@@ -62,11 +62,11 @@ class Phase:
     """Some stage runs a forward task in each of the ticks; if not, no stage in any."""
     backward: bool
     """The same for backward tasks. Neither is possible with latency 2: a tick that only sends."""
-    head: Share
+    head: Occurrence
     """Ticks with a head."""
-    embed: Share
+    embed: Occurrence
     """Ticks in which stage 0 runs forward of repeat 0, whose input is the embedding of tokens."""
-    embed_backward: Share
+    embed_backward: Occurrence
     """Ticks in which stage 0 runs backward of repeat 0, whose result is the embedding's
     gradient."""
 
@@ -338,7 +338,7 @@ class Schedule:
                 stop,
                 bool(has_forward[start]),
                 bool(has_backward[start]),
-                *(Share.of(ticks[start:stop]) for ticks in (head, embed, embed_backward)),
+                *(Occurrence.of(ticks[start:stop]) for ticks in (head, embed, embed_backward)),
             )
             for start, stop in itertools.pairwise(bounds)
         )
@@ -445,7 +445,7 @@ def head_of(forward: Table, num_repeats: int) -> Table:
     ).astype(np.int32)
 
 
-def lay_out(
+def schedule_from_starts(
     name: str,
     forward_start: ArrayLike,
     backward_start: ArrayLike | None,

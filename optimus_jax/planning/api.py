@@ -9,7 +9,7 @@ from typing import Any
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.config.phases import Phase, in_phase
+from optimus_jax.config.phases import TrainingPhase, in_phase
 from optimus_jax.config.request import dotted, make_config
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, PlanError, explain
@@ -165,7 +165,7 @@ class Lost:
 class LaterPhase:
     """What the best plan becomes in a later phase of a run; every figure is a prediction."""
 
-    phase: Phase
+    phase: TrainingPhase
     plan: Plan
     step_time_s: float
     tokens_per_s: float

@@ -39,8 +39,8 @@ from optimus_jax.config.request import (
     resumed_config,
 )
 from optimus_jax.control.deciding.candidates import check_allowed
-from optimus_jax.devices.backend import warning_of_cpu
-from optimus_jax.devices.cpu import leave_compilation_cache, use_cpu_devices
+from optimus_jax.devices.backend import unexpected_cpu_warning
+from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu, use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import (
     ConfigError,
@@ -199,7 +199,7 @@ def _train(
     run: RunDirectory | None = None
     mirror: Mirror | None = None
     try:
-        has_left_cache = leave_compilation_cache()
+        has_left_cache = disable_compilation_cache_on_cpu()
         topology = discover()
         # A file server may show a new run to some hosts a minute later than to others, so that
         # processes can disagree on whether it exists.
@@ -248,7 +248,7 @@ def _train(
                 make_display(config.log, config.steps, show=is_writer()), "the display"
             )
             if (
-                warning := warning_of_cpu(
+                warning := unexpected_cpu_warning(
                     lambda: model_shapes(config.model, config.model.vocab_size).num_params
                 )
             ) is not None:

@@ -13,19 +13,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from optimus_jax.config.aliases import (
-    PARAMETERS,
-    advice_for,
-    alias_of,
-    meant_by_last_part,
-    spelled_like,
-    word,
-)
+from optimus_jax.config.advice import advice_for, spelled_like
+from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
 from optimus_jax.config.settings import shown
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest
-from optimus_jax.system.environment import show_every_character
-from optimus_jax.system.resilient_io import open_closed_streams, patient, reporting
+from optimus_jax.system.environment import replace_unencodable_characters
+from optimus_jax.system.resilient_io import (
+    ignoring_write_errors,
+    open_closed_streams,
+    raising_output_errors,
+)
 
 DONE, MISTAKE, INTERRUPTED, NO_READER = 0, 2, 130, 141
 """Exit codes; the last two are a shell's codes for SIGINT and SIGPIPE."""
@@ -297,8 +295,8 @@ def run(main: Callable[[], int | None]) -> int:
     an error of the user.
     """
     open_closed_streams()
-    show_every_character()
-    sys.stdout, sys.stderr = reporting(sys.stdout), patient(sys.stderr)
+    replace_unencodable_characters()
+    sys.stdout, sys.stderr = raising_output_errors(sys.stdout), ignoring_write_errors(sys.stderr)
     try:
         try:
             return main() or DONE

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from optimus_jax.config import LogConfig
 from optimus_jax.run_directory.step_record import StepRecord
-from optimus_jax.system.resilient_io import patient
+from optimus_jax.system.resilient_io import ignoring_write_errors
 from optimus_jax.training.numbers import short
 from optimus_jax.training.watchers import Display
 
@@ -29,7 +29,11 @@ class SilentDisplay(Display):
     the run."""
 
     def here(self, text: str) -> None:
-        print(f"process {jax.process_index()}: {text}", file=patient(sys.stderr), flush=True)
+        print(
+            f"process {jax.process_index()}: {text}",
+            file=ignoring_write_errors(sys.stderr),
+            flush=True,
+        )
 
 
 class PlainDisplay(Display):
@@ -136,7 +140,7 @@ def make_display(
       show: False in all processes but one.
       stream: stream to write to; None for standard output.
     """
-    target = patient(sys.stdout if stream is None else stream)
+    target = ignoring_write_errors(sys.stdout if stream is None else stream)
     if not show:
         return SilentDisplay()
     kind = config.progress

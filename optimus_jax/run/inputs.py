@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from optimus_jax.config import Config
-from optimus_jax.config.phases import Phase, phase_after, phases_of
+from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
 from optimus_jax.data.batch import Batch
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.loader import BatchLoader, check_held_out, eval_batches
@@ -161,7 +161,7 @@ class Inputs:
             self._loader(first, rows).batch(1), program.batch_sharding, config.data.global_batch
         )
 
-    def _loader(self, phase: Phase, rows: np.ndarray) -> BatchLoader:
+    def _loader(self, phase: TrainingPhase, rows: np.ndarray) -> BatchLoader:
         return BatchLoader(
             self.data.train,
             seq_len=phase.seq_len,

@@ -14,7 +14,7 @@ from optimus_jax.checkpoint.snapshots import bytes_of_host
 from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_writer
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.config import Config
-from optimus_jax.config.phases import Phase, in_phase, phase_after
+from optimus_jax.config.phases import TrainingPhase, in_phase, phase_after
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.disk_transfer import DiskTransfer
@@ -268,7 +268,7 @@ def _make_controllers(
         disk_transfer=disk_transfer,
     )
 
-    def plan_in(phase: Phase, plan: Plan) -> Plan:
+    def plan_in(phase: TrainingPhase, plan: Plan) -> Plan:
         return plan_of(
             phase, config, plan, replace(topology, num_devices=plan.num_devices), devices.pricing
         )

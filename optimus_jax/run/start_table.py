@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.config import Config
-from optimus_jax.config.phases import Phase
+from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
@@ -38,7 +38,7 @@ def show_start_table(
     run_dir: Path,
     launch: Launch,
     evaluation: str,
-    later_phases: Sequence[tuple[Phase, Plan]] = (),
+    later_phases: Sequence[tuple[TrainingPhase, Plan]] = (),
 ) -> None:
     """Show the run's settings, given and derived, and the sharding of its largest tensors.
 
@@ -124,7 +124,7 @@ def show_start_table(
 
 
 def _phase_rows(
-    plan: Plan, later_phases: Sequence[tuple[Phase, Plan]], num_steps: int
+    plan: Plan, later_phases: Sequence[tuple[TrainingPhase, Plan]], num_steps: int
 ) -> list[list[str]]:
     """A row for each later phase: its batch, and its plan if that changes."""
     rows, before = [], plan

@@ -22,7 +22,7 @@ from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, Sto
 from optimus_jax.run_directory.directory import AlreadyBegunError
 from optimus_jax.store.download import Download
 from optimus_jax.store.lease import LEASE, Lease, LeaseHeldError
-from optimus_jax.store.mirror import Mirror, lost_to
+from optimus_jax.store.mirror import Mirror, lease_lost_error
 from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import (
     CHECKPOINTS,
@@ -203,7 +203,7 @@ class StoredRun:
             self.directory,
             warn=warn,
             patience_s=patience_s,
-            on_lost=lambda holder: on_lost(lost_to(self.url, self.directory, holder)),
+            on_lost=lambda holder: on_lost(lease_lost_error(self.url, self.directory, holder)),
         )
         try:
             if not is_resumed:

@@ -1,7 +1,7 @@
-"""A run's objects, downloaded into the directory that it works in.
+"""Downloads a run from an object store into its working directory.
 
-Each file is whole or not there, and a checkpoint appears in one go, as where it was saved. Who
-fetches a run gets its config last, so that what was broken off is no run yet.
+Each file appears atomically, and so does a whole checkpoint. The config is downloaded last, so that
+an interrupted download does not look like a run.
 """
 
 import os
@@ -16,26 +16,26 @@ from optimus_jax.store.run_objects import (
     CHECKPOINTS,
     CONFIG,
     EVENTS,
+    FileChecksum,
     Manifest,
-    Piece,
     complete_steps,
     is_plain,
     manifest_name,
 )
 
 NUM_TRANSFERS = 4
-"""Files on their way at the same time."""
+"""Concurrent transfers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Download:
-    """From a run in a store to a directory.
+    """A download of one run.
 
     Args:
-      objects: of the run.
-      directory: of the run.
-      staging: a directory on the same disk, for what is on its way.
-      say: told what is fetched, and what is passed over.
+      objects: the run's objects.
+      directory: the run's local directory.
+      staging: a directory on the same disk for partial downloads.
+      say: called with a message about what is fetched or skipped.
     """
 
     objects: Objects
@@ -44,13 +44,13 @@ class Download:
     say: Callable[[str], object]
 
     def run(self) -> None:
-        """The newest checkpoint that is whole, logs, plan and config."""
+        """Download the newest complete checkpoint, then logs, plan and config."""
         names = self.objects.sizes()
         for step in reversed(complete_steps(names)):
             if self.checkpoint(step) is not None:
                 break
         self.say(f"fetching the logs of {self.objects.url} into {self.directory}")
-        last = [CONFIG, EVENTS]  # these make it newer than it was, or a run at all
+        last = [CONFIG, EVENTS]  # last: these make the directory a run, or a newer one
         if not (self.directory / CONFIG).exists():
             last.reverse()
         plain = [name for name in names if is_plain(name)]
@@ -59,27 +59,30 @@ class Download:
         )
 
     def files(self, names: list[str]) -> None:
-        """Plain files, one after the other; each replaces the one that is there."""
+        """Download plain files in order; each replaces the local one."""
         self.staging.mkdir(parents=True, exist_ok=True)
         part = self.staging / "file"
         for name in names:
             target = self.directory / name
             if ".." in target.parts:
-                continue  # no name that we write
+                continue  # not a name that this package writes
             target.parent.mkdir(parents=True, exist_ok=True)
             if self.objects.get(name, part):
                 os.replace(part, target)
 
     def checkpoint(self, step: int) -> bytes | None:
-        """A checkpoint, put in place in one go; its manifest, or None if it is not whole."""
+        """Download a checkpoint and install it atomically.
+
+        Returns its manifest; None if the checkpoint is incomplete or damaged.
+        """
         where = f"the checkpoint of step {step} in {self.objects.url}"
         content = self.objects.read(manifest_name(step)) or b""
         try:
             manifest = Manifest.from_json(content)
         except ValueError as error:
-            self.say(f"{where} is passed over: {error}")
+            self.say(f"{where} is skipped: {error}")
             return None
-        num_bytes = sum(piece.size for piece in manifest.pieces.values())
+        num_bytes = sum(file.size for file in manifest.files.values())
         self.say(f"fetching {where}, {num_bytes:,} bytes")
         folder = self.staging / f"fetch-{step}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,17 +91,17 @@ class Download:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             is_there = self.objects.get(f"{CHECKPOINTS}/{step}/{name}", target)
-            return not is_there or Piece.of(target) != manifest.pieces[name]
+            return not is_there or FileChecksum.of(target) != manifest.files[name]
 
         with ThreadPoolExecutor(NUM_TRANSFERS, thread_name_prefix="fetch") as pool:
-            damage = dict(zip(manifest.pieces, pool.map(is_damaged, manifest.pieces), strict=True))
+            damage = dict(zip(manifest.files, pool.map(is_damaged, manifest.files), strict=True))
         if wrong := [name for name, is_wrong in damage.items() if is_wrong]:
-            self.say(f"{where} is damaged and passed over: {', '.join(wrong)}")
+            self.say(f"{where} is damaged and skipped: {', '.join(wrong)}")
             shutil.rmtree(folder)
             return None
         target = self.directory / CHECKPOINTS / str(step)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists():  # of the same course, so the same, unless it was damaged
+        if target.exists():  # the same checkpoint of the same run, unless the local one is damaged
             shutil.rmtree(target)
         os.rename(folder, target)
         return content

@@ -1,11 +1,11 @@
-"""One writer per run in a store: an object that says who it is, renewed while that writer lives.
+"""A lease that gives a run in an object store a single writer: an object renewed by its holder.
 
-A store has no locks. Who begins creates the object if it is not there, which S3, GCS and Azure
-decide themselves. It is taken over from a writer that has died: at once if that was a process of
-this host, otherwise when it was not renewed for LAPSE_S while we watched (no clocks are compared).
-A writer whose network was away for so long finds at its next renewal that another has taken over,
-and writes nothing more. Two that take over within the same moment both believe to have it until
-then, at most RENEW_S.
+A store has no locks. A new writer creates the object if it does not exist, which S3, GCS and Azure
+do atomically. The lease of a dead writer is taken over: at once if that was a process of this host,
+otherwise when it was not renewed for EXPIRE_S while this process watched (clocks are not compared).
+A writer that was disconnected for that long finds at its next renewal that another holds the lease,
+and stops writing. Two writers that take over at the same moment both believe they hold it until
+their next renewal, at most RENEW_S.
 """
 
 import contextlib
@@ -23,28 +23,28 @@ from optimus_jax.errors import RunDirectoryError, StoreError, explain
 from optimus_jax.store.objects import Objects
 
 LEASE = "writer.json"
-"""The object's name."""
+"""Name of the lease object."""
 RENEW_S = 10.0
-"""Between two renewals."""
-LAPSE_S = 45.0
-"""Without a renewal before a writer counts as dead."""
+"""Time between renewals."""
+EXPIRE_S = 45.0
+"""Time without a renewal after which a writer counts as dead."""
 POLL_S = 3.0
-"""Between two looks at another's lease."""
+"""Time between checks of another holder's lease."""
 
 
 class LeaseHeldError(RunDirectoryError):
-    """Another process writes the run in the store."""
+    """Another process holds the lease of the run."""
 
 
 class Lease:
-    """Held from the moment this is made until `release`, or LAPSE_S after the end of the process.
+    """A lease, held from construction until `release`, or EXPIRE_S after the process ends.
 
     Args:
-      objects: of the run.
-      directory: where this writer works, for people who look for it.
-      warn: told if another holder is waited for.
-      patience_s: for so long a living holder is waited for.
-      on_lost: told once, from another thread, that another writer has taken over, and by whom.
+      objects: the run's objects.
+      directory: this writer's local directory, shown to other writers.
+      warn: called with a message while waiting for another holder.
+      patience_s: how long to wait for a live holder.
+      on_lost: called once, from another thread, with the new holder when another writer takes over.
     Raises:
       LeaseHeldError: another process holds it.
       StoreError: the store cannot be reached or written.
@@ -63,21 +63,21 @@ class Lease:
         self._objects, self._directory, self._on_lost = objects, directory, on_lost
         self._token, self._count = secrets.token_hex(8), 0
         self.is_lost = False
-        """Whether another writer has it now."""
+        """Whether another writer has taken over the lease."""
         self._take(warn, patience_s, pause)
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Look whether it is still ours; `is_lost` says so. StoreError: that is unknown."""
+        """Check that this process still holds the lease; sets `is_lost`. StoreError: unknown."""
         held = self._read()
         if not self.is_lost and held is not None and held.get("token") != self._token:
             self.is_lost = True
             self._on_lost(_described(held))
 
     def release(self) -> None:
-        """Let others in. The store may be out of reach: then it lapses."""
+        """Give up the lease. If the store cannot be reached, the lease expires by itself."""
         self._released.set()
         self._thread.join()
         with contextlib.suppress(StoreError):
@@ -97,7 +97,7 @@ class Lease:
             held = self._read()
             if held is None:
                 continue
-            if _has_died_here(held) or watched_s >= LAPSE_S:
+            if _died_on_this_host(held) or watched_s >= EXPIRE_S:
                 self._objects.write(LEASE, self._content())
                 self.check()
                 if not self.is_lost:
@@ -116,7 +116,7 @@ class Lease:
             if seen is None:
                 warn(
                     f"{self._objects.url} is in use by {_described(held)}, or was until that died: "
-                    f"watching it for up to {max(LAPSE_S, patience_s):.0f} s"
+                    f"watching it for up to {max(EXPIRE_S, patience_s):.0f} s"
                 )
             watched_s = 0.0 if held != seen else watched_s + POLL_S
             waited_s, seen = waited_s + POLL_S, held
@@ -124,7 +124,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
-            with contextlib.suppress(StoreError):  # another look in a while
+            with contextlib.suppress(StoreError):  # retried at the next renewal
                 self.check()
                 if self.is_lost:
                     return
@@ -150,7 +150,7 @@ class Lease:
                 "host": socket.gethostname(),
                 "process": os.getpid(),
                 "directory": str(self._directory),
-                "system": _system(),
+                "system": _boot_and_pid_namespace(),
                 "process_start": _start_of(os.getpid()),
             }
         ).encode()
@@ -161,16 +161,16 @@ def _described(held: dict[str, Any]) -> str:
     return f"process {process} on {host}, which works in {directory}"
 
 
-def _has_died_here(held: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this host, in sight of this one, and is no more."""
+def _died_on_this_host(held: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this host and PID namespace that has ended."""
     system, process = held.get("system"), held.get("process")
-    if system is None or system != _system() or not isinstance(process, int):
+    if system is None or system != _boot_and_pid_namespace() or not isinstance(process, int):
         return False
     return _start_of(process) != held.get("process_start")
 
 
-def _system() -> str | None:
-    """The same for processes that see one another: host, start of the host, container."""
+def _boot_and_pid_namespace() -> str | None:
+    """Equal for processes that can see each other: the same boot of a host and PID namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -179,7 +179,7 @@ def _system() -> str | None:
 
 
 def _start_of(process: int) -> str | None:
-    """When a process began, in ticks since the host did; None: there is none any more."""
+    """Start time of a process, in clock ticks since boot; None: it no longer exists."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Local copies of objects that are read: data, tokenizers, configs.
+"""Cached local copies of objects: data, tokenizers, configs.
 
-A copy lies in the cache directory under its URL and the checksum or time that the store gives, so
-that it is fetched once and again when the object has changed. It is whole or not there: it is
-written beside its place and renamed. Processes of a host take turns, by a lock.
+A copy is cached under its URL and the checksum or time that the store reports, so it is fetched
+once, and again when the object changes. It is written to a temporary file and renamed, so partial
+copies never appear. A file lock serialises the processes of a host.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from optimus_jax.errors import StoreError, explain
-from optimus_jax.store.objects import Found, Objects
+from optimus_jax.store.objects import Objects, StoredObject
 from optimus_jax.system.cache import cache_directory
 from optimus_jax.system.paths import Url, UserPath, user_path
 
 NUM_TRANSFERS = 8
-"""Objects on their way at the same time."""
+"""Concurrent transfers."""
 
 
 def local_file(text: UserPath, *, what: str) -> Path:
-    """A file to read: a path of this machine, or the copy of what a URL names.
+    """A local file to read: the path itself, or the cached copy of a URL.
 
     Args:
-      what: what to call it in errors: the flag or setting.
+      what: name of the flag or setting, for errors.
     Raises:
-      PathError: the text can name nothing.
-      StoreError: the URL names no object, or it cannot be fetched.
+      PathError: the text is not a valid path.
+      StoreError: the object does not exist or cannot be fetched.
     """
     path = user_path(text, what=what)
     return path if isinstance(path, Path) else local_copies(path)[0]
@@ -45,24 +45,24 @@ def local_file(text: UserPath, *, what: str) -> Path:
 def local_copies(
     url: Url,
     *,
-    beside: Mapping[str, str] = MappingProxyType({}),
+    sidecars: Mapping[str, str] = MappingProxyType({}),
     say: Callable[[str], object] | None = None,
 ) -> list[Path]:
-    """Copies of the object that a URL names, or of those that it matches as a glob, in order.
+    """Local copies of the object at a URL, or of all objects that a glob URL matches, in order.
 
     Args:
-      beside: suffixes of names to what is added to such a name for an object that belongs to it,
-        and that is fetched with it into the same directory if it is there.
-      say: told what is fetched; None: that is said on standard error.
+      sidecars: suffix of an object's name -> what is appended to the name of an accompanying
+        object, which is fetched into the same directory if it exists.
+      say: called with a message about what is fetched; None: print it to standard error.
     Raises:
-      StoreError: nothing is there, or it cannot be fetched.
+      StoreError: there is no such object, or it cannot be fetched.
     """
     objects = Objects(url)
-    groups = [_with_those_beside(objects, each, beside) for each in objects.matches()]
+    groups = [_with_sidecars(objects, each, sidecars) for each in objects.matches()]
     if not groups:
         raise StoreError(
             explain(
-                "there is no object of that name, and none that it matches",
+                "there is no object of that name, and none matches it",
                 given=url,
                 do="check it"
                 if objects.is_pattern
@@ -75,11 +75,11 @@ def local_copies(
         pair for group in zip(groups, targets, strict=True) for pair in zip(*group, strict=True)
     ]
     try:
-        with _in_turn(root / f"{_digest(str(url))}.lock"):
+        with _host_lock(root / f"{_digest(str(url))}.lock"):
             wanted = [pair for pair in pairs if pair[0].stamp is None or not pair[1].exists()]
             if wanted:
                 num_bytes = sum(each.num_bytes or 0 for each, _ in wanted)
-                (say or _say)(
+                (say or _print_to_stderr)(
                     f"fetching {len(wanted)} of {len(pairs)} object(s), {num_bytes:,} bytes, "
                     f"of {url} into {root}"
                 )
@@ -89,18 +89,20 @@ def local_copies(
             explain(
                 f"the copy of an object cannot be written: {error.strerror or error}",
                 given=f"{url}, into {root}",
-                do="make room, or name another directory by XDG_CACHE_HOME",
+                do="free disk space, or set XDG_CACHE_HOME to another directory",
             )
         ) from error
     return [target[0] for target in targets]
 
 
-def _with_those_beside(objects: Objects, each: Found, beside: Mapping[str, str]) -> list[Found]:
-    added = [end for suffix, end in beside.items() if each.key.endswith(suffix)]
+def _with_sidecars(
+    objects: Objects, each: StoredObject, sidecars: Mapping[str, str]
+) -> list[StoredObject]:
+    added = [end for suffix, end in sidecars.items() if each.key.endswith(suffix)]
     return [each, *filter(None, (objects.look_up(each.key + end) for end in added))]
 
 
-def _fetch(objects: Objects, wanted: Sequence[tuple[Found, Path]], num_bytes: int) -> None:
+def _fetch(objects: Objects, wanted: Sequence[tuple[StoredObject, Path]], num_bytes: int) -> None:
     console = Console(file=sys.stderr)
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with Progress(
@@ -108,7 +110,7 @@ def _fetch(objects: Objects, wanted: Sequence[tuple[Found, Path]], num_bytes: in
     ) as bar:
         task = bar.add_task("fetching", total=num_bytes)
 
-        def fetch(each: Found, target: Path) -> None:
+        def fetch(each: StoredObject, target: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_name(f".{secrets.token_hex(8)}.part")
             try:
@@ -117,7 +119,7 @@ def _fetch(objects: Objects, wanted: Sequence[tuple[Found, Path]], num_bytes: in
                 if each.num_bytes is not None and size != each.num_bytes:
                     raise StoreError(
                         explain(
-                            "an object changed, or broke off, while it was fetched",
+                            "an object changed, or its transfer was cut off, while it was fetched",
                             given=f"{each.key}: {size:,} of {each.num_bytes:,} bytes",
                             do="try again",
                         )
@@ -137,8 +139,8 @@ def _fetch(objects: Objects, wanted: Sequence[tuple[Found, Path]], num_bytes: in
                 raise
 
 
-def _targets(root: Path, url: Url, group: Sequence[Found]) -> list[Path]:
-    """Where the copies lie, in one directory; names are kept: a suffix says what a file is."""
+def _targets(root: Path, url: Url, group: Sequence[StoredObject]) -> list[Path]:
+    """Paths of the copies, in one directory. File names are preserved, as suffixes give formats."""
     is_web = url.scheme in ("http", "https")
     keys = [each.key.partition("?")[0] if is_web else each.key for each in group]
     folder = keys[0].rstrip("/").rpartition("/")[0].rpartition("://")[2]
@@ -152,8 +154,10 @@ def _digest(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _in_turn(lock: Path) -> Iterator[None]:
-    """One process of a host at a time. Where a file system has no locks, all fetch, to no harm."""
+def _host_lock(lock: Path) -> Iterator[None]:
+    """Lock out other processes of this host. On a file system without locks all fetch, which is
+    harmless.
+    """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "ab") as file:
         with contextlib.suppress(OSError):
@@ -161,5 +165,5 @@ def _in_turn(lock: Path) -> Iterator[None]:
         yield
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

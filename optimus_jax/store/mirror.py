@@ -1,12 +1,12 @@
-"""A run's directory, mirrored to an object store while the run goes on.
+"""Mirrors a run directory to an object store while the run continues.
 
-The run works in its directory as any other does; the mirror watches that directory, from a thread
-of its own, and uploads what is new: logs, config and plan every few seconds, a checkpoint as soon
-as it is whole. A checkpoint is in the store once its manifest is, which is written last. One that
-was rotated away here is deleted there once a newer one is complete, and never before.
+The run writes to its local directory as usual. The mirror watches that directory from its own
+thread and uploads what is new: logs, config and plan every few seconds, a checkpoint as soon as it
+is complete. A checkpoint counts as stored once its manifest is, which is written last. A checkpoint
+that was deleted locally is deleted in the store only after a newer one is complete there.
 
-An upload that fails is told at once and tried again; the run goes on meanwhile. What is still
-outstanding at the end of the run is uploaded before `finish` returns.
+A failed upload is reported at once and retried while the run continues. `finish` uploads what is
+left at the end of the run before it returns.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import (
     CHECKPOINTS,
     CONFIG,
+    FileChecksum,
     Identity,
     Manifest,
-    Piece,
     complete_steps,
     files_below,
     local_checkpoints,
@@ -38,31 +38,32 @@ from optimus_jax.store.run_objects import (
 )
 
 FINAL_TRIES = 6
-"""Uploads in a row that may fail at the end before that is an error."""
-_LOOK_S = 0.5
-"""Between two looks at which checkpoints there are."""
+"""Consecutive failed uploads at the end of a run that are an error."""
+_POLL_S = 0.5
+"""Time between checks for new checkpoints."""
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 2.0, 120.0
-_REST = 4.0
-"""Rests between two rounds, in durations of a round: large logs are not uploaded without end."""
-_TELL_S = 10.0
-"""Between two words on what is still to be uploaded at the end."""
+_PAUSE_RATIO = 4.0
+"""Pause between uploads, as a multiple of the last upload's duration: large logs must not be
+uploaded continuously."""
+_PROGRESS_S = 10.0
+"""Time between progress messages at the end of a run."""
 
 _Signature = tuple[int, int, int]
 
 
 class Mirror:
-    """Uploads from the moment this is made until `finish` or `abandon`.
+    """Uploads from construction until `finish` or `abandon`.
 
     Args:
-      directory: of the run; it may be filled only later.
-      objects: of the run in the store.
-      staging: a directory on the same disk; checkpoints on their way are linked there, so that
-        they can be rotated away meanwhile.
-      every_s: between two uploads of the logs.
-      keep: newest checkpoints kept in the store, beside all that the directory has.
-      keep_every: those of steps divisible by this are kept for ever; None: none are.
-      warn: told what failed when the run goes on regardless, from another thread.
-      settle_s: a checkpoint whose files are the same after so long is not being deleted.
+      directory: the run directory; it may still be empty.
+      objects: the run's objects in the store.
+      staging: a directory on the same disk; checkpoints are hard-linked there during upload, so
+        that the run may delete them meanwhile.
+      every_s: time between uploads of the logs.
+      keep: number of newest checkpoints kept in the store, besides all in the directory.
+      keep_every: checkpoints of steps divisible by this are kept forever; None: no such rule.
+      warn: called from another thread with a message about a failure that the run survives.
+      settle_s: a checkpoint whose files are unchanged after this time is not being deleted.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class Mirror:
         self._every_s, self._keep, self._keep_every, self._warn = every_s, keep, keep_every, warn
         self._sent: dict[str, _Signature] = {}
         self._complete: set[int] | None = None
-        """Steps that are complete in the store; None: it has to be asked."""
+        """Steps of complete checkpoints in the store; None: not yet listed."""
         self._same: dict[int, Identity] = {}
-        """Those of which the directory has, or had, the same."""
+        """Steps in the store whose checkpoint is identical to the local one, present or past."""
         self._uploaded: set[int] = set()
         self._left: tuple[int, int] = 0, 0
         self._failure: Exception | None = None
@@ -94,20 +95,20 @@ class Mirror:
         self._thread.start()
 
     def finish(self, say: Callable[[str], object]) -> None:
-        """Upload what is outstanding, and end. Ctrl-C gives up.
+        """Upload what is left, then stop. Ctrl-C gives up.
 
         Args:
-          say: told how far it is.
+          say: called with progress messages.
         Raises:
-          StoreError: it cannot be uploaded; the directory is as it was.
+          StoreError: the upload failed; the local directory is unchanged.
         """
         self._is_ending.set()
-        told_s = time.monotonic() + _LOOK_S
-        with self._giving_up_when_asked():
+        told_s = time.monotonic() + _POLL_S
+        with self._giving_up_on_ctrl_c():
             while self._thread.is_alive() and not self._is_given_up.is_set():
                 self._thread.join(0.1)
                 if self._thread.is_alive() and time.monotonic() >= told_s:
-                    told_s = time.monotonic() + _TELL_S
+                    told_s = time.monotonic() + _PROGRESS_S
                     num_files, num_bytes = self._left
                     rest = f"{num_files} file(s), {num_bytes:,} bytes" if num_files else "logs"
                     say(f"uploading to {self._objects.url}: {rest} to go")
@@ -117,7 +118,7 @@ class Mirror:
         if self._lease is not None:
             self._lease.release()
         if self.is_lost:
-            raise StoreError(str(lost_to(self._objects.url, self._directory)))
+            raise StoreError(str(lease_lost_error(self._objects.url, self._directory)))
         if self._failure is not None:
             raise self._error(f"failed {FINAL_TRIES} times") from self._failure
         if (self._directory / CONFIG).exists():
@@ -125,11 +126,12 @@ class Mirror:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another writer has taken the run's place in the store."""
+        """Whether another writer has taken over the run in the store."""
         return self._lease is not None and self._lease.is_lost
 
     def abandon(self) -> None:
-        """End at once. What is outstanding stays in the directory; the lease lapses by itself."""
+        """Stop at once. What is not uploaded stays in the directory; the lease expires by
+        itself."""
         self._is_given_up.set()
         self._is_ending.set()
 
@@ -138,15 +140,16 @@ class Mirror:
         return StoreError(
             explain(
                 f"the upload of what is new in the run {what}{why}",
-                given=f"{self._directory}, which is whole, and is not all in {self._objects.url}",
+                given=f"{self._directory} is complete; {self._objects.url} is not",
                 do="when the store can be written: --resume with the same --run-dir uploads it; "
                 f"or go on without the store by --run-dir {self._directory} --resume",
             )
         )
 
     @contextlib.contextmanager
-    def _giving_up_when_asked(self) -> Iterator[None]:
-        """While entered, Ctrl-C gives up instead of being ignored, as it is at the end of a run."""
+    def _giving_up_on_ctrl_c(self) -> Iterator[None]:
+        """Context in which Ctrl-C gives up the upload; otherwise it is ignored at the end of a
+        run."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -157,17 +160,19 @@ class Mirror:
             signal.signal(signal.SIGINT, before)
 
     def _run(self) -> None:
-        """Rounds of uploads, until there is nothing more to come."""
+        """The upload loop; ends after the upload that follows `finish`."""
         last_s, took_s, num_failures = time.monotonic(), 0.0, 0
         while not self._is_given_up.is_set():
             is_last = self._is_ending.is_set()
             waited_s = time.monotonic() - last_s
-            is_due = waited_s >= max(self._every_s, _REST * took_s) or self._has_new_checkpoint()
+            is_due = (
+                waited_s >= max(self._every_s, _PAUSE_RATIO * took_s) or self._has_new_checkpoint()
+            )
             if is_last or is_due:
                 began_s = time.monotonic()
                 try:
                     self._upload_what_is_new()
-                except Exception as error:  # a mistake of ours must not cost the run either
+                except Exception as error:  # a bug in the mirror must not end the run either
                     num_failures += 1
                     self._failed(error, num_failures)
                     if is_last and num_failures >= FINAL_TRIES:
@@ -180,7 +185,7 @@ class Mirror:
                 last_s, took_s = time.monotonic(), time.monotonic() - began_s
                 if is_last:
                     return
-            self._is_ending.wait(_LOOK_S)
+            self._is_ending.wait(_POLL_S)
 
     def _back_off(self, num_failures: int, is_last: bool) -> None:
         for_s = min(_MOST_BACKOFF_S, _LEAST_BACKOFF_S * 2 ** (num_failures - 1))
@@ -188,7 +193,7 @@ class Mirror:
 
     def _failed(self, error: Exception, num_failures: int) -> None:
         self._failure = error
-        self._complete = None  # what the store has is looked up anew
+        self._complete = None  # list the store again
         if num_failures == 1 and not self.is_lost:
             self._warn(
                 f"an upload to {self._objects.url} failed and is tried again; "
@@ -199,23 +204,23 @@ class Mirror:
         return bool(self._waiting())
 
     def _waiting(self) -> list[int]:
-        """Steps of checkpoints here that the store does not have, oldest first."""
+        """Steps of local checkpoints that the store does not have, oldest first."""
         here = local_checkpoints(self._directory)
         return [step for step, which in here.items() if self._same.get(step) != which]
 
     def _upload_what_is_new(self) -> None:
         if not (self._directory / CONFIG).exists():
-            self._take_back()
+            self._remove_discarded_run()
             return
         if self._complete is None:
             self._complete, self._same = self._look_up()
-        for step in reversed(self._waiting()):  # the newest counts most
+        for step in reversed(self._waiting()):  # newest first
             self._upload_checkpoint(step)
         self._upload_plain_files()
         self._rotate(set(local_steps(self._directory)))
 
     def _look_up(self) -> tuple[set[int], dict[int, Identity]]:
-        """Steps that are complete in the store, and those of which the directory has the same."""
+        """Complete checkpoints in the store, and those that are identical to local ones."""
         sizes, same = self._objects.sizes(), {}
         checkpoints = local_checkpoints(self._directory)
         for step in complete_steps(sizes):
@@ -232,14 +237,15 @@ class Mirror:
         return set(complete_steps(sizes)), same
 
     def _upload_checkpoint(self, step: int) -> None:
-        """Its files, then what the logs say until then, then the manifest."""
+        """Upload a checkpoint's files, then the logs up to now, then the manifest."""
         assert self._complete is not None
         which = local_checkpoints(self._directory).get(step)
         with self._pinned(step) as folder:
             if folder is None or which is None:
                 return
             files = files_below(folder)
-            self._objects.delete([manifest_name(step)])  # that of a course which the run has left
+            # the manifest of an abandoned branch of the run
+            self._objects.delete([manifest_name(step)])
             self._complete.discard(step)
             prefix = f"{CHECKPOINTS}/{step}/"
             stray = self._objects.sizes(prefix.rstrip("/")).keys() - {
@@ -247,14 +253,14 @@ class Mirror:
             }
             self._objects.delete(sorted(stray))
             self._left = len(files), sum(path.stat().st_size for path in files.values())
-            pieces: dict[str, Piece] = {}
+            checksums: dict[str, FileChecksum] = {}
 
             def upload(name: str, path: Path) -> None:
                 if self._is_given_up.is_set():
                     return
-                pieces[name] = Piece.of(path)
+                checksums[name] = FileChecksum.of(path)
                 self._objects.put(path, prefix + name)
-                self._left = self._left[0] - 1, self._left[1] - pieces[name].size
+                self._left = self._left[0] - 1, self._left[1] - checksums[name].size
 
             with ThreadPoolExecutor(NUM_TRANSFERS, thread_name_prefix="upload") as pool:
                 for future in [pool.submit(upload, name, path) for name, path in files.items()]:
@@ -265,18 +271,18 @@ class Mirror:
         if self._lease is not None:
             self._lease.check()
         self._check_lease()
-        pieces = {name: pieces[name] for name in sorted(pieces)}
-        self._objects.write(manifest_name(step), Manifest(step=step, pieces=pieces).to_json())
+        checksums = {name: checksums[name] for name in sorted(checksums)}
+        self._objects.write(manifest_name(step), Manifest(step=step, files=checksums).to_json())
         self._complete.add(step)
         self._same[step] = which
         self._uploaded.add(step)
 
     @contextlib.contextmanager
     def _pinned(self, step: int) -> Iterator[Path | None]:
-        """A checkpoint as it is now, however long its upload takes; None: it is being rotated away.
+        """A hard-linked copy of a checkpoint, stable during its upload; None: it is being deleted.
 
-        Its files are linked, which costs no room. Where a file system has no links, it is used as
-        it is, and an upload that its rotation overtakes fails.
+        On a file system without hard links the checkpoint itself is yielded, and its upload fails
+        if it is deleted meanwhile.
         """
         source, pinned = self._directory / CHECKPOINTS / str(step), self._staging / f"upload-{step}"
         shutil.rmtree(pinned, ignore_errors=True)
@@ -302,30 +308,33 @@ class Mirror:
                     continue
                 content = path.read_bytes()
             except FileNotFoundError:
-                continue  # it was a temporary one
+                continue  # a temporary file
             self._check_lease()
             self._objects.write(name, content)
             self._sent[name] = signature
 
     def _rotate(self, local: set[int]) -> None:
-        """Delete what neither the directory nor the settings keep, once a newer is complete."""
+        """Delete checkpoints that neither the directory nor the settings keep, once the newest is
+        uploaded.
+        """
         assert self._complete is not None
         if not self._uploaded or not local or max(local) not in self._same:
             return
         newest = max(local)
-        left = {step for step in self._complete - local if step > newest}  # of a course left behind
+        left = {step for step in self._complete - local if step > newest}  # of an abandoned branch
         counted = sorted(self._complete - left)[-self._keep :]
         kept = {
             step for step in self._complete if self._keep_every and step % self._keep_every == 0
         }
         for step in sorted(left | self._complete - local - set(counted) - kept):
             self._check_lease()
-            self._objects.delete([manifest_name(step)])  # first: half of one is none
+            # manifest first: without it the checkpoint is incomplete
+            self._objects.delete([manifest_name(step)])
             self._complete.discard(step)
             self._objects.delete(self._objects.sizes(f"{CHECKPOINTS}/{step}"))
 
-    def _take_back(self) -> None:
-        """The run was discarded before its first step: its name is free again in the store too."""
+    def _remove_discarded_run(self) -> None:
+        """Delete the objects of a run that was discarded before its first step."""
         if self._sent and not self._uploaded:
             self._objects.delete([CONFIG, *self._sent])
             self._sent.clear()
@@ -333,15 +342,17 @@ class Mirror:
     def _check_lease(self) -> None:
         if self.is_lost:
             self._is_given_up.set()
-            raise lost_to(self._objects.url, self._directory)
+            raise lease_lost_error(self._objects.url, self._directory)
 
 
-def lost_to(url: object, directory: Path, holder: str = "another process") -> RunDirectoryError:
-    """What ends a run whose place in a store another writer has taken."""
+def lease_lost_error(
+    url: object, directory: Path, holder: str = "another process"
+) -> RunDirectoryError:
+    """The error that ends a run when another writer has taken over its lease."""
     return RunDirectoryError(
         explain(
-            "another process writes this run in the store now, and this one writes there no more",
+            "another process has taken over this run in the store, so this one has stopped writing",
             given=f"{url}, taken over by {holder}",
-            do=f"find out which of them should go on; what this one has done is in {directory}",
+            do=f"decide which process should continue; this one's results are in {directory}",
         )
     )

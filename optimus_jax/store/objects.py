@@ -1,8 +1,8 @@
 """The objects under a URL, read and written through fsspec.
 
-An *object* has a name, which is its key without that of the URL. Listings are never cached: what
-another machine has written is seen at once, as far as the store itself shows it. Credentials,
-endpoints and regions are found by the libraries, from the variables and files of each store.
+An object's *name* is its key relative to the URL. Listings are never cached: what another machine
+writes is visible at once, as far as the store allows. The client libraries find credentials,
+endpoints and regions in each store's own variables and files.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from optimus_jax.errors import StoreError, explain
 from optimus_jax.system.paths import SCHEMES, Url
 
 _SAME_AS = {"abfss": "abfs"}
-"""Schemes that fsspec knows by another name."""
+"""Schemes that have another name in fsspec."""
 _STAMPS = (
     "ETag",
     "etag",
@@ -35,27 +35,27 @@ _STAMPS = (
     "updated",
     "created",
 )
-"""What stores say of an object that changes with its content."""
+"""Keys of fsspec's object info that change with the object's content."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """An object, as its store describes it."""
+class StoredObject:
+    """An object as listed by its store."""
 
     key: str
-    """As fsspec has it: with bucket or host."""
+    """fsspec's key, including bucket or host."""
     num_bytes: int | None
-    """None: the store does not say."""
+    """Size; None: the store does not report it."""
     stamp: str | None
-    """Changes with the content; None: the store says nothing that does."""
+    """Text that changes with the content; None: the store reports nothing suitable."""
 
 
 class Objects:
     """The objects under `url`.
 
     Raises:
-      StoreError: the library for such URLs is not installed, or a setting of its is wrong; so do
-        all methods if the store cannot be reached, refuses, or lacks what they need.
+      StoreError: the client library is not installed or misconfigured. All methods raise it too if
+        the store cannot be reached or refuses the operation.
     """
 
     def __init__(self, url: Url) -> None:
@@ -79,7 +79,7 @@ class Objects:
             raise self._failure("be used", error) from error
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None: there is none of that name."""
+        """The content of an object; None: it does not exist."""
         with self._explained(f"read {name}"):
             try:
                 return self._fs.cat_file(self._key(name))
@@ -87,15 +87,15 @@ class Objects:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Put an object in place, whole; one of that name is replaced."""
+        """Write an object atomically, replacing an existing one."""
         with self._explained(f"write {name}"):
             self._fs.pipe_file(self._key(name), content)
 
     def create(self, name: str, content: bytes) -> bool:
-        """As `write` if there is no object of that name, and whether there was none.
+        """Write an object only if it does not exist; returns whether it was written.
 
-        S3, GCS and Azure decide this themselves, so that of several writers one succeeds; where a
-        store cannot, it is looked up first.
+        Atomic on S3, GCS and Azure: of several writers one succeeds. On other stores existence is
+        checked first, with a race.
         """
         with self._explained(f"write {name}"):
             key = self._key(name)
@@ -112,12 +112,12 @@ class Objects:
             return True
 
     def put(self, source: Path, name: str) -> None:
-        """Upload a file, in parts where it is large."""
+        """Upload a file, in several parts if it is large."""
         with self._explained(f"write {name}"):
             self._fs.put_file(str(source), self._key(name))
 
     def get(self, name: str, target: Path) -> bool:
-        """Download an object to a file; whether there is one of that name."""
+        """Download an object to a file; returns whether the object exists."""
         with self._explained(f"read {name}"):
             try:
                 self._fs.get_file(self._key(name), str(target))
@@ -126,53 +126,54 @@ class Objects:
             return True
 
     def get_key(self, key: str, target: Path) -> None:
-        """Download an object that `matches` has found."""
+        """Download an object by its key, as returned by `matches`."""
         with self._explained(f"read {key}"):
             self._fs.get_file(key, str(target))
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; those that are not there are no error."""
+        """Delete objects; missing ones are ignored."""
         for name in names:
             with self._explained(f"delete {name}"), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._key(name))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Bytes of every object, by name, or of those whose names begin with `folder/`."""
-        with self._explained("list what is there"):
+        """Size in bytes of every object (or of those under `folder/`), by name."""
+        with self._explained("list its objects"):
             key = self._key(folder) if folder else self._root
             try:
                 found = self._fs.find(key, detail=True)
             except FileNotFoundError:
                 if "/" not in self._root.strip("/"):
                     raise  # the bucket itself
-                self._fs.ls(self._root.strip("/").partition("/")[0])  # raises if there is none
+                # raises if the bucket does not exist
+                self._fs.ls(self._root.strip("/").partition("/")[0])
                 return {}
             skip = len(self._root) + 1
             return {name[skip:]: int(info["size"] or 0) for name, info in found.items()}
 
-    def matches(self) -> list[Found]:
-        """The object that the URL names, or those that it matches as a glob, sorted as paths."""
+    def matches(self) -> list[StoredObject]:
+        """The object at the URL, or all objects that a glob URL matches, sorted by path."""
         with self._explained("read"):
             if not self.is_pattern:
                 infos = [self._fs.info(self._root)]
             elif self.url.scheme not in ("http", "https") and self._fs.isfile(self._root):
-                infos = [self._fs.info(self._root)]  # its name has characters of a glob
+                infos = [self._fs.info(self._root)]  # a file whose name contains glob characters
             else:
                 infos = list(self._fs.glob(self._root, detail=True).values())
-        found = [_found(info) for info in infos if info.get("type") != "directory"]
+        found = [_stored_object(info) for info in infos if info.get("type") != "directory"]
         return sorted(found, key=lambda each: PurePosixPath(each.key))
 
-    def look_up(self, key: str) -> Found | None:
-        """The object of a key; None: there is none."""
+    def look_up(self, key: str) -> StoredObject | None:
+        """The object with this key; None: it does not exist."""
         with self._explained("read"):
             try:
-                return _found(self._fs.info(key))
+                return _stored_object(self._fs.info(key))
             except FileNotFoundError:
                 return None
 
     @property
     def is_pattern(self) -> bool:
-        """Whether it may be a glob; in a web address `?` begins what is asked for."""
+        """Whether the URL may be a glob; in a web address `?` starts the query."""
         return self.url.scheme not in ("http", "https") and glob.has_magic(self.url.path)
 
     def _key(self, name: str) -> str:
@@ -184,7 +185,8 @@ class Objects:
             yield
         except StoreError:
             raise
-        except Exception as error:  # each library has errors of its own, and some have no base
+        # each library has its own exceptions, some without a common base class
+        except Exception as error:
             raise self._failure(doing, error) from error
 
     def _failure(self, doing: str, error: Exception) -> StoreError:
@@ -192,20 +194,18 @@ class Objects:
         if isinstance(error, FileNotFoundError):
             do = "check the URL: the bucket and what the URL names must be there"
         elif isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {said}":
-            do = (
-                "give credentials that may do this, as docs/stores.md says, or mend its permissions"
-            )
+            do = "give credentials that allow this (docs/stores.md), or fix the permissions"
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            do = "make room on the disk of this machine"
+            do = "free disk space on this machine"
         else:
-            do = "see that the store can be reached from here, then try again (docs/stores.md)"
+            do = "check that this machine can reach the store, then try again (docs/stores.md)"
         return StoreError(explain(f"the store cannot {doing}: {said}", given=self.url, do=do))
 
 
-def _found(info: Mapping[str, Any]) -> Found:
+def _stored_object(info: Mapping[str, Any]) -> StoredObject:
     stamps = [f"{name}={info[name]}" for name in _STAMPS if info.get(name) is not None]
     size = info.get("size")
-    return Found(
+    return StoredObject(
         key=info["name"],
         num_bytes=None if size is None else int(size),
         stamp=f"size={size} {' '.join(stamps)}" if stamps else None,

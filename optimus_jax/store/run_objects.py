@@ -1,12 +1,12 @@
-"""What a run consists of in a store.
+"""The objects that a run consists of in a store.
 
     config.json plan.json *.jsonl ...   as in the run's directory, each replaced as a whole
     checkpoints/STEP/...                the files of a checkpoint
-    checkpoints/STEP.json               its manifest, written last: only with it it is complete
+    checkpoints/STEP.json               its manifest, written last: it marks the checkpoint complete
     writer.json                         who writes the run (lease.py)
 
-What belongs to processes that are alive stays local: the lock, heartbeats, unfinished files;
-so do checkpoints that were found damaged.
+State of live processes stays local: the lock, heartbeats, unfinished files. So do damaged
+checkpoints.
 """
 
 import contextlib
@@ -23,26 +23,26 @@ CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
 _LOCAL = frozenset({"lock", "progress", "damaged", CHECKPOINTS})
-"""In a run's directory, what is not mirrored as a plain file."""
+"""Entries of a run directory that are not mirrored as plain files."""
 _UNFINISHED = (".tmp", ".part")
 _MANIFEST = re.compile(rf"{CHECKPOINTS}/(\d+)\.json")
 _BLOCK_BYTES = 1 << 24
 
 Identity = tuple[int, int]
-"""Of a directory: what tells it from another one of the same name."""
+"""Inode and modification time of a directory: distinguishes it from another of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A file of a checkpoint."""
+class FileChecksum:
+    """Size and checksum of a file of a checkpoint."""
 
     size: int
     """Bytes."""
     crc32: int
 
     @classmethod
-    def of(cls, path: Path) -> "Piece":
-        """Of a file, which is read."""
+    def of(cls, path: Path) -> "FileChecksum":
+        """Read a file and compute its size and checksum."""
         size = crc = 0
         with path.open("rb") as file:
             while block := file.read(_BLOCK_BYTES):
@@ -52,46 +52,48 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The files of a complete checkpoint, by path below it."""
+    """The files of a complete checkpoint, by path relative to it."""
 
     step: int
-    pieces: dict[str, Piece]
+    files: dict[str, FileChecksum]
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
+        # The key of the JSON is older than the field's name, and stores hold it.
+        pieces = {name: asdict(file) for name, file in self.files.items()}
+        return json.dumps({"step": self.step, "pieces": pieces}, indent=1).encode()
 
     @classmethod
     def from_json(cls, content: bytes) -> "Manifest":
-        """Raises ValueError for what is none."""
+        """The inverse of `to_json`. Raises ValueError if `content` is not a manifest."""
         try:
             value = json.loads(content)
-            pieces = {str(name): Piece(**piece) for name, piece in value["pieces"].items()}
-            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in pieces):
+            files = {str(name): FileChecksum(**file) for name, file in value["pieces"].items()}
+            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
                 raise ValueError("a name leaves the checkpoint")
-            return cls(step=int(value["step"]), pieces=pieces)
+            return cls(step=int(value["step"]), files=files)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no manifest: {error}") from error
 
 
 def manifest_name(step: int) -> str:
-    """Name of the object that says that a checkpoint is complete."""
+    """Name of the manifest object, which marks a checkpoint as complete."""
     return f"{CHECKPOINTS}/{step}.json"
 
 
 def complete_steps(names: Iterable[str]) -> list[int]:
-    """Steps of the complete checkpoints among the objects of a run, oldest first."""
+    """Steps of complete checkpoints among a run's objects, oldest first."""
     return sorted(int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name)))
 
 
 def local_checkpoints(directory: Path) -> dict[int, Identity]:
-    """Complete checkpoints of a run's directory by step, oldest first.
+    """Complete checkpoints of a run directory by step, oldest first.
 
-    A step that is saved again, as by a run that has gone back, is another one.
+    A step that was saved again, as after a rollback, has another Identity.
     """
     found = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in (directory / CHECKPOINTS).iterdir():
-            if path.name.isdecimal():  # Orbax renames what is whole
+            if path.name.isdecimal():  # Orbax renames a checkpoint when it is complete
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
                     found[int(path.name)] = status.st_ino, status.st_mtime_ns
@@ -99,12 +101,12 @@ def local_checkpoints(directory: Path) -> dict[int, Identity]:
 
 
 def local_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints of a run's directory, oldest first."""
+    """Steps of complete checkpoints in a run directory, oldest first."""
     return list(local_checkpoints(directory))
 
 
 def files_below(directory: Path) -> dict[str, Path]:
-    """Every file below a directory by its path there."""
+    """Every file under a directory, by relative path."""
     return {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -113,7 +115,7 @@ def files_below(directory: Path) -> dict[str, Path]:
 
 
 def plain_files(directory: Path) -> dict[str, Path]:
-    """The files of a run's directory that are mirrored as they are: all but checkpoints."""
+    """The files of a run directory that are mirrored as they are: all but checkpoints."""
     files: dict[str, Path] = {}
     for path in sorted(directory.iterdir()):
         if path.name in _LOCAL or path.name.endswith(_UNFINISHED):
@@ -126,21 +128,21 @@ def plain_files(directory: Path) -> dict[str, Path]:
 
 
 def is_plain(name: str) -> bool:
-    """Whether an object is a plain file of a run, to be fetched with it."""
+    """Whether an object is a plain file of a run, which is downloaded with it."""
     return name.partition("/")[0] not in (*_LOCAL, LEASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A start of a run, fresh or resumed, as events.jsonl has it."""
+    """A fresh or resumed start of a run, from events.jsonl."""
 
     time_s: float
     step: int
-    """Steps done before it."""
+    """Steps completed before it."""
 
 
 def starts(events: bytes) -> list[Start]:
-    """Every start of a run, in order, as its events.jsonl has them."""
+    """All starts of a run, in order, from the content of its events.jsonl."""
     found = []
     for line in events.split(b"\n"):
         try:

@@ -1,4 +1,4 @@
-"""The cache: files that a run leaves for the next one, written whole or not at all."""
+"""The cache directory for files that later runs reuse, written atomically."""
 
 import os
 import tempfile
@@ -11,11 +11,11 @@ from optimus_jax.system.paths import directory_of_environment
 def cache_directory() -> Path:
     """`optimus_jax` in XDG_CACHE_HOME, by default `~/.cache`.
 
-    A user without a home, as in a container that runs under any number, has it in the folder for
-    temporary files.
+    If the user has no home directory, as in a container with an arbitrary user id, it lies in the
+    temporary directory.
 
     Raises:
-      PathError: the variable can name no directory.
+      PathError: the variable does not hold a valid directory path.
     """
     home = directory_of_environment("XDG_CACHE_HOME")
     if home is None:
@@ -27,14 +27,14 @@ def cache_directory() -> Path:
 
 
 def measurements_directory() -> Path:
-    """What was measured and learnt on the devices of this machine."""
+    """Directory of measurements of this machine's devices and of what was learned from them."""
     return cache_directory() / "hardware"
 
 
-def write_whole(path: Path, text: str, what: str) -> None:
-    """Another run may be reading.
+def write_atomically(path: Path, text: str, what: str) -> None:
+    """Replace a file atomically, since another run may be reading it.
 
-    A warning that names `what` if it cannot be written, for no run depends on it.
+    If it cannot be written, warns and names `what`; no run depends on the file.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
-"""What a program of ours needs of its environment before it uses JAX, told in words where it lacks
-it.
+"""Checks of environment variables before JAX is used, with readable errors.
 
-JAX reads its settings from variables when it is imported, and raises what it raises: that ends here
-in a ConfigError that names the variable. Which of the settings that it does take a run can have is
-decided in devices/jax_settings.py.
+JAX reads its settings from environment variables at import and raises various exceptions; here they
+become a ConfigError that names the variable. devices/jax_settings.py decides which of JAX's valid
+settings a run can use.
 """
 
 import contextlib
@@ -20,10 +19,10 @@ from optimus_jax.system.cache import measurements_directory
 
 
 def import_jax() -> None:
-    """Import JAX. Call it before whatever imports it too.
+    """Import JAX. Call it before any other module that imports JAX.
 
     Raises:
-      ConfigError: a variable holds what JAX cannot read, or JAX is not installed as it should be.
+      ConfigError: JAX cannot read a variable, or is not installed correctly.
     """
     try:
         import jax  # noqa: F401
@@ -46,7 +45,7 @@ def import_jax() -> None:
                     f"{listed}{': ' if listed else ''}{type(error).__name__}: {_first_line(error)}"
                 ),
                 do=(
-                    f"mend or unset {' or '.join(blamed)}"
+                    f"fix or unset {' or '.join(blamed)}"
                     if blamed
                     else "install it again: pip install optimus-jax"
                 ),
@@ -56,14 +55,14 @@ def import_jax() -> None:
 
 
 def check_dump_folder() -> None:
-    """Raises ConfigError if JAX is told to write its programs where it cannot."""
+    """Raises ConfigError if the directory in JAX_DUMP_IR_TO cannot be written."""
     if (folder := os.environ.get("JAX_DUMP_IR_TO", "")) and folder != "sponge":
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 explain(
-                    "JAX cannot write its programs where it is to",
+                    "JAX cannot write its programs to JAX_DUMP_IR_TO",
                     given=f"JAX_DUMP_IR_TO={folder}: {error.strerror}",
                     do="name a folder that can be written, or unset JAX_DUMP_IR_TO",
                 )
@@ -71,24 +70,26 @@ def check_dump_folder() -> None:
 
 
 def check_xla_flags() -> None:
-    """XLA ends the process where it does not know one of XLA_FLAGS: another one tries them first,
-    once for a version of jaxlib.
+    """Check XLA_FLAGS in a subprocess, because XLA aborts the process on an unknown flag.
+
+    The result is cached per version of jaxlib.
 
     Raises:
-      ConfigError: XLA does not take them.
+      ConfigError: XLA does not accept the flags.
     """
     flags = os.environ.get("XLA_FLAGS", "").strip()
     if not flags:
         return
     import subprocess
 
-    # Half a second that only the first run of several pays.
+    # The check takes half a second; the cache makes only the first run pay it.
     taken = (
         measurements_directory()
         / "xla_flags"
         / hashlib.sha256(f"{version('jaxlib')} {flags}".encode(errors="replace")).hexdigest()[:16]
     )
-    is_kept = all(flag.startswith("--") for flag in flags.split())  # a file of flags may change
+    # flags in a file may change, so they are not cached
+    is_kept = all(flag.startswith("--") for flag in flags.split())
     with contextlib.suppress(OSError):
         if is_kept and taken.exists():
             return
@@ -100,7 +101,7 @@ def check_xla_flags() -> None:
         check=False,
         env={"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    # else it says nothing about them
+    # any other failure is not about the flags
     if tried.returncode == 0 or "parse_flags_from_env" not in tried.stderr:
         if tried.returncode == 0 and is_kept:
             with contextlib.suppress(OSError):
@@ -114,9 +115,9 @@ def check_xla_flags() -> None:
     ]
     raise ConfigError(
         explain(
-            "XLA does not take XLA_FLAGS, and would end this process",
+            "XLA does not accept XLA_FLAGS and would abort this process",
             given=f"XLA_FLAGS={flags}: {said[0] if said else 'no reason given'}",
-            do="leave out or mend that flag; other versions of jaxlib have other flags",
+            do="remove or fix that flag; flags differ between versions of jaxlib",
         )
     )
 
@@ -124,10 +125,12 @@ def check_xla_flags() -> None:
 _TRY_FLAGS = "from jaxlib import _jax\n_jax.get_tfrt_cpu_client(asynchronous=True)"
 
 
-def number_of(name: str, kind: Callable[[str], float], default: float) -> float:
-    """A positive number in an environment variable; the default if it is not set.
+def positive_number_from_environment(
+    name: str, kind: Callable[[str], float], default: float
+) -> float:
+    """A positive number from an environment variable; the default if it is not set.
 
-    Raises ConfigError if it holds something else.
+    Raises ConfigError for anything else.
     """
     if not (text := os.environ.get(name, "").strip()):
         return default
@@ -146,9 +149,9 @@ def number_of(name: str, kind: Callable[[str], float], default: float) -> float:
     return number
 
 
-def show_every_character() -> None:
-    """A terminal or file that lacks a character shows another instead: PYTHONIOENCODING=ascii,
-    LC_ALL=POSIX.
+def replace_unencodable_characters() -> None:
+    """Let standard output and error print a replacement for characters outside their encoding, as
+    with PYTHONIOENCODING=ascii or LC_ALL=POSIX.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

@@ -1,8 +1,8 @@
-"""JSON that somebody else wrote, or that a crash left half of: a value, or one kind of error.
+"""Strict reading of untrusted or truncated JSON, with a single exception type.
 
-Python's own reader takes more than it should (a name twice, of which the first is lost; NaN) and
-fails in more ways than one (RecursionError; an int of more digits than Python converts). Whoever
-reads a file that a person can touch reads it here.
+Python's own reader accepts too much (duplicate names, of which only the last is kept; NaN) and
+raises several exceptions (RecursionError; ValueError for an int with too many digits). Every file
+that a person can edit is read through this module.
 """
 
 import json
@@ -11,28 +11,28 @@ from pathlib import Path
 from typing import Any
 
 DEEPEST = 64
-"""Lists and objects inside one another. What we write has eight at most; every walk over a deeper
-value would have to fear Python's stack."""
+"""Largest nesting depth. This project writes at most eight levels; deeper values could overflow
+Python's stack in recursive code."""
 
 
 class JSONInputError(ValueError):
-    """The text is not JSON, or not JSON that is taken here; says what and, where it is known, in
-    which line.
+    """The text is not JSON, or is JSON that this module refuses; the message gives the line where
+    it is known.
     """
 
 
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
-    """The value that a text is the JSON of.
+    """The value of a JSON text.
 
-    A byte-order mark, which some editors write, is passed over.
+    A byte-order mark, which some editors write, is ignored.
 
     Args:
       text: bytes are UTF-8.
-      finite: refuse NaN and infinities, written out or as 1e999; logs have them, where a loss was
-        one.
+      finite: refuse NaN and infinities, also as 1e999; logs contain them when a loss was not
+        finite.
     Raises:
-      JSONInputError: it is not JSON, not text, has a name twice in one object, or is nested deeper
-        than DEEPEST.
+      JSONInputError: not JSON, not UTF-8, a duplicate name in one object, or nested deeper than
+        DEEPEST.
     """
     try:
         if isinstance(text, bytes):
@@ -56,7 +56,7 @@ def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
 
 
 def read_json(path: str | Path, *, finite: bool = True) -> Any:
-    """`parse_json` of a file. Raises OSError besides."""
+    """`parse_json` of a file. Also raises OSError."""
     return parse_json(Path(path).read_bytes(), finite=finite)
 
 
@@ -65,12 +65,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise JSONInputError(f"{twice!r} stands twice in one object")
+        raise JSONInputError(f"{twice!r} appears twice in one object")
     return value
 
 
 def _constant(text: str) -> Any:
-    raise JSONInputError(f"{text} is no number")
+    raise JSONInputError(f"{text} is not a number")
 
 
 def _finite(text: str) -> float:
@@ -81,7 +81,7 @@ def _finite(text: str) -> float:
 
 
 def _shallow(value: Any) -> Any:
-    """The value, unless it is nested deeper than DEEPEST."""
+    """The value itself. Raises JSONInputError if it is nested deeper than DEEPEST."""
     level, depth = [value], 0
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1

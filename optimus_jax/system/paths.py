@@ -1,16 +1,16 @@
-"""What a user typed for a path: a place in the file system, or a URL of an object store.
+"""Parses user-supplied paths: a file-system path, or the URL of an object store.
 
-Every path of a user goes through here before anything is opened or made: flags, settings,
-arguments of the Python API, and environment variables. A path that no shell has seen, as in
-`--run-dir=~/x` or in a job's YAML, means what a shell would have made of it:
+Every user-supplied path goes through this module before anything is opened or created: flags,
+settings, arguments of the Python API, and environment variables. A path that no shell has expanded,
+as in `--run-dir=~/x` or in a job's YAML, is expanded as a shell would do:
 
 * `~` and `~name` at the beginning are home directories; `./~` is a file called `~`.
-* `file://` URLs are paths of this machine.
-* Other URLs are of a store, by their scheme (`SCHEMES`). An entrance that reads or keeps nothing
-  there refuses them by name, so that no directory called `gs:` is ever made.
+* `file://` URLs are local paths.
+* Other URLs name an object store by their scheme (`SCHEMES`). Settings that accept no store refuse
+  them with an error, so that no directory called `gs:` is ever created.
 * `$NAME` is not expanded: that is the shell's job, and a `$` may be part of a name.
-* Text that can name nothing (empty, a NUL, a name too long), and text that is likely to be meant
-  for something else (`C:\\x`, `gs:/x`, blanks at either end), is an error.
+* Text that cannot be a path (empty, with a NUL, too long), and text that is probably a mistake
+  (`C:\\x`, `gs:/x`, leading or trailing blanks), is an error.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from urllib.parse import unquote
 from optimus_jax.errors import ConfigError, explain
 
 UserPath = str | os.PathLike[str]
-"""What an entrance takes."""
+"""A path as callers pass it."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\[^\\]")
@@ -35,23 +35,23 @@ _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """What is known of the URLs that begin with a word."""
+class UrlScheme:
+    """Properties of a URL scheme."""
 
     package: str
-    """What has to be installed to use them; empty: nothing."""
+    """Python package that these URLs need; empty: none."""
     extra: str = ""
-    """Of ours, that installs it."""
+    """This project's extra that installs it."""
     is_writable: bool = True
-    """Whether a run can be kept there."""
+    """Whether runs can be stored there."""
 
 
 _S3, _GCS, _AZURE = (
-    Scheme(package=package, extra=extra)
+    UrlScheme(package=package, extra=extra)
     for package, extra in (("s3fs", "s3"), ("gcsfs", "gcs"), ("adlfs", "azure"))
 )
-_HTTP = Scheme(package="aiohttp", extra="http", is_writable=False)
-SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+_HTTP = UrlScheme(package="aiohttp", extra="http", is_writable=False)
+SCHEMES: Mapping[str, UrlScheme] = MappingProxyType(
     {
         "s3": _S3,
         "s3a": _S3,
@@ -62,10 +62,10 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
         "abfss": _AZURE,
         "http": _HTTP,
         "https": _HTTP,
-        "memory": Scheme(package="", is_writable=False),
+        "memory": UrlScheme(package="", is_writable=False),
     }
 )
-"""Stores that are read. `memory` is fsspec's, which ends with its process: for tests."""
+"""Supported schemes. `memory` is fsspec's store in this process, for tests."""
 REFUSED = (
     "hdfs",
     "viewfs",
@@ -92,21 +92,21 @@ REFUSED = (
     "filecache",
     "blockcache",
 )
-"""Schemes that people type and that we do not read."""
+"""Schemes that people use and that are not supported."""
 
 
 class PathError(ConfigError):
-    """Text that can be no path, or a path of a kind that its place does not take."""
+    """Text that is not a valid path, or a kind of path that the setting does not accept."""
 
 
 @dataclass(frozen=True)
 class Url:
-    """A place in a store."""
+    """The URL of an object or prefix in a store."""
 
     scheme: str
     """A key of SCHEMES."""
     path: str
-    """Bucket or host, and what stands behind it, without a slash at the end."""
+    """Bucket or host and the rest of the path, without a trailing slash."""
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}"
@@ -121,18 +121,18 @@ class Url:
 
     @property
     def is_writable(self) -> bool:
-        """Whether a run can be kept there."""
+        """Whether runs can be stored there."""
         return SCHEMES[self.scheme].is_writable
 
 
 def user_path(text: UserPath, *, what: str) -> Path | Url:
-    """A path or URL from what a user typed; touches nothing.
+    """A path or URL from user input; does not access the file system.
 
     Args:
       text: as typed; a relative path stays one.
-      what: what to call it in errors: the flag or setting.
+      what: name of the flag or setting, for errors.
     Raises:
-      PathError: it can name nothing, or is a URL that is not understood.
+      PathError: not a valid path, or an unsupported URL.
     """
     text = _checked(text, what)
     if (match := _URL.fullmatch(text)) is not None:
@@ -146,12 +146,12 @@ def local_path(
     what: str,
     do: str = "give a path of this machine: mount the store, or copy from it and to it",
 ) -> Path:
-    """As `user_path`, where only a path of this machine will do.
+    """As `user_path`, where only a local path is accepted.
 
     Args:
-      do: what to do instead of giving a URL.
+      do: advice in the error for a URL.
     Raises:
-      PathError: as `user_path`, or it is a URL of a store.
+      PathError: as `user_path`, or it is the URL of a store.
     """
     path = user_path(text, what=what)
     if isinstance(path, Url):
@@ -160,7 +160,7 @@ def local_path(
 
 
 def local_pattern(text: UserPath, *, what: str) -> str:
-    """As `local_path`, for what may be a glob: what `~` stands for is escaped."""
+    """As `local_path`, for a glob: the expansion of `~` is escaped."""
     path = local_path(text, what=what)
     text = os.fspath(text)
     if not text.startswith("~"):
@@ -170,17 +170,17 @@ def local_pattern(text: UserPath, *, what: str) -> str:
 
 
 def directory_of_environment(variable: str) -> Path | None:
-    """The directory that a variable of the environment names; None: not set, or empty.
+    """The directory in an environment variable; None: not set, or empty.
 
     Raises:
-      PathError: it can name no directory of this machine.
+      PathError: not a valid local path.
     """
     text = os.environ.get(variable)
     return local_path(text, what=variable) if text else None
 
 
 def path_argument(text: str) -> Path:
-    """`local_path` as a `type` for argparse, which names the flag itself."""
+    """`local_path` as a `type` for argparse, which adds the flag's name to errors."""
     try:
         return local_path(text, what="this path")
     except PathError as error:
@@ -188,13 +188,13 @@ def path_argument(text: str) -> Path:
 
 
 def _checked(text: UserPath, what: str) -> str:
-    """As text, if it can be a path at all."""
+    """The path as text. Raises PathError if it cannot be a path."""
     try:
         text = os.fspath(text)
     except TypeError:
         raise PathError(
             explain(
-                f"{what} is no path",
+                f"{what} is not a path",
                 given=f"{text!r} ({type(text).__name__})",
                 do="give it as text, or as a pathlib.Path",
             )
@@ -256,7 +256,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _expanded(text: str, what: str) -> str:
-    """With the home directory in the place of `~` or `~name`."""
+    """The text with `~` or `~name` replaced by the home directory."""
     if not text.startswith("~"):
         return text
     expanded = os.path.expanduser(text)
@@ -264,7 +264,7 @@ def _expanded(text: str, what: str) -> str:
     if user == "~" and not os.environ.get("HOME", "unset").startswith("/") and "HOME" in os.environ:
         raise PathError(
             explain(
-                f"{what} begins with ~, and HOME is no absolute path",
+                f"{what} begins with ~, and HOME is not an absolute path",
                 given=f"{text}, HOME={os.environ['HOME']!r}",
                 do="set HOME, or give the path in full",
             )
@@ -306,7 +306,7 @@ def _url(text: str, scheme: str, rest: str, what: str) -> Path | Url:
             "leave it out: credentials come from the environment (docs/stores.md)",
         )
     elif not SCHEMES[scheme].is_writable:
-        pass  # anything goes in a web address
+        pass  # any path is valid in a web address
     elif any(part in ("", ".", "..") for part in path.split("/")):
         wrong = (
             "has an empty part, . or .. in it",

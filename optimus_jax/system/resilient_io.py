@@ -1,5 +1,5 @@
-"""Output that outlives its reader: a terminal is closed, `tee` and `head` end, and the run goes on,
-or saves what it was asked to save.
+"""Standard streams that survive the loss of their reader: when a terminal is closed, or `tee` or
+`head` exits, the run continues, or finishes saving.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from typing import Any, TextIO, cast
 
 from optimus_jax.errors import OutputError, explain
 
-LAST_WORDS_S = 5.0
-"""How long standard error may take for what has to be said: who should read it may have stopped."""
+FLUSH_TIMEOUT_S = 5.0
+"""Time limit for writing a last message to standard error: its reader may have stopped."""
 
 
 def flush_with_timeout(text: str, *, after: Iterable[TextIO] = ()) -> None:
-    """Write to standard error, from any thread, in LAST_WORDS_S at most: for a process that ends,
-    or a thread that others wait for.
+    """Write to standard error from any thread, within FLUSH_TIMEOUT_S: for a process that is
+    exiting, or a thread that others wait for.
 
     Args:
-      after: streams that are flushed before.
+      after: streams to flush first.
     """
 
     def write() -> None:
@@ -36,19 +36,19 @@ def flush_with_timeout(text: str, *, after: Iterable[TextIO] = ()) -> None:
 
     thread = threading.Thread(target=write, name="last words", daemon=True)
     thread.start()
-    thread.join(LAST_WORDS_S)
+    thread.join(FLUSH_TIMEOUT_S)
 
 
 @functools.cache
-def stderr_that_never_waits() -> int:
-    """A file descriptor for what C code has to say in an emergency: what a full pipe or a stopped
-    terminal does not take is lost.
+def nonblocking_stderr() -> int:
+    """A non-blocking file descriptor for emergency messages of C code: what a full pipe or a
+    stopped terminal does not accept is lost.
     """
     try:
         mode = os.fstat(2).st_mode
-        if stat.S_ISREG(mode):  # never full of what nobody has read
+        if stat.S_ISREG(mode):  # writing to a regular file never blocks on a reader
             return 2
-        # opened anew, for whoever else has the old one is to wait as before
+        # reopened, so that other users of the descriptor keep blocking writes
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             return os.open(
                 "/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -59,10 +59,10 @@ def stderr_that_never_waits() -> int:
 
 
 def open_closed_streams() -> None:
-    """Lead standard streams that are closed (`>&-`) to nowhere.
+    """Redirect closed standard streams (`>&-`) to /dev/null.
 
-    Python has None for them, and the next file that is opened would have their number: what C code
-    then says on standard error would be written into it.
+    Python sets them to None, and the next file opened would get their descriptor number: C code
+    that writes to standard error would then write into that file.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -77,37 +77,35 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="replace"))  # noqa: SIM115 - for as long as Python runs
 
 
-def patient(stream: TextIO) -> TextIO:
-    """The same stream, whose `write` and `flush` never fail for the machine's reasons.
+def ignoring_write_errors(stream: TextIO) -> TextIO:
+    """The same stream, whose `write` and `flush` never raise OSError.
 
-    When one would, for nobody reads any more or a disk is full, the file descriptor leads to
-    nowhere from then on, so that nothing else that has it fails either, nor Python when it empties
-    its buffers at its end. A run's record is in its directory.
+    After the first failure (no reader, or a full disk) the file descriptor is redirected to
+    /dev/null, so that other users of it do not fail either, nor Python when it flushes at exit. The
+    run's record is in its directory.
     """
     _replace_unknown(stream)
-    return cast(TextIO, _Patient(stream))
+    return cast(TextIO, _IgnoringWriteErrors(stream))
 
 
 def _replace_unknown(stream: TextIO) -> None:
-    """Show another character for one that the stream lacks, as a terminal without Unicode does,
-    instead of failing.
-    """
+    """Print a replacement for characters outside the stream's encoding instead of raising."""
     if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="replace")
 
 
-def reporting(stream: TextIO) -> TextIO:
-    """The same stream, for a script whose result is what it prints: trouble is an error in words,
-    or BrokenPipeError if nobody reads on.
+def raising_output_errors(stream: TextIO) -> TextIO:
+    """The same stream, for a script whose result is its output: a failure raises OutputError, or
+    BrokenPipeError if the reader has gone.
 
-    From then on it leads to nowhere, as a patient one does. A character that it lacks is shown as
-    another.
+    After that the descriptor is redirected to /dev/null, as by `ignoring_write_errors`. Characters
+    outside the stream's encoding are replaced.
     """
     _replace_unknown(stream)
-    return cast(TextIO, _Reporting(stream))
+    return cast(TextIO, _RaisingOutputErrors(stream))
 
 
-class _Patient:
+class _IgnoringWriteErrors:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -118,42 +116,42 @@ class _Patient:
         try:
             return self._stream.write(text)
         except OSError:
-            self._lead_nowhere()
+            self._redirect_to_devnull()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError:
-            self._lead_nowhere()
+            self._redirect_to_devnull()
 
-    def _lead_nowhere(self) -> None:
+    def _redirect_to_devnull(self) -> None:
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
-class _Reporting(_Patient):
+class _RaisingOutputErrors(_IgnoringWriteErrors):
     def write(self, text: str) -> int:
-        with self._told():
+        with self._output_errors_explained():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._told():
+        with self._output_errors_explained():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _output_errors_explained(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
-            self._lead_nowhere()
+            self._redirect_to_devnull()
             raise
         except OSError as error:
-            self._lead_nowhere()
+            self._redirect_to_devnull()
             raise OutputError(
                 explain(
-                    "standard output takes nothing more, and what was printed is not whole",
+                    "standard output cannot be written, and the output is incomplete",
                     given=error.strerror or error,
-                    do="make room, or send the output elsewhere",
+                    do="free disk space, or send the output elsewhere",
                 )
             ) from error

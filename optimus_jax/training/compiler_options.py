@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from optimus_jax.devices.accelerators import accelerator_of_kind
 from optimus_jax.devices.backend import gpu_memory_share
-from optimus_jax.mesh.compiler import GPU, MODE, ON_CPU, CompilerOption, allowed
+from optimus_jax.mesh.compiler import CPU_OPTIONS, GPU, MODE, CompilerOption, without_user_flags
 from optimus_jax.plan import Plan
 
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
@@ -125,14 +125,14 @@ def options_for(
       state_bytes: that stay on each device from step to step; None: not known.
       usable_bytes: of a device, by JAX; None: it is not here.
     """
-    return allowed(_wanted(platform, device_kind, plan, state_bytes, usable_bytes))
+    return without_user_flags(_wanted(platform, device_kind, plan, state_bytes, usable_bytes))
 
 
 def _wanted(
     platform: str, device_kind: str, plan: Plan, state_bytes: int | None, usable_bytes: int | None
 ) -> Iterator[CompilerOption]:
     if platform == "cpu":
-        yield from ON_CPU
+        yield from CPU_OPTIONS
     if plan.precision == "f16":
         yield ROUNDED_AS_WRITTEN
     if platform not in GPU:

@@ -75,7 +75,7 @@ def _through_stages(
     loss, d_outer, d_layers = _pipeline(
         objective, whole, layouts[LAYERS], batch, evaluate=False
     ).loss_and_gradients()
-    gradients = jax.tree.map(lambda layout, g: layout.gradient_of_use(g), outer_layouts, d_outer)
+    gradients = jax.tree.map(lambda layout, g: layout.scatter_gradient(g), outer_layouts, d_outer)
     return loss, {
         **gradients,
         LAYERS: jax.tree.map(lambda d: d.reshape(-1, *d.shape[2:]), d_layers),

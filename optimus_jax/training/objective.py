@@ -14,7 +14,7 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params
-from optimus_jax.models.transformer import Pass
+from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
 from optimus_jax.training.loss import cross_entropy
 
@@ -84,9 +84,9 @@ class Objective:
             chunk_tokens=self.plan.loss_chunk_tokens,
         )
 
-    def _pass(self, rows: Batch) -> Pass:
+    def _pass(self, rows: Batch) -> ForwardContext:
         key = self.step_key
-        return Pass(
+        return ForwardContext(
             comm=self.comm,
             kernel=self.plan.attention,
             remat=self.plan.remat,

@@ -25,7 +25,7 @@ from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.compiler import GPU, CompilerOption, as_given
+from optimus_jax.mesh.compiler import GPU, CompilerOption, as_compiler_dict
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
 from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.keys import make_key
@@ -146,13 +146,13 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
             out_shardings=(shardings, NamedSharding(mesh, scalar))
             if plan.offload != "none"
             else None,
-            compiler_options=as_given(options),
+            compiler_options=as_compiler_dict(options),
         ),
         eval_step=jax.jit(
             jax.shard_map(
                 step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=(scalar, scalar)
             ),
-            compiler_options=as_given(options),
+            compiler_options=as_compiler_dict(options),
         ),
     )
 
@@ -251,7 +251,9 @@ class _Step:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
             opt_state = kept(opt_state, state.opt_state)
         parts = jax.tree.map(lambda p, u: p - lr * u, parts, updates)
-        return jax.tree.map(lambda layout, p: layout.whole_again(p), self.layouts, parts), opt_state
+        return jax.tree.map(
+            lambda layout, p: layout.gather_updated(p), self.layouts, parts
+        ), opt_state
 
     def _rescaled(self, scale: LossScale, finite: Array) -> LossScale:
         """f16: halve after overflows in a row, double after clean steps."""

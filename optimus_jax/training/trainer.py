@@ -424,7 +424,10 @@ class Trainer:
             with self.progress.during("evaluation"):
                 found = self._held_out(state)
         except Exception as error:
-            if not (self._is_alone or (isinstance(error, OptimusError) and error.is_everyones)):
+            if not (
+                self._is_alone
+                or (isinstance(error, OptimusError) and error.raised_by_all_processes)
+            ):
                 raise
             self._rescue(state, step, error)
             self._say(
@@ -501,7 +504,7 @@ class Trainer:
                     else f"{type(failure).__name__}: {failure}"
                 )
             )
-            error.is_everyones = True
+            error.raised_by_all_processes = True
             raise error from failure
         return batches
 

@@ -24,7 +24,7 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
         match=r"do not agree on the plan\n.*process 2 differs from process 0; here it is data=8",
     ) as caught:
         assert_same_everywhere({"the config": "{}", "the plan": "data=8"})
-    assert caught.value.is_everyones
+    assert caught.value.raised_by_all_processes
     with pytest.raises(FaultError, match="do not agree on the plan"):
         assert_same_everywhere({"the config": "{}", "the plan": "data=8"}, may_become=True)
     monkeypatch.setattr(
@@ -34,7 +34,7 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "raised", "is_everyones"),
+    ("here", "there", "raised", "raised_by_all_processes"),
     [
         (None, None, None, None),
         (DataError("no file"), None, DataError, True),
@@ -44,7 +44,9 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
         (DataError("no file"), ValueError("a mistake of ours"), DataError, False),
     ],
 )
-def test_an_error_of_one_process_is_one_of_all(monkeypatch, here, there, raised, is_everyones):
+def test_an_error_of_one_process_is_one_of_all(
+    monkeypatch, here, there, raised, raised_by_all_processes
+):
     """Who may end in order, and wait for the others to do so too, is who knows that all have an
     error which a user can mend.
     """
@@ -74,7 +76,7 @@ def test_an_error_of_one_process_is_one_of_all(monkeypatch, here, there, raised,
     except Exception as error:
         caught = error
     assert type(caught) is (raised or type(None))
-    assert getattr(caught, "is_everyones", None) == is_everyones
+    assert getattr(caught, "raised_by_all_processes", None) == raised_by_all_processes
     if here is None and there is not None:
         assert "given: process 1 of 2" in str(caught)
 

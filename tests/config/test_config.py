@@ -274,12 +274,12 @@ def test_settings_left_open_are_derived():
         ),
         ({"model.dropout": 1}, r"dropout is a probability"),
         ({"data.sources": ()}, r"no data was named"),
-        ({"data.eval_fraction": 1}, r"eval_fraction is a share"),
+        ({"data.eval_fraction": 1}, r"eval_fraction is a fraction"),
         ({"parallel.zero": 4}, r"parallel.zero is a ZeRO stage(.|\n)*choose 0, 1, 2 or 3"),
-        ({"optimizer.beta1": 1.5}, r"optimizer.beta1 lies between 0 and 1"),
+        ({"optimizer.beta1": 1.5}, r"optimizer.beta1 must be at least 0 and below 1"),
         ({"optimizer.clip_norm": -1}, r"optimizer.clip_norm cannot be negative"),
-        ({"optimizer.beta1": 1}, r"optimizer.beta1 lies between 0 and 1(.|\n)*less than 1"),
-        ({"optimizer.beta2": 1.0}, r"optimizer.beta2 lies between 0 and 1"),
+        ({"optimizer.beta1": 1}, r"optimizer.beta1 must be at least 0(.|\n)*less than 1"),
+        ({"optimizer.beta2": 1.0}, r"optimizer.beta2 must be at least 0 and below 1"),
         ({"model.init_std": -1}, r"model.init_std cannot be negative"),
         ({"seed": -1}, r"seed is out of range"),
         ({"seed": 3_000_000_000}, r"seed is out of range(.|\n)*3000000000(.|\n)*0 to 2147483647"),
@@ -287,12 +287,12 @@ def test_settings_left_open_are_derived():
         (
             {"data.seq_len": 2048},
             (
-                r"longer than the positions of custom(.|\n)*data.seq_len=2048,"
+                r"exceeds the longest sequence of custom(.|\n)*data.seq_len=2048,"
                 r" model.max_length=1024(.|\n)*--seq-len 1024"
             ),
         ),
         ({"control": "sometimes"}, r"auto"),
-        ({"controller.min_gain": 1.5}, r"min_gain is a share"),
+        ({"controller.min_gain": 1.5}, r"min_gain is a fraction"),
         ({"controller.max_switches": -1}, r"max_switches cannot be negative"),
         ({"controller.window_steps": 0}, r"window_steps must be positive"),
         ({"distributed.process_id": 1}, r"needs all three distributed settings"),
@@ -318,7 +318,7 @@ def test_settings_left_open_are_derived():
                 "distributed.num_processes": 10**9,
                 "distributed.process_id": 0,
             },
-            r"no run has so many processes",
+            r"the number of processes is too large",
         ),
         *(
             (

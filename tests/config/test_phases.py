@@ -98,7 +98,7 @@ def test_phases_survive_json_and_the_command_line(config):
         ("200:64,100:32", "follow one another"),
         (
             "200:64x4096",
-            r"longer than the positions(.|\n)*data.phases=200:64x4096(.|\n)*model.max_length=4096",
+            r"exceeds the longest(.|\n)*data.phases=200:64x4096(.|\n)*model.max_length=4096",
         ),
     ],
 )

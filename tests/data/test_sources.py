@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optimus_jax.data.formats import SUFFIXES
-from optimus_jax.data.left_out import LeftOut
+from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.sources import find_files, read_documents
 from optimus_jax.errors import DataError
 from optimus_jax.system.paths import PathError
@@ -178,15 +178,17 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path):
     )
     table = write(tmp_path / "b.csv", "text,n\ntwo,2\nthree\n")
     array = write(tmp_path / "c.json", '[1, "four"]')
-    left_out = LeftOut()
+    skipped_input = SkippedInput()
     sources = [str(lines), str(table), str(array)]
-    assert list(read_documents(sources, "text", skip_bad_lines=True, left_out=left_out)) == [
+    assert list(
+        read_documents(sources, "text", skip_bad_lines=True, skipped_input=skipped_input)
+    ) == [
         "one",
         "two",
         "four",
     ]
-    assert left_out.bad_lines == {lines: [1, 3, 4, 5, 6, 7], table: [3], array: [1]}
-    assert left_out.notes() == [
+    assert skipped_input.bad_lines == {lines: [1, 3, 4, 5, 6, 7], table: [3], array: [1]}
+    assert skipped_input.notes() == [
         f"data.skip_bad_lines: 8 bad line(s) skipped: 6 in {lines} (the first is 1), 1 in {table}"
         f" (the first is 3), 1 in {array} (the first is 1)"
     ]
@@ -222,13 +224,15 @@ def test_every_line_that_a_bad_row_takes_is_counted(tmp_path):
         tmp_path / "a.csv",
         'id,text\n1,one\n2,"two\n3,three\n4,"four"\n5,five\n"6\n",six,x\n7,seven\n',
     )
-    left_out = LeftOut()
-    assert list(read_documents([str(file)], "text", skip_bad_lines=True, left_out=left_out)) == [
+    skipped_input = SkippedInput()
+    assert list(
+        read_documents([str(file)], "text", skip_bad_lines=True, skipped_input=skipped_input)
+    ) == [
         "one",
         "five",
         "seven",
     ]
-    assert left_out.bad_lines == {file: [3, 4, 5, 7, 8]}
+    assert skipped_input.bad_lines == {file: [3, 4, 5, 7, 8]}
 
 
 def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
@@ -245,14 +249,14 @@ def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
         write(tmp_path / name, name)
     write(tmp_path / "empty.py", "")
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
-    left_out = LeftOut()
-    assert list(read_documents([str(tmp_path)], "text", left_out=left_out)) == [
+    skipped_input = SkippedInput()
+    assert list(read_documents([str(tmp_path)], "text", skipped_input=skipped_input)) == [
         "a/B.md",
         "a/c.txt",
         "b.txt",
         "t.bin.json.txt",
     ]
-    assert left_out.notes() == [
+    assert skipped_input.notes() == [
         f"1 empty file(s) left out: {tmp_path}/empty.py",
         (
             "file(s) in folders left out, as they are of no format to train on: 1 without a suffix,"
@@ -306,12 +310,14 @@ def test_an_arrow_stream_without_an_end_is_told(tmp_path):
     ):
         writer.write_table(TABLE)
     for name in ("whole", "cut", "padded", "old"):
-        left_out = LeftOut()
+        skipped_input = SkippedInput()
         assert list(
-            read_documents([str(tmp_path / f"{name}.arrow")], "text", left_out=left_out)
+            read_documents([str(tmp_path / f"{name}.arrow")], "text", skipped_input=skipped_input)
         ) == ["one", "two\n"]
-        assert left_out.without_end == ([tmp_path / "cut.arrow"] if name == "cut" else []), name
-        assert left_out.notes() == (
+        assert skipped_input.without_end == ([tmp_path / "cut.arrow"] if name == "cut" else []), (
+            name
+        )
+        assert skipped_input.notes() == (
             [
                 "1 Arrow stream(s) have no end-of-stream marker, which a writer may leave out; but"
                 f" if they were cut short, rows are missing: {tmp_path}/cut.arrow"
@@ -419,11 +425,13 @@ def test_a_file_that_is_given_twice_is_told(tmp_path):
         write(tmp_path / name, name)
     for find in (
         find_files,
-        lambda sources, left_out: list(read_documents(sources, "text", left_out=left_out)),
+        lambda sources, skipped_input: list(
+            read_documents(sources, "text", skipped_input=skipped_input)
+        ),
     ):
-        left_out = LeftOut()
-        assert len(find([str(tmp_path / "a.txt"), f"{tmp_path}/*.txt"], left_out)) == 3
-        assert left_out.notes() == [
+        skipped_input = SkippedInput()
+        assert len(find([str(tmp_path / "a.txt"), f"{tmp_path}/*.txt"], skipped_input)) == 3
+        assert skipped_input.notes() == [
             f"1 file(s) are given more than once, and read as often: {tmp_path}/a.txt"
         ]
 

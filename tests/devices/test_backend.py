@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from optimus_jax.devices import backend, gpu_sharing
-from optimus_jax.devices.backend import start_backend, warning_of_cpu
+from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
 from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.errors import ConfigError, FaultError
 
@@ -163,7 +163,7 @@ def test_a_run_that_is_on_the_cpu_by_accident_is_told_so(
 ):
     machine(**given)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    said = warning_of_cpu(lambda: params)
+    said = unexpected_cpu_warning(lambda: params)
     assert (said is None) if words is None else all(word in said for word in words), said
 
 
@@ -207,7 +207,7 @@ def test_a_default_device_that_is_not_there_is_an_error_in_words(
 ):
     assert jax.devices()[0].platform == "cpu"
     monkeypatch.setattr(backend, "_asked_for", lambda: platforms)
-    monkeypatch.setattr(backend, "gpu_that_is_not_used", lambda: None)
+    monkeypatch.setattr(backend, "unused_accelerator", lambda: None)
     monkeypatch.setenv("JAX_DEFAULT_DEVICE", device)
     jax_setting("jax_default_device", device)
     with pytest.raises(ConfigError) as raised:

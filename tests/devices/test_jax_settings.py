@@ -6,10 +6,16 @@ import jax
 import pytest
 
 from optimus_jax import find_plans
-from optimus_jax.devices.jax_settings import HARMLESS, REFUSED, SAID, SET_HERE, check_jax_settings
+from optimus_jax.devices.jax_settings import (
+    HARMLESS,
+    REFUSED,
+    REPORTED,
+    SET_HERE,
+    check_jax_settings,
+)
 from optimus_jax.errors import ConfigError
 
-DECIDED = [*REFUSED, *SAID, *SET_HERE, *(name for names in HARMLESS.values() for name in names)]
+DECIDED = [*REFUSED, *REPORTED, *SET_HERE, *(name for names in HARMLESS.values() for name in names)]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import TERMINATING
 from optimus_jax.faults.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
 from optimus_jax.system import resilient_io
-from optimus_jax.system.resilient_io import stderr_that_never_waits
+from optimus_jax.system.resilient_io import nonblocking_stderr
 
 SETTINGS = FaultConfig(floor_s=10, ceiling_s=100, start_s=1000, silence_s=30, stop_s=5)
 
@@ -303,13 +303,13 @@ def nobody_reads():
             os.write(write, b"." * 4096)
     os.set_blocking(write, True)
     os.dup2(write, 2)
-    stderr_that_never_waits.cache_clear()
+    nonblocking_stderr.cache_clear()
     yield
     os.dup2(kept, 2)
     os.close(read)
-    for each in (stderr_that_never_waits(), write, kept):
+    for each in (nonblocking_stderr(), write, kept):
         os.close(each)
-    stderr_that_never_waits.cache_clear()
+    nonblocking_stderr.cache_clear()
 
 
 def test_who_does_not_read_what_it_says_does_not_keep_a_process(
@@ -317,13 +317,13 @@ def test_who_does_not_read_what_it_says_does_not_keep_a_process(
 ):
     codes = []
     _, dog = watchdog(clock, tmp_path, exit=codes.append)
-    monkeypatch.setattr(resilient_io, "LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(resilient_io, "FLUSH_TIMEOUT_S", 0.01)
     dog.end("it got no further")
     assert codes == [75]
 
 
 def test_nor_the_timer_that_needs_no_python(nobody_reads):
-    faulthandler.dump_traceback(stderr_that_never_waits())
+    faulthandler.dump_traceback(nonblocking_stderr())
     assert os.get_blocking(2), "whoever else writes there waits as before"
 
 

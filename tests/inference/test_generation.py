@@ -35,7 +35,7 @@ from optimus_jax.inference.generation import (
     unpadded,
 )
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.transformer import Pass
+from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.run.api import train
 
 F32 = jnp.dtype(jnp.float32)
@@ -109,7 +109,7 @@ def full_logits(model, ids):
 
     @jax.jit
     def run(params):
-        how = Pass(comm=Collectives(F32))
+        how = ForwardContext(comm=Collectives(F32))
         decoder = unpadded(model.config).module(params, how.comm)
         return decoder.logits(decoder.hidden(tokens, positions, how), how)
 

@@ -21,7 +21,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models import kernels
 from optimus_jax.models.kernels import Visibility, attend, choose_kernel
 from optimus_jax.models.shapes import model_shapes
-from optimus_jax.models.transformer import Pass
+from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import compute_precision
 
@@ -179,7 +179,7 @@ def test_documents_do_not_leak(name):
 
     @jax.jit
     def logits(tokens, segments):
-        run = Pass(comm=comm, visibility=Visibility(segments))
+        run = ForwardContext(comm=comm, visibility=Visibility(segments))
         decoder = shapes.module(params, comm)
         return decoder.logits(decoder.hidden(tokens, positions, run), run)
 

@@ -33,7 +33,7 @@ from optimus_jax.models.huggingface import (
     to_huggingface,
 )
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
-from optimus_jax.models.transformer import Pass
+from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
@@ -242,7 +242,7 @@ def logits(program: Program, params: Params, rows: dict[str, jax.Array]) -> jax.
     comm = Collectives(jnp.dtype(jnp.float32), rules, program.plan.zero)
 
     def local(params: Params, rows: dict[str, jax.Array]) -> jax.Array:
-        model, one_pass = program.shapes.module(params, comm), Pass(comm=comm)
+        model, one_pass = program.shapes.module(params, comm), ForwardContext(comm=comm)
         return model.logits(model.hidden(rows["tokens"], rows["positions"], one_pass), one_pass)
 
     specs = jax.tree.map(

@@ -12,7 +12,7 @@ from schedules import forward_schedules, schedules, training_schedules
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.interleaved import interleaved
 from optimus_jax.pipeline.one_f_one_b import one_f_one_b
-from optimus_jax.pipeline.schedule import Schedule, lay_out
+from optimus_jax.pipeline.schedule import Schedule, schedule_from_starts
 from optimus_jax.pipeline.tables import make_schedule
 
 RINGS = {"input": "num_inputs", "residual": "num_residuals", "cotangent": "num_cotangents"}
@@ -35,7 +35,7 @@ def unhurried_schedules(draw: st.DrawFn) -> Schedule:
     )
     turn = start.max() + latency * (num_stages - 1) + 1
     order = np.array(draw(st.permutations(range(len(pauses)))))
-    return lay_out(
+    return schedule_from_starts(
         "unhurried", start[:, None], (turn + order)[:, None], num_stages=num_stages, latency=latency
     )
 

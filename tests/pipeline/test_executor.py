@@ -19,7 +19,7 @@ from jax import lax
 
 from optimus_jax.config import Config, DataConfig
 from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
-from optimus_jax.pipeline.schedule import Phase, Schedule, Share, lay_out
+from optimus_jax.pipeline.schedule import Occurrence, Phase, Schedule, schedule_from_starts
 from optimus_jax.pipeline.tables import SCHEDULES, make_schedule
 from optimus_jax.training.step import build_program
 
@@ -138,7 +138,9 @@ def test_work_is_useful_work_over_one_minus_idle_and_the_head_is_shared_evenly(c
     # Where only some ticks of a scan have a head it stands in a conditional, of which the count
     # takes both branches.
     counted = sum(
-        phase.num_ticks for phase in built.plan.schedule().phases() if phase.head is not Share.NONE
+        phase.num_ticks
+        for phase in built.plan.schedule().phases()
+        if phase.head is not Occurrence.NONE
     )
     assert head * devices * built.plan.microbatches == head_alone * counted, (
         "each stage computes its part of the vocabulary"
@@ -196,7 +198,9 @@ def two_halves() -> Schedule:
     """On two stages, forward and backward of two microbatches and then of two more: no schedule
     with a name ever does that.
     """
-    return lay_out("mine", [[0], [1], [6], [7]], [[3], [4], [9], [10]], num_stages=2, latency=1)
+    return schedule_from_starts(
+        "mine", [[0], [1], [6], [7]], [[3], [4], [9], [10]], num_stages=2, latency=1
+    )
 
 
 def test_a_users_table_is_run(tmp_path: Path):

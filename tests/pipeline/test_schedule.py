@@ -18,7 +18,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.pipeline.gpipe import forward_only, gpipe
 from optimus_jax.pipeline.interleaved import interleaved
 from optimus_jax.pipeline.one_f_one_b import one_f_one_b
-from optimus_jax.pipeline.schedule import IDLE, Schedule, Share
+from optimus_jax.pipeline.schedule import IDLE, Occurrence, Schedule
 from optimus_jax.pipeline.tables import SCHEDULES, make_schedule
 
 
@@ -127,7 +127,7 @@ def test_forward_only_is_as_short_as_dependencies_allow(schedule):
     assert schedule.in_flight().tolist() == [0] * S
     assert schedule.backward_ticks.max() == IDLE
     assert schedule.ideal_time(1.0, 2.0, 0.5) == M * V + 0.5 * M
-    assert schedule.phases()[0].embed is not Share.NONE
+    assert schedule.phases()[0].embed is not Occurrence.NONE
 
 
 @given(schedule=schedules())
@@ -138,7 +138,11 @@ def test_phases_say_what_their_ticks_have(schedule):
     assert all(
         (a.forward, a.backward) != (b.forward, b.backward) for a, b in itertools.pairwise(phases)
     )
-    share = {(True, True): Share.ALL, (True, False): Share.SOME, (False, False): Share.NONE}
+    share = {
+        (True, True): Occurrence.ALL,
+        (True, False): Occurrence.SOME,
+        (False, False): Occurrence.NONE,
+    }
     seconds = 0.0
     for phase in phases:
         ticks = range(phase.start, phase.stop)

@@ -98,7 +98,7 @@ def test_layers_are_split_inside_hosts_and_stages_lie_on_several():
 
 
 def test_where_nothing_is_legal_the_error_is_about_the_batch():
-    with pytest.raises(PlanError, match="global batch cannot be dealt out evenly"):
+    with pytest.raises(PlanError, match="global batch does not divide evenly"):
         choose_plan(config("gpt2", **{"data.global_batch": 8}), replace(EIGHT, num_devices=29))
 
 

@@ -14,11 +14,11 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.activations import kept_bytes, kept_once_bytes
+from optimus_jax.models.activations import saved_bytes, saved_once_bytes
 from optimus_jax.models.flops import causal_pairs, computed_pairs, matmul_params, step_flops
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import model_shapes
-from optimus_jax.models.transformer import Pass
+from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.planning.ahead_of_time.hlo import dot_flops
 from optimus_jax.planning.profiles.model_profile import (
     ITEM_BYTES,
@@ -137,7 +137,7 @@ def kept_by_autodiff(
     shapes = model_shapes(replace(model, num_layers=1), model.vocab_size)
 
     def vjp(params, x, positions, segments):
-        run = Pass(
+        run = ForwardContext(
             comm=Collectives(dtype, {}, 0),
             remat=remat,
             kernel=kernel,
@@ -190,14 +190,14 @@ def test_activation_bytes_are_what_autodiff_keeps(
     model = model_preset(name)
     sizes = {"kernel": kernel, "seq_len": 256, "itemsize": ITEM_BYTES[precision]}
     layer, shared = kept_by_autodiff(model, remat, precision, kernel, documents)
-    assert kept_bytes(model, remat, **sizes).total == layer
-    assert kept_once_bytes(model, remat, respect_documents=documents, **sizes) == shared
+    assert saved_bytes(model, remat, **sizes).total == layer
+    assert saved_once_bytes(model, remat, respect_documents=documents, **sizes) == shared
 
 
 def test_devices_that_share_heads_and_hidden_width_keep_their_part():
     model = model_preset("llama-nano")
     one, four = (
-        kept_bytes(
+        saved_bytes(
             model, "selective", kernel="xla", seq_len=256, itemsize=2, heads_ways=n, mlp_ways=n
         )
         for n in (1, 4)
@@ -217,5 +217,5 @@ def test_a_profile_is_readable_and_survives_json():
     value = json.loads(profile.to_json())
     assert [kind["kind"] for kind in value["kinds"]] == list(LayerKind)
     assert sum(kind["activation_bytes"]["full"] for kind in value["kinds"]) + value[
-        "kept_once_bytes"
+        "saved_once_bytes"
     ]["full"] == profile.activation_bytes("full")

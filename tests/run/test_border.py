@@ -17,7 +17,8 @@ from report.sample_run import PLAN, write_run
 
 from optimus_jax.cli.main import COMMANDS
 from optimus_jax.config import Config
-from optimus_jax.config.aliases import ADVICE, ALIASES
+from optimus_jax.config.advice import ADVICE
+from optimus_jax.config.aliases import ALIASES
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.request import make_config, read_config, resumed_config
@@ -381,7 +382,7 @@ def test_what_has_taken_the_place_of_a_runs_file_is_said(tmp_path):
         run.config_text()
     assert "events.jsonl of the run is a folder" in run_report(tmp_path)
     with pytest.raises(
-        PlanError, match=r"(?s)a JSON object with a plan's fields is wanted(?!.*TypeError)"
+        PlanError, match=r"(?s)expected a JSON object with the fields of a plan(?!.*TypeError)"
     ):
         Plan.from_json('[1, "a", null]')
     writer = RunDirectory(tmp_path)

@@ -13,7 +13,7 @@ import optimus_jax
 from optimus_jax.config import Config
 from optimus_jax.config.request import read_config
 from optimus_jax.data.tokenizers import load_tokenizer
-from optimus_jax.devices.cpu import leave_compilation_cache
+from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu
 from optimus_jax.errors import ConfigError, OptimusError
 from optimus_jax.inference.generation import load_text_model
 from optimus_jax.report.run_report import run_report
@@ -105,7 +105,7 @@ def test_home_is_home(home, monkeypatch):
     }
     try:
         jax.config.update("jax_compilation_cache_dir", "~/xla")
-        assert leave_compilation_cache()
+        assert disable_compilation_cache_on_cpu()
         assert jax.config.jax_compilation_cache_dir == str(home / "xla")
     finally:
         for name, value in before.items():

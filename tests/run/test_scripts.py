@@ -71,7 +71,7 @@ def test_help_fits_a_screen_and_shows_defaults():
         (("--model", "gpt2-nano", "--precision", "fp16"), "did you mean 'f16'"),
         (
             ("--model", "gpt2-nano", "--seq-len", "512"),
-            "longer than the positions of gpt2-nano[\\s\\S]*256",
+            "exceeds the longest sequence of gpt2-nano[\\s\\S]*256",
         ),
         (
             ("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=4"),
@@ -136,7 +136,7 @@ def test_help_fits_a_screen_and_shows_defaults():
         (("--model", "gpt2-nano", "--phases", "200"), "AFTER_STEP:BATCHxTOKENS[\\s\\S]*200:64x512"),
         (
             ("--model", "gpt2-nano", "--cpu-devices", "4", "--mesh", "data=4", "--phases", "20:18"),
-            "the batches after step 20[\\s\\S]*dealt out evenly[\\s\\S]*--mesh",
+            "the batches after step 20[\\s\\S]*divide evenly[\\s\\S]*--mesh",
         ),
         (
             ("--model", "gpt2-nano", "--cpu-devices", "1", "--set", "parallel.attention=cudnn"),

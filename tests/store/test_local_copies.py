@@ -74,7 +74,7 @@ def test_what_is_fetched_is_whole_or_not_there(bucket, monkeypatch):
         "get_file",
         lambda self, key, target, **_: Path(target).write_bytes(b"who"),
     )
-    with pytest.raises(StoreError, match=r"changed, or broke off(?s:.*)3 of 5 bytes"):
+    with pytest.raises(StoreError, match=r"its transfer was cut off(?s:.*)3 of 5 bytes"):
         local_copies(Url("memory", f"{name}/x.txt"))
     assert not [
         path

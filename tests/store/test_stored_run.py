@@ -303,7 +303,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tmp_path, d
     there = elsewhere(run, tmp_path)
     there.fetch(said.append)
     assert os.listdir(there.directory / "checkpoints") == ["2"]
-    assert any("step 4" in text and "passed over" in text for text in said)
+    assert any("step 4" in text and "skipped" in text for text in said)
 
 
 def test_a_failed_upload_is_told_at_once_and_tried_again(run):
@@ -425,10 +425,10 @@ def test_one_writer_at_a_time(objects, tmp_path, monkeypatch):
     assert objects.read(LEASE) is None
     second, told = take(objects, tmp_path)
     # On another host, and not renewed: it has died.
-    monkeypatch.setattr(leases, "_has_died_here", lambda held: False)
+    monkeypatch.setattr(leases, "_died_on_this_host", lambda held: False)
     waits = []
     third, told = take(objects, tmp_path, pause=waits.append)
-    assert sum(waits) >= leases.LAPSE_S
+    assert sum(waits) >= leases.EXPIRE_S
     assert len(told) == 1
     # It was alive after all, and finds out.
     lost = []
@@ -456,7 +456,7 @@ def test_a_writer_that_lost_its_place_writes_no_more(run, tmp_path):
     lease, _ = take(run.objects, run.directory)
     run.objects.write(LEASE, b'{"token": "another"}')
     saved(run.directory, 4)
-    with pytest.raises(StoreError, match="another process writes this run"):
+    with pytest.raises(StoreError, match="another process has taken over this run"):
         mirrored(run, lease=lease)
     assert complete_steps(run.objects.sizes()) == []
     assert run.objects.read(LEASE) == b'{"token": "another"}'

@@ -10,7 +10,12 @@ import pytest
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.system.cache import measurements_directory
-from optimus_jax.system.environment import check_dump_folder, check_xla_flags, import_jax, number_of
+from optimus_jax.system.environment import (
+    check_dump_folder,
+    check_xla_flags,
+    import_jax,
+    positive_number_from_environment,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +33,9 @@ def test_numbers_that_are_none(monkeypatch, text):
     with pytest.raises(
         ConfigError, match=rf"XLA_CLIENT_MEM_FRACTION={text}\n.*such as 0.92, or unset it"
     ):
-        number_of("XLA_CLIENT_MEM_FRACTION", float, 0.92)
+        positive_number_from_environment("XLA_CLIENT_MEM_FRACTION", float, 0.92)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")
-    assert number_of("XLA_CLIENT_MEM_FRACTION", float, 0.92) == 0.92
+    assert positive_number_from_environment("XLA_CLIENT_MEM_FRACTION", float, 0.92) == 0.92
 
 
 def test_flags_that_would_end_the_process(monkeypatch):

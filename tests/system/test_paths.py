@@ -137,7 +137,7 @@ def test_what_cannot_be(typed):
 
 def test_without_a_home(monkeypatch):
     monkeypatch.setenv("HOME", "")
-    with pytest.raises(PathError, match="HOME is no absolute path"):
+    with pytest.raises(PathError, match="HOME is not an absolute path"):
         user_path("~/x", what="--run-dir")
 
 

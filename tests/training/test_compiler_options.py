@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from plans import GPT, build, case
 
-from optimus_jax.mesh.compiler import ON_CPU
+from optimus_jax.mesh.compiler import CPU_OPTIONS
 from optimus_jax.training.compiler_options import (
     GATHERING_AHEAD,
     HIDING,
@@ -28,7 +28,7 @@ def plan(mesh, **parallel):
 
 
 @pytest.mark.parametrize(
-    "option", [*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL], ids=lambda option: option.name
+    "option", [*CPU_OPTIONS, HIDING, GATHERING_AHEAD, ON_BLACKWELL], ids=lambda option: option.name
 )
 def test_xla_knows_the_name_and_takes_the_value(option):
     assert jax.jit(lambda x: x + 1, compiler_options={option.name: option.value})(1.0) == 2.0
@@ -50,7 +50,7 @@ def test_a_name_that_xla_does_not_know_is_refused_by_it():
         (GPU, "fsdp=8", {"zero": 3, "microbatches": 2}, [HIDING]),
         (GPU, "pipe=2,fsdp=4", {"zero": 3, "microbatches": 1, "schedule": "gpipe"}, [HIDING]),
         (B200, "data=1", {}, [ON_BLACKWELL]),
-        (("cpu", "cpu"), "fsdp=8", {}, list(ON_CPU)),
+        (("cpu", "cpu"), "fsdp=8", {}, list(CPU_OPTIONS)),
         (("tpu", "TPU v5"), "fsdp=8", {}, []),
     ],
 )
@@ -81,7 +81,7 @@ def test_options_are_shown_as_xla_flags_takes_them():
     assert ON_BLACKWELL.text == "xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
     text = "import jax; print(jax.numpy.ones(1) + 1)"
     flags = " ".join(
-        f"--{option.text}" for option in (*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL)
+        f"--{option.text}" for option in (*CPU_OPTIONS, HIDING, GATHERING_AHEAD, ON_BLACKWELL)
     )
     subprocess.run(
         [sys.executable, "-c", text],
@@ -101,10 +101,10 @@ def test_xla_refuses_the_other_name_of_gathering_ahead():
 
 def test_programs_are_compiled_with_them():
     program = build(GPT, case("fsdp=8")).program
-    assert program.options == ON_CPU
+    assert program.options == CPU_OPTIONS
     assert all(
         option.why and option.source and option.text.startswith(option.name)
-        for option in (*ON_CPU, HIDING, GATHERING_AHEAD, ON_BLACKWELL)
+        for option in (*CPU_OPTIONS, HIDING, GATHERING_AHEAD, ON_BLACKWELL)
     )
 
 

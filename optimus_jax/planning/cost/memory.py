@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
-from optimus_jax.models.activations import kept_bytes, kept_once_bytes
+from optimus_jax.models.activations import saved_bytes, saved_once_bytes
 from optimus_jax.models.flops import block_size, computed_pairs, mlp_matrices
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import rings_of
@@ -305,14 +305,14 @@ def _token(
     copies = key_value * seen / block_size(seq_len) if remat != "none" else 0
     common = WORKING_STREAMS * stream + hidden + copies
     made_again = (
-        kept_bytes(model, "none", heads_ways=heads_ways, mlp_ways=mlp_ways, **split).attention
+        saved_bytes(model, "none", heads_ways=heads_ways, mlp_ways=mlp_ways, **split).attention
         + STREAMS_AGAIN * stream
         if fused and remat == "full"
         else 0
     )
     return _Token(
-        kept=kept_bytes(model, remat, heads_ways=heads_ways, mlp_ways=mlp_ways, **split).total,
-        kept_once=kept_once_bytes(model, remat, respect_documents=True, **split),
+        kept=saved_bytes(model, remat, heads_ways=heads_ways, mlp_ways=mlp_ways, **split).total,
+        kept_once=saved_once_bytes(model, remat, respect_documents=True, **split),
         stream=stream,
         reordered=0 if fused or remat in ("dots", "full") else query,
         forward=FORWARD_SCORES[remat] * scores + common,

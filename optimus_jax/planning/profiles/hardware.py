@@ -35,7 +35,7 @@ from optimus_jax.planning.profiles.measurements import (
 from optimus_jax.planning.profiles.nvml import NvmlFacts, read_nvml
 from optimus_jax.planning.profiles.probe_programs import Devices
 from optimus_jax.planning.profiles.probes import Probed, ProbeSizes, Progress, probe
-from optimus_jax.system.cache import measurements_directory, write_whole
+from optimus_jax.system.cache import measurements_directory, write_atomically
 from optimus_jax.system.json_input import parse_json
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -207,7 +207,7 @@ def profile_hardware(
         nvml=kept.nvml,
     )
     if jax.process_index() == 0:
-        write_whole(kept.path, measured.to_json(), "the hardware profile")
+        write_atomically(kept.path, measured.to_json(), "the hardware profile")
     return HardwareProfile.from_json(broadcast_from_0(measured.to_json()))
 
 

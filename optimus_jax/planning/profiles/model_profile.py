@@ -16,7 +16,7 @@ import jax
 from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.models import flops
-from optimus_jax.models.activations import KeptBytes, kept_bytes, kept_once_bytes
+from optimus_jax.models.activations import SavedBytes, saved_bytes, saved_once_bytes
 from optimus_jax.models.shapes import Params, model_shapes
 
 ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
@@ -72,7 +72,7 @@ class ModelProfile:
     """Of attention: xla or cudnn."""
     kinds: tuple[KindProfile, ...]
     """A profile for every LayerKind, in its order."""
-    kept_once_bytes: Mapping[RematPolicy, float]
+    saved_once_bytes: Mapping[RematPolicy, float]
     """Kept for a token once for all layers: rotary angles, masks."""
 
     def __getitem__(self, kind: LayerKind) -> KindProfile:
@@ -100,7 +100,7 @@ class ModelProfile:
     def activation_bytes(self, remat: RematPolicy) -> float:
         """Bytes per token that wait for backward."""
         return (
-            sum(kind.activation_bytes[remat] for kind in self.kinds) + self.kept_once_bytes[remat]
+            sum(kind.activation_bytes[remat] for kind in self.kinds) + self.saved_once_bytes[remat]
         )
 
     def to_json(self) -> str:
@@ -206,13 +206,15 @@ def profile_model(
         layers * flops.feed_forward_params(model),
     )
 
-    def kept(part: Callable[[KeptBytes], float]) -> dict[RematPolicy, float]:
+    def kept(part: Callable[[SavedBytes], float]) -> dict[RematPolicy, float]:
         sizes = {"kernel": kernel, "seq_len": seq_len, "itemsize": ITEM_BYTES[precision]}
-        return {remat: layers * part(kept_bytes(model, remat, **sizes)) for remat in REMAT_POLICIES}
+        return {
+            remat: layers * part(saved_bytes(model, remat, **sizes)) for remat in REMAT_POLICIES
+        }
 
     def again(index: int) -> dict[RematPolicy, float]:
         return {
-            remat: 2.0 * layers * flops.params_used_again(model, remat)[index]
+            remat: 2.0 * layers * flops.recomputed_params(model, remat)[index]
             for remat in REMAT_POLICIES
         }
 
@@ -248,8 +250,8 @@ def profile_model(
         precision=precision,
         kernel=kernel,
         kinds=kinds,
-        kept_once_bytes={
-            remat: kept_once_bytes(
+        saved_once_bytes={
+            remat: saved_once_bytes(
                 model,
                 remat,
                 kernel=kernel,
@@ -297,7 +299,7 @@ def _core(
         backward_flops=2 * forward,
         activation_bytes=kept,
         recomputed_flops={
-            remat: model.num_layers * flops.core_flops_again(model, computed, remat, kernel)
+            remat: model.num_layers * flops.recomputed_core_flops(model, computed, remat, kernel)
             for remat in REMAT_POLICIES
         },
     )

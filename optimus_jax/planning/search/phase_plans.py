@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from optimus_jax.config import REMAT_POLICIES, Config
-from optimus_jax.config.phases import Phase, in_phase, phases_of
+from optimus_jax.config.phases import TrainingPhase, in_phase, phases_of
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
@@ -26,7 +26,7 @@ Prices = Callable[[Config], Pricing | None]
 
 def plans_ahead(
     config: Config, plan: Plan, step: int, topology: Topology, prices: Prices
-) -> list[tuple[Phase, Plan]]:
+) -> list[tuple[TrainingPhase, Plan]]:
     """The phases that begin after `step`, each with the plan that it would have.
 
     Args:
@@ -43,7 +43,9 @@ def plans_ahead(
     return found
 
 
-def plan_of(phase: Phase, config: Config, plan: Plan, topology: Topology, prices: Prices) -> Plan:
+def plan_of(
+    phase: TrainingPhase, config: Config, plan: Plan, topology: Topology, prices: Prices
+) -> Plan:
     """What a run under `plan` goes on with in a phase; as `plans_ahead`."""
     own = in_phase(config, phase)
     for each in _on_same_layout(own, plan):

@@ -32,7 +32,7 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.probes import Agenda, Progress
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.trials.trial import Trial, run_trial
-from optimus_jax.system.cache import write_whole
+from optimus_jax.system.cache import write_atomically
 from optimus_jax.system.json_input import parse_json
 
 NUM_STEPS = 8
@@ -41,7 +41,7 @@ BUDGET_S = 75.0
 """No reference step is begun later; with the probes, under two minutes."""
 LEAST = 3
 """With fewer steps than that nothing is fitted."""
-ON_CPU = {"launch_s": 1e-5, "launch_overlap": 1.0, "arrival_s": 2e-4, "step_s": 3e-3}
+CPU_OPTIONS = {"launch_s": 1e-5, "launch_overlap": 1.0, "arrival_s": 2e-4, "step_s": 3e-3}
 """Where the fit begins: a CPU launches a kernel when the one before has ended."""
 ON_GPU = {"arrival_s": 5e-6}
 """The same."""
@@ -169,7 +169,7 @@ def fitted(
     """`rates` with those that steps tell of; the same if there are too few steps."""
     if len(steps) < LEAST:
         return rates
-    start = replace(rates, **(ON_CPU if topology.platform == "cpu" else ON_GPU))
+    start = replace(rates, **(CPU_OPTIONS if topology.platform == "cpu" else ON_GPU))
     return fit_to_steps([step.sample(topology, cluster) for step in steps], start)
 
 
@@ -212,7 +212,7 @@ def read_steps(path: Path) -> tuple[ReferenceStep, ...]:
 def write_steps(path: Path, steps: tuple[ReferenceStep, ...]) -> None:
     """Keep them for the next run."""
     if jax.process_index() == 0:
-        write_whole(
+        write_atomically(
             path,
             json.dumps([dataclasses.asdict(step) for step in steps], indent=1) + "\n",
             "the reference steps",

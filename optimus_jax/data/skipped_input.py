@@ -1,4 +1,4 @@
-"""What reading a data set has passed over, so that it can be told and recorded at start."""
+"""Counts of the input that reading a data set skipped, reported and recorded at the start."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ _NAMED = 3
 
 
 @dataclass(kw_only=True)
-class LeftOut:
+class SkippedInput:
     """Counts that grow while sources are expanded and read."""
 
     bad_lines: dict[Path, list[int]] = field(default_factory=dict)
