@@ -22,16 +22,6 @@ import jax
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 
-from optimus_jax.cluster.claims import (
-    OTHER_WAYS,
-    VARIABLES,
-    Claim,
-    Launcher,
-    common_parent,
-    derived_port,
-    listed,
-    settable,
-)
 from optimus_jax.cluster.launchers import (
     ENVIRONMENT,
     KUBERNETES,
@@ -40,6 +30,16 @@ from optimus_jax.cluster.launchers import (
     POD,
     POD_INDEX,
     SLURM,
+)
+from optimus_jax.cluster.process_info import (
+    OTHER_WAYS,
+    VARIABLES,
+    Claim,
+    Launcher,
+    common_parent,
+    derived_port,
+    listed,
+    settable,
 )
 from optimus_jax.config import DistributedConfig
 from optimus_jax.config.checks import is_host_and_port

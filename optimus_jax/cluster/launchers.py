@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optimus_jax.cluster.claims import (
+from optimus_jax.cluster.process_info import (
     COORDINATOR,
     FIRST_PORT,
     MOST_DIGITS,

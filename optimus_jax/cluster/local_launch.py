@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
-from optimus_jax.cluster.claims import VARIABLES
 from optimus_jax.cluster.launchers import LOCAL_ID, NUM_LOCAL
+from optimus_jax.cluster.process_info import VARIABLES
 
 FORWARDED = {
     signal.SIGINT: signal.SIGINT,

@@ -50,9 +50,9 @@ from optimus_jax.errors import (
     StoreError,
     explain,
 )
+from optimus_jax.faults.error_isolation import unfailing
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import EXIT_RESTART, StoppedAtOnce, Terminated, keep_reason
-from optimus_jax.faults.unfailing import unfailing
 from optimus_jax.faults.watchdog import Watchdog
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology

@@ -14,9 +14,9 @@ from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from optimus_jax.cluster import launch as engines
-from optimus_jax.cluster.claims import derived_port, documented, variables_of
 from optimus_jax.cluster.launch import Launch, find_launch
 from optimus_jax.cluster.launchers import LAUNCHERS
+from optimus_jax.cluster.process_info import derived_port, documented, variables_of
 from optimus_jax.config import DistributedConfig
 from optimus_jax.devices import gpu_sharing
 from optimus_jax.errors import ConfigError
@@ -957,9 +957,7 @@ def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
 
 def test_the_parent_of_all_local_processes_is_the_first_without_their_variable(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
-    script = (
-        "from optimus_jax.cluster.claims import common_parent; print(common_parent('PMI_RANK'))"
-    )
+    script = "from optimus_jax.cluster.process_info import common_parent; print(common_parent('PMI_RANK'))"
     # under a shell, which is not the launcher
     command = f'{sys.executable} -c "{script}" && true'
     assert int(subprocess.check_output(["bash", "-c", command], text=True)) == os.getpid()
