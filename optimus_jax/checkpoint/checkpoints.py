@@ -51,7 +51,7 @@ from optimus_jax.checkpoint.errors import (
     event_loops_that_finish,
     in_one_line,
     on_every_process,
-    raise_if_of_others,
+    raise_if_peer_failure,
 )
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import CheckpointConfig
@@ -75,7 +75,7 @@ MANIFEST = "manifest"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 ORBAX_JSON = (STEP_METADATA, f"{STATE}/_METADATA", f"{STATE}/_sharding")
 """Files of a checkpoint in which Orbax describes it; each is a JSON object."""
-ASIDE, ABANDONED = "damaged", "abandoned"
+DAMAGED_DIR, ABANDONED_DIR = "damaged", "abandoned"
 """Beside the directory of checkpoints: those that were found to be damaged, and those of a course
 that the run was told to leave."""
 
@@ -165,14 +165,14 @@ class Checkpoints:
         self._warn = warn
         self._manager: ocp.CheckpointManager | None = None
         self._saved, self._limits = saved, limits
-        self._held: int | None = None
+        self._known_step: int | None = None
         """Step of the state that was last saved, or read, here."""
-        self._end: threading.Thread | None = None
+        self._waiter: threading.Thread | None = None
         """Ends when the save under way does."""
         self._saving = (0, 0)  # step and bytes of the newest save
         self._blocked_s: float | None = None  # of the save under way
         self._loops = contextlib.ExitStack()
-        self._outside: BaseException | None = None
+        self._caller_error: BaseException | None = None
         """What whoever called is handling, and is none of a save's business: a state may be saved
         because something else has failed."""
 
@@ -192,7 +192,7 @@ class Checkpoints:
         """Whether the state after `step` was saved by this object, as far as is known, or read by
         it; the same answer in every process.
         """
-        return self._held == step
+        return self._known_step == step
 
     def latest(self, step: int | None = None) -> Saved | None:
         """The newest checkpoint whose manifest is good, or that of `step`; its arrays are not read.
@@ -270,34 +270,34 @@ class Checkpoints:
                 ),
             )
         except Exception as error:
-            raise_if_of_others(error)
-            raise self._failure(error) from error
-        self._end = threading.Thread(
-            target=_await_end, args=(manager,), name="save ends", daemon=True
+            raise_if_peer_failure(error)
+            raise self._save_error(error) from error
+        self._waiter = threading.Thread(
+            target=_wait_quietly, args=(manager,), name="save ends", daemon=True
         )
-        self._end.start()
-        self._blocked_s, self._held = time.perf_counter() - started, step
+        self._waiter.start()
+        self._blocked_s, self._known_step = time.perf_counter() - started, step
 
     @property
     def has_ended(self) -> bool:
         """Whether the save under way has ended, well or not: `wait` says which, and nobody
         waits."""
-        return self._end is not None and not self._end.is_alive()
+        return self._waiter is not None and not self._waiter.is_alive()
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
 
         Raises CheckpointError if the save under way failed.
         """
-        self._outside = sys.exception()
+        self._caller_error = sys.exception()
         try:
             if self._manager is not None:
                 self._manager.wait_until_finished()
         except Exception as error:
-            raise_if_of_others(error)
-            raise self._failure(error) from error
+            raise_if_peer_failure(error)
+            raise self._save_error(error) from error
         self._loops.close()
-        self._end = None
+        self._waiter = None
         if self._blocked_s is not None:
             blocked_s, self._blocked_s = self._blocked_s, None
             self._saved(self._saving[0], blocked_s)
@@ -353,7 +353,7 @@ class Checkpoints:
             except UnreachableError as error:
                 raise self._unreachable(candidate, error) from error
             else:
-                self._held = None if partial else candidate
+                self._known_step = None if partial else candidate
                 return restored
         raise CheckpointError(
             explain(
@@ -364,7 +364,7 @@ class Checkpoints:
             )
         )
 
-    def set_aside(self, steps: Iterable[int], folder: str = ASIDE) -> list[Path]:
+    def set_aside(self, steps: Iterable[int], folder: str = DAMAGED_DIR) -> list[Path]:
         """Move checkpoints out of the way, where somebody may look at them; nothing is deleted.
 
         One process does it, before anyone saves.
@@ -523,20 +523,20 @@ class Checkpoints:
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=AnyPreservationPolicy(kept),
-                    async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet),
+                    async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
                 ),
                 item_handlers={STATE: handler, MANIFEST: ocp.JsonCheckpointHandler()},
             )
         return self._manager
 
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
         """Orbax's barrier between the processes that write a checkpoint, but not for one that has
         failed: it would wait there for the others, who wait elsewhere for it, and nobody would
         learn why. They learn it from the watchdog when this process ends.
         """
         error = sys.exception()
         # Orbax is on its way out of a save, by a `finally`
-        if error is not None and error is not self._outside:
+        if error is not None and error is not self._caller_error:
             raise error
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
@@ -553,7 +553,7 @@ class Checkpoints:
             for path in leftovers:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _failure(self, error: Exception) -> CheckpointError:
+    def _save_error(self, error: Exception) -> CheckpointError:
         """What to raise for a save that failed.
 
         The next takes a new manager: this one's list of steps is wrong.
@@ -563,7 +563,7 @@ class Checkpoints:
                 self._manager.close()
             self._manager = None
         self._loops.close()
-        self._blocked_s = self._held = self._end = None
+        self._blocked_s = self._known_step = self._waiter = None
         try:
             free = f"{shutil.disk_usage(self._directory).free:,}"
         except OSError:
@@ -622,7 +622,7 @@ def check_same_model(
             )
 
 
-def _await_end(manager: ocp.CheckpointManager) -> None:
+def _wait_quietly(manager: ocp.CheckpointManager) -> None:
     with contextlib.suppress(BaseException):  # raised again for who waits
         manager.wait_until_finished()
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from optimus_jax.cluster.distributed import gather_from_all, is_of_runtime
+from optimus_jax.cluster.distributed import gather_from_all, is_runtime_error
 
 T = TypeVar("T")
 
@@ -55,12 +55,12 @@ def on_every_process(read: Callable[[], T], directory: Path) -> T:
     """
     until_s = time.monotonic() + PATIENCE_S
     while True:
-        code, reason, outcome = _attempt(read)
+        code, reason, result = _try_read(read)
         worst = max(gather_from_all(code))
         if worst > code:
             reason = "another process cannot read it"
         if worst == _GOOD:
-            return outcome
+            return result
         if worst == _UNREACHABLE:
             raise UnreachableError(reason)
         views = gather_from_all(_view(directory))
@@ -72,7 +72,7 @@ def on_every_process(read: Callable[[], T], directory: Path) -> T:
         time.sleep(_POLL_S)
 
 
-def _attempt(read: Callable[[], T]) -> tuple[int, str, Any]:
+def _try_read(read: Callable[[], T]) -> tuple[int, str, Any]:
     """How it went, why, and what came of it."""
     try:
         return _GOOD, "", read()
@@ -81,7 +81,7 @@ def _attempt(read: Callable[[], T]) -> tuple[int, str, Any]:
     except DamagedError as error:
         return _DAMAGED, str(error), None
     except Exception as error:
-        if is_of_runtime(error):  # the machine's trouble, not the checkpoint's
+        if is_runtime_error(error):  # the machine's trouble, not the checkpoint's
             raise
         return _UNREACHABLE if _is_unreachable(error) else _DAMAGED, in_one_line(error), None
 
@@ -99,12 +99,12 @@ def _view(directory: Path) -> int:
     return zlib.crc32("\n".join(files).encode()) & 0x7FFFFFFF
 
 
-def raise_if_of_others(error: Exception) -> None:
+def raise_if_peer_failure(error: Exception) -> None:
     """Raise what is at the root of an error if that says that another process or the network has
     failed, and nothing of the disk.
     """
     root = _root(error)
-    if jax.process_count() > 1 and is_of_runtime(root):
+    if jax.process_count() > 1 and is_runtime_error(root):
         raise root
 
 

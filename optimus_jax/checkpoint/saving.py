@@ -22,7 +22,7 @@ PAUSES_S = (0.0, 10.0, 30.0, 60.0)
 """After a save that has failed, until it is tried again: after the first, the second and so on. One
 more failure is an error."""
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 """Between two looks whether there is still time to wait."""
 
 
@@ -67,11 +67,11 @@ class Retries:
         """Between tries of a save that the run's end waits for."""
         return self._pauses_s
 
-    def rest(self, pause_s: float, is_hurried: Callable[[], bool]) -> None:
+    def pause(self, pause_s: float, is_stopping: Callable[[], bool]) -> None:
         """Let the pause go by, or as much of it as there is time for."""
         until_s = self._clock() + pause_s
-        while self._clock() < until_s and not is_hurried():
-            self._sleep(min(_LOOK_S, pause_s))
+        while self._clock() < until_s and not is_stopping():
+            self._sleep(min(_POLL_S, pause_s))
 
     def succeeded(self) -> None:
         """A save is complete."""
@@ -114,7 +114,7 @@ class Saving:
         except CheckpointError as error:
             self.retries.failed(error)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Hear of the end of the save under way as soon as it has ended, well or not; waits for
         nothing. Raises CheckpointError after the last try.
         """
@@ -127,7 +127,7 @@ class Saving:
             self.retries.failed(error)
 
     def finish(
-        self, save: Callable[[], object], step: int, *, is_hurried: Callable[[], bool]
+        self, save: Callable[[], object], step: int, *, is_stopping: Callable[[], bool]
     ) -> None:
         """Have the state after `step` saved, whole.
 
@@ -135,7 +135,7 @@ class Saving:
         its end.
 
         Args:
-          is_hurried: whether a stop was asked for.
+          is_stopping: whether a stop was asked for.
         Raises:
           CheckpointError: none of the tries was of use.
         """
@@ -149,15 +149,15 @@ class Saving:
             except NotFiniteError:
                 raise
             except CheckpointError as error:
-                if pause_s is None or (pause_s and is_hurried()):
+                if pause_s is None or (pause_s and is_stopping()):
                     raise
                 self.say(
                     f"{error}\n  it is tried again"
                     f" {f'in {pause_s:.0f} s; Ctrl-C gives up' if pause_s else 'now'}"
                 )
-                self.retries.rest(pause_s, is_hurried)
+                self.retries.pause(pause_s, is_stopping)
 
-    def ends_well(self) -> bool:
+    def wait_succeeded(self) -> bool:
         """Wait until nothing is being written; whether that went well."""
         try:
             with self.progress.during("write"):
@@ -166,7 +166,9 @@ class Saving:
             return False
         return True
 
-    def rescue(self, save: Callable[[], object], state: Any, step: int, error: Exception) -> None:
+    def save_after_error(
+        self, save: Callable[[], object], state: Any, step: int, error: Exception
+    ) -> None:
         """Save the state after `step` because of an error, if it is not saved, and note on the
         error what came of that.
 

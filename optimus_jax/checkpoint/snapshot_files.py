@@ -33,7 +33,7 @@ Key = tuple[str, Bounds]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class StoredShard:
     """Where a piece is, and what it has to be."""
 
     file: Path
@@ -54,27 +54,27 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HostSnapshot:
     """What the files on this host have of one step."""
 
     step: int
     metadata: dict[str, Any]
     leaves: dict[str, tuple[tuple[int, ...], str]]
     """Shape and dtype of each leaf of the whole state, by path."""
-    pieces: dict[Key, tuple[Piece, ...]]
+    shards: dict[Key, tuple[StoredShard, ...]]
     """Each as often as processes of this host have written it."""
 
-    def whole_pieces(self) -> dict[Key, Piece]:
+    def intact_shards(self) -> dict[Key, StoredShard]:
         """Of each the first copy that is what was written; reads those."""
         found = {
-            key: next((piece for piece in copies if piece.read() is not None), None)
-            for key, copies in self.pieces.items()
+            key: next((shard for shard in copies if shard.read() is not None), None)
+            for key, copies in self.shards.items()
         }
-        return {key: piece for key, piece in found.items() if piece is not None}
+        return {key: shard for key, shard in found.items() if shard is not None}
 
     def checksums_of(self, key: Key) -> list[int]:
         """One, unless the processes that have written it did not have the same."""
-        return sorted({piece.crc32 for piece in self.pieces[key]})
+        return sorted({shard.crc32 for shard in self.shards[key]})
 
 
 def write(
@@ -83,7 +83,7 @@ def write(
     process: int,
     metadata: Mapping[str, Any],
     leaves: Mapping[str, tuple[tuple[int, ...], str]],
-    pieces: Iterable[tuple[Key, np.ndarray]],
+    shards: Iterable[tuple[Key, np.ndarray]],
 ) -> None:
     """Write what a process has; it is there, whole, when this returns.
 
@@ -98,7 +98,7 @@ def write(
     listed, offset = [], 0
     try:
         with open(data, "wb", buffering=0) as file:
-            for (path, bounds), array in pieces:
+            for (path, bounds), array in shards:
                 content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
                 _write_all(file.fileno(), content)
                 listed.append([path, bounds, offset, content.nbytes, zlib.crc32(content)])
@@ -129,9 +129,9 @@ def steps(root: Path) -> list[int]:
     )
 
 
-def read(root: Path, step: int) -> Held | None:
+def read(root: Path, step: int) -> HostSnapshot | None:
     """What all processes that were on this host have written of a step; None: nothing complete."""
-    metadata, leaves, pieces = None, {}, defaultdict[Key, tuple[Piece, ...]](tuple)
+    metadata, leaves, shards = None, {}, defaultdict[Key, tuple[StoredShard, ...]](tuple)
     for path in sorted((root / str(step)).glob("*.json")):
         if (value := _manifest(path)) is None or value["step"] != step:
             continue
@@ -139,15 +139,15 @@ def read(root: Path, step: int) -> Held | None:
         leaves = {name: (tuple(shape), dtype) for name, (shape, dtype) in value["leaves"].items()}
         for name, bounds, offset, num_bytes, crc32 in value["pieces"]:
             key = name, tuple((start, stop) for start, stop in bounds)
-            pieces[key] += (
-                Piece(
+            shards[key] += (
+                StoredShard(
                     file=path.with_suffix(".bin"), offset=offset, num_bytes=num_bytes, crc32=crc32
                 ),
             )
     return (
         None
         if metadata is None
-        else Held(step=step, metadata=metadata, leaves=leaves, pieces=pieces)
+        else HostSnapshot(step=step, metadata=metadata, leaves=leaves, shards=shards)
     )
 
 

@@ -36,7 +36,7 @@ from jax.experimental import multihost_utils
 
 from optimus_jax.checkpoint import snapshot_files as files
 from optimus_jax.checkpoint.checkpoints import Restored, check_same_model
-from optimus_jax.checkpoint.snapshot_files import Bounds, Held, Key
+from optimus_jax.checkpoint.snapshot_files import Bounds, HostSnapshot, Key
 from optimus_jax.devices.hosts import hosts_of_processes
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.reshard.checksum import named_leaves
@@ -44,7 +44,7 @@ from optimus_jax.system.paths import local_path
 
 GENERATIONS = 2
 """Complete ones that are kept."""
-DIFFER = -1
+CHECKSUMS_DIFFER = -1
 """In place of a checksum, where processes have different ones."""
 
 
@@ -149,23 +149,23 @@ class Snapshots:
         for old in [other for other in files.steps(self.root) if other < step][:-GENERATIONS]:
             files.delete(self.root, old)
         leaves = {path: (leaf.shape, leaf.dtype.name) for path, leaf in named_leaves(state).items()}
-        held = list(_pieces(state))
-        for _, piece in held:
-            piece.copy_to_host_async()
+        held = list(_local_shards(state))
+        for _, shard in held:
+            shard.copy_to_host_async()
         # On a CPU the host's copy may be the buffer itself, which the writer's reference keeps from
         # being donated.
-        pieces = [(key, np.asarray(piece)) for key, piece in held]
+        shards = [(key, np.asarray(shard)) for key, shard in held]
         self._writing = self._writer.submit(
             files.write,
             self.root,
             step,
             jax.process_index(),
-            {_START: len(self._begun), _SAID: dict(metadata)},
+            {_START: len(self._begun), _METADATA: dict(metadata)},
             leaves,
-            pieces,
+            shards,
         )
 
-    def _is_on_course(self, step: int) -> bool:
+    def _is_current(self, step: int) -> bool:
         """Whether no start since has gone on from before it; what is not whole is found out
         later."""
         held = files.read(self.root, step)
@@ -185,7 +185,7 @@ class Snapshots:
                 )
             self._writing = None
 
-    def forget_after(self, step: int) -> None:
+    def delete_after(self, step: int) -> None:
         """The run goes on from `step`: snapshots of later steps are of a course that it has
         left."""
         for later in (other for other in files.steps(self.root) if other > step):
@@ -223,25 +223,27 @@ class Snapshots:
         Raises:
           CheckpointError: it is of another model.
         """
-        mine = (
+        local_steps = (
             [
                 step
                 for step in files.steps(self.root)
-                if step > newer_than and self._is_on_course(step)
+                if step > newer_than and self._is_current(step)
             ]
             if _is_own(self.root.parent)
             else []
         )
-        for step in sorted({step for steps in _exchanged(mine) for step in steps}, reverse=True):
+        for step in sorted(
+            {step for steps in _gathered_json(local_steps) for step in steps}, reverse=True
+        ):
             held = files.read(self.root, step)
-            restored = _Assembly(step, held).onto(abstract_state, paddable, check)
+            restored = _SnapshotAssembly(step, held).onto(abstract_state, paddable, check)
             if isinstance(restored, Restored):
                 return restored
             self._warn(f"the snapshot of step {step} is passed over: {restored}")
         return None
 
 
-_START, _SAID = "start", "said"
+_START, _METADATA = "start", "said"
 """In a manifest: the number of the start that took it, and what the caller gave to `take`."""
 
 
@@ -254,7 +256,7 @@ def bytes_of_host(state: Any) -> int:
     """What all processes of this host hold of a state, copies of the same in each of them; every
     process has to call it.
     """
-    own = sum(piece.nbytes for _, piece in _pieces(state))
+    own = sum(shard.nbytes for _, shard in _local_shards(state))
     if jax.process_count() == 1:
         return own
     everyones, hosts = (
@@ -270,7 +272,7 @@ def bytes_of_host(state: Any) -> int:
     )
 
 
-class _Assembly:
+class _SnapshotAssembly:
     """One step's pieces, wherever they are, put together again; every process does the same.
 
     Args:
@@ -278,39 +280,39 @@ class _Assembly:
       held: what is on this host; None: nothing.
     """
 
-    def __init__(self, step: int, held: Held | None) -> None:
+    def __init__(self, step: int, held: HostSnapshot | None) -> None:
         self._step = step
-        self._here = held.whole_pieces() if held else {}
+        self._local = held.intact_shards() if held else {}
         self._content: dict[Key, bytes] = {}
         """What this process needs, when it has been fetched."""
-        told = _exchanged(
+        gathered = _gathered_json(
             {
-                "metadata": held and held.metadata[_SAID],
+                "metadata": held and held.metadata[_METADATA],
                 "leaves": held and held.leaves,
                 "pieces": (
-                    [[*key, crc32] for key in self._here for crc32 in held.checksums_of(key)]
+                    [[*key, crc32] for key in self._local for crc32 in held.checksums_of(key)]
                     if held
                     else []
                 ),
             }
         )
         self._metadata = next(
-            (each["metadata"] for each in told if each["metadata"] is not None), {}
+            (each["metadata"] for each in gathered if each["metadata"] is not None), {}
         )
         self._leaves = {
             path: (tuple(shape), dtype)
-            for each in told
+            for each in gathered
             if each["leaves"]
             for path, (shape, dtype) in each["leaves"].items()
         }
         self._owner: dict[Key, int] = {}
         self._crc32: dict[Key, int] = {}
-        for process, each in enumerate(told):
+        for process, each in enumerate(gathered):
             for path, bounds, crc32 in each["pieces"]:
                 key = _key((path, bounds))
                 self._owner.setdefault(key, process)
                 if self._crc32.setdefault(key, crc32) != crc32:
-                    self._crc32[key] = DIFFER
+                    self._crc32[key] = CHECKSUMS_DIFFER
 
     def onto(
         self,
@@ -328,7 +330,7 @@ class _Assembly:
         }
         check_same_model(self._step, saved, asked, paddable)
         problem = self._fetch(asked)
-        if any(_exchanged(problem is not None)):
+        if any(_gathered_json(problem is not None)):
             return problem or "another process lacks a piece of it"
         arrays = [self._array(path, leaf) for path, leaf in asked.items()]
         return Restored(
@@ -340,20 +342,20 @@ class _Assembly:
     def _missing(self) -> str | None:
         if not self._leaves:
             return "no process has written all that it had"
-        if any(crc32 == DIFFER for crc32 in self._crc32.values()):
+        if any(crc32 == CHECKSUMS_DIFFER for crc32 in self._crc32.values()):
             return "replicas of a piece differ"
         covered: dict[str, int] = dict.fromkeys(self._leaves, 0)
         for path, bounds in self._owner:
             covered[path] += _size(bounds)
-        lacking = [
+        missing = [
             path
             for path, (shape, _) in self._leaves.items()
             if covered[path] != _size(tuple((0, size) for size in shape))
         ]
         return (
-            f"the hosts that are here do not have all of {lacking[0]!r}, and of {len(lacking) - 1}"
+            f"the hosts that are here do not have all of {missing[0]!r}, and of {len(missing) - 1}"
             " others"
-            if lacking
+            if missing
             else None
         )
 
@@ -365,14 +367,14 @@ class _Assembly:
         self._content = {
             key: content
             for key in needed
-            if key in self._here and (content := self._here[key].read()) is not None
+            if key in self._local and (content := self._local[key].read()) is not None
         }
-        lacking = {
+        missing = {
             _key(key)
-            for keys in _exchanged([list(key) for key in needed - self._content.keys()])
+            for keys in _gathered_json([list(key) for key in needed - self._content.keys()])
             for key in keys
         }
-        for key in sorted(lacking):
+        for key in sorted(missing):
             content = self._from_owner(key)
             if key in needed:
                 self._content[key] = content
@@ -386,11 +388,13 @@ class _Assembly:
     def _from_owner(self, key: Key) -> bytes:
         """All processes call it, and those who lack the piece keep it."""
         (path, bounds), is_source = key, self._owner[key] == jax.process_index()
-        mine = np.zeros(_size(bounds) * jnp.dtype(self._leaves[path][1]).itemsize, np.uint8)
-        if is_source and (content := self._here[key].read()) is not None:
-            mine = np.frombuffer(content, np.uint8)
+        local_steps = np.zeros(_size(bounds) * jnp.dtype(self._leaves[path][1]).itemsize, np.uint8)
+        if is_source and (content := self._local[key].read()) is not None:
+            local_steps = np.frombuffer(content, np.uint8)
         # As bytes, whose sum with zeros is exact whatever they mean.
-        return np.asarray(multihost_utils.broadcast_one_to_all(mine, is_source=is_source)).tobytes()
+        return np.asarray(
+            multihost_utils.broadcast_one_to_all(local_steps, is_source=is_source)
+        ).tobytes()
 
     def _is_needed(self, key: Key, asked: Mapping[str, Any]) -> bool:
         path, bounds = key
@@ -410,7 +414,7 @@ class _Assembly:
         return not rows[max(0, leaf.shape[0] - bounds[0][0]) :].any()
 
     def _array(self, path: str, leaf: Any) -> jax.Array:
-        pieces = {
+        shards = {
             bounds: files.as_array(content, self._leaves[path][1], bounds)
             for (name, bounds), content in self._content.items()
             if name == path
@@ -418,11 +422,11 @@ class _Assembly:
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             target = _bounds(index, leaf.shape)
-            if target in pieces:
-                return pieces[target]
+            if target in shards:
+                return shards[target]
             # zeros: rows that pad a vocabulary or layers
             found = np.zeros([stop - start for start, stop in target], leaf.dtype)
-            for bounds, array in pieces.items():
+            for bounds, array in shards.items():
                 if (common := _overlap(bounds, target)) is not None:
                     found[_slices(common, target)] = array[_slices(common, bounds)]
             return found
@@ -430,7 +434,7 @@ class _Assembly:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
 
-def _pieces(state: Any) -> Iterator[tuple[Key, jax.Array]]:
+def _local_shards(state: Any) -> Iterator[tuple[Key, jax.Array]]:
     """What this process's devices hold, each piece once."""
     for path, leaf in named_leaves(state).items():
         seen = set()
@@ -442,7 +446,7 @@ def _pieces(state: Any) -> Iterator[tuple[Key, jax.Array]]:
                 yield (path, bounds), shard.data
 
 
-def _exchanged(value: Any) -> list[Any]:
+def _gathered_json(value: Any) -> list[Any]:
     """Every process's JSON value, by its number."""
     if jax.process_count() == 1:
         return json.loads(json.dumps([value]))

@@ -31,7 +31,7 @@ FORWARDED = {
 }
 """Signals that are for the processes, and as what; each gets each once. A terminal that closes
 takes the machine away."""
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 """Looked up before there are other processes: between fork and exec hardly anything is safe."""
@@ -53,13 +53,13 @@ def run_processes(
     """
     port = _free_port(host)
     processes: list[subprocess.Popen] = []
-    with _forwarding(processes, num_processes) as (forwarded, send_what_came_early):
+    with _forwarding(processes, num_processes) as (forwarded, send_early_signals):
         try:
             for number in range(num_processes):
                 processes.append(
                     _start(command, _environment(f"{host}:{port}", number, num_processes), number)
                 )
-            send_what_came_early()
+            send_early_signals()
             readers = [
                 _reader(process.stdout, number)
                 for number, process in enumerate(processes)
@@ -88,7 +88,7 @@ def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Seq
         if time.monotonic() >= kill_at:
             _send(processes, signal.SIGKILL)
             kill_at = float("inf")
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_S)
     code = first_failure or next(
         (process.returncode for process in processes if process.returncode), 0
     )
@@ -107,14 +107,14 @@ def _start(command: Sequence[str], environment: Mapping[str, str], number: int) 
         list(command),
         env=dict(environment),
         start_new_session=True,
-        preexec_fn=None if _PRCTL is None else _end_with_us,
+        preexec_fn=None if _PRCTL is None else _terminate_with_parent,
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
     )
 
 
-def _end_with_us() -> None:
+def _terminate_with_parent() -> None:
     """In a process that begins: it is to save and end when this one has been killed, which could
     not tell it so.
     """
@@ -155,7 +155,7 @@ def _forwarding(
         else:
             _send(processes, FORWARDED[signal.Signals(number)])
 
-    def send_what_came_early() -> None:
+    def send_early_signals() -> None:
         while early:
             _send(processes, FORWARDED[signal.Signals(early.pop(0))])
 
@@ -167,7 +167,7 @@ def _forwarding(
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
-        yield forwarded, send_what_came_early
+        yield forwarded, send_early_signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,5 +1,5 @@
-"""What one launcher of processes says about this one, read from the environment variables that it
-sets (launchers.py lists them).
+"""What a launcher says about this process, read from the environment variables that it sets
+(launchers.py lists them).
 """
 
 import os
@@ -16,110 +16,108 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = VARIABLES = (
     "OPTIMUS_NUM_PROCESSES",
     "OPTIMUS_PROCESS_ID",
 )
-"""What the three flags say, for whoever starts processes by other means."""
-WHERE = "where"
-"""Name of a derived text that says which part of a job this is, for people."""
+"""Environment variables with the meaning of --coordinator, --num-processes and --process-id."""
+DESCRIPTION = "description"
+"""Key of a derived text for messages: which step and nodes of a job the process belongs to."""
 FIRST_PORT, NUM_PORTS = 61440, 4096
-"""Ports that nobody is given by the system unasked, as JAX chooses them too."""
-MOST_DIGITS = 6
-"""Of a number of processes."""
-NOT_ONE_OF_SEVERAL = "-1"
-"""What scripts for PyTorch have for a rank where nothing is distributed."""
+"""Range of derived ports: above the system's ephemeral ports; JAX uses the same range."""
+MAX_DIGITS = 6
+"""Digits of the largest number of processes that is accepted."""
+NOT_DISTRIBUTED = "-1"
+"""Rank that PyTorch scripts use when nothing is distributed."""
 
 Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One launcher.
-
-    Of several variables in a field, the first that is set counts; an empty one is not set.
+    """One launcher: the environment variables that it sets, and how to read them. If a field lists
+    several variables, the first one that is set is used; an empty one is unset.
     """
 
     name: str
     count: tuple[str, ...] = ()
     """Number of processes of the run."""
     index: tuple[str, ...] = ()
-    """Which one this is, from 0."""
+    """Index of this process, from 0."""
     address: tuple[str, ...] = ()
-    """HOST or HOST:PORT of process 0; none: it does not say, and a run on one host meets at
-    localhost."""
+    """HOST or HOST:PORT of process 0; empty: the launcher does not provide it, and a run on one
+    host uses localhost."""
     port: tuple[str, ...] = ()
-    """Where process 0 may listen; none: a port is derived from `job` or the address, the same in
-    all processes."""
+    """Port that process 0 listens on; empty: it is derived from `job` or the address, which gives
+    the same port in all processes."""
     local_count: tuple[str, ...] = ()
     """Processes of the run on this host."""
     local_index: tuple[str, ...] = ()
-    """Which of these this is, from 0."""
+    """Index of this process on its host, from 0."""
     job: tuple[str, ...] = ()
-    """What all processes of this start of the run have in common, and no others."""
+    """Identifier shared by all processes of this start of the run and by no others."""
     needs: tuple[str, ...] = ()
-    """It is this launcher only where all of these are set."""
+    """The row applies only if all of these are set."""
     unless: tuple[str, ...] = ()
-    """It is this launcher only where none of these is set."""
-    num_said: int = 1
-    """It is this launcher only where so many of count, index and address are set: 2 where the names
-    are common words."""
+    """The row applies only if none of these is set."""
+    min_fields: int = 1
+    """The row applies only if at least this many of count, index and address are set: 2 if the
+    names are common words."""
     restarts: bool = False
-    """Whether it starts jobs again after a fault, and not after a mistake."""
+    """Whether it restarts jobs after a fault (exit code 75) but not after a user's error (2)."""
     is_explicit: bool = False
-    """The user's own words to us: they win over all launchers, and have to be complete."""
+    """Whether these are our own variables: they override all launchers, and must be complete."""
     is_exported: bool = False
-    """People export these variables themselves too: an index of 0 alone means nothing, and an outer
-    launcher must not contradict."""
+    """Whether people also export these variables by hand: then an index of 0 alone means nothing,
+    and a contradiction with an outer launcher is an error."""
     is_hint: bool = False
-    """Its variables belong to several launchers, and say that there are others and no more: of
-    several in a field the largest number counts."""
+    """Whether the variables are shared by several launchers and only show that other processes
+    exist: of several in a field, the largest number is used."""
     has_one_parent: bool = False
-    """One process of the launcher on each host starts the run's processes there."""
+    """Whether one process of the launcher starts all of the run's processes on a host."""
     num_agents: tuple[str, ...] = ()
-    """Number of its agents, where an outer launcher starts these and has to start as many."""
+    """Number of its agents, if an outer launcher starts them; the two numbers must match."""
     gives_gpus: Callable[[Environment], bool] = lambda environment: False
-    """Whether each process sees only GPUs of its own."""
+    """Whether each process sees only its own GPUs."""
     derive: Callable[[Environment], Environment] = lambda environment: {}
-    """What is said in lists or JSON, as plain values. Raises ValueError if that cannot be read."""
+    """Turns lists and JSON in variables into plain values. Raises ValueError if they cannot be
+    parsed."""
 
-    def read(self, environment: Environment) -> "Claim | None":
-        """What it says about this process; None: it has not started it.
-
-        Raises:
-          ConfigError: it says something that cannot be meant.
+    def read(self, environment: Environment) -> "ProcessInfo | None":
+        """What the launcher says about this process; None: it did not start this process. Raises:
+        ConfigError: a variable cannot be parsed, or the numbers contradict one another.
         """
-        if any(not _said(environment, (name,)) for name in self.needs) or _said(
+        if any(not _first_set(environment, (name,)) for name in self.needs) or _first_set(
             environment, self.unless
         ):
             return None
         try:
             values = {**environment, **self.derive(environment)}
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            told = _as_set(
+            names = _set_variables(
                 (*self.needs, *self.index, *self.count, *self.address, *self.port), environment
             )
             raise ConfigError(
                 explain(
-                    f"{self.name} has started this process, and what it says cannot be read",
-                    given=f"{listed(told)}: {error}",
-                    do=f"mend or unset {' and '.join(told)}, or {OTHER_WAYS}",
+                    f"the variables that {self.name} has set for this process cannot be read",
+                    given=f"{assignments(names)}: {error}",
+                    do=f"mend or unset {' and '.join(names)}, or {EXPLICIT_SETUP_HINT}",
                 )
             ) from error
         if self.is_exported:
-            values = self._without_none(values)
+            values = self._without_minus_one(values)
         fields = [self.count, self.index]
-        if self.is_explicit or self.num_said > 1:
+        if self.is_explicit or self.min_fields > 1:
             fields.append(self.address)
         if self.is_hint:
             fields += [self.local_count, self.local_index]
-        if sum(_said(values, field) is not None for field in fields) < self.num_said:
+        if sum(_first_set(values, field) is not None for field in fields) < self.min_fields:
             return None
         numbers = (self.count, self.index, self.local_count, self.local_index)
-        said = dict(found for field in numbers if (found := self._pick(values, field)))
-        meeting = [
-            found[0] for field in (self.address, self.port) if (found := _said(values, field))
+        variables = dict(found for field in numbers if (found := self._pick(values, field)))
+        address_names = [
+            found[0] for field in (self.address, self.port) if (found := _first_set(values, field))
         ]
-        claim = Claim(
+        info = ProcessInfo(
             launcher=self,
-            said=_as_set(said, environment),
-            said_address=_as_set(meeting, environment),
+            variables=_set_variables(variables, environment),
+            address_variables=_set_variables(address_names, environment),
             count=self._number(values, self.count),
             index=self._number(values, self.index),
             address=_value(values, self.address),
@@ -127,18 +125,18 @@ class Launcher:
             local_count=self._number(values, self.local_count),
             local_index=self._number(values, self.local_index),
             num_agents=self._number(values, self.num_agents),
-            where=values.get(WHERE) or f" ({listed(said)})",
+            description=values.get(DESCRIPTION) or f" ({assignments(variables)})",
             job=_value(values, self.job) or "",
         )
-        claim.check()
-        return claim
+        info.check()
+        return info
 
-    def _without_none(self, values: Environment) -> Environment:
-        """Without -1, which says that a process is not one of several, unless a count says that it
-        is.
+    def _without_minus_one(self, values: Environment) -> Environment:
+        """The values without ranks of -1 ("not distributed"), unless a count says that there are
+        several processes.
         """
         if any(
-            value not in (NOT_ONE_OF_SEVERAL, "1")
+            value not in (NOT_DISTRIBUTED, "1")
             for names in (self.count, self.local_count)
             for name in names
             if (value := _value(values, (name,)))
@@ -148,7 +146,7 @@ class Launcher:
         return {
             name: value
             for name, value in values.items()
-            if name not in numbers or value.strip() != NOT_ONE_OF_SEVERAL
+            if name not in numbers or value.strip() != NOT_DISTRIBUTED
         }
 
     def _number(self, values: Environment, names: Sequence[str]) -> int | None:
@@ -158,33 +156,33 @@ class Launcher:
         if not _is_number(text):
             raise ConfigError(
                 explain(
-                    f"{self.name}: {name} is a number of processes, or of one of them",
+                    f"{self.name}: {name} is not a number of processes or the index of one",
                     given=f"{name}={text}",
-                    do=f"set {name} to a number, such as 2, or unset it, or {OTHER_WAYS}",
+                    do=f"set {name} to a number, such as 2, or unset it, or {EXPLICIT_SETUP_HINT}",
                 )
             )
         return int(text)
 
     def _pick(self, values: Environment, names: Sequence[str]) -> tuple[str, str] | None:
-        """The variable that counts, and its value; of a hint's, one that is no number comes
-        first."""
-        found = [pair for name in names if (pair := _said(values, (name,)))]
+        """The variable to use, and its value: the first that is set; of a hint's, the largest (a
+        value that is not a number counts as the largest, so that it is reported)."""
+        found = [pair for name in names if (pair := _first_set(values, (name,)))]
         if self.is_hint and found:
             return max(
-                found, key=lambda pair: int(pair[1]) if _is_number(pair[1]) else 10**MOST_DIGITS
+                found, key=lambda pair: int(pair[1]) if _is_number(pair[1]) else 10**MAX_DIGITS
             )
         return found[0] if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What one launcher says about this process; None: it does not say."""
+class ProcessInfo:
+    """What one launcher says about this process; None in a field: unknown."""
 
     launcher: Launcher
-    said: Environment
-    """The variables that say it, as they are set."""
-    said_address: Environment
-    """Those that say where process 0 is, as they are set."""
+    variables: Environment
+    """The environment variables that `count` and `index` come from, with their values."""
+    address_variables: Environment
+    """The environment variables that the address of process 0 comes from, with their values."""
     count: int | None
     index: int | None
     address: str | None
@@ -192,23 +190,23 @@ class Claim:
     local_count: int | None
     local_index: int | None
     num_agents: int | None
-    where: str
+    description: str
     job: str
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it says that there are several and which one this is."""
+    def is_complete(self) -> bool:
+        """Whether the launcher gives a count above 1 and the index of this process."""
         return self.count is not None and self.count > 1 and self.index is not None
 
     @property
     def is_alone(self) -> bool:
-        """Whether it says that there are no others."""
+        """Whether the launcher says that this is the only process."""
         return self.count == 1
 
     @property
     def is_partial(self) -> bool:
-        """Whether it says that there are several, and not how many or which one this is."""
-        if self.is_whole or self.is_alone:
+        """Whether the launcher implies several processes, but the count or the index is missing."""
+        if self.is_complete or self.is_alone:
             return False
         return (
             self.count is not None
@@ -219,7 +217,7 @@ class Claim:
 
     @property
     def has_local_peers(self) -> bool:
-        """Whether it says that there are other processes on this host."""
+        """Whether the launcher implies other processes on this host."""
         return bool(self.local_index) or (self.local_count or 0) > 1
 
     @property
@@ -227,9 +225,9 @@ class Claim:
         """Whether all processes of the run are known to be on this host."""
         return self.count is not None and self.local_count == self.count
 
-    def agrees(self, other: "Claim") -> bool:
-        """Whether both say the same, as far as `other` says anything: of two launchers, or one seen
-        in two ways.
+    def agrees(self, other: "ProcessInfo") -> bool:
+        """Whether `other` gives at least a count or an index, and what it gives equals this one's:
+        the same processes, read from other variables.
         """
         return (
             other.count in (self.count, None)
@@ -247,34 +245,36 @@ class Claim:
             if row.is_hint:
                 continue  # numbers of different launchers
             if count == 0 or (index is not None and count is not None and index >= count):
-                told = [name for name in variables_of(*names[0], *names[1]) if name in self.said]
+                given = [
+                    name for name in variables_of(*names[0], *names[1]) if name in self.variables
+                ]
                 raise ConfigError(
                     explain(
-                        f"{row.name}: processes are counted from 0, and there are fewer than that",
-                        given=listed(self.said),
+                        f"the process index of {row.name} is not below its number of processes",
+                        given=assignments(self.variables),
                         do=(
-                            f"set {' to a number below '.join(told)}, or unset"
-                            f" {'both' if len(told) > 1 else 'it'}, or {OTHER_WAYS}"
+                            f"set {' to a number below '.join(given)}, or unset"
+                            f" {'both' if len(given) > 1 else 'it'}, or {EXPLICIT_SETUP_HINT}"
                         ),
                     )
                 )
 
 
-OTHER_WAYS = (
+EXPLICIT_SETUP_HINT = (
     "give --coordinator HOST:PORT --num-processes N --process-id I in each process (or set"
     f" {', '.join(VARIABLES)}), or start it alone whatever the environment says: --set"
     " distributed.engine=none"
 )
-"""What always helps."""
+"""Advice that applies to every launcher: configure the processes explicitly."""
 
 
-def listed(values: Environment) -> str:
-    """`A=1 B=2`."""
+def assignments(values: Environment) -> str:
+    """Variables as text: `A=1 B=2`."""
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def documented(launcher: Launcher) -> str:
-    """Its row in docs/clusters.md."""
+def table_row(launcher: Launcher) -> str:
+    """The launcher's row in the table of docs/clusters.md."""
 
     def cell(names: Sequence[str]) -> str:
         return " or ".join(name if " " in name else f"`{name}`" for name in names)
@@ -283,14 +283,16 @@ def documented(launcher: Launcher) -> str:
         [cell((name,)) for name in launcher.needs]
         + [f"no {cell((name,))}" for name in launcher.unless]
     )
-    where = cell(launcher.address) + (f", port {cell(launcher.port)}" if launcher.port else "")
+    description = cell(launcher.address) + (
+        f", port {cell(launcher.port)}" if launcher.port else ""
+    )
     local = ", ".join(filter(None, (cell(launcher.local_index), cell(launcher.local_count))))
     cells = (
         launcher.name,
         needs,
         cell(launcher.count),
         cell(launcher.index),
-        where,
+        description,
         local,
         "yes" if launcher.restarts else "",
     )
@@ -298,8 +300,8 @@ def documented(launcher: Launcher) -> str:
 
 
 def variables_of(*names: str) -> list[str]:
-    """The environment variables in these names, of which derived ones describe theirs: `length of
-    SM_HOSTS` has `SM_HOSTS`.
+    """The environment variables behind these names; the name of a derived value contains its
+    variable, as `length of SM_HOSTS` does.
     """
     found = (
         variable
@@ -310,19 +312,18 @@ def variables_of(*names: str) -> list[str]:
 
 
 def settable(names: Sequence[str]) -> list[str]:
-    """Those of these that a user can set to the value itself."""
+    """The names that are environment variables, not derived values."""
     return [name for name in names if " " not in name]
 
 
 def derived_port(text: str) -> int:
-    """A port that is the same for the same text, and seldom for another one."""
+    """A port computed from a text (CRC-32): equal texts give equal ports, other texts seldom do."""
     return FIRST_PORT + zlib.crc32(text.encode(errors="replace")) % NUM_PORTS
 
 
 def common_parent(variable: str) -> int | None:
-    """The nearest process above this one without a variable that is set for each process of a run:
-    the launcher's own, which has started all of the run's processes on this host. None: the system
-    does not say.
+    """Process id of the launcher on this host: the nearest ancestor without `variable`, which is
+    set in each process of the run. None: the system does not tell.
     """
     process = os.getppid()
     try:
@@ -338,16 +339,18 @@ def common_parent(variable: str) -> int | None:
     return None
 
 
-def _as_set(names: Iterable[str], environment: Environment) -> Environment:
-    """The variables that these names come from, as they are set."""
-    return dict(found for name in variables_of(*names) if (found := _said(environment, (name,))))
+def _set_variables(names: Iterable[str], environment: Environment) -> Environment:
+    """The environment variables behind these names that are set, with their values."""
+    return dict(
+        found for name in variables_of(*names) if (found := _first_set(environment, (name,)))
+    )
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
 
 
-def _said(values: Environment, names: Sequence[str]) -> tuple[str, str] | None:
+def _first_set(values: Environment, names: Sequence[str]) -> tuple[str, str] | None:
     """The first of these variables that is set, and its value."""
     return next(
         ((name, values[name].strip()) for name in names if values.get(name, "").strip()), None
@@ -355,5 +358,5 @@ def _said(values: Environment, names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _value(values: Environment, names: Sequence[str]) -> str | None:
-    found = _said(values, names)
+    found = _first_set(values, names)
     return None if found is None else found[1]

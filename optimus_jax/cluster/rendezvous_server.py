@@ -18,27 +18,27 @@ from typing import Any, Self
 
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.cluster.rendezvous_messages import (
+    FIRST_NOTICE_S,
     GO,
     JOINED,
-    LONGEST,
+    MAX_LINE_BYTES,
     MISSING,
+    NOTICE_EVERY_S,
     REFUSED,
     RETRY_S,
-    TOLD_AFTER_S,
-    TOLD_AGAIN_S,
     Say,
     address_of,
     bind_address,
-    not_come,
-    say_to_all,
-    unresolved,
-    waiting,
+    missing_error,
+    print_to_stderr,
+    unresolved_host,
+    waiting_text,
 )
 from optimus_jax.errors import ConfigError, FaultError, explain
 
 _PORT_FREED_S = 10.0
 """How long the port may still be taken by a process of the same run that is just ending."""
-_SEEN_OFF_S = 1.0
+_DISCONNECT_WAIT_S = 1.0
 
 
 class RendezvousServer:
@@ -53,9 +53,9 @@ class RendezvousServer:
       FaultError: the port is taken, under an engine that starts jobs again.
     """
 
-    def __init__(self, launch: Launch, deadline: float, say: Say = say_to_all) -> None:
+    def __init__(self, launch: Launch, deadline: float, say: Say = print_to_stderr) -> None:
         self._launch, self._deadline, self._say = launch, deadline, say
-        self._present: dict[int, _Caller] = {}
+        self._present: dict[int, _Client] = {}
         self._joined: set[int] = set()
         self._listener = _listen(launch, min(deadline, time.monotonic() + _PORT_FREED_S))
         self._selector = selectors.DefaultSelector()
@@ -88,17 +88,17 @@ class RendezvousServer:
 
         Raises FaultError, here and there, if the deadline passes.
         """
-        tell_at = time.monotonic() + TOLD_AFTER_S
+        notice_at = time.monotonic() + FIRST_NOTICE_S
         while missing := self.missing:
             now = time.monotonic()
             if now >= self._deadline:
                 self._answer_all({MISSING: missing})
-                raise not_come(missing, self._launch, unresolved(self._launch))
-            if now >= tell_at:
-                self._say(waiting(missing, self._launch))
-                tell_at = now + TOLD_AGAIN_S
-            for key, _ in self._selector.select(min(self._deadline, tell_at) - now):
-                self._accept() if key.fileobj is self._listener else self._hear(key.data)
+                raise missing_error(missing, self._launch, unresolved_host(self._launch))
+            if now >= notice_at:
+                self._say(waiting_text(missing, self._launch))
+                notice_at = now + NOTICE_EVERY_S
+            for key, _ in self._selector.select(min(self._deadline, notice_at) - now):
+                self._accept() if key.fileobj is self._listener else self._receive(key.data)
         self._selector.unregister(self._listener)
         self._listener.close()
 
@@ -109,49 +109,49 @@ class RendezvousServer:
     def lost(self) -> list[int]:
         """Who has gone since, and is not connected; the others are told."""
         for key, _ in self._selector.select(0):
-            self._hear(key.data)
+            self._receive(key.data)
         if missing := self.missing:
             self._answer_all({MISSING: missing})
         return missing
 
-    def see_off(self) -> None:
+    def await_disconnects(self) -> None:
         """All are connected: wait for the others to hang up first, since whose side does keeps the
         port for a while.
         """
         self._answer_all({GO: True})
-        until = time.monotonic() + _SEEN_OFF_S
+        until = time.monotonic() + _DISCONNECT_WAIT_S
         while self._present and (left := until - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
-                self._hear(key.data)
+                self._receive(key.data)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has hung up meanwhile
             connection, address = self._listener.accept()
             connection.setblocking(False)
             self._selector.register(
-                connection, selectors.EVENT_READ, _Caller(connection, address[0])
+                connection, selectors.EVENT_READ, _Client(connection, address[0])
             )
 
-    def _hear(self, caller: "_Caller") -> None:
+    def _receive(self, client: "_Client") -> None:
         try:
-            received = caller.connection.recv(LONGEST)
+            received = client.connection.recv(MAX_LINE_BYTES)
         except OSError:
             received = b""
-        caller.heard += received
-        if not received or len(caller.heard) > LONGEST:
-            self._hang_up(caller)
-        elif caller.number is not None:
-            if JOINED in caller.heard:
-                self._joined.add(caller.number)
-        elif b"\n" in caller.heard:
+        client.buffer += received
+        if not received or len(client.buffer) > MAX_LINE_BYTES:
+            self._hang_up(client)
+        elif client.number is not None:
+            if JOINED in client.buffer:
+                self._joined.add(client.number)
+        elif b"\n" in client.buffer:
             try:
-                self._admit(caller, json.loads(caller.heard.partition(b"\n")[0]))
+                self._admit(client, json.loads(client.buffer.partition(b"\n")[0]))
             except Exception:  # no process of ours: whatever a stranger sends, this one goes on
-                self._hang_up(caller)
+                self._hang_up(client)
 
-    def _admit(self, caller: "_Caller", said: dict[str, Any]) -> None:
+    def _admit(self, client: "_Client", said: dict[str, Any]) -> None:
         number, launch = int(said["process"]), self._launch
-        caller.name = f"process id {said['pid']} on {said['host']}"
+        client.name = f"process id {said['pid']} on {said['host']}"
         refusal = None
         if said["job"] != launch.job:
             refusal = f"another run, {launch.job or 'without a name'}, has this port"
@@ -162,28 +162,28 @@ class RendezvousServer:
         elif number in self._present:
             refusal = f"there is a process {number} already ({self._present[number].name})"
         if refusal is not None:
-            _answer(caller.connection, {REFUSED: refusal})
-            self._hang_up(caller)
+            _answer(client.connection, {REFUSED: refusal})
+            self._hang_up(client)
         else:
-            caller.number, self._present[number] = number, caller
+            client.number, self._present[number] = number, client
 
-    def _hang_up(self, caller: "_Caller") -> None:
-        self._selector.unregister(caller.connection)
-        caller.connection.close()
-        if caller.number is not None:
-            del self._present[caller.number]
+    def _hang_up(self, client: "_Client") -> None:
+        self._selector.unregister(client.connection)
+        client.connection.close()
+        if client.number is not None:
+            del self._present[client.number]
 
     def _answer_all(self, answer: dict[str, Any]) -> None:
-        for caller in self._present.values():
-            _answer(caller.connection, answer)
+        for client in self._present.values():
+            _answer(client.connection, answer)
 
 
-class _Caller:
+class _Client:
     """Who has connected."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.connection, self.name = connection, address
-        self.heard = b""
+        self.buffer = b""
         self.number: int | None = None
 
 
@@ -192,7 +192,7 @@ def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _listen(launch: Launch, patience_until: float) -> socket.socket:
+def _listen(launch: Launch, retry_until: float) -> socket.socket:
     """Where JAX's service will."""
     port = address_of(launch)[1]
     both = launch.bind is None and socket.has_dualstack_ipv6()
@@ -203,7 +203,7 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
                 (launch.bind or "", port), family=family, dualstack_ipv6=both, backlog=1024
             )
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < patience_until:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < retry_until:
                 time.sleep(RETRY_S)
                 continue
             # Who had the port before may be just ending, which is no reason for an engine to give

@@ -29,11 +29,11 @@ WINDOW_STEPS = 10
 """Of the median of the loss: a spike of less than half as many does not move it."""
 PATIENCE_STEPS = 20
 """For so long that median has to lie too high before it is said."""
-LEAST_RISE = 0.5
+MIN_RISE = 0.5
 """In nats: what the loss has to rise by, however low it was."""
-LEAST_LOSS_SCALE = 1.0
+MIN_LOSS_SCALE = 1.0
 """Below which the loss scale of f16 does not fall (training/step.py)."""
-FEW_AT_THE_END = 2
+MAX_SKIPPED_AT_END = 2
 """Steps without an update, at the end of a run, that leave it unknown whether it would have learnt
 on."""
 
@@ -88,7 +88,7 @@ class Learning:
             return False
         median = statistics.median(self.recent)
         self.best = median if self.best is None else min(self.best, median)
-        if median <= self.best + max(share * abs(self.best), LEAST_RISE):
+        if median <= self.best + max(share * abs(self.best), MIN_RISE):
             self.above_since, self.is_told = None, False
             return False
         self.above_since = self.above_since or step
@@ -104,7 +104,7 @@ class Learning:
         else:
             self.bad_evaluations += 1
 
-    def forgive(self) -> None:
+    def reset_skipped(self) -> None:
         """The run goes on under another plan: steps without an update under the one before are not
         its fault.
         """
@@ -123,7 +123,7 @@ class Learning:
             return None
         has_never = self.good < 0
         if self.skipped >= (
-            min(max_skipped, 1 if has_never else FEW_AT_THE_END) if is_at_end else max_skipped
+            min(max_skipped, 1 if has_never else MAX_SKIPPED_AT_END) if is_at_end else max_skipped
         ):
             return "no update"
         return "evaluation" if self.bad_evaluations >= (1 if is_at_end else 2) else None
@@ -173,10 +173,10 @@ def makes_update(record: StepRecord) -> bool:
 
 def _searches_scale(record: StepRecord) -> bool:
     """Whether a step without an update is one in which f16 finds its loss scale."""
-    return record.skipped and record.loss_scale is not None and record.loss_scale > LEAST_LOSS_SCALE
+    return record.skipped and record.loss_scale is not None and record.loss_scale > MIN_LOSS_SCALE
 
 
-def saying(learning: Learning, trouble: Trouble) -> str:
+def describe_trouble(learning: Learning, trouble: Trouble) -> str:
     """What is wrong, in one sentence."""
     match trouble:
         case "weights":
@@ -194,7 +194,7 @@ def saying(learning: Learning, trouble: Trouble) -> str:
             )
 
 
-def way_back(learning: Learning, steps: Iterable[int]) -> str:
+def rollback_advice(learning: Learning, steps: Iterable[int]) -> str:
     """How to go on from the newest good checkpoint.
 
     Args:
@@ -222,7 +222,7 @@ def newest(steps: Iterable[int], limit: int) -> int | None:
     return max((step for step in steps if step <= limit), default=None)
 
 
-def error_of(
+def learning_error(
     learning: Learning,
     trouble: Trouble,
     config: Config,
@@ -260,14 +260,14 @@ def error_of(
         changes.append("a smaller model.init_std, if the first loss was not finite")
     return LearningError(
         explain(
-            f"the run no longer learns: {saying(learning, trouble)}",
+            f"the run no longer learns: {describe_trouble(learning, trouble)}",
             given=(
                 f"step {step}{numbers};"
                 f" optimizer.max_skipped_steps={config.optimizer.max_skipped_steps}"
             ),
             do=(
-                f"{way_back(learning, steps)}; and change something, or the same will happen again:"
-                f" {'; '.join(changes)}"
+                f"{rollback_advice(learning, steps)}; and change something, or the same will"
+                f" happen again: {'; '.join(changes)}"
             ),
         )
     )

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from optimus_jax.run_directory.directory import FAULTS, RunDirectory
+from optimus_jax.run_directory.directory import FAULTS_DIR, RunDirectory
 from optimus_jax.run_directory.files import append, event_of
 
 
@@ -23,7 +23,7 @@ def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> 
       step: its newest finished step.
       fields: JSON values.
     """
-    path = run_directory / FAULTS / f"{process}.jsonl"
+    path = run_directory / FAULTS_DIR / f"{process}.jsonl"
     path.parent.mkdir(exist_ok=True)
     line = (
         json.dumps(
@@ -58,7 +58,7 @@ def take_over(run: RunDirectory) -> int:
 def read_faults(run_directory: Path) -> list[dict[str, Any]]:
     """Every event of the processes' own files, in the order of time; torn lines are passed over."""
     found = []
-    for path in sorted((run_directory / FAULTS).glob("*.jsonl")):
+    for path in sorted((run_directory / FAULTS_DIR).glob("*.jsonl")):
         for line in path.read_bytes().split(b"\n")[:-1]:
             if (event := event_of(line)) is not None:
                 found.append(event)

@@ -8,7 +8,7 @@ anything where nobody could look: while a file server does not answer, it does n
 that was never heard of since this one started is *unknown*, not silent: perhaps the directory is
 not shared.
 
-Everyone watches at most MOST_WATCHED others, those with the next numbers and process 0, so that a
+Everyone watches at most MAX_WATCHED others, those with the next numbers and process 0, so that a
 file server has about as many reads a second as there are processes, times that.
 
 Files are written and read in a thread of their own, so that who judges (faults/watchdog.py) never
@@ -27,17 +27,17 @@ from typing import Any, Literal
 
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import EXIT_RESTART
-from optimus_jax.run_directory.directory import SIGNS
+from optimus_jax.run_directory.directory import PROGRESS_DIR
 from optimus_jax.run_directory.files import explained
 from optimus_jax.system.json_input import parse_json
 from optimus_jax.system.resilient_io import flush_with_timeout
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """Between two signs."""
-LONGEST_S = 2 * BEAT_S
+MAX_GAP_S = 2 * HEARTBEAT_S
 """Between two looks; what is longer, a file server has not answered, or this process was
 stopped."""
-MOST_WATCHED = 32
+MAX_WATCHED = 32
 State = Literal["running", "done", "failed"]
 
 
@@ -90,16 +90,16 @@ class Heartbeats:
         warn: Callable[[str], object] = lambda text: flush_with_timeout(f"\nwarning: {text}\n"),
     ) -> None:
         self.process, self.num_processes = process, num_processes
-        self._directory, self._progress, self._clock = run_directory / SIGNS, progress, clock
+        self._directory, self._progress, self._clock = run_directory / PROGRESS_DIR, progress, clock
         self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
         self._warn, self._is_failing, self._number = warn, False, 0
         self._watched = sorted(
-            {(process + ahead) % num_processes for ahead in range(1, 1 + MOST_WATCHED)} | {0}
+            {(process + ahead) % num_processes for ahead in range(1, 1 + MAX_WATCHED)} | {0}
         )
         self._seen: dict[int, tuple[str, float]] = {}
         """By process: its newest text, and when it was new, later by all the time in which nobody
         could look."""
-        self._looked_s: dict[int, float] = {}
+        self._checked_s: dict[int, float] = {}
         """By process: when somebody last could."""
         self._last: dict[int, Peer] = {}
         self.peers: tuple[Peer, ...] = ()
@@ -132,18 +132,18 @@ class Heartbeats:
         """End the thread; does not wait for a file server."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(BEAT_S)
+            self._thread.join(HEARTBEAT_S)
 
     def beat(self) -> None:
         """One sign, and one look."""
         self._write_if_possible()
         now = self._clock()
         self.peers = tuple(
-            self._look(process, now) for process in self._watched if process != self.process
+            self._read_peer(process, now) for process in self._watched if process != self.process
         )
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT_S):
+        while not self._stop.wait(HEARTBEAT_S):
             self.beat()
 
     def _write_if_possible(self) -> None:
@@ -182,7 +182,7 @@ class Heartbeats:
         part.write_text(text, encoding="utf-8")
         os.replace(part, self._path(self.process))
 
-    def _look(self, process: int, now_s: float) -> Peer:
+    def _read_peer(self, process: int, now_s: float) -> Peer:
         try:
             # opening makes a network file system ask its server
             text = self._path(process).read_text(encoding="utf-8")
@@ -191,8 +191,8 @@ class Heartbeats:
         except OSError:  # nobody could look, so that it is as silent as it was
             return self._last.get(process, Peer(process=process, is_known=False, silent_s=0.0))
         before = self._last.get(process)
-        unseen_s = max(0.0, now_s - self._looked_s.get(process, now_s) - LONGEST_S)
-        self._looked_s[process] = now_s
+        unseen_s = max(0.0, now_s - self._checked_s.get(process, now_s) - MAX_GAP_S)
+        self._checked_s[process] = now_s
         if process in self._seen:
             self._seen[process] = self._seen[process][0], self._seen[process][1] + unseen_s
         if process not in self._seen:
@@ -201,9 +201,9 @@ class Heartbeats:
         if is_new:
             self._seen[process] = text, now_s
         known = is_new or (before is not None and before.is_known)
-        told = _told(text) if known else {}
+        values = _parse(text) if known else {}
         self._last[process] = Peer(
-            process=process, is_known=known, silent_s=now_s - self._seen[process][1], **told
+            process=process, is_known=known, silent_s=now_s - self._seen[process][1], **values
         )
         return self._last[process]
 
@@ -211,7 +211,7 @@ class Heartbeats:
         return self._directory / f"{process}.json"
 
 
-def _told(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     """What a file says of its process; nothing if it is half of one, or gone."""
     try:
         values = parse_json(text)

@@ -33,7 +33,7 @@ REMEMBERED = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class At:
+class ProcessStatus:
     """Where a process is."""
 
     doing: Activity
@@ -55,7 +55,7 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._durations_s: dict[Activity, deque[float]] = {}
-        self.at = At(doing="connect", since_s=clock())
+        self.at = ProcessStatus(doing="connect", since_s=clock())
 
     def begin(self, activity: Activity) -> None:
         """From now on it does this."""

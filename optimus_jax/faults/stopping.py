@@ -22,8 +22,8 @@ calls it does this first, on every process:
 Orbax takes that to mean "no preemption". An error that ends the run is not to be lost to a signal:
 of several processes the others end too, whoever launched them sends SIGTERM then, and the one that
 knows the reason is still telling it. So once an error is on its way, signals mean nothing. Nor do
-they once the run is done, or saved, while the rest is put in order; and then (`end_when_asked`)
-they end it as it would have ended.
+they once the run is done, or saved, while the rest is put in order; and then
+(`exit_with_code_on_signal`) they end it as it would have ended.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from optimus_jax.errors import LearningError, OptimusError
 
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a run that was stopped and is worth starting again with --resume."""
-EXIT_MISTAKE = 2
+EXIT_USER_ERROR = 2
 """Exit code of a program that was asked for what cannot be: starting it again would only repeat
 that."""
 EXIT_BROKEN = 1
@@ -62,7 +62,7 @@ def exit_code_of(error: BaseException | None) -> int:
     """
     if isinstance(error, LearningError):
         return EXIT_NOT_LEARNING
-    return EXIT_MISTAKE if isinstance(error, OptimusError) else EXIT_RESTART
+    return EXIT_USER_ERROR if isinstance(error, OptimusError) else EXIT_RESTART
 
 
 _is_ending = threading.Event()
@@ -73,11 +73,11 @@ class Terminated(BaseException):
     """One of TERMINATING came before training had begun."""
 
 
-class StoppedAtOnce(KeyboardInterrupt):
+class ImmediateStop(KeyboardInterrupt):
     """Ctrl-C came while a stop was already asked for."""
 
 
-def exit_when_asked() -> None:
+def exit_on_signal() -> None:
     """From now on SIGINT and TERMINATING end the program with one line: for imports, in which an
     exception may get lost.
     """
@@ -86,11 +86,11 @@ def exit_when_asked() -> None:
         _say(f"\n{NOT_BEGUN}\n")
         os._exit(EXIT_INTERRUPT if number == signal.SIGINT else EXIT_RESTART)
 
-    for number in _heard():
+    for number in _handled_signals():
         signal.signal(number, end)
 
 
-def raise_when_asked() -> None:
+def raise_on_signal() -> None:
     """From now on SIGINT raises KeyboardInterrupt, TERMINATING raise Terminated, so that what was
     begun is put in order; until `keep_reason`.
     """
@@ -100,29 +100,29 @@ def raise_when_asked() -> None:
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     _is_ending.clear()
-    for number in _heard():
+    for number in _handled_signals():
         signal.signal(number, raise_it)
 
 
 def keep_reason(error: BaseException) -> None:
-    """Call it with whatever ends a program that has called `raise_when_asked`: from now on no
+    """Call it with whatever ends a program that has called `raise_on_signal`: from now on no
     signal takes the place of an Exception.
     """
     if isinstance(error, Exception):
         _is_ending.set()
 
 
-def end_when_asked(code: int) -> None:
+def exit_with_code_on_signal(code: int) -> None:
     """From now on TERMINATING end the program with the exit code that it has come to, and SIGINT
     ends it as it ends any: nothing is left to be put in order.
     """
-    for number in _heard():
+    for number in _handled_signals():
         signal.signal(
             number, signal.SIG_DFL if number == signal.SIGINT else lambda *_: os._exit(code)
         )
 
 
-def _heard() -> list[signal.Signals]:
+def _handled_signals() -> list[signal.Signals]:
     """Signals that mean something: under nohup a terminal that closes is nothing."""
     return [
         number
@@ -144,7 +144,7 @@ class StopRequest:
     """While entered, remembers the first SIGINT (Ctrl-C) or of TERMINATING instead of dying of it,
     and says so on stderr.
 
-    Ctrl-C while a stop is already asked for raises StoppedAtOnce. Once it is left a run has come to
+    Ctrl-C while a stop is already asked for raises ImmediateStop. Once it is left a run has come to
     its end. Python hands signals to its main thread alone: entered from another one, this changes
     nothing and never has a reason.
 
@@ -159,7 +159,7 @@ class StopRequest:
         self._num_processes, self._last_step = num_processes, last_step
         self._begun: int | None = None
         self._ended: int | None = None
-        self._is_deciding = self._has_answered = False
+        self._is_deciding = self._has_announced = False
 
     @property
     def exit_code(self) -> int:
@@ -181,7 +181,7 @@ class StopRequest:
         if may_begin:
             self._begun = step
         self._is_deciding = False
-        self._answer()
+        self._announce()
         return may_begin
 
     def ended(self, step: int) -> None:
@@ -190,7 +190,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in _heard():
+            for number in _handled_signals():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -210,15 +210,15 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.reason is None:
             self.reason = "interrupt" if number == signal.SIGINT else "terminate"
-            self._answer()
+            self._announce()
         elif number == signal.SIGINT:
-            raise StoppedAtOnce
+            raise ImmediateStop
 
-    def _answer(self) -> None:
+    def _announce(self) -> None:
         """Say once what a stop that was asked for will still do."""
-        if self.reason is None or self._is_deciding or self._has_answered:
+        if self.reason is None or self._is_deciding or self._has_announced:
             return
-        self._has_answered = True
+        self._has_announced = True
         _say(
             f"\nstopping: {self._what_is_finished()} saved first; Ctrl-C (again) ends at once,"
             " without saving\n"

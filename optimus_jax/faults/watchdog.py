@@ -4,7 +4,7 @@ launched it can start it again.
 A survivor of a fault mostly waits inside a collective, in C++, where no Python of its main thread
 runs and no signal is heard. So a thread judges, once a second, from memory alone (who writes and
 reads files is another thread), and ends the process without asking the main thread: it writes down
-what is wrong, who is late and every thread's stack, for at most TELL_S, and exits with
+what is wrong, who is late and every thread's stack, for at most REPORT_S, and exits with
 EXIT_RESTART.
 
 What is a fault:
@@ -35,29 +35,29 @@ from pathlib import Path
 
 from optimus_jax.config import FaultConfig
 from optimus_jax.faults.fault_log import write_fault
-from optimus_jax.faults.heartbeat import BEAT_S, Heartbeats, Peer
+from optimus_jax.faults.heartbeat import HEARTBEAT_S, Heartbeats, Peer
 from optimus_jax.faults.progress import Activity, Progress
 from optimus_jax.faults.stopping import EXIT_RESTART, TERMINATING, exit_code_of
 from optimus_jax.robust import deviation_from
 from optimus_jax.system.resilient_io import flush_with_timeout, stderr_that_never_waits
 
-FEWEST = 5
+MIN_DURATIONS = 5
 """Durations from which a limit is made."""
 FACTOR = 10.0
 """From the longest that is usual to the limit."""
 DEVIATIONS = 5.0
 """From the median to the longest that is usual, in robust deviations."""
-FAILED_S = 3 * BEAT_S
+PEER_FAILURE_WAIT_S = 3 * HEARTBEAT_S
 """From another's word that it has failed to the end of this process: if all have the same error,
 each says so itself."""
-LINGER_S = 2 * FAILED_S
+LINGER_S = 2 * PEER_FAILURE_WAIT_S
 """Process 0 stays so long for others to hear that it has failed: without its coordination service
 JAX aborts them on the spot, without a word."""
-TELL_S = 5.0
+REPORT_S = 5.0
 """At most, for writing down what is wrong: the disk may be what does not answer."""
-DEAF = 10
+BLOCKED_FACTOR = 10
 """Times `silence_s` until a process is ended whose watchdog cannot run."""
-_ONCE: tuple[Activity, ...] = ("connect", "start", "compile", "end")
+_STARTING: tuple[Activity, ...] = ("connect", "start", "compile", "end")
 _SAVING: tuple[Activity, ...] = ("save", "write")
 """Copying the state to the host, and waiting until what was copied is on the disk."""
 
@@ -75,11 +75,11 @@ class Limits:
 
     def of(self, activity: Activity) -> float:
         """In seconds, since it began or the last step ended."""
-        if activity in _ONCE:
+        if activity in _STARTING:
             return self._settings.start_s
         known_s = self._progress.durations_s(activity)
         # mostly nobody has to wait, which tells nothing of how long a save is written
-        if len(known_s) < FEWEST or activity == "write":
+        if len(known_s) < MIN_DURATIONS or activity == "write":
             return self._settings.ceiling_s
         return min(
             self._settings.ceiling_s, max(self._settings.floor_s, FACTOR * _usual_s(known_s))
@@ -139,13 +139,17 @@ class Watchdog:
         )
         self._is_closed = False
         self._limits = Limits(settings, progress)
-        self._looked_s: float | None = None
-        self._told_s: float | None = None
+        self._checked_s: float | None = None
+        self._signalled_s: float | None = None
         """When a signal to stop came."""
         self._failed_s: dict[int, float] = {}
         """When others were first seen to have failed."""
-        self._exit_code, self._is_told, self._telling = EXIT_RESTART, False, threading.Lock()
-        self._heard, self._told = socket.socketpair()
+        self._exit_code, self._is_reported, self._report_lock = (
+            EXIT_RESTART,
+            False,
+            threading.Lock(),
+        )
+        self._wakeup_read, self._wakeup_write = socket.socketpair()
         self._before = -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -191,8 +195,10 @@ class Watchdog:
         if self._heartbeats is not None:
             self._heartbeats.start()
         if threading.current_thread() is threading.main_thread():
-            self._told.setblocking(False)
-            self._before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            self._wakeup_write.setblocking(False)
+            self._before = signal.set_wakeup_fd(
+                self._wakeup_write.fileno(), warn_on_full_buffer=False
+            )
             if self._before != -1:  # a notebook's event loop listens
                 signal.set_wakeup_fd(self._before)
         if self._heartbeats is not None and not faulthandler.is_enabled():
@@ -217,14 +223,14 @@ class Watchdog:
             )
         if threading.current_thread() is threading.main_thread() and self._before == -1:
             signal.set_wakeup_fd(-1)
-        self._told.setblocking(True)
-        self._told.send(b"\0")
+        self._wakeup_write.setblocking(True)
+        self._wakeup_write.send(b"\0")
         # before anything else is waited for: what another process has had is not to end this one,
         # which has an error of its own to tell
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        self._heard.close()
-        self._told.close()
+        self._wakeup_read.close()
+        self._wakeup_write.close()
         if failure is not None and self._process == 0 and self._has_others:
             self._linger()
         if self._heartbeats is not None:
@@ -232,11 +238,11 @@ class Watchdog:
 
     def trouble(self, now_s: float) -> str | None:
         """What is wrong, in one sentence; None: nothing."""
-        stood_s, self._looked_s = now_s - (self._looked_s or now_s), now_s
-        if stood_s > self._settings.silence_s:
+        paused_s, self._checked_s = now_s - (self._checked_s or now_s), now_s
+        if paused_s > self._settings.silence_s:
             if self._heartbeats is not None:
                 return (
-                    f"this process was stopped for {stood_s:.0f} s, and the others have gone on"
+                    f"this process was stopped for {paused_s:.0f} s, and the others have gone on"
                     " without it"
                 )
             self._progress.begin(self._progress.at.doing)  # Ctrl-Z and fg: nobody has waited
@@ -245,22 +251,22 @@ class Watchdog:
                 return why
         at = self._progress.at
         took_s = now_s - at.since_s
-        if self._told_s is not None and now_s - max(self._told_s, at.since_s) > (
+        if self._signalled_s is not None and now_s - max(self._signalled_s, at.since_s) > (
             limit_s := self._limits.after_signal(at.doing)
         ):
             return (
-                f"told to stop {now_s - self._told_s:.0f} s ago, and {self._named()} does not end"
-                f" (limit {limit_s:.0f} s)"
+                f"told to stop {now_s - self._signalled_s:.0f} s ago, and {self._activity_text()}"
+                f" does not end (limit {limit_s:.0f} s)"
             )
         if took_s > (limit_s := self._limits.of(at.doing)):
-            return f"{self._named()} takes {took_s:.0f} s (limit {limit_s:.0f} s)"
+            return f"{self._activity_text()} takes {took_s:.0f} s (limit {limit_s:.0f} s)"
         return None
 
     def _trouble_with(self, peer: Peer, now_s: float) -> str | None:
         if not peer.is_known or peer.state == "done":
             return None
         if peer.state == "failed":
-            if now_s - self._failed_s.setdefault(peer.process, now_s) > FAILED_S:
+            if now_s - self._failed_s.setdefault(peer.process, now_s) > PEER_FAILURE_WAIT_S:
                 # a mistake is not to be repeated because this process waited for who made it
                 self._exit_code = peer.exit_code
                 return f"process {peer.process} has failed: {peer.why}"
@@ -271,7 +277,7 @@ class Watchdog:
             )
         return None
 
-    def _named(self) -> str:
+    def _activity_text(self) -> str:
         at = self._progress.at
         return (
             f"step {max(at.entered, at.done + 1)}"
@@ -283,14 +289,16 @@ class Watchdog:
         while True:
             if self._heartbeats is not None:
                 faulthandler.dump_traceback_later(
-                    DEAF * self._settings.silence_s, exit=True, file=stderr_that_never_waits()
+                    BLOCKED_FACTOR * self._settings.silence_s,
+                    exit=True,
+                    file=stderr_that_never_waits(),
                 )
-            if select.select([self._heard], [], [], BEAT_S)[0]:
-                heard = self._heard.recv(64)
-                if 0 in heard:
+            if select.select([self._wakeup_read], [], [], HEARTBEAT_S)[0]:
+                received = self._wakeup_read.recv(64)
+                if 0 in received:
                     return
-                if any(number in heard for number in TERMINATING) and self._told_s is None:
-                    self._told_s = self._clock()
+                if any(number in received for number in TERMINATING) and self._signalled_s is None:
+                    self._signalled_s = self._clock()
             if (why := self.trouble(self._clock())) is not None:
                 self.end(why)
                 return
@@ -299,9 +307,9 @@ class Watchdog:
         """Write down what is wrong, and end the process: with EXIT_RESTART, or as the process ended
         that failed. Any thread may call it.
         """
-        teller = threading.Thread(target=self.tell, args=(why,), name="teller", daemon=True)
-        teller.start()
-        teller.join(TELL_S)
+        reporter = threading.Thread(target=self.report, args=(why,), name="reporter", daemon=True)
+        reporter.start()
+        reporter.join(REPORT_S)
         next_step = (
             "start it again with --resume"
             if self._exit_code == EXIT_RESTART
@@ -314,14 +322,14 @@ class Watchdog:
             self._linger()
         self._exit(self._exit_code)
 
-    def tell(self, why: str) -> None:
+    def report(self, why: str) -> None:
         """Write down what is wrong, who is late, and what every thread is at; and tell the other
         processes. What follows from it is not told again.
         """
-        with self._telling:
-            if self._is_told:
+        with self._report_lock:
+            if self._is_reported:
                 return
-            self._is_told = True
+            self._is_reported = True
         at = self._progress.at
         peers = self._heartbeats.peers if self._heartbeats is not None else ()
         if self._heartbeats is not None:
@@ -337,7 +345,7 @@ class Watchdog:
                 doing=at.doing,
                 doing_s=self._clock() - at.since_s,
                 entered=at.entered,
-                late=late(self._process, at.entered, at.doing, peers),
+                late_processes=late_processes(self._process, at.entered, at.doing, peers),
                 peers=[asdict(peer) for peer in peers],
                 stacks=stacks(),
             )
@@ -349,15 +357,15 @@ class Watchdog:
             self._heartbeats is not None
             and self._clock() < until_s
             and any(
-                peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S
+                peer.is_known and peer.state == "running" and peer.silent_s < PEER_FAILURE_WAIT_S
                 for peer in self._heartbeats.peers
             )
         ):
-            threading.Event().wait(BEAT_S / 4)
-        threading.Event().wait(BEAT_S)  # for who has said that it ends to do so
+            threading.Event().wait(HEARTBEAT_S / 4)
+        threading.Event().wait(HEARTBEAT_S)  # for who has said that it ends to do so
 
 
-def late(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[str]:
+def late_processes(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[str]:
     """Which processes have not come as far as the others, in words; empty: all are in the same
     step, or none is known.
 
@@ -387,7 +395,7 @@ def late(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[
                 f"process {peer.process} is at '{peer.doing}' for {peer.doing_s:.0f} s, and this"
                 f" one at '{doing}'"
             )
-        elif peer.state == "running" and peer.silent_s > FAILED_S:
+        elif peer.state == "running" and peer.silent_s > PEER_FAILURE_WAIT_S:
             words.append(
                 f"process {peer.process} has been silent for {peer.silent_s:.0f} s in step"
                 f" {peer.entered}"

@@ -41,7 +41,7 @@ from optimus_jax.system.paths import UserPath
 from optimus_jax.training.state import may_be_padded
 from optimus_jax.training.step import COMPUTE_DTYPES
 
-SHORTEST = 32
+MIN_LENGTH = 32
 """Tokens of the shortest pass over a prompt, and of the shortest cache."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a decoded text ends with while its last character misses bytes."""
@@ -161,7 +161,7 @@ class TextModel:
             seed=seed,
             num_samples=num_samples,
         )
-        return self._pieces(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
+        return self._texts(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
 
     def _limit(self, past_trained_length: bool) -> int:
         """Positions that may be used: learned ones mean something only as far as they were
@@ -244,7 +244,7 @@ class TextModel:
         keys = jax.vmap(functools.partial(jax.random.fold_in, make_key(seed)))(
             jnp.arange(num_samples)
         )
-        tokens, cache = _start(
+        tokens, cache = _prefill(
             self.config,
             self.params,
             padded,
@@ -257,7 +257,7 @@ class TextModel:
         for position in range(length, length + num_new_tokens):
             drawn = tokens
             if position + 1 < length + num_new_tokens:  # dispatched before `drawn` is waited for
-                tokens, cache = _go_on(
+                tokens, cache = _next_tokens(
                     self.config,
                     self.params,
                     cache,
@@ -272,7 +272,7 @@ class TextModel:
             if over.all():
                 return
 
-    def _pieces(
+    def _texts(
         self, tokens: Iterator[np.ndarray], texts: list["_Detokenizer"]
     ) -> Iterator[list[str]]:
         for ids in tokens:
@@ -336,7 +336,7 @@ def load_text_model(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "num_keys"))
-def _start(
+def _prefill(
     config: ModelConfig,
     params: Params,
     prompt_1L: Array,
@@ -357,7 +357,7 @@ def _start(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="cache")
-def _go_on(
+def _next_tokens(
     config: ModelConfig,
     params: Params,
     cache: Cache,
@@ -439,7 +439,7 @@ def candidates(logits_BV: Array, sampling: Sampling) -> tuple[Array, Array]:
 
 def rounded_up(length: int, limit: int) -> int:
     """The power of two from SHORTEST on that holds `length`, or `limit` if that is less."""
-    return min(limit, max(SHORTEST, 1 << (length - 1).bit_length()))
+    return min(limit, max(MIN_LENGTH, 1 << (length - 1).bit_length()))
 
 
 class _Detokenizer:

@@ -21,7 +21,7 @@ from optimus_jax.cluster.distributed import (
     assert_same_everywhere,
     broadcast_from_0,
     connect,
-    has_lost_another,
+    is_peer_failure,
     is_writer,
     named,
 )
@@ -50,9 +50,9 @@ from optimus_jax.errors import (
     StoreError,
     explain,
 )
-from optimus_jax.faults.error_isolation import unfailing
+from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.progress import Progress
-from optimus_jax.faults.stopping import EXIT_RESTART, StoppedAtOnce, Terminated, keep_reason
+from optimus_jax.faults.stopping import EXIT_RESTART, ImmediateStop, Terminated, keep_reason
 from optimus_jax.faults.watchdog import Watchdog
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology
@@ -69,7 +69,7 @@ from optimus_jax.run.program import Devices, run_program
 from optimus_jax.run.resumed import Resumed
 from optimus_jax.run.stored_run import StoredRun
 from optimus_jax.run.tensorboard import check_installed
-from optimus_jax.run_directory.directory import AlreadyBegunError, RunDirectory
+from optimus_jax.run_directory.directory import RunDirectory, RunExistsError
 from optimus_jax.run_directory.lock import LockedError
 from optimus_jax.run_directory.shared import check_shared
 from optimus_jax.run_directory.step_record import StepRecord
@@ -199,7 +199,7 @@ def _train(
         # minute later than others.
         assert_same_everywhere(
             {"whether the run is begun or resumed": "resumed" if resume else "begun"},
-            may_become=is_repeated,
+            is_transient=is_repeated,
         )
         assert_same_everywhere(
             {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}", **_settings(config)}
@@ -238,7 +238,7 @@ def _train(
                 )
             check_allowed(config.controller.allowed_axes, topology.num_devices)
             plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
-            display = unfailing(
+            display = isolate_errors(
                 make_display(config.log, config.steps, show=is_writer()), "the display"
             )
             if (
@@ -322,7 +322,7 @@ def _train(
         )
     except BaseException as error:
         keep_reason(error)
-        is_fault = not launch.is_alone and has_lost_another(error)
+        is_fault = not launch.is_alone and is_peer_failure(error)
         fault = (
             FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}")
             if is_fault
@@ -330,7 +330,7 @@ def _train(
         )
         if watchdog is not None:  # first, for others hear of it by way of the run directory
             if fault is not None:
-                watchdog.tell(str(fault))
+                watchdog.report(str(fault))
             watchdog.close(fault or error)
         # Who is told to end while it starts, or has to, may be started again with --resume; that
         # takes a config.
@@ -411,7 +411,7 @@ def _upload_after(mirror: Mirror, error: BaseException, run: RunDirectory | None
     """Upload what there is when `error` ends the run, which keeps its reason; who insists on ending
     at once does not wait for that.
     """
-    if isinstance(error, StoppedAtOnce):
+    if isinstance(error, ImmediateStop):
         mirror.abandon()
         _say(
             "what is not uploaded yet is in"
@@ -569,7 +569,7 @@ def _opened(open_it: Callable[..., T], launch: Launch, is_repeated: bool) -> T:
     """
     try:
         return open_it(patience_s=PATIENCE_S if is_repeated else 0.0)
-    except (LockedError, LeaseHeldError, AlreadyBegunError) as error:
+    except (LockedError, LeaseHeldError, RunExistsError) as error:
         if is_repeated and launch.restarts:
             raise FaultError(str(error)) from error
         raise

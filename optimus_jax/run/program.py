@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.checkpoint.disk_space import check_room, num_wanted, room_in
+from optimus_jax.checkpoint.disk_space import check_disk_space, disk_space_of, max_checkpoints
 from optimus_jax.checkpoint.saving import Retries
 from optimus_jax.checkpoint.snapshots import bytes_of_host
 from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_writer
@@ -26,7 +26,7 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, explain
-from optimus_jax.faults.error_isolation import unfailing
+from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.fault_log import take_over
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
@@ -50,7 +50,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
-from optimus_jax.training.trainer import Outcome, Trainer, described
+from optimus_jax.training.trainer import Trainer, TrainingResult, described
 from optimus_jax.training.watchers import Display
 
 
@@ -80,7 +80,7 @@ def run_program(
     resumed: Resumed | None,
     progress: Progress,
     heartbeats: Heartbeats | None,
-) -> tuple[Outcome, Plan]:
+) -> tuple[TrainingResult, Plan]:
     """State, compile, loop; with the plan that the run ended under. Every process has to call it.
 
     Args:
@@ -141,7 +141,7 @@ def run_program(
     num_bytes_of_host = bytes_of_host(state)
     snapshots = snapshots_of(config, run, display)
     with all_or_none():
-        snapshots.forget_after(first_step)
+        snapshots.delete_after(first_step)
         snapshots.prepare(num_bytes_of_host)
         if is_writer() and (scarce := _room(config, run, state, first_step)) is not None:
             display.message(scarce)
@@ -171,7 +171,7 @@ def run_program(
         ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
     )
     tensorboard = (
-        unfailing(
+        isolate_errors(
             TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1), "TensorBoard"
         )
         if config.log.tensorboard and run.writer
@@ -301,7 +301,7 @@ def _trained(
     inputs: Inputs,
     controller: Controller | None,
     changes: PhaseChanges | None,
-) -> tuple[Trainer, Outcome]:
+) -> tuple[Trainer, TrainingResult]:
     """The run to its end, under one plan and in one phase after the other; with the trainer of the
     last.
     """
@@ -317,7 +317,7 @@ def _trained(
         with trainer.progress.during("switch"):
             if is_switch and controller is not None:
                 state, executable = controller.carry_out(state, step)
-                trainer.learning.forgive()
+                trainer.learning.reset_skipped()
                 trainer = trainer.under(executable.program)
             if changes is not None and changes.is_due(step):
                 state, trainer = _in_next_phase(trainer, state, step, controller, changes)
@@ -474,11 +474,11 @@ def _room(config: Config, run: RunDirectory, state: TrainState, first_step: int)
 
     Raises CheckpointError if there is not enough.
     """
-    room = room_in(run.checkpoints)
-    wanted = num_wanted(
-        config.checkpoint, first_step, config.steps, room.num_there if room is not None else 0
+    room = disk_space_of(run.checkpoints)
+    wanted = max_checkpoints(
+        config.checkpoint, first_step, config.steps, room.num_checkpoints if room is not None else 0
     )
-    return check_room(
+    return check_disk_space(
         room,
         sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
         wanted=wanted,
@@ -499,7 +499,7 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
     }
 
 
-def _say_goodbye(display: Display, outcome: Outcome, run: RunDirectory) -> None:
+def _say_goodbye(display: Display, outcome: TrainingResult, run: RunDirectory) -> None:
     if outcome.reason == "done":
         display.message(f"done: {outcome.last_step} steps, in {run.address}")
     else:

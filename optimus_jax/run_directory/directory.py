@@ -31,7 +31,7 @@ from optimus_jax.run_directory.files import (
     cut_torn_line,
     event_of,
     explained,
-    failure_of,
+    file_error,
     finite,
     replace,
     unfinished,
@@ -63,14 +63,14 @@ LOCK = "lock"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """What a run keeps of its tokenizer, by the names that the tokenizers library and transformers have
 for it."""
-SIGNS = "progress"
-FAULTS = "faults"
+PROGRESS_DIR = "progress"
+FAULTS_DIR = "faults"
 """Directories that several processes write to as soon as there is a run directory."""
 MARK = "mark"
-"""In SIGNS, by which they know the directory for the same (shared_directory.py)."""
+"""In PROGRESS_DIR, by which they know the directory for the same (shared_directory.py)."""
 
 
-class AlreadyBegunError(ConfigError):
+class RunExistsError(ConfigError):
     """Where a new run was to be there is one."""
 
 
@@ -103,7 +103,7 @@ class RunDirectory:
         self.failure: RunDirectoryError | None = None
         """Why the run has to end, once its state is saved."""
         self._warn = warn
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._last_step = 0
         self._unwritten: list[tuple[Path, bytes]] = []
         self._log_error: RunDirectoryError | None = None
@@ -223,7 +223,7 @@ class RunDirectory:
                 *(self.path / name for name in TOKENIZER_FILES),
             ):
                 path.unlink(missing_ok=True)
-            for name in (SIGNS, FAULTS):
+            for name in (PROGRESS_DIR, FAULTS_DIR):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             if self.checkpoints.exists():
                 self.checkpoints.rmdir()
@@ -233,7 +233,7 @@ class RunDirectory:
     def check_free(self) -> None:
         """Raise ConfigError if the directory holds a run or other files; touches nothing."""
         if self._config.exists():
-            raise AlreadyBegunError(
+            raise RunExistsError(
                 explain(
                     "the run directory already holds a run, and runs are never overwritten",
                     given=self.path,
@@ -244,7 +244,7 @@ class RunDirectory:
                 )
             )
         # what a start that was killed leaves
-        ours = {LOCK, SIGNS, FAULTS, unfinished(self._config).name}
+        ours = {LOCK, PROGRESS_DIR, FAULTS_DIR, unfinished(self._config).name}
         if (self.path / LOCK).exists():
             ours.add(self._events.name)  # of the plans that it had tried
         files = (
@@ -299,7 +299,7 @@ class RunDirectory:
     def write_mark(self, text: str) -> None:
         """Put down what the other processes should find there."""
         if self.writer:
-            path = self.path / SIGNS / MARK
+            path = self.path / PROGRESS_DIR / MARK
             with explained(path):
                 path.parent.mkdir(exist_ok=True)
                 replace(path, text.encode())
@@ -307,7 +307,7 @@ class RunDirectory:
     def mark(self) -> str | None:
         """What the writer has put down; None: this process does not see it."""
         try:
-            return (self.path / SIGNS / MARK).read_text(encoding="utf-8")
+            return (self.path / PROGRESS_DIR / MARK).read_text(encoding="utf-8")
         except OSError:
             return None
 
@@ -316,7 +316,7 @@ class RunDirectory:
         if self.writer:
             self._replace(self._plan, text.encode())
 
-    def put_back(self) -> None:
+    def restore_files(self) -> None:
         """Write again what somebody has removed of the files that a resume needs: a checkpoint
         without them is worth little. Says so.
 
@@ -362,7 +362,7 @@ class RunDirectory:
                 )
             ) from error
         except IsADirectoryError as error:
-            raise failure_of(self._config, error) from error
+            raise file_error(self._config, error) from error
         except (FileNotFoundError, NotADirectoryError):
             raise
         except (OSError, UnicodeDecodeError) as error:
@@ -467,10 +467,11 @@ class RunDirectory:
         for number, item in enumerate(found, 1):
             if (
                 item is None
-                and (told := f"{path}, line {number}, is damaged and passed over") not in self._told
+                and (text := f"{path}, line {number}, is damaged and passed over")
+                not in self._warned
             ):
-                self._told.add(told)
-                self._warn(told)
+                self._warned.add(text)
+                self._warn(text)
         return [item for item in found if item is not None]
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
@@ -490,7 +491,7 @@ class RunDirectory:
                 del self._unwritten[0]
         except OSError as error:
             is_new = self._log_error is None
-            self._log_error = failure_of(self._unwritten[0][0], error)
+            self._log_error = file_error(self._unwritten[0][0], error)
             if is_new:
                 self._warn(
                     f"{self._log_error}\n  the run goes on: lines wait in memory, and are written"

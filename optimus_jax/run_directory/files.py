@@ -80,12 +80,12 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise failure_of(path, error) from error
+        raise file_error(path, error) from error
 
 
-def failure_of(path: Path, error: OSError) -> RunDirectoryError:
+def file_error(path: Path, error: OSError) -> RunDirectoryError:
     """An error that says what is wrong with a file or folder of a run."""
-    if (wrong := _of_another_kind(path, error)) is not None:
+    if (wrong := _wrong_kind(path, error)) is not None:
         return RunDirectoryError(
             explain(
                 f"{path.name} of the run is {wrong}",
@@ -112,7 +112,7 @@ def failure_of(path: Path, error: OSError) -> RunDirectoryError:
     )
 
 
-def _of_another_kind(path: Path, error: OSError) -> str | None:
+def _wrong_kind(path: Path, error: OSError) -> str | None:
     """What is there, where the trouble is that a folder has taken the place of a file, or a file
     that of a folder.
     """

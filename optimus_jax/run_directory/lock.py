@@ -60,7 +60,9 @@ class RunLock:
             ) from error
         try:
             self._lock(self._file, path, warn, time.monotonic() + patience_s)
-            if not _is_at(path, self._file):  # who held it has removed it, and what it had begun
+            if not _is_same_file(
+                path, self._file
+            ):  # who held it has removed it, and what it had begun
                 raise BlockingIOError
         except BlockingIOError as error:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
@@ -86,7 +88,7 @@ class RunLock:
     @staticmethod
     def _lock(file: int, path: Path, warn: Callable[[str], object], until_s: float) -> None:
         """Raises BlockingIOError if another holds it until then."""
-        is_told = False
+        is_announced = False
         while True:
             try:
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,12 +96,12 @@ class RunLock:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     raise
-                if not is_told:
+                if not is_announced:
                     warn(
                         f"{path.parent} is locked by another process, or by one that has just died:"
                         f" waiting up to {left_s:.0f} s for it"
                     )
-                    is_told = True
+                    is_announced = True
                 time.sleep(min(POLL_S, left_s))
 
     def release(self) -> None:
@@ -109,7 +111,7 @@ class RunLock:
             self._file = None
 
 
-def _is_at(path: Path, file: int) -> bool:
+def _is_same_file(path: Path, file: int) -> bool:
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 
 NOT_COMPARABLE = "held-out losses from before and from here on cannot be compared"
 """What to say where evaluations read other tokens than they did."""
-_BEGINNINGS = ("start", "resume")
+_START_EVENTS = ("start", "resume")
 
 
 def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
@@ -33,10 +33,10 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
     if run.tokenizer is None:
         # Before runs kept theirs, what ends a document was found by the list alone.
         try:
-            is_of_before = identity_in_run(run) is None
+            is_old_run = identity_in_run(run) is None
         except RunDirectoryError:  # the checkpoint knows the tokenizer as well (check_tokenizer)
-            is_of_before = False
-        return load_tokenizer(config.tokenizer, config.eos, by_list=is_of_before)
+            is_old_run = False
+        return load_tokenizer(config.tokenizer, config.eos, by_list=is_old_run)
     own = load_tokenizer(str(run.tokenizer), config.eos)
     if (eos := (identity_in_run(run) or {}).get("eos")) is not None and own.eos != eos:
         raise _other_eos(f"it is {own.end}; the run was begun with id {eos}", run.path)
@@ -77,7 +77,7 @@ def held_out_in_run(run: RunDirectory) -> HeldOutBy:
 
     It goes on to do so, whatever kind of file the texts are in now.
     """
-    if (by := (_beginning(run, last=False) or {}).get("held_out_by")) in ("documents", "end"):
+    if (by := (_start_identity(run, last=False) or {}).get("held_out_by")) in ("documents", "end"):
         return by
     # Begun before this was put down: token files alone, and one only, were cut at the end.
     sources = Config.from_json(run.config_text()).data.sources
@@ -86,14 +86,14 @@ def held_out_in_run(run: RunDirectory) -> HeldOutBy:
 
 def identity_in_run(run: RunDirectory) -> dict[str, Any] | None:
     """What the run's data was known by when it was last begun or resumed; None: nothing says so."""
-    return _beginning(run, last=True)
+    return _start_identity(run, last=True)
 
 
-def _beginning(run: RunDirectory, *, last: bool) -> dict[str, Any] | None:
+def _start_identity(run: RunDirectory, *, last: bool) -> dict[str, Any] | None:
     found = [
         event["identity"]
         for event in run.events()
-        if event.get("event") in _BEGINNINGS and isinstance(event.get("identity"), dict)
+        if event.get("event") in _START_EVENTS and isinstance(event.get("identity"), dict)
     ]
     return found[-1 if last else 0] if found else None
 

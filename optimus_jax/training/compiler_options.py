@@ -20,7 +20,7 @@ from optimus_jax.plan import Plan
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
 _BLACKWELL = ("B100", "B200", "GB200", "B300", "GB300")
 
-HIDING = CompilerOption(
+LATENCY_HIDING = CompilerOption(
     name="xla_gpu_enable_latency_hiding_scheduler",
     value=True,
     source=_NVIDIA,
@@ -29,18 +29,18 @@ HIDING = CompilerOption(
 _RENAMED = jaxlib.version.__version_info__ >= (0, 11, 1)
 """Whether XLA is of after https://github.com/openxla/xla/pull/45836: either name is an error to the
 other side."""
-_GATHERING = (
+_PIPELINED_ALL_GATHER_NAMES = (
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_pipeline_all_gather", f"{MODE}ON"),
 )
-GATHERING_AHEAD = CompilerOption(
-    name=_GATHERING[_RENAMED][0],
-    value=_GATHERING[_RENAMED][1],
-    other_name=_GATHERING[not _RENAMED][0],
+PIPELINED_ALL_GATHER = CompilerOption(
+    name=_PIPELINED_ALL_GATHER_NAMES[_RENAMED][0],
+    value=_PIPELINED_ALL_GATHER_NAMES[_RENAMED][1],
+    other_name=_PIPELINED_ALL_GATHER_NAMES[not _RENAMED][0],
     source=_NVIDIA,
     why="a layer's weights are gathered over fsdp while the layer before is computed",
 )
-ON_BLACKWELL = CompilerOption(
+BLACKWELL_COMMAND_BUFFERS = CompilerOption(
     name="xla_gpu_enable_command_buffer",
     value="FUSION,CUSTOM_CALL",
     source=_NVIDIA,
@@ -50,7 +50,7 @@ ON_BLACKWELL = CompilerOption(
     ),
 )
 
-ROUNDED_AS_WRITTEN = CompilerOption(
+NO_EXCESS_PRECISION = CompilerOption(
     name="xla_allow_excess_precision",
     value=False,
     source="docs/decisions/0013-f16-overflows-alike-under-every-plan.md",
@@ -60,10 +60,10 @@ ROUNDED_AS_WRITTEN = CompilerOption(
     ),
 )
 
-XLA_COUNTS_ON = 0.8
+XLA_MEMORY_SHARE = 0.8
 """Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and
 computes things again until the rest holds what is alive."""
-FRAGMENTED = 0.02
+FRAGMENTED_SHARE = 0.02
 """Of what JAX may use, lost between arrays."""
 _COARSE_BYTES = 2**28
 
@@ -95,18 +95,18 @@ def memory_limit(
         card_bytes, usable_bytes = accelerator.memory_bytes, share * accelerator.memory_bytes
     else:
         return None
-    counted_on, there = (
-        XLA_COUNTS_ON * card_bytes - state_bytes,
-        (1 - FRAGMENTED) * usable_bytes - state_bytes,
+    assumed_bytes, available_bytes = (
+        XLA_MEMORY_SHARE * card_bytes - state_bytes,
+        (1 - FRAGMENTED_SHARE) * usable_bytes - state_bytes,
     )
-    if min(counted_on, there) <= 0:
+    if min(assumed_bytes, available_bytes) <= 0:
         return None
     return CompilerOption(
         name="xla_gpu_memory_limit_slop_factor",
-        value=str(math.floor(100 * there / counted_on)),
+        value=str(math.floor(100 * available_bytes / assumed_bytes)),
         source="https://github.com/openxla/xla/pull/20494",
         why=(
-            f"XLA counts on {XLA_COUNTS_ON:.0%} of a GPU, and computes again what does not fit"
+            f"XLA counts on {XLA_MEMORY_SHARE:.0%} of a GPU, and computes again what does not fit"
             " there; in percent of what that leaves beside the state, this is what there is"
         ),
     )
@@ -125,16 +125,16 @@ def options_for(
       state_bytes: that stay on each device from step to step; None: not known.
       usable_bytes: of a device, by JAX; None: it is not here.
     """
-    return allowed(_wanted(platform, device_kind, plan, state_bytes, usable_bytes))
+    return allowed(_options(platform, device_kind, plan, state_bytes, usable_bytes))
 
 
-def _wanted(
+def _options(
     platform: str, device_kind: str, plan: Plan, state_bytes: int | None, usable_bytes: int | None
 ) -> Iterator[CompilerOption]:
     if platform == "cpu":
         yield from ON_CPU
     if plan.precision == "f16":
-        yield ROUNDED_AS_WRITTEN
+        yield NO_EXCESS_PRECISION
     if platform not in GPU:
         return
     if (
@@ -143,10 +143,10 @@ def _wanted(
     ):
         yield limit
     if plan.num_devices > 1 or plan.offload != "none":
-        yield HIDING
+        yield LATENCY_HIDING
     # In a loop around the layers, over microbatches or ticks, XLA would gather those of the next
     # round ahead: all layers' weights at once (decision 11).
     if plan.axes.fsdp > 1 and plan.zero == 3 and plan.microbatches == 1 and plan.pipeline is None:
-        yield GATHERING_AHEAD
+        yield PIPELINED_ALL_GATHER
     if any(name in device_kind for name in _BLACKWELL):
-        yield ON_BLACKWELL
+        yield BLACKWELL_COMMAND_BUFFERS

@@ -29,8 +29,8 @@ def loss_and_gradients(
       batch_axes: mesh axes that split the batch.
     """
     if objective.plan.pipeline is not None:
-        return _through_stages(objective, layouts, params, batch)
-    return _one_after_the_other(objective, layouts, params, batch, batch_axes)
+        return _pipelined(objective, layouts, params, batch)
+    return _by_microbatch(objective, layouts, params, batch, batch_axes)
 
 
 def loss_alone(objective: Objective, params: Params, batch: Batch) -> Array:
@@ -40,7 +40,7 @@ def loss_alone(objective: Objective, params: Params, batch: Batch) -> Array:
     return _pipeline(objective, objective.whole(params), None, batch, evaluate=True).loss()
 
 
-def _one_after_the_other(
+def _by_microbatch(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
 ) -> tuple[Array, Params]:
     differentiated = jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, params)
@@ -64,7 +64,7 @@ def _one_after_the_other(
     return lax.scan(add, start, _microbatches(objective, batch))[0]
 
 
-def _through_stages(
+def _pipelined(
     objective: Objective, layouts: Params, params: Params, batch: Batch
 ) -> tuple[Array, Params]:
     """Matrices outside the layers are made whole before the first tick and their gradient is

@@ -96,7 +96,7 @@ def adamw(
     """
     decays = map_names(lambda leaf: EMBED in leaf, names)
     chain = optax.chain(
-        _kept_in(moments, optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)),
+        _stored_as(moments, optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)),
         optax.add_decayed_weights(config.weight_decay, mask=decays),
     )
 
@@ -109,7 +109,7 @@ def adamw(
     return optax.GradientTransformation(chain.init, update)
 
 
-def _kept_in(
+def _stored_as(
     moments: MomentPrecision, adam: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """Adam whose moments are rounded to a format after each step, the second one too (optax rounds

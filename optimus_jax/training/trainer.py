@@ -34,10 +34,10 @@ from optimus_jax.faults.divergence import (
     WINDOW_STEPS,
     Learning,
     Trouble,
-    error_of,
+    describe_trouble,
+    learning_error,
     newest,
-    saying,
-    way_back,
+    rollback_advice,
 )
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
@@ -62,7 +62,7 @@ SLOW_STEP_S = 2.0
 less than a thousandth."""
 
 
-class Overseer(StepWatcher, Protocol):
+class ControllerHooks(StepWatcher, Protocol):
     """Who measures the run and may ask for another plan: control/controller.py, as far as the loop
     needs it.
     """
@@ -94,7 +94,7 @@ class Overseer(StepWatcher, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrainingResult:
     """Where a run was left."""
 
     state: TrainState
@@ -125,7 +125,7 @@ class Trainer:
     display: Display
     tensorboard: StepWatcher | None
     stop: StopRequest
-    overseer: Overseer | None = None
+    overseer: ControllerHooks | None = None
     """Who is told what only the loop can measure, and may end it; None: nobody."""
     last_step: int | None = None
     """Of the phase whose batches these are; None: it lasts until the run ends."""
@@ -140,7 +140,7 @@ class Trainer:
     _last: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=1))
     """The last step's numbers."""
 
-    def train(self, state: TrainState) -> Outcome:
+    def train(self, state: TrainState) -> TrainingResult:
         """Run from the step after `state.step` to the config's last, or until asked to stop, and
         save then; or until another phase begins, or the overseer asks for another plan, and leave
         the rest to what comes next.
@@ -154,7 +154,7 @@ class Trainer:
         config, step, last_loss = self._config, int(state.step), math.nan
         agree = None if self._is_alone else Agreement(self.program.mesh)
         reason: Reason = "done"
-        unread: _Unread | None = None
+        pending: _PendingStep | None = None
         is_slow = True  # until a step was timed
         clock = time.perf_counter()
         self.progress.begin("step")
@@ -167,15 +167,15 @@ class Trainer:
                 loaded_at = time.perf_counter()
                 batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
                 if agree is None:
-                    if is_slow and unread is not None:
+                    if is_slow and pending is not None:
                         before = clock
-                        last_loss, clock = self._record(unread, clock)
-                        unread, is_slow = None, clock - before >= SLOW_STEP_S
-                    if (reason := self._ending(upcoming)) != "done":
+                        last_loss, clock = self._record(pending, clock)
+                        pending, is_slow = None, clock - before >= SLOW_STEP_S
+                    if (reason := self._stop_before(upcoming)) != "done":
                         break
                 else:
                     self.stop.begins(upcoming)
-                has_ended = unread is not None and _is_ready(unread.metrics["loss"])
+                has_ended = pending is not None and _is_ready(pending.metrics["loss"])
                 called_at = time.perf_counter()
                 self.progress.enter(upcoming)
                 state, metrics = self.train_step(state, batch)
@@ -203,24 +203,26 @@ class Trainer:
                 # read the wish.
                 probes = self.overseer is not None and self.overseer.is_probe_due(step)
                 reads_now = evaluates or saves or snapshot_due or probes
-                agreed = 0 if agree is None else agree(_REASONS.index(self._asked))
+                agreed = 0 if agree is None else agree(_REASONS.index(self._requested_stop))
                 # Collectives on a CPU are waited for when the next is dispatched: then this is the
                 # end of the step.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
-                if unread is not None and unread.finished_at is None:
-                    unread = replace(
-                        unread,
+                if pending is not None and pending.finished_at is None:
+                    pending = replace(
+                        pending,
                         finished_at=(
-                            called_at if has_ended else _between(max(clock, called_at), finished_at)
+                            called_at
+                            if has_ended
+                            else _estimated_end(max(clock, called_at), finished_at)
                         ),
                     )
-                waiting = [unread, _Unread(step, metrics, agreed, finished_at)]
-                unread = None if reads_now else waiting.pop()
+                waiting = [pending, _PendingStep(step, metrics, agreed, finished_at)]
+                pending = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
                     before = clock
                     last_loss, clock = self._record(item, clock)
                     is_slow = clock - before >= SLOW_STEP_S
-                    reason = _REASONS[max(_REASONS.index(reason), int(item.wish))]
+                    reason = _REASONS[max(_REASONS.index(reason), int(item.stop_reason))]
                 self._saving.look()
                 if self._trouble() is not None:
                     reason = "not learning"
@@ -236,7 +238,7 @@ class Trainer:
                 if probes and self.overseer is not None:
                     with self.progress.during("probe"):
                         self.overseer.probe(step)
-                if agree is None and self._asked != "done":
+                if agree is None and self._requested_stop != "done":
                     pass  # no other plan is begun: the run ends before the next step
                 elif (
                     reason == "done"
@@ -249,19 +251,21 @@ class Trainer:
                     reason = "phase"
                 if reads_now:
                     clock = time.perf_counter()
-            if unread is not None:
-                last_loss, clock = self._record(unread, clock)
+            if pending is not None:
+                last_loss, clock = self._record(pending, clock)
         except Exception as error:
-            self._rescue(state, step, error)
+            self._save_after_error(state, step, error)
             raise
         finally:
             batches.close()
         # if a log could not be written, the first step under the next plan finds that out
         if reason in ("switch", "phase"):
-            return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
-        return self._ended(Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss))
+            return TrainingResult(state=state, reason=reason, last_step=step, last_loss=last_loss)
+        return self._ended(
+            TrainingResult(state=state, reason=reason, last_step=step, last_loss=last_loss)
+        )
 
-    def _ended(self, outcome: Outcome) -> Outcome:
+    def _ended(self, outcome: TrainingResult) -> TrainingResult:
         """Save what is not saved, write down how the run has ended, and raise what was wrong with
         it.
         """
@@ -271,11 +275,11 @@ class Trainer:
                 self._saving.finish(
                     lambda: self.save(state, step),
                     step,
-                    is_hurried=lambda: self.stop.reason is not None,
+                    is_stopping=lambda: self.stop.reason is not None,
                 )
             except NotFiniteError as error:
                 self.learning.broken = error.leaf
-        elif not self._saving.ends_well():
+        elif not self._saving.wait_succeeded():
             self._say("a save that was under way has failed; older checkpoints are whole")
         if (trouble := self._trouble(is_at_end=reason == "done")) is not None:
             steps = self.checkpoints.steps()
@@ -284,7 +288,7 @@ class Trainer:
                 self._last[-1] if self._last else None,
             )
             optimizer, num_params = self._config.optimizer, self.program.shapes.num_params
-            error = error_of(
+            error = learning_error(
                 self.learning,
                 trouble,
                 self._config,
@@ -294,9 +298,15 @@ class Trainer:
                 lr=peak_learning_rate(optimizer, num_params),
                 usual_lr=peak_learning_rate(replace(optimizer, lr=None), num_params),
             )
-            self.run.log_event("fault", step, what=saying(self.learning, trouble), back_to=good)
             self.run.log_event(
-                "end", step, reason="not learning", why=saying(self.learning, trouble), back_to=good
+                "fault", step, what=describe_trouble(self.learning, trouble), back_to=good
+            )
+            self.run.log_event(
+                "end",
+                step,
+                reason="not learning",
+                why=describe_trouble(self.learning, trouble),
+                back_to=good,
             )
             raise error
         self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
@@ -318,17 +328,21 @@ class Trainer:
         return self.topology.num_processes == 1
 
     @property
-    def _asked(self) -> Reason:
+    def _requested_stop(self) -> Reason:
         """What this process wants the run to end for; `done`: nothing."""
         return "fault" if self.run.failure else self.stop.reason or "done"
 
-    def _ending(self, upcoming: int) -> Reason:
+    def _stop_before(self, upcoming: int) -> Reason:
         """Why the run of a process on its own ends before step `upcoming`, which is announced
         otherwise; `done`: it does not.
         """
         if self._trouble() is not None:
             return "not learning"
-        return self._asked if self._asked != "done" or not self.stop.begins(upcoming) else "done"
+        return (
+            self._requested_stop
+            if self._requested_stop != "done" or not self.stop.begins(upcoming)
+            else "done"
+        )
 
     def _trouble(self, *, is_at_end: bool = False) -> Trouble | None:
         """Why the run no longer learns; None: it does, or is under a plan that is taken back for
@@ -357,7 +371,7 @@ class Trainer:
     def _config(self) -> Config:
         return self.program.config
 
-    def _record(self, item: "_Unread", clock: float) -> tuple[float, float]:
+    def _record(self, item: "_PendingStep", clock: float) -> tuple[float, float]:
         """Write a step down; returns its loss and the time at which it was finished."""
         metrics = jax.device_get(item.metrics)
         now = time.perf_counter() if item.finished_at is None else item.finished_at
@@ -394,16 +408,16 @@ class Trainer:
             self._say(f"step {item.step}: loss or gradient was not finite; the update was left out")
         self.learning.step(record)
         if self.learning.rises(item.step, self._config.optimizer.loss_rise):
-            self._tell_of_rise(item.step)
+            self._warn_loss_rise(item.step)
         return record.loss, now
 
-    def _tell_of_rise(self, step: int) -> None:
+    def _warn_loss_rise(self, step: int) -> None:
         since, best, steps = self.learning.above_since, self.learning.best, self.checkpoints.steps()
         what = f"the loss has been far above its lowest since step {since}"
         self._say(
             f"step {step}: {what} (lowest median of {WINDOW_STEPS} steps {best:.4f}, now"
             f" {statistics.median(self.learning.recent):.4f}): the run may be diverging. It goes"
-            f" on; to undo that, {way_back(self.learning, steps)}, with a lower --lr"
+            f" on; to undo that, {rollback_advice(self.learning, steps)}, with a lower --lr"
         )
         self.run.log_event(
             "fault",
@@ -426,7 +440,7 @@ class Trainer:
         except Exception as error:
             if not (self._is_alone or (isinstance(error, OptimusError) and error.is_everyones)):
                 raise
-            self._rescue(state, step, error)
+            self._save_after_error(state, step, error)
             self._say(
                 f"step {step}: the evaluation has failed, so the held-out loss is unknown; the run"
                 f" goes on. {type(error).__name__}: {error}"
@@ -470,7 +484,7 @@ class Trainer:
         num_rows = eval_rows(self._config, self.program.plan)
         sums: list[Any] = []
         for batch in self._held_out_batches():
-            if self._is_alone and self._asked != "done":
+            if self._is_alone and self._requested_stop != "done":
                 return None
             sums.append(
                 self.program.eval_step(
@@ -514,7 +528,7 @@ class Trainer:
             self.checkpoints.wait()
             # whoever cannot write there cannot save there either, and says so
             with suppress(RunDirectoryError):
-                self.run.put_back()
+                self.run.restore_files()
         with self.progress.during("save"):
             self.checkpoints.save(step, self._stored(state), self._described(step))
 
@@ -525,13 +539,13 @@ class Trainer:
         except NotFiniteError as error:
             self.learning.broken = error.leaf
 
-    def _rescue(self, state: TrainState, step: int, error: Exception) -> None:
+    def _save_after_error(self, state: TrainState, step: int, error: Exception) -> None:
         """Save the state after `step`, if it is not saved, because of an error on its way.
 
         Before the first step there is nothing to lose.
         """
         if step:
-            self._saving.rescue(lambda: self.save(state, step), state, step, error)
+            self._saving.save_after_error(lambda: self.save(state, step), state, step, error)
 
     @property
     def _saving(self) -> Saving:
@@ -571,19 +585,19 @@ def described(
 
 
 @dataclass(frozen=True)
-class _Unread:
+class _PendingStep:
     """A dispatched step whose numbers nobody has waited for yet."""
 
     step: int
     metrics: Metrics
-    wish: Any
+    stop_reason: Any
     """Index into _REASONS: a number, or the processes' agreed one as an array."""
     finished_at: float | None
     """Time on the trainer's clock if it was finished as soon as dispatched; None: reading its
     numbers will tell."""
 
 
-def _between(called_at: float, finished_at: float | None) -> float | None:
+def _estimated_end(called_at: float, finished_at: float | None) -> float | None:
     """When a step ended that had not when the next was dispatched, at `called_at`, and that has
     ended at `finished_at` as the next has; None: not known yet.
     """

@@ -16,7 +16,7 @@ from jax._src.clusters.slurm_cluster import SlurmCluster
 from optimus_jax.cluster import launch as engines
 from optimus_jax.cluster.launch import Launch, find_launch
 from optimus_jax.cluster.launchers import LAUNCHERS
-from optimus_jax.cluster.process_info import derived_port, documented, variables_of
+from optimus_jax.cluster.process_info import derived_port, table_row, variables_of
 from optimus_jax.config import DistributedConfig
 from optimus_jax.devices import gpu_sharing
 from optimus_jax.errors import ConfigError
@@ -915,7 +915,7 @@ def test_what_is_missing_is_told_in_names_that_can_be_set(monkeypatch, launcher)
                     what, given, do = str(error).split("\n")
                 else:
                     silent = (
-                        launcher.num_said == 2 and not {"index", "address"} & set(fields)
+                        launcher.min_fields == 2 and not {"index", "address"} & set(fields)
                     ) or environment.keys() <= {
                         "LOCAL_SIZE",
                         "MASTER_ADDR",
@@ -957,7 +957,10 @@ def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
 
 def test_the_parent_of_all_local_processes_is_the_first_without_their_variable(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
-    script = "from optimus_jax.cluster.process_info import common_parent; print(common_parent('PMI_RANK'))"
+    script = (
+        "from optimus_jax.cluster.process_info import common_parent;"
+        " print(common_parent('PMI_RANK'))"
+    )
     # under a shell, which is not the launcher
     command = f'{sys.executable} -c "{script}" && true'
     assert int(subprocess.check_output(["bash", "-c", command], text=True)) == os.getpid()
@@ -993,4 +996,4 @@ def test_addresses_are_read_as_jax_reads_them(found, cluster, environment):
 def test_the_table_in_the_docs_is_the_table_in_the_code():
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     for row in LAUNCHERS:
-        assert documented(row) in page, "docs/clusters.md lacks this row"
+        assert table_row(row) in page, "docs/clusters.md lacks this row"
