@@ -1,19 +1,17 @@
-"""Save a state; restore it onto any mesh.
+"""Saves a state to disk, and restores it onto any mesh.
 
-A checkpoint is a directory named after its step, written by Orbax under a temporary name and
-renamed when it is whole. It holds
-* `state`: every leaf of the state by its path (`named_leaves`), so what is on disk does not
-  depend on Python classes; each process writes the shards it has;
+A checkpoint is a directory named after its step, which Orbax writes under a temporary name and
+renames when it is complete. It holds
+* `state`: every leaf of the state by its path (`named_leaves`), so that the format does not depend
+  on Python classes; each process writes its shards;
 * `manifest`: JSON with the caller's metadata, the shape, dtype and checksum of every leaf, and
   a checksum of that text itself.
 
-Three kinds of trouble are kept apart. A *damaged* checkpoint (truncated, pieces missing, a checksum
-that differs) is passed over for an older one. A checkpoint of *another model* is an error: to
-fall back from it would only hide the wrong config. So is one that *cannot be reached* (permissions,
-a network disk that does not answer): it may be good, and a run that went on from an older one would
-delete it.
-
-Importing this takes a quarter of a second beyond JAX, nearly all of it Orbax.
+Three failures are distinguished. A *damaged* checkpoint (truncated, shards missing, a wrong
+checksum) is skipped in favour of an older one. A checkpoint of *another model* is an error: falling
+back would hide the wrong config. So is one that *cannot be reached* (permissions, a network disk
+that does not answer): it may be good, and a run that resumes from an older one would delete it. The
+import takes a quarter of a second beyond JAX, nearly all of it Orbax.
 """
 
 import contextlib
@@ -69,29 +67,28 @@ _REMEDIES = {
     errno.EROFS: "mount it so that it can be written",
     errno.ENOTDIR: "remove the file that has taken its place",
 }
-"""By what the system says: what to do about a save that has failed."""
+"""What to do about a failed save, by the system's errno."""
 STATE = "state"
 MANIFEST = "manifest"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 ORBAX_JSON = (STEP_METADATA, f"{STATE}/_METADATA", f"{STATE}/_sharding")
-"""Files of a checkpoint in which Orbax describes it; each is a JSON object."""
+"""Orbax's metadata files of a checkpoint; each is a JSON object."""
 DAMAGED_DIR, ABANDONED_DIR = "damaged", "abandoned"
-"""Beside the directory of checkpoints: those that were found to be damaged, and those of a course
-that the run was told to leave."""
+"""Directories beside `checkpoints`: for damaged checkpoints, and for those after a step that the
+run was told to go back to."""
 
-# Orbax tells every phase of every save at level INFO, which a program that logs at INFO would show;
-# and every error with pages of traceback, once for each thread that it passes, although it raises
-# it as well and we report it.
+# Orbax logs every phase of a save at level INFO, and every error with its traceback, once per
+# thread, although it also raises the error and we report it.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint, as its manifest describes it."""
+    """A checkpoint's step and metadata."""
 
     step: int
     metadata: dict[str, Any]
-    """What the caller gave to `save`, as JSON values."""
+    """The JSON values given to `save`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +97,11 @@ class Restored(Saved):
 
     state: Any
     damaged: tuple[int, ...] = ()
-    """Steps of newer checkpoints that were passed over."""
+    """Steps of newer, damaged checkpoints that were skipped."""
 
 
 class NotFiniteError(CheckpointError):
-    """A state is not saved, for some of it is not finite: nobody could go on from it."""
+    """The state is not finite, so it is not saved: no run could resume from it."""
 
     def __init__(self, leaf: str) -> None:
         super().__init__(
@@ -119,9 +116,7 @@ class NotFiniteError(CheckpointError):
 
 @dataclass
 class _NewestUpTo(PreservationPolicy):
-    """Keeps, of the checkpoints that are not later than a limit, the newest; for each of the
-    limits.
-    """
+    """Keeps, for each limit, the newest checkpoint at or before it."""
 
     limits: Callable[[], Iterable[int]]
 
@@ -138,18 +133,17 @@ class _NewestUpTo(PreservationPolicy):
 class Checkpoints:
     """The checkpoints of one run.
 
-    With several processes, each calls the same methods in the same order.
-
-    Reading leaves the directory as it is; the first `save` creates it. Call `close` at the end.
+    All processes must call the same methods in the same order. Reading does not change the
+    directory; the first `save` creates it. Call `close` at the end.
 
     Args:
-      directory: where checkpoints are; nothing is written elsewhere.
-      config: how many are kept.
-      warn: told what happened to a checkpoint when the run goes on regardless.
-      saved: told, by the next call of any method that waits, that a save is complete: its step, and
-        for how many seconds `save` kept its caller.
-      limits: steps of which the newest checkpoint that is not later outlives its turn; the same in
-        every process.
+      directory: of the checkpoints; nothing is written elsewhere.
+      config: how many checkpoints are kept.
+      warn: called with a text about a damaged or deleted checkpoint when the run continues.
+      saved: called with the step of a completed save and the seconds for which `save` blocked, by
+        the next method that waits.
+      limits: the newest checkpoint at or before each of these steps is kept; equal in all
+        processes.
     """
 
     def __init__(
@@ -166,15 +160,15 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._saved, self._limits = saved, limits
         self._known_step: int | None = None
-        """Step of the state that was last saved, or read, here."""
+        """Step of the state that this object last saved or restored."""
         self._waiter: threading.Thread | None = None
-        """Ends when the save under way does."""
+        """Thread that ends when the current save does."""
         self._saving = (0, 0)  # step and bytes of the newest save
         self._blocked_s: float | None = None  # of the save under way
         self._loops = contextlib.ExitStack()
         self._caller_error: BaseException | None = None
-        """What whoever called is handling, and is none of a save's business: a state may be saved
-        because something else has failed."""
+        """The exception that the caller is handling, which does not come from the save: a state may
+        be saved because something else has failed."""
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
@@ -183,19 +177,19 @@ class Checkpoints:
         )
 
     def steps_for_all(self) -> list[int]:
-        """As the first process sees them: what a file server tells others of a directory may be a
-        minute old.
+        """`steps` as process 0 sees them: a file server may show others a listing that is a minute
+        old.
         """
         return json.loads(broadcast_from_0(json.dumps(self.steps())))
 
     def holds(self, step: int) -> bool:
-        """Whether the state after `step` was saved by this object, as far as is known, or read by
-        it; the same answer in every process.
+        """Whether this object last saved or restored the state after `step`, and no failure is
+        known; equal in all processes.
         """
         return self._known_step == step
 
     def latest(self, step: int | None = None) -> Saved | None:
-        """The newest checkpoint whose manifest is good, or that of `step`; its arrays are not read.
+        """The newest checkpoint with a valid manifest, or that of `step`; its arrays are not read.
 
         Raises CheckpointError if one cannot be reached.
         """
@@ -211,21 +205,19 @@ class Checkpoints:
         return None
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Start to save; the files are written while the caller goes on.
-
-        Waits for the save before. Checkpoints of `step` and of later steps belong to a course that
-        this run has left (damaged ones among them) and are deleted, with a warning.
+        """Start an asynchronous save. Waits for the previous save. Existing checkpoints of `step`
+        and later steps are deleted with a warning: the run was resumed from before them (some may
+        be damaged).
 
         Args:
-          step: steps done.
-          state: pytree of jax.Arrays. It may be donated or deleted once this returns: Orbax
-            copies to the host before it returns (`transfer_arrays_to_host`), and where the CPU's
-            "copy" is the buffer itself, the reference which the writer holds keeps it unchanged.
-          metadata: anything that JSON holds; read back by `restore` and `latest`.
-        Raises:
+          step: number of finished steps.
+          state: pytree of jax.Arrays. It may be donated or deleted once this returns: Orbax has
+            copied it to the host (`transfer_arrays_to_host`); on a CPU the "copy" may be the buffer
+            itself, which the writer's reference protects from donation.
+          metadata: JSON values; returned by `restore` and `latest`. Raises:
           NotFiniteError: some of the state is not finite; nothing was written.
-          CheckpointError: this save cannot start, or the one before it failed. Then this one has
-            not started, and trying again is safe.
+          CheckpointError: this save cannot start, or the previous one failed. This one has not
+            started then; it is safe to call again.
         """
         started = time.perf_counter()
         self.wait()
@@ -248,7 +240,7 @@ class Checkpoints:
         manifest = json.loads(json.dumps(manifest))  # a copy: it is written after this returns
         self._saving = (step, sum(leaf.nbytes for leaf in leaves.values()))
         try:
-            # until `wait` has seen the end of this save
+            # left by `wait` after this save
             self._loops.enter_context(event_loops_that_finish())
             manager = self._open_manager()
             for stale in (other for other in manager.all_steps() if other >= step):
@@ -280,15 +272,12 @@ class Checkpoints:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the save under way has ended, well or not: `wait` says which, and nobody
-        waits."""
+        """Whether the current save has finished or failed; then `wait` returns or raises at
+        once."""
         return self._waiter is not None and not self._waiter.is_alive()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
-
-        Raises CheckpointError if the save under way failed.
-        """
+        """Wait for the current save. Raises CheckpointError if it failed."""
         self._caller_error = sys.exception()
         try:
             if self._manager is not None:
@@ -318,19 +307,18 @@ class Checkpoints:
         partial: bool = False,
         check: Callable[[Mapping[str, Any]], object] = lambda metadata: None,
     ) -> Restored:
-        """Read a checkpoint onto any mesh and check every leaf against the checksum it was saved
-        with.
+        """Restore a checkpoint onto any mesh, and verify the checksum of every leaf.
 
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
-          step: which checkpoint; None: the newest good one, with a warning for each that is passed
-            over.
-          paddable: whether the leaf of a path may be cropped, or padded with zeros, to the shape
-            asked for along its first dimension. What is cropped must be zero, as the rows that pad
-            a vocabulary are.
-          partial: whether leaves that `abstract_state` does not have are left unread (sampling
-            needs no moments); otherwise they are an error.
-          check: is shown the metadata of each candidate before its arrays are read; may raise.
+          step: which checkpoint; None: the newest good one, with a warning for each that is
+            skipped.
+          paddable: whether the leaf at a path may be cropped or zero-padded along its first
+            dimension to the requested shape. Cropped rows must be zero, like the padding of a
+            vocabulary.
+          partial: whether to skip leaves that are not in `abstract_state` (sampling needs no
+            moments); otherwise they are an error.
+          check: called with the metadata of each candidate before its arrays are read; may raise.
         Raises:
           CheckpointError: there is no such checkpoint, none is good, or it is of another model or
             cannot be reached.
@@ -365,14 +353,9 @@ class Checkpoints:
         )
 
     def set_aside(self, steps: Iterable[int], folder: str = DAMAGED_DIR) -> list[Path]:
-        """Move checkpoints out of the way, where somebody may look at them; nothing is deleted.
-
-        One process does it, before anyone saves.
-
-        Args:
-          folder: beside the directory of checkpoints; says why.
-        Returns:
-          Where they are now. Those that cannot be moved stay, with a warning.
+        """Move checkpoints into another directory for inspection, instead of deleting them. One
+        process calls it, before any process saves. Args: folder: name of a directory beside
+        `checkpoints`. Returns: Their new paths. Those that cannot be moved stay, with a warning.
         """
         moved = []
         for step in steps:
@@ -458,10 +441,8 @@ class Checkpoints:
         return on_every_process(read, self._path(step))
 
     def _check_descriptions(self, step: int) -> None:
-        """Raise DamagedError or OSError unless what Orbax wrote of a checkpoint beside its arrays
-        says what it should.
-
-        Orbax itself passes over some of that when it reads arrays, and cannot save beside it.
+        """Raise DamagedError or OSError unless Orbax's metadata files are valid. Orbax ignores some
+        damage there when it restores, but then cannot save in the same directory.
         """
         for name in ORBAX_JSON:
             path = self._path(step) / name
@@ -482,9 +463,7 @@ class Checkpoints:
                     ) from error
 
     def _set_aside_unreadable(self) -> None:
-        """Move checkpoints out of the way that Orbax could not list, which it does before the first
-        save.
-        """
+        """Move checkpoints away that Orbax cannot list, as it lists all before the first save."""
         damaged = []
         for step in self.steps_for_all():
             try:
@@ -498,7 +477,7 @@ class Checkpoints:
             for path in self.set_aside(damaged):
                 self._warn(f"the damaged checkpoint is kept as {path}")
         if damaged:
-            broadcast_from_0("")  # nobody lists them before they have moved
+            broadcast_from_0("")  # no process lists them before they are moved
 
     def _path(self, step: int) -> Path:
         return Path(self._directory / str(step))
@@ -510,9 +489,8 @@ class Checkpoints:
             kept: list[PreservationPolicy] = [LatestN(self._config.keep), _NewestUpTo(self._limits)]
             if self._config.keep_every is not None:
                 kept.append(EveryNSteps(self._config.keep_every))
-            # Replicas on several hosts share the writing of a leaf; in one process that only costs
-            # a compilation for every slice of every leaf (three seconds before the first save of a
-            # small model).
+            # With several hosts, replicas share the writing of a leaf. In one process that would
+            # only compile a program per slice of every leaf (three seconds for a small model).
             arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
             handler = ocp.PyTreeCheckpointHandler(
                 type_handler_registry=ocp.type_handlers.create_type_handler_registry(
@@ -530,20 +508,18 @@ class Checkpoints:
         return self._manager
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barrier between the processes that write a checkpoint, but not for one that has
-        failed: it would wait there for the others, who wait elsewhere for it, and nobody would
-        learn why. They learn it from the watchdog when this process ends.
+        """Orbax's barrier between processes, except in one that has failed: it would wait for the
+        others, which wait elsewhere for it, and none would report the error. The others learn of it
+        from the watchdog when this process ends.
         """
         error = sys.exception()
-        # Orbax is on its way out of a save, by a `finally`
+        # Orbax calls this in a `finally` of a failed save
         if error is not None and error is not self._caller_error:
             raise error
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _remove_unfinished(self) -> None:
-        """Remove what a save that failed or was killed has left, which would go on filling the
-        disk.
-        """
+        """Remove the temporary files of a failed or killed save, which would fill the disk."""
         # where one write has failed, others under way may still add files
         deadline_s = time.monotonic() + 5
         while jax.process_index() == 0 and time.monotonic() < deadline_s:
@@ -554,9 +530,8 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _save_error(self, error: Exception) -> CheckpointError:
-        """What to raise for a save that failed.
-
-        The next takes a new manager: this one's list of steps is wrong.
+        """The error for a failed save. Drops the manager, as its list of steps is wrong now; the
+        next save opens a new one.
         """
         if self._manager is not None:
             with contextlib.suppress(Exception):  # the error that we are about to report
@@ -572,7 +547,7 @@ class Checkpoints:
             self._remove_unfinished()
         step, num_bytes = self._saving
         steps, reason = self.steps(), in_one_line(error)
-        # A limit on the size of a file is met however much room there is.
+        # A limit on the file size applies however much space is free.
         remedy = next(
             (do for number, do in _REMEDIES.items() if os.strerror(number) in reason),
             "see whether there is room, and whether it can be written",
@@ -597,8 +572,8 @@ class Checkpoints:
 def check_same_model(
     step: int, saved: Mapping[str, Any], asked: Mapping[str, Any], paddable: Callable[[str], bool]
 ) -> None:
-    """Raises CheckpointError, naming the first leaf which is not in both or has another shape or
-    dtype.
+    """Raise CheckpointError with the first leaf that is missing on either side or differs in shape
+    or dtype.
     """
     for name in [*asked, *saved]:
         have = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else None
@@ -623,7 +598,7 @@ def check_same_model(
 
 
 def _wait_quietly(manager: ocp.CheckpointManager) -> None:
-    with contextlib.suppress(BaseException):  # raised again for who waits
+    with contextlib.suppress(BaseException):  # `wait` raises it again
         manager.wait_until_finished()
 
 

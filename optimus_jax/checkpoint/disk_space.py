@@ -1,8 +1,6 @@
-"""Whether the disk has room for a run's checkpoints: known before the first step instead of after
-the first save that fails.
-
-An estimate from above, as the arrays are compressed when they are written. What the file system
-does not say (some have no number of files, few say anything of quotas) is unknown and not judged.
+"""Checks before the first step whether the disk has space for a run's checkpoints. It is an upper
+estimate, as arrays are compressed when they are written. What the file system does not report (some
+have no number of free files, few report quotas) is not checked.
 """
 
 import contextlib
@@ -17,30 +15,30 @@ from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
 
 FILES_OF_CHECKPOINT, FILES_OF_PROCESS = 16, 16
-"""Files and folders of a checkpoint, and further ones for every process that writes to it: twice
-what Orbax was seen to make."""
+"""Files and folders per checkpoint, and further ones per process that writes to it: twice the
+number observed with Orbax."""
 MIN_COMPRESSED_SHARE = 0.9
-"""Share of a state's bytes that its checkpoint has at least: 0.92 was seen of float32 weights and
+"""Least size of a checkpoint relative to its state: 0.92 was observed for float32 weights and
 moments."""
 MIN_CHECKPOINTS = 2
-"""Checkpoints that there has to be room for: one is only deleted when the next is whole."""
+"""Checkpoints that must fit: the old one is deleted only when the next is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpace:
-    """What a file system has for a run's checkpoints."""
+    """Space that a file system has for a run's checkpoints."""
 
     free_bytes: int
     free_files: int | None
-    """None: it does not say."""
+    """None: the file system does not report it."""
     used_bytes: int
-    """By checkpoints of the run that are there."""
+    """Used by the run's existing checkpoints."""
     num_checkpoints: int
-    """How many those are."""
+    """Number of existing checkpoints."""
 
 
 def disk_space_of(directory: Path) -> DiskSpace | None:
-    """The room in a directory of checkpoints; None: it cannot be asked."""
+    """The space for a directory of checkpoints; None: the system does not report it."""
     existing = (
         [path for path in directory.iterdir() if path.name.isdecimal()]
         if directory.is_dir()
@@ -62,7 +60,7 @@ def disk_space_of(directory: Path) -> DiskSpace | None:
 def max_checkpoints(
     config: CheckpointConfig, first_step: int, last_step: int, num_checkpoints: int
 ) -> int:
-    """Checkpoints that a run will have at the same time, the one that is being written included."""
+    """Most checkpoints that a run will have at the same time, including the one being written."""
     steps = (
         []
         if not config.every
@@ -80,13 +78,13 @@ def max_checkpoints(
 def check_disk_space(
     space: DiskSpace | None, num_bytes: int, *, wanted: int, num_processes: int, directory: Path
 ) -> str | None:
-    """What is to be said before the run begins, in one sentence; None: there is room.
+    """A warning, if not all checkpoints may fit; None: there is enough space.
 
     Args:
       num_bytes: of the whole state.
-      wanted: checkpoints that there will be at the same time.
+      wanted: most checkpoints at the same time.
     Raises:
-      CheckpointError: there is no room for the next checkpoint, or not for FEWEST.
+      CheckpointError: there is no space for the next checkpoint, or for MIN_CHECKPOINTS.
     """
     if space is None:
         return None

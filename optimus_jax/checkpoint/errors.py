@@ -1,8 +1,6 @@
-"""What an error means that comes up while Orbax and TensorStore read or write a checkpoint: whose
-trouble it is, in one line.
-
-A damaged checkpoint is passed over for an older one; one that cannot be reached may be good; and
-what another process or the network did says nothing about either.
+"""Classifies errors of Orbax and TensorStore: a damaged checkpoint, one that cannot be reached, or
+a failure of another process or the network. A damaged checkpoint is skipped for an older one; one
+that cannot be reached may be good; a failure of another process says nothing about the checkpoint.
 """
 
 import asyncio
@@ -21,19 +19,19 @@ T = TypeVar("T")
 
 
 class DamagedError(Exception):
-    """A checkpoint lacks something, or holds something else than was saved."""
+    """A checkpoint is incomplete, or differs from what was saved."""
 
 
 class UnreachableError(Exception):
-    """The machine, not the checkpoint, is why it cannot be read."""
+    """A checkpoint cannot be read because of the machine, and may be good."""
 
 
 PATIENCE_S = 60.0
-"""For a file server to show all hosts the same files: what it tells of a directory may be so
-old."""
+"""How long a file server may take to show all hosts the same files, as its listings may be
+cached."""
 _POLL_S = 2.0
 _GOOD, _DAMAGED, _UNREACHABLE = range(3)
-"""How reading went on one process; the largest counts."""
+"""Result of reading on one process; the largest of all processes is used."""
 _UNREACHABLE_IN_TENSORSTORE = (
     "PERMISSION_DENIED",
     "UNAVAILABLE",
@@ -41,17 +39,13 @@ _UNREACHABLE_IN_TENSORSTORE = (
     "RESOURCE_EXHAUSTED",
     "Input/output error",
 )
-"""TensorStore raises ValueError for everything; these of its words are the machine's trouble."""
+"""TensorStore raises ValueError for everything; these words mean that the machine is the cause."""
 
 
 def on_every_process(read: Callable[[], T], directory: Path) -> T:
-    """What `read` returns; DamagedError on every process if it fails on one, so that all fall back
-    together.
-
-    Processes that do not see the same files in `directory`, which belong to what is read, try again
-    for PATIENCE_S.
-
-    Raises UnreachableError, on every process too, if one cannot get at the files.
+    """Return `read()`; if it fails on one process, raise DamagedError on all, so that all fall back
+    together. While processes see different files in `directory`, which `read` reads, it is repeated
+    for up to PATIENCE_S. Raises UnreachableError, on every process, if one cannot reach the files.
     """
     until_s = time.monotonic() + PATIENCE_S
     while True:
@@ -73,7 +67,7 @@ def on_every_process(read: Callable[[], T], directory: Path) -> T:
 
 
 def _try_read(read: Callable[[], T]) -> tuple[int, str, Any]:
-    """How it went, why, and what came of it."""
+    """Code, reason of a failure, and result of `read`."""
     try:
         return _GOOD, "", read()
     except MemoryError:
@@ -87,7 +81,7 @@ def _try_read(read: Callable[[], T]) -> tuple[int, str, Any]:
 
 
 def _view(directory: Path) -> int:
-    """Of names and sizes of all files there: 31 bits that are the same in who sees the same."""
+    """A 31-bit hash of the names and sizes of all files in a directory."""
     try:
         files = sorted(
             f"{path.relative_to(directory)} {path.stat().st_size}"
@@ -100,8 +94,8 @@ def _view(directory: Path) -> int:
 
 
 def raise_if_peer_failure(error: Exception) -> None:
-    """Raise what is at the root of an error if that says that another process or the network has
-    failed, and nothing of the disk.
+    """Raise the root cause of an error if it means that another process or the network failed, not
+    the disk.
     """
     root = _root(error)
     if jax.process_count() > 1 and is_runtime_error(root):
@@ -109,7 +103,7 @@ def raise_if_peer_failure(error: Exception) -> None:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether an error of reading says nothing about what is on the disk."""
+    """Whether a read error comes from the machine and says nothing about the files."""
     root = _root(error)
     if isinstance(root, OSError):
         return not isinstance(root, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -117,7 +111,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 class _FinishingLoop(asyncio.SelectorEventLoop):
-    """Ends what is under way before it closes."""
+    """Finishes its pending tasks before it closes."""
 
     def close(self) -> None:
         async def finish() -> None:
@@ -131,10 +125,9 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def event_loops_that_finish() -> Iterator[None]:
-    """After one failed read or write Orbax closes its event loop while others are under way.
-
-    Each of those would print a traceback for not finding the loop again: pages of them around the
-    one warning that matters.
+    """Makes event loops in the body finish their pending tasks before they close. After a failed
+    read or write Orbax closes its event loop while others are pending, each of which would print a
+    traceback around the one warning that matters.
     """
     plain, asyncio.new_event_loop = asyncio.new_event_loop, _FinishingLoop
     try:
@@ -150,9 +143,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error at the root in one line: TensorStore adds pages of its specification, and long
-    paths.
-    """
+    """The root cause in one line: without TensorStore's specification, and shortened if long."""
     error = _root(error)
     text = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: " + (

@@ -1,10 +1,8 @@
-"""Several processes of one program on this machine, for tests and for machines without a cluster
-engine.
-
-They learn from the environment where the others are (cluster/launchers.py). Process 0 has the
-terminal; of the others every line is shown with their number before it, and they have nothing to
-say but errors. If one fails the rest are told to end, and killed after a grace: they would wait for
-it.
+"""Starts several processes of one program on this machine, for tests and for machines without a
+cluster launcher. Environment variables tell them the coordinator (cluster/launchers.py). Process 0
+has the terminal; each line of the others, which print only errors, is shown with the process id
+before it. If one fails, the others receive SIGTERM, and SIGKILL after a grace period, since they
+would wait for it.
 """
 
 import ctypes
@@ -29,12 +27,12 @@ FORWARDED = {
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGHUP: signal.SIGTERM,
 }
-"""Signals that are for the processes, and as what; each gets each once. A terminal that closes
-takes the machine away."""
+"""Signals that are forwarded to the processes, and the signal that they receive, once each. A
+terminal that closes (SIGHUP) counts as SIGTERM."""
 _CHECK_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-"""Looked up before there are other processes: between fork and exec hardly anything is safe."""
+"""Looked up before the first fork: hardly anything is safe between fork and exec."""
 
 
 def run_processes(
@@ -45,11 +43,9 @@ def run_processes(
     Args:
       command: program and arguments, the same for all.
       num_processes: how many.
-      grace_s: after one has failed, how long the others may take to end before they are killed.
-      host: address of this machine that they meet at.
-    Returns:
-      0, or the exit code of the first that failed; 128 + number for one that a signal has ended, as
-      a shell has it.
+      grace_s: how long the others may take to end after one has failed, before they are killed.
+      host: address of this machine that process 0 listens on. Returns: 0, or the exit code of the
+      first that failed; 128 + signal number for one ended by a signal, as in a shell.
     """
     port = _free_port(host)
     processes: list[subprocess.Popen] = []
@@ -96,8 +92,8 @@ def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Seq
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], number: int) -> subprocess.Popen:
-    # A session of its own: Ctrl-C reaches only us, and we pass it on once. A second one would end
-    # without saving.
+    # Each process has its own session: Ctrl-C reaches only this one, which forwards it once. A
+    # second one would end them without saving.
     stdin, stdout, stderr = (
         (None, None, None)
         if number == 0
@@ -115,8 +111,8 @@ def _start(command: Sequence[str], environment: Mapping[str, str], number: int) 
 
 
 def _terminate_with_parent() -> None:
-    """In a process that begins: it is to save and end when this one has been killed, which could
-    not tell it so.
+    """Runs in a new process: it receives SIGTERM, so that it saves and ends, even if its parent is
+    killed with SIGKILL.
     """
     assert _PRCTL is not None
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -142,8 +138,8 @@ def _reader(stream: IO[bytes], number: int) -> threading.Thread:
 def _forwarding(
     processes: Sequence[subprocess.Popen], num_processes: int
 ) -> Iterator[tuple[list[int], Callable[[], None]]]:
-    """Gives the signals that were passed on, and what passes on those that came before all were
-    there.
+    """Yields the list of forwarded signals, and a function that sends those which arrived before
+    all processes had started.
     """
     forwarded: list[int] = []
     early: list[int] = []
@@ -159,8 +155,8 @@ def _forwarding(
         while early:
             _send(processes, FORWARDED[signal.Signals(early.pop(0))])
 
-    # Under nohup a terminal that closes is nothing. The others count even where a shell has put us
-    # in the background and has SIGINT ignored.
+    # SIGHUP stays ignored under nohup. The other signals are handled even if a shell started us in
+    # the background with SIGINT ignored.
     before = {
         number: signal.signal(number, forward)
         for number in FORWARDED

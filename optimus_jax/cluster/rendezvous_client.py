@@ -1,5 +1,5 @@
-"""The rendezvous as a process other than 0 sees it: it reports to process 0
-(rendezvous_server.py) and receives what that says, until both are connected.
+"""Client side of the rendezvous: a process other than 0 reports to process 0 (rendezvous_server.py)
+and reads its answers, until JAX has connected both.
 """
 
 import contextlib
@@ -33,13 +33,12 @@ from optimus_jax.cluster.rendezvous_messages import (
 from optimus_jax.errors import ConfigError, explain
 
 ANSWER_WAIT_S = 10.0
-"""Beyond the deadline: how long this process waits for process 0 to say who is missing."""
+"""How long after the deadline this process waits for process 0 to say which processes are
+missing."""
 
 
 class CoordinatorConnection:
-    """Process 0, as another one sees it while both are being connected: a context manager, left
-    when they are or cannot be.
-    """
+    """Connection to process 0 until JAX has connected the processes: a context manager."""
 
     def __init__(self, connection: socket.socket, answers: "_AnswerReader") -> None:
         self._connection, self._answers, self._is_connected = connection, answers, False
@@ -60,11 +59,11 @@ class CoordinatorConnection:
         self.close()
 
     def close(self) -> None:
-        """Hang up, without a word."""
+        """Close the connection without sending anything."""
         self._connection.close()
 
     def lost(self) -> list[int]:
-        """Who is not connected and has gone: process 0, or whom it names."""
+        """Processes that ended before they were connected: process 0, or those that it names."""
         if self._is_connected:
             return []
         try:
@@ -80,11 +79,11 @@ class CoordinatorConnection:
 def report_to_coordinator(
     launch: Launch, deadline: float, say: Say = print_to_stderr
 ) -> CoordinatorConnection:
-    """The other processes' side: return when process 0 says that all are there.
+    """Report to process 0, and return when it answers that all processes have come.
 
     Args: as for `RendezvousServer`.
     Raises:
-      FaultError: process 0 is not there before the deadline, or misses others.
+      FaultError: process 0 cannot be reached before the deadline, or others are missing.
       ConfigError: it belongs to another run.
     """
     said = json.dumps(
@@ -106,7 +105,7 @@ def report_to_coordinator(
                         timeout=max(RETRY_S, min(FIRST_NOTICE_S, deadline - time.monotonic())),
                     )
                 )
-                # the port is one that the system deals out, and nobody listens there
+                # on an ephemeral port without a listener, TCP can connect a socket to itself
                 if connection.getsockname() == connection.getpeername():
                     raise OSError("this process reached itself")
                 connection.sendall(said.encode() + b"\n")
@@ -134,7 +133,7 @@ def report_to_coordinator(
 
 
 def _check(answer: dict[str, Any], launch: Launch) -> None:
-    """Raises what `report_to_coordinator` does, unless process 0 lets this one go on."""
+    """Raise the errors of `report_to_coordinator`, unless process 0 has accepted this process."""
     if MISSING in answer:
         raise missing_error(answer[MISSING], launch)
     if REFUSED in answer:
@@ -151,16 +150,14 @@ def _check(answer: dict[str, Any], launch: Launch) -> None:
 
 
 class _AnswerReader:
-    """What process 0 says, a line each, in whatever pieces it comes."""
+    """Reads the answers of process 0, one line of JSON each, however TCP splits them."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._buffer = connection, b""
 
     def next(self) -> dict[str, Any]:
-        """The next of them.
-
-        Raises BlockingIOError or TimeoutError, as the connection is set, while it has not come
-        whole, and EOFError if none of ours will.
+        """The next answer. Raises BlockingIOError or TimeoutError (by the socket's mode) while it
+        is incomplete, and EOFError if the connection ends or the line is not a known answer.
         """
         while b"\n" not in self._buffer:
             received = self._connection.recv(MAX_LINE_BYTES)
@@ -184,7 +181,8 @@ def _await_answer(
     notice_at: float,
     notify: Callable[[], object],
 ) -> dict[str, Any] | None:
-    """What process 0 says first; None: it has gone, or says nothing of ours."""
+    """The first answer of process 0; None: it ended, did not answer in time, or is another
+    program."""
     while True:
         now = time.monotonic()
         if now >= until:

@@ -1,6 +1,4 @@
-"""Where the processes of a run meet before they are connected, and in which words: on the wire, and
-to whoever reads along.
-"""
+"""Addresses, wire format and texts of the rendezvous."""
 
 import socket
 import sys
@@ -10,14 +8,14 @@ from optimus_jax.cluster.launch import Launch
 from optimus_jax.errors import FaultError, explain
 
 FIRST_NOTICE_S, NOTICE_EVERY_S = 10.0, 60.0
-"""When who waits says for whom, the first time and from then on."""
+"""When a waiting process first prints which processes it waits for, and the interval after that."""
 RETRY_S = 0.05
 MAX_LINE_BYTES = 4096
-"""Bytes of a line."""
+"""Most bytes of a line."""
 GO, REFUSED, MISSING = ANSWERS = "go", "refused", "missing"
-"""What process 0 answers: keys of a line of JSON."""
+"""Keys of the JSON line with which process 0 answers."""
 JOINED = b"joined\n"
-"""What the others say last, after their line of JSON."""
+"""Last message of the other processes, after their line of JSON."""
 
 Say = Callable[[str], object]
 
@@ -41,7 +39,7 @@ def bind_address(launch: Launch) -> str | None:
 
 
 def ended_error(lost: list[int], launch: Launch) -> FaultError:
-    """What to raise for processes that ended when all had been there."""
+    """The error for processes that ended after all had come."""
     return FaultError(
         explain(
             f"the processes of this run had found one another, and {processes_text(lost)} of"
@@ -68,13 +66,13 @@ def missing_error(missing: list[int], launch: Launch, more: str = "") -> FaultEr
 
 
 def unresolved_host(launch: Launch) -> str:
-    """What is wrong with the coordinator's name, which process 0 does not need and the others
-    do."""
+    """A text if the coordinator's name cannot be resolved, else "": the other processes need the
+    name, process 0 does not."""
     host = address_of(launch)[0]
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        return f"; here nothing is known by the name of {host}: {error.strerror}"
+        return f"; process 0 cannot resolve {host}: {error.strerror}"
     return ""
 
 
@@ -96,7 +94,7 @@ def this_process(launch: Launch) -> str:
 
 
 def processes_text(numbers: list[int]) -> str:
-    """`process 1`, `processes 1, 2, 5`; of many the first few."""
+    """`process 1` or `processes 1, 2, 5`; the first 20 of many."""
     shown = ", ".join(map(str, numbers[:20])) + (
         f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
     )

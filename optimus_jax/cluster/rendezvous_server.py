@@ -1,10 +1,10 @@
-"""Before the processes of a run are connected: who is there, and who is missed.
-
-JAX's own service says neither, and ends the process when it has waited for too long. So process 0
-first listens on the coordinator's port itself, and each other process tells it which one it is: a
-line of JSON each way. When all have come, process 0 frees the port, starts JAX's service there, and
-lets them go. Nobody waits longer than the deadline, and then everybody who is there knows who is
-not. Connections stay until JAX has made its own: who dies in between is missed at once.
+"""Server side of the rendezvous: process 0 gathers the others before JAX connects them, and reports
+which are missing. JAX's own service reports neither, and aborts the process at its time-out. So
+process 0 first listens on the coordinator's port itself, and each other process sends its index:
+one line of JSON each way. When all have come, process 0 frees the port, starts JAX's service there,
+and tells the others to connect. At the deadline every process that has come learns which are
+missing. Connections stay open until JAX has connected all, so that a process which dies in between
+is noticed at once.
 """
 
 import contextlib
@@ -37,20 +37,20 @@ from optimus_jax.cluster.rendezvous_messages import (
 from optimus_jax.errors import ConfigError, FaultError, explain
 
 _PORT_FREED_S = 10.0
-"""How long the port may still be taken by a process of the same run that is just ending."""
+"""How long to retry while the port is in use, perhaps by a process of the same run that is
+ending."""
 _DISCONNECT_WAIT_S = 1.0
 
 
 class RendezvousServer:
-    """Process 0's side: a context manager; leaving it ends all connections.
+    """Listens in process 0: a context manager that closes all connections on exit.
 
     Args:
       launch: of this process.
       deadline: on `time.monotonic`'s clock.
-      say: told whom it waits for.
-    Raises:
+      say: called with a text about the processes that are missing. Raises:
       ConfigError: the port is taken, or the address is not this machine's.
-      FaultError: the port is taken, under an engine that starts jobs again.
+      FaultError: the port is taken, under a launcher that restarts jobs.
     """
 
     def __init__(self, launch: Launch, deadline: float, say: Say = print_to_stderr) -> None:
@@ -76,7 +76,7 @@ class RendezvousServer:
 
     @property
     def missing(self) -> list[int]:
-        """Processes that have not come, or have gone again."""
+        """Processes that have not come, or have disconnected."""
         return [
             number
             for number in range(1, self._launch.num_processes)
@@ -84,9 +84,8 @@ class RendezvousServer:
         ]
 
     def gather(self) -> None:
-        """Return when all are there; the port is free then.
-
-        Raises FaultError, here and there, if the deadline passes.
+        """Return when all processes have come; the port is free then. Raises FaultError, in the
+        other processes too, if the deadline passes.
         """
         notice_at = time.monotonic() + FIRST_NOTICE_S
         while missing := self.missing:
@@ -103,11 +102,11 @@ class RendezvousServer:
         self._listener.close()
 
     def release(self) -> None:
-        """Let the others go on: the service is up."""
+        """Tell the others to connect: JAX's service is up."""
         self._answer_all({GO: True})
 
     def lost(self) -> list[int]:
-        """Who has gone since, and is not connected; the others are told."""
+        """Processes that have disconnected before JAX connected them; tells the others."""
         for key, _ in self._selector.select(0):
             self._receive(key.data)
         if missing := self.missing:
@@ -115,8 +114,8 @@ class RendezvousServer:
         return missing
 
     def await_disconnects(self) -> None:
-        """All are connected: wait for the others to hang up first, since whose side does keeps the
-        port for a while.
+        """Wait until the others have closed their connections: the side that closes first keeps the
+        port in TIME_WAIT.
         """
         self._answer_all({GO: True})
         until = time.monotonic() + _DISCONNECT_WAIT_S
@@ -125,7 +124,7 @@ class RendezvousServer:
                 self._receive(key.data)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has hung up meanwhile
+        with contextlib.suppress(OSError):  # it has disconnected meanwhile
             connection, address = self._listener.accept()
             connection.setblocking(False)
             self._selector.register(
@@ -146,7 +145,7 @@ class RendezvousServer:
         elif b"\n" in client.buffer:
             try:
                 self._admit(client, json.loads(client.buffer.partition(b"\n")[0]))
-            except Exception:  # no process of ours: whatever a stranger sends, this one goes on
+            except Exception:  # not a process of a run: ignore whatever it sends
                 self._hang_up(client)
 
     def _admit(self, client: "_Client", said: dict[str, Any]) -> None:
@@ -179,7 +178,7 @@ class RendezvousServer:
 
 
 class _Client:
-    """Who has connected."""
+    """A connected process."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.connection, self.name = connection, address
@@ -188,12 +187,12 @@ class _Client:
 
 
 def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # it has hung up
+    with contextlib.suppress(OSError):  # it has disconnected
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _listen(launch: Launch, retry_until: float) -> socket.socket:
-    """Where JAX's service will."""
+    """Listen on the address that JAX's service will use."""
     port = address_of(launch)[1]
     both = launch.bind is None and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in (launch.bind or "") else socket.AF_INET
@@ -206,8 +205,7 @@ def _listen(launch: Launch, retry_until: float) -> socket.socket:
             if error.errno == errno.EADDRINUSE and time.monotonic() < retry_until:
                 time.sleep(RETRY_S)
                 continue
-            # Who had the port before may be just ending, which is no reason for an engine to give
-            # the job up.
+            # The previous owner of the port may be ending: a launcher should restart the job.
             kind = (
                 FaultError if error.errno == errno.EADDRINUSE and launch.restarts else ConfigError
             )

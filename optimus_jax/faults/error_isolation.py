@@ -1,4 +1,4 @@
-"""What people look at while a run goes on may fail without costing the run anything."""
+"""Isolates errors of displays and trackers, so that they cannot end a run."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -10,14 +10,9 @@ T = TypeVar("T")
 
 
 def isolate_errors(target: T, name: str) -> T:
-    """The same object, whose methods never raise an Exception: one that does is said on standard
-    error, and not called again.
-
-    A call that has failed, or is not made any more, returns None: for objects whose methods return
-    nothing that is needed.
-
-    Args:
-      name: what to call it in messages.
+    """A proxy of `target` whose methods never raise an Exception: a method that fails is reported
+    on standard error once, and not called again. Failed and skipped calls return None, so use it
+    for objects whose return values are not needed. Args: name: of the object, for messages.
     """
     return cast(T, _ErrorIsolation(target, name))
 

@@ -1,9 +1,7 @@
-"""Events of faults, from whichever process has seen one.
-
-`events.jsonl` has one writer, process 0, which may be the one that is dead. So every process
-appends what it has seen to a file of its own in the run directory's `faults/`, and the next start,
-which is alone in the directory, takes over what is new in them. Reading `events.jsonl` and
-`faults/*.jsonl` together tells all at any time.
+"""Log of faults that any process may write to. `events.jsonl` has one writer, process 0, which may
+be the one that died. So every process appends faults to its own file in the run directory's
+`faults/`, and the next start, which holds the run's lock, copies new ones into `events.jsonl`. At
+any time the two together are complete.
 """
 
 import json
@@ -16,11 +14,11 @@ from optimus_jax.run_directory.files import append, event_of
 
 
 def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> None:
-    """Append one event, as a whole line, and have it on the disk. Raises OSError.
+    """Append one event as a whole line, and fsync it. Raises OSError.
 
     Args:
-      process: which one has seen it.
-      step: its newest finished step.
+      process: index of this process.
+      step: newest finished step of this process.
       fields: JSON values.
     """
     path = run_directory / FAULTS_DIR / f"{process}.jsonl"
@@ -35,10 +33,8 @@ def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> 
 
 
 def take_over(run: RunDirectory) -> int:
-    """Bring what processes of earlier starts have seen into `events.jsonl`, in the order of time;
-    the writer does it.
-
-    The files stay, so that a kill in the middle loses nothing, and doing it twice is once.
+    """Copy the faults of earlier starts into `events.jsonl`, in the order of time; only the writer
+    does. The files stay, so that a kill in the middle loses nothing; a second call copies nothing.
 
     Returns:
       How many events were new.
@@ -56,7 +52,7 @@ def take_over(run: RunDirectory) -> int:
 
 
 def read_faults(run_directory: Path) -> list[dict[str, Any]]:
-    """Every event of the processes' own files, in the order of time; torn lines are passed over."""
+    """All events of `faults/*.jsonl`, in the order of time; torn lines are skipped."""
     found = []
     for path in sorted((run_directory / FAULTS_DIR).glob("*.jsonl")):
         for line in path.read_bytes().split(b"\n")[:-1]:
@@ -66,5 +62,5 @@ def read_faults(run_directory: Path) -> list[dict[str, Any]]:
 
 
 def _key(event: dict[str, Any]) -> tuple[int | None, float | None]:
-    """Which fault it is: `seen_s` is `time_s` of an event that was taken over."""
+    """Identity of a fault: its process and time (`seen_s` in an event that was copied)."""
     return event.get("process"), event.get("seen_s", event["time_s"])

@@ -1,21 +1,16 @@
-"""A process that gets no further, or whose run has lost a process, ends itself, so that what
-launched it can start it again.
-
-A survivor of a fault mostly waits inside a collective, in C++, where no Python of its main thread
-runs and no signal is heard. So a thread judges, once a second, from memory alone (who writes and
-reads files is another thread), and ends the process without asking the main thread: it writes down
-what is wrong, who is late and every thread's stack, for at most REPORT_S, and exits with
-EXIT_RESTART.
-
-What is a fault:
-* the main thread takes longer than the *limit* of what it does, which is made from how long that
-  took before;
-* another process is silent, or says that it has failed;
-* this process itself was stopped for so long that the others have given it up;
+"""The watchdog: ends a process that hangs, or whose run has lost a process, so that its launcher
+can restart it. A process that survives a fault usually waits in a collective, in C++, where its
+main thread runs no Python and handles no signal. So a thread checks once a second, using memory
+alone (another thread reads and writes files), and ends the process without the main thread: it logs
+the fault, the processes that are late and the stack of every thread, for at most REPORT_S, and
+exits with EXIT_RESTART. These are faults:
+* the main thread exceeds the *limit* of its activity, which is derived from earlier durations;
+* another process sends no heartbeat, or reports that it has failed;
+* this process itself was stopped for so long that the others count it as lost;
 * a signal to stop (SIGTERM, SIGUSR1, SIGHUP) was received and the step under way does not end. The
-  signal is heard through a file descriptor that Python's C handler writes to in any thread.
-If not even this thread can run, because C code keeps Python's lock, a timer of `faulthandler`,
-which needs no Python, ends the process (exit code 1).
+  thread receives signals through a file descriptor that Python's C handler writes to. If this
+  thread cannot run either, because C code holds the GIL, a timer of `faulthandler`, which needs no
+  Python, ends the process (exit code 1).
 """
 
 import contextlib
@@ -42,43 +37,43 @@ from optimus_jax.robust import deviation_from
 from optimus_jax.system.resilient_io import flush_with_timeout, stderr_that_never_waits
 
 MIN_DURATIONS = 5
-"""Durations from which a limit is made."""
+"""Least number of durations that a limit is derived from."""
 FACTOR = 10.0
-"""From the longest that is usual to the limit."""
+"""Limit divided by the longest usual duration."""
 DEVIATIONS = 5.0
-"""From the median to the longest that is usual, in robust deviations."""
+"""The longest usual duration is the median plus this many robust deviations."""
 PEER_FAILURE_WAIT_S = 3 * HEARTBEAT_S
-"""From another's word that it has failed to the end of this process: if all have the same error,
-each says so itself."""
+"""How long this process goes on after another reported a failure: if all have the same error, each
+reports it itself."""
 LINGER_S = 2 * PEER_FAILURE_WAIT_S
-"""Process 0 stays so long for others to hear that it has failed: without its coordination service
-JAX aborts them on the spot, without a word."""
+"""How long process 0 stays after a failure so that the others can read of it: without its
+coordination service JAX aborts them at once, without a message."""
 REPORT_S = 5.0
-"""At most, for writing down what is wrong: the disk may be what does not answer."""
+"""Most time for writing the report, as the disk may be what hangs."""
 BLOCKED_FACTOR = 10
-"""Times `silence_s` until a process is ended whose watchdog cannot run."""
+"""A process whose watchdog thread cannot run is ended after this many times `silence_s`."""
 _STARTING: tuple[Activity, ...] = ("connect", "start", "compile", "end")
 _SAVING: tuple[Activity, ...] = ("save", "write")
-"""Copying the state to the host, and waiting until what was copied is on the disk."""
+"""Copying the state to the host, and waiting until it is on disk."""
 
 
 class Limits:
-    """How long activities may take.
+    """Time limits of activities.
 
     Args:
       settings: of the run.
-      progress: knows how long they have taken.
+      progress: holds the durations measured so far.
     """
 
     def __init__(self, settings: FaultConfig, progress: Progress) -> None:
         self._settings, self._progress = settings, progress
 
     def of(self, activity: Activity) -> float:
-        """In seconds, since it began or the last step ended."""
+        """Limit in seconds, counted from the start of the activity or the end of the last step."""
         if activity in _STARTING:
             return self._settings.start_s
         known_s = self._progress.durations_s(activity)
-        # mostly nobody has to wait, which tells nothing of how long a save is written
+        # waits for a write are mostly zero, which says nothing about the longest one
         if len(known_s) < MIN_DURATIONS or activity == "write":
             return self._settings.ceiling_s
         return min(
@@ -86,8 +81,9 @@ class Limits:
         )
 
     def after_signal(self, activity: Activity) -> float:
-        """In seconds, from the signal to stop, or what was begun after it, to the end of it."""
-        if activity in _SAVING:  # it is what the time was given for
+        """Limit in seconds after a stop signal, counted from the signal or the start of the
+        activity, whichever is later."""
+        if activity in _SAVING:  # the grace time is meant for saving
             return self.of(activity)
         known_s = self._progress.durations_s(activity)
         return (
@@ -98,20 +94,21 @@ class Limits:
 
 
 def _usual_s(known_s: Sequence[float]) -> float:
-    """The longest that is usual: median and robust deviations, which one outlier does not move."""
+    """The longest usual duration: median plus robust deviations, insensitive to an outlier."""
     median = statistics.median(known_s)
     return median + DEVIATIONS * deviation_from(median, known_s)
 
 
 class Watchdog:
-    """Watches one process from `start` to `close`. Threads that it ends with are daemons.
+    """Watches one process from `start` to `close`; its threads are daemons.
 
     Args:
-      run_directory: for what it has to say; None: there is none yet, and standard error has to do.
+      run_directory: for the fault log; None: not known yet, so that faults go to standard error
+        only.
       progress: of this process.
       settings: of the run.
-      process: number of this one.
-      signs: of the other processes; None: there are none, or no directory for them yet.
+      process: index of this process. heartbeats: of the other processes; None: there are none, or
+        no directory yet.
       has_others: whether there are other processes.
       clock: seconds that only grow.
       exit: ends the process.
@@ -141,9 +138,9 @@ class Watchdog:
         self._limits = Limits(settings, progress)
         self._checked_s: float | None = None
         self._signalled_s: float | None = None
-        """When a signal to stop came."""
+        """When a stop signal came."""
         self._failed_s: dict[int, float] = {}
-        """When others were first seen to have failed."""
+        """By process: when its failure was first seen."""
         self._exit_code, self._is_reported, self._report_lock = (
             EXIT_RESTART,
             False,
@@ -163,7 +160,7 @@ class Watchdog:
         process: int,
         num_processes: int,
     ) -> "Watchdog | None":
-        """As the settings say, and started; None: they say that nobody is to watch."""
+        """A started watchdog with these settings; None: the settings switch it off."""
         if settings.watch == "off" or (settings.watch == "auto" and num_processes == 1):
             return None
         heartbeats = (
@@ -188,9 +185,8 @@ class Watchdog:
         return self._heartbeats
 
     def start(self) -> None:
-        """From now on, this process may be ended.
-
-        Raises RunDirectoryError if no heartbeat can be given.
+        """Start to watch: from now on the process may be ended. Raises RunDirectoryError if no
+        heartbeat can be written.
         """
         if self._heartbeats is not None:
             self._heartbeats.start()
@@ -207,10 +203,8 @@ class Watchdog:
         self._thread.start()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """It may not any more.
-
-        With a failure the others are told of it; without, that this process has come to its end. A
-        second close is none.
+        """Stop watching, and tell the other processes that this one has failed, or is done. A
+        second call does nothing.
         """
         if self._is_closed:
             return
@@ -225,8 +219,8 @@ class Watchdog:
             signal.set_wakeup_fd(-1)
         self._wakeup_write.setblocking(True)
         self._wakeup_write.send(b"\0")
-        # before anything else is waited for: what another process has had is not to end this one,
-        # which has an error of its own to tell
+        # first of all: a failure of another process must not end this one, which has its own error
+        # to report
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         self._wakeup_read.close()
@@ -237,7 +231,7 @@ class Watchdog:
             self._heartbeats.close()
 
     def trouble(self, now_s: float) -> str | None:
-        """What is wrong, in one sentence; None: nothing."""
+        """The fault, in one sentence; None: there is none."""
         paused_s, self._checked_s = now_s - (self._checked_s or now_s), now_s
         if paused_s > self._settings.silence_s:
             if self._heartbeats is not None:
@@ -245,7 +239,9 @@ class Watchdog:
                     f"this process was stopped for {paused_s:.0f} s, and the others have gone on"
                     " without it"
                 )
-            self._progress.begin(self._progress.at.doing)  # Ctrl-Z and fg: nobody has waited
+            self._progress.begin(
+                self._progress.at.doing
+            )  # resumed after Ctrl-Z: no other process has waited
         for peer in self._heartbeats.peers if self._heartbeats is not None else ():
             if (why := self._trouble_with(peer, now_s)) is not None:
                 return why
@@ -267,7 +263,7 @@ class Watchdog:
             return None
         if peer.state == "failed":
             if now_s - self._failed_s.setdefault(peer.process, now_s) > PEER_FAILURE_WAIT_S:
-                # a mistake is not to be repeated because this process waited for who made it
+                # end like the failed process: after a user's error there must be no restart
                 self._exit_code = peer.exit_code
                 return f"process {peer.process} has failed: {peer.why}"
         elif peer.silent_s > self._settings.silence_s:
@@ -304,7 +300,7 @@ class Watchdog:
                 return
 
     def end(self, why: str) -> None:
-        """Write down what is wrong, and end the process: with EXIT_RESTART, or as the process ended
+        """Report the fault and end the process, with EXIT_RESTART or the exit code of the process
         that failed. Any thread may call it.
         """
         reporter = threading.Thread(target=self.report, args=(why,), name="reporter", daemon=True)
@@ -323,8 +319,8 @@ class Watchdog:
         self._exit(self._exit_code)
 
     def report(self, why: str) -> None:
-        """Write down what is wrong, who is late, and what every thread is at; and tell the other
-        processes. What follows from it is not told again.
+        """Log the fault, the processes that are late and all stacks, and tell the other processes;
+        later calls do nothing, as their faults are consequences of the first.
         """
         with self._report_lock:
             if self._is_reported:
@@ -351,7 +347,7 @@ class Watchdog:
             )
 
     def _linger(self) -> None:
-        """Until the others have ended too, or have had the time to."""
+        """Wait until the others have ended, for at most LINGER_S."""
         until_s = self._clock() + LINGER_S
         while (
             self._heartbeats is not None
@@ -362,17 +358,15 @@ class Watchdog:
             )
         ):
             threading.Event().wait(HEARTBEAT_S / 4)
-        threading.Event().wait(HEARTBEAT_S)  # for who has said that it ends to do so
+        threading.Event().wait(HEARTBEAT_S)  # for processes that have announced their end
 
 
 def late_processes(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[str]:
-    """Which processes have not come as far as the others, in words; empty: all are in the same
-    step, or none is known.
+    """Sentences about processes that are behind the others; empty: all are in the same step, or
+    none is known.
 
     Args:
-      process: number of this one.
-      entered: its newest step.
-      doing: what it is at.
+      process: index of this process. entered: its newest step. doing: its activity.
       peers: the others.
     """
     known = [peer for peer in peers if peer.is_known]

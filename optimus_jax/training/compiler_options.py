@@ -1,8 +1,6 @@
-"""XLA's options of a training step: which, for what devices and plans, why, and who says so.
-
-Shown at the start of a run.
-
-What is not here is left as XLA has it (mesh/compiler.py has those of every program on a platform).
+"""XLA options of the training step, by device and plan, with reasons and sources. They are printed
+at the start of a run. All other options keep XLA's defaults (mesh/compiler.py has the options of
+every program on a platform).
 """
 
 import math
@@ -27,8 +25,8 @@ LATENCY_HIDING = CompilerOption(
     why="collectives between devices, and copies from and to the host, run beside compute",
 )
 _RENAMED = jaxlib.version.__version_info__ >= (0, 11, 1)
-"""Whether XLA is of after https://github.com/openxla/xla/pull/45836: either name is an error to the
-other side."""
+"""Whether XLA includes https://github.com/openxla/xla/pull/45836, which renamed the option: each
+version rejects the other name."""
 _PIPELINED_ALL_GATHER_NAMES = (
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_pipeline_all_gather", f"{MODE}ON"),
@@ -61,17 +59,15 @@ NO_EXCESS_PRECISION = CompilerOption(
 )
 
 XLA_MEMORY_SHARE = 0.8
-"""Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and
-computes things again until the rest holds what is alive."""
+"""Share of a GPU's memory that XLA assumes by default. It subtracts the program's arguments, and
+rematerialises until live values fit into the rest."""
 FRAGMENTED_SHARE = 0.02
-"""Of what JAX may use, lost between arrays."""
+"""Share of JAX's memory lost to fragmentation."""
 _COARSE_BYTES = 2**28
 
 
 def usable_bytes(mesh: Mesh) -> int | None:
-    """What JAX may use of a GPU of the mesh that is here; None: none of them is, or it does not
-    say.
-    """
+    """Memory that JAX may use on a local GPU of the mesh; None: no local one, or not reported."""
     here = set(jax.local_devices())
     stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
     return (stats or {}).get("bytes_limit")
@@ -119,11 +115,11 @@ def options_for(
     state_bytes: int | None = None,
     usable_bytes: int | None = None,
 ) -> tuple[CompilerOption, ...]:
-    """The options that a plan's programs are compiled with, but for what XLA_FLAGS names.
+    """The options that a plan's programs are compiled with, without those set in XLA_FLAGS.
 
     Args:
-      state_bytes: that stay on each device from step to step; None: not known.
-      usable_bytes: of a device, by JAX; None: it is not here.
+      state_bytes: bytes that stay on each device from step to step; None: unknown.
+      usable_bytes: memory that JAX may use on a device; None: the device is not local.
     """
     return allowed(_options(platform, device_kind, plan, state_bytes, usable_bytes))
 

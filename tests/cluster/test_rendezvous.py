@@ -68,7 +68,7 @@ def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
         pytest.raises(
             FaultError,
             match=(
-                r"processes 1, 2 of 3 did not come in time\n.*nothing is known by the name of"
+                r"processes 1, 2 of 3 did not come in time\n.*cannot resolve"
                 r" no\.such\.host\.invalid"
             ),
         ),
