@@ -9,6 +9,8 @@ the first depth.
 import argparse
 import time
 
+from optimus_jax.config.axes import AxisSizes
+
 REPEATS = 3
 
 
@@ -19,14 +21,12 @@ def main() -> None:
     parser.add_argument("--mesh", default="fsdp=8")
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 48])
     args = parser.parse_args()
-    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.devices.cpu import use_cpu_devices
 
     axes = AxisSizes.parse(args.mesh)
     use_cpu_devices(axes.num_devices)
     times = {
-        layers: min(compile_time(layers, args.mesh) for _ in range(REPEATS))
-        for layers in args.layers
+        layers: min(compile_time(layers, axes) for _ in range(REPEATS)) for layers in args.layers
     }
     for layers, (cpu, wall) in times.items():
         print(
@@ -35,14 +35,13 @@ def main() -> None:
         )
 
 
-def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
+def compile_time(num_layers: int, axes: AxisSizes) -> tuple[float, float]:
     """(CPU-seconds, seconds) of tracing, lowering and compiling; nothing is kept from one call to
     the next.
     """
     import jax
 
     from optimus_jax.config import Config, DataConfig, ModelConfig
-    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.ahead_of_time.compiled_step import compile_step
     from optimus_jax.planning.search.assemble import plan_for
@@ -60,9 +59,9 @@ def compile_time(num_layers: int, mesh: str) -> tuple[float, float]:
         max_length=256,
     )
     config = Config(model=model, data=DataConfig(global_batch=16)).with_values(
-        {"parallel.mesh": mesh}
+        {"parallel.mesh": str(axes)}
     )
-    plan = plan_for(config, AxisSizes.parse(mesh), discover())
+    plan = plan_for(config, axes, discover())
     program = build_program(config, plan)
     cpu, wall = time.process_time(), time.perf_counter()
     compile_step(program)

@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.faults.stopping import EXIT_RESTART
 from optimus_jax.system.paths import path_argument
 
@@ -270,9 +271,9 @@ def one_run(
 
 def layout(mesh: str) -> list[str]:
     """Flags: a pipeline gets as many microbatches as there are examples for."""
-    sizes = {name: int(size) for name, size in (axis.split("=") for axis in mesh.split(","))}
-    rows = GLOBAL_BATCH // (sizes.get("data", 1) * sizes.get("fsdp", 1))
-    return ["--mesh", mesh, "--microbatches", str(rows if sizes.get("pipe", 1) > 1 else 1)]
+    axes = AxisSizes.parse(mesh)
+    rows = GLOBAL_BATCH // (axes.data * axes.fsdp)
+    return ["--mesh", mesh, "--microbatches", str(rows if axes.pipe > 1 else 1)]
 
 
 def restarted(job: Job, mesh: str, num_steps: int) -> tuple[Job, float]:

@@ -29,7 +29,6 @@ import optimus_jax.control.coordinator as chair_module
 import optimus_jax.control.switch as switch_module
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Config
-from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly
 from optimus_jax.control.advisor import Advisor
@@ -114,7 +113,8 @@ def config_of(settings: dict[str, Any]) -> Config:
 def plan_of(settings: dict[str, Any]) -> Plan:
     """The plan that settings make on the devices."""
     config = config_of(settings)
-    return plan_for(config, AxisSizes.parse(config.parallel.mesh), discover())
+    assert config.parallel.axes is not None, "all settings name a mesh"
+    return plan_for(config, config.parallel.axes, discover())
 
 
 # The instants.

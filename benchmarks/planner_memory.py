@@ -154,7 +154,7 @@ def main() -> None:
         help="attention kernels, each of which every plan is compiled with",
     )
     parser.add_argument("--only-report", action="store_true", help="compile nothing")
-    parser.add_argument("--write", action="store_true", help="the table into benchmarks/results/")
+    parser.add_argument("--write", action="store_true", help="add the table to its results page")
     args = parser.parse_args()
     lists = {"studied": lines(STUDIED), "fresh": lines(FRESH), "drawn": drawn(args.draw, args.seed)}
     cases = [
@@ -168,11 +168,13 @@ def main() -> None:
     text = table(cases, known(args.out))
     print(text)
     if args.write:
-        path = RESULTS / f"{datetime.date.today()}-planner-memory.md"
-        path.write_text(
-            "# Estimated and compiled memory\n\n`python benchmarks/planner_memory.py --draw"
+        page = RESULTS / "planner-memory.md"
+        head, earlier = page.read_text(encoding="utf-8").split("\n## ", 1)
+        page.write_text(
+            f"{head}\n## {datetime.date.today()}\n\n`python benchmarks/planner_memory.py --draw"
             f" {args.draw} --seed {args.seed}`, jax {jax.__version__}; compiled for H100 SXM, not"
-            f" run.\n\n{text}\n"
+            f" run.\n\n{text}\n\n## Earlier: {earlier}",
+            encoding="utf-8",
         )
 
 

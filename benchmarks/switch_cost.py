@@ -61,11 +61,11 @@ def config_of(settings: dict):
 
 
 def plan_of(config):
-    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.search.assemble import plan_for
 
-    return plan_for(config, AxisSizes.parse(config.parallel.mesh), discover())
+    assert config.parallel.axes is not None, "all settings name a mesh"
+    return plan_for(config, config.parallel.axes, discover())
 
 
 def batch_for(program):

@@ -1,8 +1,9 @@
 """optimus_jax: dynamic parallelism for JAX.
 
 `train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` is the whole main job, and
-`find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster. Names
-are loaded when first used, so that importing a small module does not import JAX.
+`find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster, and
+`show_mesh("data=2,fsdp=4", model="gpt2-nano")` shows one. Names are loaded when first used, so that
+importing a small module does not import JAX.
 """
 
 from importlib import import_module
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from optimus_jax.plan import Plan
     from optimus_jax.planning.api import RankedPlan, find_plans
     from optimus_jax.run.api import RunResult, train
+    from optimus_jax.viz.mesh_view import MeshView, show_mesh
 
 _HOMES = {
     "train": "run.api",
@@ -23,12 +25,28 @@ _HOMES = {
     "Plan": "plan",
     "RankedPlan": "planning.api",
     "find_plans": "planning.api",
+    "MeshView": "viz.mesh_view",
+    "show_mesh": "viz.mesh_view",
 }
 
-__all__ = ["Config", "Plan", "RankedPlan", "RunResult", "__version__", "find_plans", "train"]
+__all__ = [
+    "Config",
+    "MeshView",
+    "Plan",
+    "RankedPlan",
+    "RunResult",
+    "__version__",
+    "find_plans",
+    "show_mesh",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"optimus_jax.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,7 +4,6 @@ counts."""
 import contextlib
 import functools
 import itertools
-import os
 import zlib
 from dataclasses import replace
 
@@ -127,17 +126,10 @@ def copied(state):
     return jax.tree.map(jnp.copy, state)
 
 
-def next_of(name):
-    """Plans that the state is moved to from this one: so that each is left and reached three times,
-    or all with ALL_PAIRS set.
-
-    A pair costs a second or two of compiling; the exchange itself is tested for every pair.
-    """
-    names, place = list(PLANS), list(PLANS).index(name)
-    return [
-        names[(place + by) % len(names)]
-        for by in (range(1, len(names)) if os.environ.get("ALL_PAIRS") else (1, 5, 9))
-    ]
+def next_of(name, places):
+    """The plans that many places behind this one in the list, which begins again at its end."""
+    names = list(PLANS)
+    return [names[(names.index(name) + place) % len(names)] for place in places]
 
 
 # 0.11 has no such option

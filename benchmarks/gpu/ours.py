@@ -19,6 +19,7 @@ from optimus_jax.config import Config, DataConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.control.executables import compile_plan
+from optimus_jax.data.batch import Batch, synthetic_batch
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.flops import step_flops
@@ -118,23 +119,19 @@ def where() -> dict:
     }
 
 
-def batch_of(config: Config) -> dict[str, np.ndarray]:
+def batch_of(config: Config) -> Batch:
     """Random tokens, one document an example; with documents respected, some of 300 tokens on
     average.
     """
-    shape, random = (config.data.global_batch, config.seq_len), np.random.default_rng(0)
-    tokens = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), dtype=np.int32)
-    begins = random.random(shape) < (DOCUMENT_BEGINS if config.data.respect_documents else 0)
-    begins[:, 0] = True
-    at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    return {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "positions": at - np.maximum.accumulate(np.where(begins, at, 0), axis=1),
-        "segments": np.cumsum(begins, axis=1, dtype=np.int32) - 1,
-        "loss_mask": np.ones(shape, bool),
-        "examples": np.arange(shape[0], dtype=np.int32),
-    }
+    rows, seq_len = config.data.global_batch, config.seq_len
+    batch = synthetic_batch(vocab_size=config.model.vocab_size, rows=rows, seq_len=seq_len, seed=0)
+    if config.data.respect_documents:
+        at = batch["positions"]
+        begins = np.random.default_rng(1).random(at.shape) < DOCUMENT_BEGINS
+        begins[:, 0] = True
+        batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32) - 1
+        batch["positions"] = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+    return batch
 
 
 def matmul(size: int) -> dict:

@@ -1,12 +1,13 @@
-"""Sphinx: what the site is made with. `make docs` builds it, and needs no network."""
+"""Settings of Sphinx. `make docs` builds the site and needs no network."""
 
 from optimus_jax.version import VERSION
 
 project = "optimus_jax"
 release = VERSION
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
+nb_execution_mode = "off"  # notebooks are stored with their outputs (notebooks/run.py)
 autodoc_typehints = "description"
 html_theme = "furo"
-# Mermaid and untyped code stay as they are written.
+# Mermaid diagrams and code without a language are shown as they are written.
 suppress_warnings = ["misc.highlighting_failure"]

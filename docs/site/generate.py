@@ -1,4 +1,5 @@
-"""The sources of the site: pages of docs/, README, CHANGELOG and results, and the reference.
+"""The sources of the site: pages of docs/, README, CHANGELOG, results and notebooks, and the
+reference.
 
 The reference is read from the code. `make docs` runs this before Sphinx. A link that leads nowhere
 is an error.
@@ -16,10 +17,27 @@ from pathlib import Path
 from types import ModuleType
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.faults import stopping
+from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES
+from optimus_jax.run_directory.step_record import StepRecord
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+NOTEBOOKS = ROOT / "notebooks"
+UNITS = {
+    "_s": "s",
+    "bytes": "bytes",
+    "tokens": "tokens",
+    "seq_len": "tokens",
+    "batch": "examples",
+    "examples": "examples",
+    "steps": "steps",
+    "every": "steps",
+    "devices": "devices",
+}
+"""Unit of a number, by the end of its name."""
 LINK = re.compile(r"\]\((?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?\)")
 """A link to a file, and where in it."""
 
@@ -37,8 +55,25 @@ def fields_of(section: type) -> Iterator[tuple[str, str, str, str]]:
         yield node.target.id, ast.unparse(node.annotation), default, meaning
 
 
+def unit_of(name: str, kind: str) -> str:
+    """Unit of a setting; empty: it is no quantity, or a plain number."""
+    if not re.search(r"\b(int|float)\b", kind):
+        return ""
+    return next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
+
+
+def table(header: str, rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Lines of a table; header cells are separated by `|`."""
+    return [
+        f"| {header} |",
+        "|---" * (header.count("|") + 1) + "|",
+        *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows),
+        "",
+    ]
+
+
 def settings_page() -> str:
-    """Every setting: its name on the command line, type, default and meaning."""
+    """Every setting: its name on the command line, type, unit, default and meaning."""
     sections = {
         each.name: each.default_factory
         for each in dataclasses.fields(Config)
@@ -46,15 +81,45 @@ def settings_page() -> str:
     }
     lines = ["# Settings", "", "Each is set by `--set NAME=VALUE`, in Python or in JSON.", ""]
     for prefix, section in [("", Config), *((f"{name}.", each) for name, each in sections.items())]:
-        lines += [f"## {prefix.rstrip('.') or 'run'}", "", "| name | type | default | meaning |"]
-        lines += ["|---|---|---|---|"]
-        for name, kind, default, meaning in fields_of(section):
-            if name not in sections:
-                cells = (f"`{prefix}{name}`", f"`{kind}`", f"`{default}`", meaning)
-                lines.append(
-                    f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-                )
-        lines.append("")
+        lines += [f"## {prefix.rstrip('.') or 'run'}", ""]
+        lines += table(
+            "name | type | unit | default | meaning",
+            (
+                (f"`{prefix}{name}`", f"`{kind}`", unit_of(name, kind), f"`{default}`", meaning)
+                for name, kind, default, meaning in fields_of(section)
+                if name not in sections
+            ),
+        )
+    return "\n".join(lines)
+
+
+def described(value: type) -> list[str]:
+    """A table of the fields of a class."""
+    return table(
+        "field | type | meaning",
+        ((f"`{name}`", f"`{kind}`", meaning) for name, kind, _, meaning in fields_of(value)),
+    )
+
+
+def run_directory_page() -> str:
+    """What a run writes: its files, and every field of each."""
+    lines = ["# Run directory", "", "Files are written whole, and logs only grow.", ""]
+    lines += table("file | content", ((f"`{name}`", text) for name, text in FILES.items()))
+    lines += ["## metrics.jsonl", ""]
+    lines += ["A line for each step. Numbers that are not finite are null.", ""]
+    lines += described(StepRecord)
+    lines += ["## events.jsonl", "", "A line for each event. Every event has these fields:", ""]
+    lines += table("field | meaning", ((f"`{name}`", text) for name, text in COMMON.items()))
+    for event, kind in EVENTS.items():
+        lines += [f"### {event}", "", kind.when, ""]
+        lines += table(
+            "field | meaning", ((f"`{name}`", text) for name, text in kind.fields.items())
+        )
+    lines += ["## config.json", ""]
+    lines += ["Every setting, by section ([Settings](settings.md)), and `derived`: the values that"]
+    lines += ["the run chose for settings that were left open, by the setting's name.", ""]
+    lines += ["## plan.json", "", "The plan in use.", "", *described(Plan)]
+    lines += ["`axes`:", "", *described(AxisSizes), "`pipeline`:", "", *described(Pipelining)]
     return "\n".join(lines)
 
 
@@ -75,6 +140,16 @@ def exit_codes_page(module: ModuleType) -> str:
     return "\n".join(lines) + "\n"
 
 
+REFERENCE = {
+    "Python API": "reference/api.md",
+    "Settings": "reference/settings.md",
+    "Run directory": "reference/run-directory.md",
+    "Exit codes": "reference/exit-codes.md",
+}
+"""Pages that exist on the site only: other pages name them in italics."""
+NAMED = re.compile(rf"\*({'|'.join(REFERENCE)})\*")
+
+
 def moved(text: str, here: Path, place: str) -> str:
     """Text of a file whose links are those of the page that it becomes.
 
@@ -93,13 +168,18 @@ def moved(text: str, here: Path, place: str) -> str:
             return f"]({up}decisions/index.md)"
         if path.is_relative_to(ROOT / "docs") and path.suffix == ".md":
             return f"]({up}{path.relative_to(ROOT / 'docs')}{anchor})"
+        if path == RESULTS or path == RESULTS / "README.md":
+            return f"]({up}results/index.md)"
         if path.parent == RESULTS:
             return f"]({up}results/{path.name}{anchor})"
+        if path.parent == NOTEBOOKS:
+            return f"]({up}notebooks/{path.name})"
         if path.name in ("CHANGELOG.md", "CONTRIBUTING.md"):
             return f"]({up}{path.name.lower()}{anchor})"
         return f" (`{path.relative_to(ROOT)}`)]"
 
-    return re.sub(r"\[([^\]]*)\] \((`[^`]*`)\)\]", r"\1 (\2)", LINK.sub(link, text))
+    text = re.sub(r"\[([^\]]*)\] \((`[^`]*`)\)\]", r"\1 (\2)", LINK.sub(link, text))
+    return NAMED.sub(lambda match: f"[{match[1]}]({up}{REFERENCE[match[1]]})", text)
 
 
 API = """# Python API
@@ -109,12 +189,24 @@ API = """# Python API
 .. autoclass:: optimus_jax.RunResult
    :members:
 .. autofunction:: optimus_jax.find_plans
+.. autofunction:: optimus_jax.show_mesh
+.. autoclass:: optimus_jax.MeshView
+   :members:
 .. autoclass:: optimus_jax.RankedPlan
    :members:
 .. autoclass:: optimus_jax.Plan
    :members:
 ```
 """
+TUTORIALS = [
+    "first_run",
+    "your_own_data",
+    "plan_for_a_cluster",
+    "watch_a_run",
+    "stop_move_resume",
+    "several_hosts",
+]
+"""In the order in which to read them."""
 GUIDES = [
     "running",
     "data",
@@ -138,21 +230,23 @@ def contents(caption: str, names: Iterable[str]) -> str:
 def pages() -> Iterator[tuple[str, str]]:
     """Name and text of every page."""
     yield "reference/settings.md", settings_page()
+    yield "reference/run-directory.md", run_directory_page()
     yield "reference/exit-codes.md", exit_codes_page(stopping)
     yield "reference/api.md", API
-    results = sorted((each.stem for each in RESULTS.glob("*.md")), reverse=True)
     decisions = sorted(each.stem for each in (ROOT / "docs" / "decisions").glob("*.md"))
-    yield (
-        "results/index.md",
-        "# Results\n\nNewest first; a page holds machine, date, command and commit.\n\n"
-        + "\n".join(["```{toctree}", *results, "```", ""]),
-    )
     yield (
         "decisions/index.md",
         "\n".join(["# Decisions", "", "```{toctree}", *decisions, "```", ""]),
     )
+    results = sorted(each.stem for each in RESULTS.glob("*.md") if each.stem != "README")
+    index = RESULTS / "README.md"
+    yield (
+        "results/index.md",
+        moved(index.read_text(encoding="utf-8"), index, "results/index.md")
+        + "\n".join(["", "```{toctree}", ":hidden:", "", *results, "```", ""]),
+    )
     copied = {ROOT / name: name.lower() for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
-    copied |= {each: f"results/{each.name}" for each in RESULTS.glob("*.md")}
+    copied |= {RESULTS / f"{name}.md": f"results/{name}.md" for name in results}
     docs = ROOT / "docs"
     copied |= {each: str(each.relative_to(docs)) for each in docs.rglob("*.md")}
     for path, place in copied.items():
@@ -162,16 +256,26 @@ def pages() -> Iterator[tuple[str, str]]:
         "index.md",
         moved(readme.read_text(encoding="utf-8"), readme, "index.md")
         + "\n"
+        + contents("Tutorials", [f"tutorials/{name}" for name in TUTORIALS])
         + contents("Guides", GUIDES)
-        + contents("Reference", ["reference/api", "reference/settings", "reference/exit-codes"])
+        + contents("How to", stems("howto"))
+        + contents("Reference", [page.removesuffix(".md") for page in REFERENCE.values()])
+        + contents(
+            "Notebooks", [f"notebooks/{each.stem}" for each in sorted(NOTEBOOKS.glob("*.ipynb"))]
+        )
         + contents(
             "More", ["measured", "results/index", "decisions/index", "contributing", "changelog"]
         ),
     )
 
 
+def stems(folder: str) -> list[str]:
+    """Pages of a folder of docs/."""
+    return [f"{folder}/{each.stem}" for each in sorted((ROOT / "docs" / folder).glob("*.md"))]
+
+
 def main(target: Path) -> None:
-    """Write all pages, and the files beside results, into an empty directory."""
+    """Write all pages, the files beside results and the notebooks into an empty directory."""
     shutil.rmtree(target, ignore_errors=True)
     for name, text in pages():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +283,9 @@ def main(target: Path) -> None:
     for each in RESULTS.iterdir():
         if each.suffix != ".md":
             shutil.copy(each, target / "results" / each.name)
+    (target / "notebooks").mkdir()
+    for each in NOTEBOOKS.glob("*.ipynb"):
+        shutil.copy(each, target / "notebooks")
     shutil.copy(Path(__file__).with_name("conf.py"), target)
 
 

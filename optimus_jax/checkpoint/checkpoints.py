@@ -10,8 +10,9 @@ renames when it is complete. It holds
 Three failures are distinguished. A *damaged* checkpoint (truncated, shards missing, a wrong
 checksum) is skipped in favour of an older one. A checkpoint of *another model* is an error: falling
 back would hide the wrong config. So is one that *cannot be reached* (permissions, a network disk
-that does not answer): it may be good, and a run that resumes from an older one would delete it. The
-import takes a quarter of a second beyond JAX, nearly all of it Orbax.
+that does not answer): it may be good, and a run that resumes from an older one would delete it.
+
+The import takes a quarter of a second beyond JAX, nearly all of it Orbax.
 """
 
 import contextlib
@@ -133,8 +134,9 @@ class _NewestUpTo(PreservationPolicy):
 class Checkpoints:
     """The checkpoints of one run.
 
-    All processes must call the same methods in the same order. Reading does not change the
-    directory; the first `save` creates it. Call `close` at the end.
+    All processes must call the same methods in the same order.
+
+    Reading does not change the directory; the first `save` creates it. Call `close` at the end.
 
     Args:
       directory: of the checkpoints; nothing is written elsewhere.
@@ -205,16 +207,18 @@ class Checkpoints:
         return None
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Start an asynchronous save. Waits for the previous save. Existing checkpoints of `step`
-        and later steps are deleted with a warning: the run was resumed from before them (some may
-        be damaged).
+        """Start an asynchronous save.
+
+        Waits for the previous save. Existing checkpoints of `step` and later steps are deleted with
+        a warning: the run was resumed from before them (some may be damaged).
 
         Args:
           step: number of finished steps.
           state: pytree of jax.Arrays. It may be donated or deleted once this returns: Orbax has
             copied it to the host (`transfer_arrays_to_host`); on a CPU the "copy" may be the buffer
             itself, which the writer's reference protects from donation.
-          metadata: JSON values; returned by `restore` and `latest`. Raises:
+          metadata: JSON values; returned by `restore` and `latest`.
+        Raises:
           NotFiniteError: some of the state is not finite; nothing was written.
           CheckpointError: this save cannot start, or the previous one failed. This one has not
             started then; it is safe to call again.
@@ -277,7 +281,10 @@ class Checkpoints:
         return self._waiter is not None and not self._waiter.is_alive()
 
     def wait(self) -> None:
-        """Wait for the current save. Raises CheckpointError if it failed."""
+        """Wait for the current save.
+
+        Raises CheckpointError if it failed.
+        """
         self._caller_error = sys.exception()
         try:
             if self._manager is not None:
@@ -353,9 +360,14 @@ class Checkpoints:
         )
 
     def set_aside(self, steps: Iterable[int], folder: str = DAMAGED_DIR) -> list[Path]:
-        """Move checkpoints into another directory for inspection, instead of deleting them. One
-        process calls it, before any process saves. Args: folder: name of a directory beside
-        `checkpoints`. Returns: Their new paths. Those that cannot be moved stay, with a warning.
+        """Move checkpoints into another directory for inspection, instead of deleting them.
+
+        One process calls it, before any process saves.
+
+        Args:
+          folder: name of a directory beside `checkpoints`.
+        Returns:
+          Their new paths. Those that cannot be moved stay, with a warning.
         """
         moved = []
         for step in steps:
@@ -441,8 +453,10 @@ class Checkpoints:
         return on_every_process(read, self._path(step))
 
     def _check_descriptions(self, step: int) -> None:
-        """Raise DamagedError or OSError unless Orbax's metadata files are valid. Orbax ignores some
-        damage there when it restores, but then cannot save in the same directory.
+        """Raise DamagedError or OSError unless Orbax's metadata files are valid.
+
+        Orbax ignores some damage there when it restores, but then cannot save in the same
+        directory.
         """
         for name in ORBAX_JSON:
             path = self._path(step) / name
@@ -530,8 +544,9 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _save_error(self, error: Exception) -> CheckpointError:
-        """The error for a failed save. Drops the manager, as its list of steps is wrong now; the
-        next save opens a new one.
+        """The error for a failed save.
+
+        Drops the manager, as its list of steps is wrong now; the next save opens a new one.
         """
         if self._manager is not None:
             with contextlib.suppress(Exception):  # the error that we are about to report

@@ -1,6 +1,7 @@
-"""Checks before the first step whether the disk has space for a run's checkpoints. It is an upper
-estimate, as arrays are compressed when they are written. What the file system does not report (some
-have no number of free files, few report quotas) is not checked.
+"""Checks before the first step whether the disk has space for a run's checkpoints.
+
+It is an upper estimate, as arrays are compressed when they are written. What the file system does
+not report (some have no number of free files, few report quotas) is not checked.
 """
 
 import contextlib

@@ -1,6 +1,8 @@
 """Classifies errors of Orbax and TensorStore: a damaged checkpoint, one that cannot be reached, or
-a failure of another process or the network. A damaged checkpoint is skipped for an older one; one
-that cannot be reached may be good; a failure of another process says nothing about the checkpoint.
+a failure of another process or the network.
+
+A damaged checkpoint is skipped for an older one; one that cannot be reached may be good; a failure
+of another process says nothing about the checkpoint.
 """
 
 import asyncio
@@ -44,8 +46,12 @@ _UNREACHABLE_IN_TENSORSTORE = (
 
 def on_every_process(read: Callable[[], T], directory: Path) -> T:
     """Return `read()`; if it fails on one process, raise DamagedError on all, so that all fall back
-    together. While processes see different files in `directory`, which `read` reads, it is repeated
-    for up to PATIENCE_S. Raises UnreachableError, on every process, if one cannot reach the files.
+    together.
+
+    While processes see different files in `directory`, which `read` reads, it is repeated for up to
+    PATIENCE_S.
+
+    Raises UnreachableError, on every process, if one cannot reach the files.
     """
     until_s = time.monotonic() + PATIENCE_S
     while True:
@@ -125,9 +131,10 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def event_loops_that_finish() -> Iterator[None]:
-    """Makes event loops in the body finish their pending tasks before they close. After a failed
-    read or write Orbax closes its event loop while others are pending, each of which would print a
-    traceback around the one warning that matters.
+    """Makes event loops in the body finish their pending tasks before they close.
+
+    After a failed read or write Orbax closes its event loop while others are pending, each of which
+    would print a traceback around the one warning that matters.
     """
     plain, asyncio.new_event_loop = asyncio.new_event_loop, _FinishingLoop
     try:

@@ -1,8 +1,9 @@
 """Retries of failed saves: a failure is noticed at the next step, reported at once, and the save is
-repeated a limited number of times. Checkpoints are written in threads, and a disk that is full for
-a minute should not end a run. Older checkpoints are not deleted meanwhile
-(checkpoint/checkpoints.py). With several processes the first failure ends the run, as one process
-may fail while the others wait for it inside the save.
+repeated a limited number of times.
+
+Checkpoints are written in threads, and a disk that is full for a minute should not end a run. Older
+checkpoints are not deleted meanwhile (checkpoint/checkpoints.py). With several processes the first
+failure ends the run, as one process may fail while the others wait for it inside the save.
 """
 
 import time
@@ -87,8 +88,9 @@ class Retries:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Starts, watches and finishes saves, with retries. The argument `save` of its methods starts a
-    save, and may raise CheckpointError.
+    """Starts, watches and finishes saves, with retries.
+
+    The argument `save` of its methods starts a save, and may raise CheckpointError.
     """
 
     checkpoints: Checkpoints
@@ -99,8 +101,9 @@ class Saving:
     say: Callable[[str], object]
 
     def begin(self, save: Callable[[], object]) -> None:
-        """Call `save`; if it fails it is retried later. Raises NotFiniteError, and CheckpointError
-        after the last try.
+        """Call `save`; if it fails it is retried later.
+
+        Raises NotFiniteError, and CheckpointError after the last try.
         """
         try:
             save()
@@ -125,11 +128,13 @@ class Saving:
     def finish(
         self, save: Callable[[], object], step: int, *, is_stopping: Callable[[], bool]
     ) -> None:
-        """Save the state after `step` and wait until it is complete. A single process retries as
-        often as during the run, and once if a stop was requested.
+        """Save the state after `step` and wait until it is complete.
+
+        A single process retries as often as during the run, and once if a stop was requested.
 
         Args:
-          is_stopping: whether a stop was requested. Raises:
+          is_stopping: whether a stop was requested.
+        Raises:
           CheckpointError: all tries failed.
         """
         for pause_s in (*self.retries.pauses_s, None):
@@ -163,8 +168,9 @@ class Saving:
         self, save: Callable[[], object], state: Any, step: int, error: Exception
     ) -> None:
         """After an error, save the state after `step` unless it is saved, and add a note on the
-        result to the error. Only in a run of one process: a save takes all processes, and the
-        others have no error.
+        result to the error.
+
+        Only in a run of one process: a save takes all processes, and the others have no error.
         """
         if not self.is_alone or isinstance(error, CheckpointError) or self.checkpoints.holds(step):
             return

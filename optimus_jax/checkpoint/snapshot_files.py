@@ -85,9 +85,11 @@ def write(
     leaves: Mapping[str, tuple[tuple[int, ...], str]],
     shards: Iterable[tuple[Key, np.ndarray]],
 ) -> None:
-    """Write the shards of a process; they are complete when this returns. Raises: OSError: they
-    could not be written. Files of other processes of this host for the step are deleted too, as an
-    incomplete snapshot is useless.
+    """Write the shards of a process; they are complete when this returns.
+
+    Raises:
+      OSError: they could not be written. Files of other processes of this host for the step are
+        deleted too, as an incomplete snapshot is useless.
     """
     folder = root / str(step)
     folder.mkdir(parents=True, exist_ok=True)

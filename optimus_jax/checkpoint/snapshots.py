@@ -1,14 +1,19 @@
 """Snapshots: a fast second tier of checkpoints in host memory every few steps, so that a restart on
-the same hosts loses few steps. Snapshots are files in an in-memory file system (`/dev/shm`), in a
-directory of the run. Every process writes the shards of its own devices, so that with replicas on
-several hosts each shard is in the memory of several hosts. They survive the processes but not the
-host; checkpoints on disk (checkpoint/checkpoints.py) stay the durable tier. On a resume all
-processes together find the newest step of which the present hosts have every shard intact. A
-process that lacks a shard receives it from one that has it, so that the number of processes and the
-plan may change. The restored state is bit-identical. Two complete snapshots are kept while a third
-is written: the newest may be complete in one process but not in another, while the one before is
-complete in all. A process deletes older ones when it takes the next snapshot: it has then ended a
-step which every process began after waiting for the previous snapshot.
+the same hosts loses few steps.
+
+Snapshots are files in an in-memory file system (`/dev/shm`), in a directory of the run. Every
+process writes the shards of its own devices, so that with replicas on several hosts each shard is
+in the memory of several hosts. They survive the processes but not the host; checkpoints on disk
+(checkpoint/checkpoints.py) stay the durable tier.
+
+On a resume all processes together find the newest step of which the present hosts have every shard
+intact. A process that lacks a shard receives it from one that has it, so that the number of
+processes and the plan may change. The restored state is bit-identical.
+
+Two complete snapshots are kept while a third is written: the newest may be complete in one process
+but not in another, while the one before is complete in all. A process deletes older ones when it
+takes the next snapshot: it has then ended a step which every process began after waiting for the
+previous snapshot.
 """
 
 import contextlib
@@ -86,9 +91,12 @@ class Snapshots:
         return self._every > 0 and step % self._every == 0
 
     def prepare(self, num_bytes_of_host: int) -> None:
-        """Create the directory. Args: num_bytes_of_host: bytes of the state that this host's
-        processes hold together. Raises: ConfigError: it cannot be created, belongs to another user,
-        or has too little space.
+        """Create the directory.
+
+        Args:
+          num_bytes_of_host: bytes of the state that this host's processes hold together.
+        Raises:
+          ConfigError: it cannot be created, belongs to another user, or has too little space.
         """
         if not self._every:
             return
@@ -210,7 +218,8 @@ class Snapshots:
           abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
           newer_than: step of the newest checkpoint on disk.
           paddable: as of `Checkpoints.restore`.
-          check: called with the metadata before arrays are assembled; may raise. Raises:
+          check: called with the metadata before arrays are assembled; may raise.
+        Raises:
           CheckpointError: it is of another model.
         """
         local_steps = (

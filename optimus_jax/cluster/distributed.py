@@ -148,7 +148,9 @@ def _join(
 
 def disconnect() -> bool:
     """Disconnect together with the other processes; False: one of them did not within
-    SHUTDOWN_WAIT_S. JAX alone would wait until its heartbeats fail, and abort.
+    SHUTDOWN_WAIT_S.
+
+    JAX alone would wait until its heartbeats fail, and abort.
     """
     has_left = threading.Event()
 
@@ -177,8 +179,9 @@ def named(launch: Launch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Context in which an error of one process is raised in all, so that none waits for it. The
-    body is what each process does alone; it must not wait for another process.
+    """Context in which an error of one process is raised in all, so that none waits for it.
+
+    The body is what each process does alone; it must not wait for another process.
 
     Raises:
       OptimusError: this process's own error, or one that names the process which failed.
@@ -262,7 +265,8 @@ def assert_same_everywhere(facts: Mapping[str, str], *, is_transient: bool = Fal
     names.
 
     Args:
-      is_transient: whether a restart of all processes may resolve the difference. Raises:
+      is_transient: whether a restart of all processes may resolve the difference.
+    Raises:
       ConfigError: in every process; it names the first fact that differs, and a process in which it
         does.
       FaultError: the same, if `is_transient`.
@@ -302,8 +306,9 @@ def is_writer() -> bool:
 
 
 class Agreement:
-    """The maximum over processes of one small number each, in all of them; one tiny collective. The
-    result is an asynchronous array: read it a step later, so that nothing waits for it.
+    """The maximum over processes of one small number each, in all of them; one tiny collective.
+
+    The result is an asynchronous array: read it a step later, so that nothing waits for it.
     """
 
     def __init__(self, mesh: Mesh) -> None:

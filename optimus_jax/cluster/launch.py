@@ -1,4 +1,5 @@
 """Finds which launcher started this process, and what it says about the other processes of the run.
+
 These sources are tried in order, and the first that reports several processes is used: the program,
 if it has connected its processes itself (as Ray does); flags; the launchers of the table
 (launchers.py), our own OPTIMUS_ variables first, then from the innermost launcher outwards; JAX's
@@ -7,9 +8,10 @@ index or coordinator is unknown, that is an error: starting it alone would begin
 there are processes. Variables left over in a shell are not taken for a launcher:
 * a shell opened by `salloc` has every variable of a step of many tasks, but is a single process;
 * environment modules export PMI_SIZE=1, and people export MASTER_ADDR or WORLD_SIZE=1;
-* every pod has Kubernetes' variables, but only the pods of an indexed Job form a run. JAX gives
-  each task of SLURM or Open MPI one GPU; we divide all visible GPUs among the processes of a host
-  (gpu_sharing.py).
+* every pod has Kubernetes' variables, but only the pods of an indexed Job form a run.
+
+JAX gives each task of SLURM or Open MPI one GPU; we divide all visible GPUs among the processes of
+a host (gpu_sharing.py).
 """
 
 import os
@@ -153,8 +155,9 @@ def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
 
 
 def _read_launchers() -> list[ProcessInfo]:
-    """What each launcher says, from the innermost outwards. An outer launcher that cannot be read
-    is ignored if an inner one is complete.
+    """What each launcher says, from the innermost outwards.
+
+    An outer launcher that cannot be read is ignored if an inner one is complete.
     """
     infos: list[ProcessInfo] = []
     for launcher in LAUNCHERS:
@@ -179,8 +182,10 @@ def _read_launchers() -> list[ProcessInfo]:
 
 
 def _innermost(infos: list[ProcessInfo]) -> ProcessInfo | None:
-    """The innermost launcher that reports several processes; None: none does. Raises: ConfigError:
-    a launcher's information is incomplete, or an outer launcher contradicts it.
+    """The innermost launcher that reports several processes; None: none does.
+
+    Raises:
+      ConfigError: a launcher's information is incomplete, or an outer launcher contradicts it.
     """
     for info in infos:
         if info.launcher.is_explicit:
@@ -478,8 +483,9 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
 
 
 def _is_indexed_pod() -> bool:
-    """Whether this is a pod of an indexed Job, whose processes JAX can find. Raises ConfigError if
-    the package that JAX needs for that is missing.
+    """Whether this is a pod of an indexed Job, whose processes JAX can find.
+
+    Raises ConfigError if the package that JAX needs for that is missing.
     """
     if not os.environ.get(POD) or not os.environ.get(POD_INDEX):
         return False

@@ -1,8 +1,9 @@
 """Starts several processes of one program on this machine, for tests and for machines without a
-cluster launcher. Environment variables tell them the coordinator (cluster/launchers.py). Process 0
-has the terminal; each line of the others, which print only errors, is shown with the process id
-before it. If one fails, the others receive SIGTERM, and SIGKILL after a grace period, since they
-would wait for it.
+cluster launcher.
+
+Environment variables tell them the coordinator (cluster/launchers.py). Process 0 has the terminal;
+each line of the others, which print only errors, is shown with the process id before it. If one
+fails, the others receive SIGTERM, and SIGKILL after a grace period, since they would wait for it.
 """
 
 import ctypes
@@ -30,30 +31,31 @@ FORWARDED = {
 """Signals that are forwarded to the processes, and the signal that they receive, once each. A
 terminal that closes (SIGHUP) counts as SIGTERM."""
 _CHECK_S = 0.05
+_HOST = "127.0.0.1"
+"""Address of this machine that process 0 listens on."""
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 """Looked up before the first fork: hardly anything is safe between fork and exec."""
 
 
-def run_processes(
-    command: Sequence[str], num_processes: int, *, grace_s: float, host: str = "127.0.0.1"
-) -> int:
+def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float) -> int:
     """Run `command` as processes of one run, until all have ended.
 
     Args:
       command: program and arguments, the same for all.
       num_processes: how many.
       grace_s: how long the others may take to end after one has failed, before they are killed.
-      host: address of this machine that process 0 listens on. Returns: 0, or the exit code of the
-      first that failed; 128 + signal number for one ended by a signal, as in a shell.
+    Returns:
+      0, or the exit code of the first that failed; 128 + signal number for one ended by a signal,
+      as in a shell.
     """
-    port = _free_port(host)
+    address = f"{_HOST}:{_free_port()}"
     processes: list[subprocess.Popen] = []
     with _forwarding(processes, num_processes) as (forwarded, send_early_signals):
         try:
             for number in range(num_processes):
                 processes.append(
-                    _start(command, _environment(f"{host}:{port}", number, num_processes), number)
+                    _start(command, _environment(address, number, num_processes), number)
                 )
             send_early_signals()
             readers = [
@@ -175,7 +177,7 @@ def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
             process.send_signal(number)
 
 
-def _free_port(host: str) -> int:
+def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind((_HOST, 0))
         return probe.getsockname()[1]

@@ -31,8 +31,9 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One launcher: the environment variables that it sets, and how to read them. If a field lists
-    several variables, the first one that is set is used; an empty one is unset.
+    """One launcher: the environment variables that it sets, and how to read them.
+
+    If a field lists several variables, the first one that is set is used; an empty one is unset.
     """
 
     name: str
@@ -80,8 +81,10 @@ class Launcher:
     parsed."""
 
     def read(self, environment: Environment) -> "ProcessInfo | None":
-        """What the launcher says about this process; None: it did not start this process. Raises:
-        ConfigError: a variable cannot be parsed, or the numbers contradict one another.
+        """What the launcher says about this process; None: it did not start this process.
+
+        Raises:
+          ConfigError: a variable cannot be parsed, or the numbers contradict one another.
         """
         if any(not _first_set(environment, (name,)) for name in self.needs) or _first_set(
             environment, self.unless
@@ -271,32 +274,6 @@ EXPLICIT_SETUP_HINT = (
 def assignments(values: Environment) -> str:
     """Variables as text: `A=1 B=2`."""
     return " ".join(f"{name}={value}" for name, value in values.items())
-
-
-def table_row(launcher: Launcher) -> str:
-    """The launcher's row in the table of docs/clusters.md."""
-
-    def cell(names: Sequence[str]) -> str:
-        return " or ".join(name if " " in name else f"`{name}`" for name in names)
-
-    needs = " and ".join(
-        [cell((name,)) for name in launcher.needs]
-        + [f"no {cell((name,))}" for name in launcher.unless]
-    )
-    description = cell(launcher.address) + (
-        f", port {cell(launcher.port)}" if launcher.port else ""
-    )
-    local = ", ".join(filter(None, (cell(launcher.local_index), cell(launcher.local_count))))
-    cells = (
-        launcher.name,
-        needs,
-        cell(launcher.count),
-        cell(launcher.index),
-        description,
-        local,
-        "yes" if launcher.restarts else "",
-    )
-    return "| " + " | ".join(text or "-" for text in cells) + " |"
 
 
 def variables_of(*names: str) -> list[str]:

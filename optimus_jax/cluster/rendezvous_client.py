@@ -156,8 +156,10 @@ class _AnswerReader:
         self._connection, self._buffer = connection, b""
 
     def next(self) -> dict[str, Any]:
-        """The next answer. Raises BlockingIOError or TimeoutError (by the socket's mode) while it
-        is incomplete, and EOFError if the connection ends or the line is not a known answer.
+        """The next answer.
+
+        Raises BlockingIOError or TimeoutError (by the socket's mode) while it is incomplete, and
+        EOFError if the connection ends or the line is not a known answer.
         """
         while b"\n" not in self._buffer:
             received = self._connection.recv(MAX_LINE_BYTES)

@@ -1,10 +1,11 @@
 """Server side of the rendezvous: process 0 gathers the others before JAX connects them, and reports
-which are missing. JAX's own service reports neither, and aborts the process at its time-out. So
-process 0 first listens on the coordinator's port itself, and each other process sends its index:
-one line of JSON each way. When all have come, process 0 frees the port, starts JAX's service there,
-and tells the others to connect. At the deadline every process that has come learns which are
-missing. Connections stay open until JAX has connected all, so that a process which dies in between
-is noticed at once.
+which are missing.
+
+JAX's own service reports neither, and aborts the process at its time-out. So process 0 first
+listens on the coordinator's port itself, and each other process sends its index: one line of JSON
+each way. When all have come, process 0 frees the port, starts JAX's service there, and tells the
+others to connect. At the deadline every process that has come learns which are missing. Connections
+stay open until JAX has connected all, so that a process which dies in between is noticed at once.
 """
 
 import contextlib
@@ -48,7 +49,8 @@ class RendezvousServer:
     Args:
       launch: of this process.
       deadline: on `time.monotonic`'s clock.
-      say: called with a text about the processes that are missing. Raises:
+      say: called with a text about the processes that are missing.
+    Raises:
       ConfigError: the port is taken, or the address is not this machine's.
       FaultError: the port is taken, under a launcher that restarts jobs.
     """
@@ -84,8 +86,9 @@ class RendezvousServer:
         ]
 
     def gather(self) -> None:
-        """Return when all processes have come; the port is free then. Raises FaultError, in the
-        other processes too, if the deadline passes.
+        """Return when all processes have come; the port is free then.
+
+        Raises FaultError, in the other processes too, if the deadline passes.
         """
         notice_at = time.monotonic() + FIRST_NOTICE_S
         while missing := self.missing:

@@ -98,7 +98,7 @@ def read_config(path: UserPath) -> Config:
                 do="give --config the config.json of a run",
             )
         ) from error
-    return Config.from_value(_in_our_words(value, say)).with_values({"store.local_dir": None})
+    return Config.from_value(_in_our_words(value)).with_values({"store.local_dir": None})
 
 
 def resumed_config(text: str, model: str | None, overrides: Mapping[str, Any]) -> Config:
@@ -303,7 +303,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def parameters(
-    overrides: Mapping[str, Any], given: Mapping[str, Any], *, note: Callable[[str], None] = say
+    overrides: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of `train` that were given by another framework's word, such as `output_dir`, and
     the settings that are left.
@@ -324,20 +324,18 @@ def parameters(
                         do="give one of them",
                     )
                 )
-            note(f"{name} is taken as {target}")
+            say(f"{name} is taken as {target}")
             found[target] = value
             del rest[name]
     return found, rest
 
 
-def dotted(overrides: Mapping[str, Any], *, note: Callable[[str], None] = say) -> dict[str, Any]:
+def dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`canonical` of settings given in Python."""
-    return canonical(
-        ((name, value, f"{name}={shown(value)}") for name, value in overrides.items()), note=note
-    )
+    return canonical((name, value, f"{name}={shown(value)}") for name, value in overrides.items())
 
 
-def _in_our_words(value: Any, note: Callable[[str], None]) -> Any:
+def _in_our_words(value: Any) -> Any:
     """What a config's JSON says, its names as ours. Raises ConfigError."""
     if not isinstance(value, Mapping):
         return value
@@ -361,7 +359,7 @@ def _in_our_words(value: Any, note: Callable[[str], None]) -> Any:
         else:
             entries += _leaves(name, item)
     for target, item in canonical(
-        ((name, item, f"{name}: {shown(item)}") for name, item in entries), note=note
+        (name, item, f"{name}: {shown(item)}") for name, item in entries
     ).items():
         section, _, leaf = target.rpartition(".")
         place = result.setdefault(section, {}) if section else result

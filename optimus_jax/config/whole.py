@@ -156,8 +156,8 @@ class Config:
 
         Args:
           derived: what a run made of the settings left open, by dotted name. It belongs to that
-            run, which keeps it when it is resumed (run/resumed.py); a run that is begun from these
-            settings derives anew.
+            run, which keeps it when it is resumed (run/resumed_config.py); a run that is begun from
+            these settings derives anew.
         """
         value = dataclasses.asdict(
             dataclasses.replace(

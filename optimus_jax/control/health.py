@@ -202,17 +202,16 @@ class GpuHealth:
         self._driver, self._handles = None, []
 
 
-def visible_gpus(local_hardware_ids: Sequence[int], visible: str | None = None) -> list[int | str]:
+def visible_gpus(local_hardware_ids: Sequence[int]) -> list[int | str]:
     """The driver's names of the GPUs that JAX numbers `local_hardware_ids`.
 
     CUDA numbers GPUs of one kind as the driver does (by PCI address), beginning with those that it
-    may see.
+    may see (CUDA_VISIBLE_DEVICES).
 
     Args:
       local_hardware_ids: `device.local_hardware_id` of the process's devices.
-      visible: CUDA_VISIBLE_DEVICES; None: the environment's.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not visible:
         return list(local_hardware_ids)
     names = [int(name) if name.isdecimal() else name for name in map(str.strip, visible.split(","))]

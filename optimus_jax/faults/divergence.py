@@ -1,7 +1,8 @@
 """Detects that a run no longer learns: steps without an update, non-finite losses, and losses far
-above earlier ones. It sees every step and evaluation in order. All processes of a run read the same
-metrics, so that they reach the same answer without communication. Its state is saved in every
-checkpoint.
+above earlier ones.
+
+It sees every step and evaluation in order. All processes of a run read the same metrics, so that
+they reach the same answer without communication. Its state is saved in every checkpoint.
 
 A step is *without an update* if its loss or gradient was not finite, or if every gradient was zero.
 In f16, overflows are how the loss scale adapts: they do not count while the scale can still fall.
@@ -78,8 +79,10 @@ class Learning:
 
     def rises(self, step: int, share: float) -> bool:
         """Whether to warn after `step` that the loss has been far above its lowest for
-        PATIENCE_STEPS; once per rise. Args: share: relative rise of the median above the lowest
-        that is allowed; 0: any.
+        PATIENCE_STEPS; once per rise.
+
+        Args:
+          share: relative rise of the median above the lowest that is allowed; 0: any.
         """
         if not self.recent or not share:
             return False
@@ -106,9 +109,11 @@ class Learning:
         self.skipped, self.first_skipped = 0, None
 
     def trouble(self, max_skipped: int, *, is_at_end: bool) -> Trouble | None:
-        """Why the run should end as no longer learning; None: it should go on. Args: max_skipped:
-        consecutive steps without an update that end the run; 0: the check is off. is_at_end:
-        whether this is the last step, so that no later step can decide.
+        """Why the run should end as no longer learning; None: it should go on.
+
+        Args:
+          max_skipped: consecutive steps without an update that end the run; 0: the check is off.
+          is_at_end: whether this is the last step, so that no later step can decide.
         """
         if self.broken is not None:  # such a state cannot be saved
             return "weights"
@@ -188,8 +193,10 @@ def describe_trouble(learning: Learning, trouble: Trouble) -> str:
 
 
 def rollback_advice(learning: Learning, steps: Iterable[int]) -> str:
-    """Advice on how to continue from the newest good checkpoint. Args: steps: of all existing
-    checkpoints.
+    """Advice on how to continue from the newest good checkpoint.
+
+    Args:
+      steps: of all existing checkpoints.
     """
     if (good := newest(steps, learning.good_limit)) is not None:
         return (
@@ -224,8 +231,11 @@ def learning_error(
     lr: float,
     usual_lr: float,
 ) -> LearningError:
-    """The error that ends a run after `step`. Args: steps: of all existing checkpoints. last: the
-    record of the last step; None: no step was run since the start.
+    """The error that ends a run after `step`.
+
+    Args:
+      steps: of all existing checkpoints.
+      last: the record of the last step; None: no step was run since the start.
       lr: peak learning rate of the run.
       usual_lr: default peak learning rate for a model of this size.
     """

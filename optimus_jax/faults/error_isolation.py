@@ -11,8 +11,12 @@ T = TypeVar("T")
 
 def isolate_errors(target: T, name: str) -> T:
     """A proxy of `target` whose methods never raise an Exception: a method that fails is reported
-    on standard error once, and not called again. Failed and skipped calls return None, so use it
-    for objects whose return values are not needed. Args: name: of the object, for messages.
+    on standard error once, and not called again.
+
+    Failed and skipped calls return None, so use it for objects whose return values are not needed.
+
+    Args:
+      name: of the object, for messages.
     """
     return cast(T, _ErrorIsolation(target, name))
 

@@ -1,7 +1,8 @@
-"""Log of faults that any process may write to. `events.jsonl` has one writer, process 0, which may
-be the one that died. So every process appends faults to its own file in the run directory's
-`faults/`, and the next start, which holds the run's lock, copies new ones into `events.jsonl`. At
-any time the two together are complete.
+"""Log of faults that any process may write to.
+
+`events.jsonl` has one writer, process 0, which may be the one that died. So every process appends
+faults to its own file in the run directory's `faults/`, and the next start, which holds the run's
+lock, copies new ones into `events.jsonl`. At any time the two together are complete.
 """
 
 import json
@@ -34,7 +35,9 @@ def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> 
 
 def take_over(run: RunDirectory) -> int:
     """Copy the faults of earlier starts into `events.jsonl`, in the order of time; only the writer
-    does. The files stay, so that a kill in the middle loses nothing; a second call copies nothing.
+    does.
+
+    The files stay, so that a kill in the middle loses nothing; a second call copies nothing.
 
     Returns:
       How many events were new.

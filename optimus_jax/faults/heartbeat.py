@@ -1,12 +1,17 @@
 """Heartbeats of the processes of one run: each writes a small file in the run directory with its
-current activity, and reads the files of others. The silence of a process is measured on the
-reader's clock, since the last change of its file that the reader saw: no clocks of hosts or file
-servers are compared, and a file left by an earlier start, which never changes, is ignored. Silence
-does not grow while the reader cannot read, as when a file server does not answer. A process whose
-file has not changed since this one started is *unknown*, not silent: perhaps the directory is not
-shared. Each process watches process 0 and the processes with the next indices, at most MAX_WATCHED,
-which bounds the reads per second on a file server. A separate thread writes and reads the files, so
-that the watchdog (faults/watchdog.py) never waits for them.
+current activity, and reads the files of others.
+
+The silence of a process is measured on the reader's clock, since the last change of its file that
+the reader saw: no clocks of hosts or file servers are compared, and a file left by an earlier
+start, which never changes, is ignored. Silence does not grow while the reader cannot read, as when
+a file server does not answer. A process whose file has not changed since this one started is
+*unknown*, not silent: perhaps the directory is not shared.
+
+Each process watches process 0 and the processes with the next indices, at most MAX_WATCHED, which
+bounds the reads per second on a file server.
+
+A separate thread writes and reads the files, so that the watchdog (faults/watchdog.py) never waits
+for them.
 """
 
 import json
@@ -69,7 +74,6 @@ class Heartbeats:
       num_processes: of the run.
       progress: status of this process.
       clock: seconds that only grow.
-      warn: called when heartbeats can no longer be written.
     """
 
     def __init__(
@@ -80,12 +84,11 @@ class Heartbeats:
         progress: Progress,
         *,
         clock: Callable[[], float] = time.monotonic,
-        warn: Callable[[str], object] = lambda text: flush_with_timeout(f"\nwarning: {text}\n"),
     ) -> None:
         self.process, self.num_processes = process, num_processes
         self._directory, self._progress, self._clock = run_directory / PROGRESS_DIR, progress, clock
         self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
-        self._warn, self._is_failing, self._number = warn, False, 0
+        self._is_failing, self._number = False, 0
         self._watched = sorted(
             {(process + ahead) % num_processes for ahead in range(1, 1 + MAX_WATCHED)} | {0}
         )
@@ -101,8 +104,9 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Write the first heartbeat, and continue in a thread. Raises RunDirectoryError if it
-        cannot be written: the others would never see this process.
+        """Write the first heartbeat, and continue in a thread.
+
+        Raises RunDirectoryError if it cannot be written: the others would never see this process.
         """
         with explained(self._path(self.process)):
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -111,8 +115,9 @@ class Heartbeats:
         self._thread.start()
 
     def end(self, state: State, why: str = "", exit_code: int = EXIT_RESTART) -> None:
-        """Publish that this process is done or has failed, why, and its exit code. Only the first
-        call has an effect.
+        """Publish that this process is done or has failed, why, and its exit code.
+
+        Only the first call has an effect.
         """
         if self._state[0] == "running":
             self._state = (state, why, exit_code)
@@ -142,9 +147,9 @@ class Heartbeats:
         # a full disk, or a removed directory: others will count this process as silent
         except OSError as error:
             if not self._is_failing:
-                self._warn(
-                    f"no heartbeat can be written to {self._path(self.process)}:"
-                    f" {error.strerror or error}; the others may take this process for lost"
+                flush_with_timeout(
+                    f"\nwarning: no heartbeat can be written to {self._path(self.process)}:"
+                    f" {error.strerror or error}; the others may take this process for lost\n"
                 )
             self._is_failing = True
         else:

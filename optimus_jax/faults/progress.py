@@ -1,7 +1,9 @@
 """The current activity and step of this process: the main thread sets them, and the watchdog and
-heartbeat threads read them. An *activity* is something that the main thread does and that has a
-time limit of its own. `step` is the usual one; the others begin and end inside it or before it. The
-status is one immutable value, so that a thread never reads half of a change.
+heartbeat threads read them.
+
+An *activity* is something that the main thread does and that has a time limit of its own. `step` is
+the usual one; the others begin and end inside it or before it. The status is one immutable value,
+so that a thread never reads half of a change.
 """
 
 import contextlib

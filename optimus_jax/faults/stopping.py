@@ -1,13 +1,16 @@
-"""Signal handling: how a run stops on request, and its exit codes. Before training, a signal ends
-the program: SIGINT (Ctrl-C) with exit code 130, and SIGTERM, by which clusters preempt a machine,
-with 75, as the run is worth restarting. SIGUSR1, with which job scripts announce that time is
-running out, means the same as SIGTERM, and so does SIGHUP (a closed terminal), as the connection
-may have been lost. SIGHUP stays ignored under nohup. During training, a signal is a request that
-the trainer reads between two steps; it then saves and ends with exit code 0 for Ctrl-C, 75 for
-SIGTERM. A second Ctrl-C ends without saving: 130. The reply to a signal says which steps will still
-be finished. A single process calls `begins` before each step, which either registers the step or
-says that the run should stop. Several processes agree on the step after which they stop, at most
-two steps after the one during which the signal came.
+"""Signal handling: how a run stops on request, and its exit codes.
+
+Before training, a signal ends the program: SIGINT (Ctrl-C) with exit code 130, and SIGTERM, by
+which clusters preempt a machine, with 75, as the run is worth restarting. SIGUSR1, with which job
+scripts announce that time is running out, means the same as SIGTERM, and so does SIGHUP (a closed
+terminal), as the connection may have been lost. SIGHUP stays ignored under nohup. During training,
+a signal is a request that the trainer reads between two steps; it then saves and ends with exit
+code 0 for Ctrl-C, 75 for SIGTERM. A second Ctrl-C ends without saving: 130.
+
+The reply to a signal says which steps will still be finished. A single process calls `begins`
+before each step, which either registers the step or says that the run should stop. Several
+processes agree on the step after which they stop, at most two steps after the one during which the
+signal came.
 
 `jax.distributed.initialize` starts a preemption service that puts its own SIGTERM handler
 underneath Python's, which then never runs although `signal.getsignal` still shows it. So whoever
@@ -15,10 +18,12 @@ calls it does this first, on every process:
 
     jax.config.update("jax_enable_preemption_service", False)
 
-Orbax takes that to mean "no preemption". A signal must not hide the error that ends a run: when one
-of several processes fails, the launcher sends SIGTERM while that process may still be printing its
-error. So signals are ignored once an error is being raised, and during cleanup after the run; after
-that (`exit_with_code_on_signal`) they end the program with the exit code that it would have had.
+Orbax takes that to mean "no preemption".
+
+A signal must not hide the error that ends a run: when one of several processes fails, the launcher
+sends SIGTERM while that process may still be printing its error. So signals are ignored once an
+error is being raised, and during cleanup after the run; after that (`exit_with_code_on_signal`)
+they end the program with the exit code that it would have had.
 """
 
 import contextlib
@@ -126,8 +131,9 @@ def _handled_signals() -> list[signal.Signals]:
 
 
 def _say(text: str) -> None:
-    """Write to standard error. Not by print: a handler may run in the middle of one. The reader may
-    be gone, as Ctrl-C also ends `tee`.
+    """Write to standard error. Not by print: a handler may run in the middle of one.
+
+    The reader may be gone, as Ctrl-C also ends `tee`.
     """
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
@@ -135,9 +141,11 @@ def _say(text: str) -> None:
 
 class StopRequest:
     """Context in which the first SIGINT (Ctrl-C) or TERMINATING signal becomes a stop request, with
-    a message on stderr. Ctrl-C after a stop request raises ImmediateStop. Leaving the context ends
-    the run. Python runs handlers in its main thread only: entered from another thread, this does
-    nothing and `reason` stays None.
+    a message on stderr.
+
+    Ctrl-C after a stop request raises ImmediateStop. Leaving the context ends the run. Python runs
+    handlers in its main thread only: entered from another thread, this does nothing and `reason`
+    stays None.
 
     Args:
       num_processes: number of processes of the run.
@@ -158,9 +166,12 @@ class StopRequest:
         return EXIT_RESTART if self.reason == "terminate" else 0
 
     def begins(self, step: int) -> bool:
-        """Whether `step` may be dispatched; if so, it is registered as begun. With several
-        processes the answer is always True. The reply to a signal that comes meanwhile is printed
-        after the decision, so that it names the right steps.
+        """Whether `step` may be dispatched; if so, it is registered as begun.
+
+        With several processes the answer is always True.
+
+        The reply to a signal that comes meanwhile is printed after the decision, so that it names
+        the right steps.
         """
         self._is_deciding = True
         may_begin = self.reason is None or self._num_processes > 1

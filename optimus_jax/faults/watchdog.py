@@ -1,16 +1,21 @@
 """The watchdog: ends a process that hangs, or whose run has lost a process, so that its launcher
-can restart it. A process that survives a fault usually waits in a collective, in C++, where its
-main thread runs no Python and handles no signal. So a thread checks once a second, using memory
-alone (another thread reads and writes files), and ends the process without the main thread: it logs
-the fault, the processes that are late and the stack of every thread, for at most REPORT_S, and
-exits with EXIT_RESTART. These are faults:
+can restart it.
+
+A process that survives a fault usually waits in a collective, in C++, where its main thread runs no
+Python and handles no signal. So a thread checks once a second, using memory alone (another thread
+reads and writes files), and ends the process without the main thread: it logs the fault, the
+processes that are late and the stack of every thread, for at most REPORT_S, and exits with
+EXIT_RESTART.
+
+These are faults:
 * the main thread exceeds the *limit* of its activity, which is derived from earlier durations;
 * another process sends no heartbeat, or reports that it has failed;
 * this process itself was stopped for so long that the others count it as lost;
 * a signal to stop (SIGTERM, SIGUSR1, SIGHUP) was received and the step under way does not end. The
-  thread receives signals through a file descriptor that Python's C handler writes to. If this
-  thread cannot run either, because C code holds the GIL, a timer of `faulthandler`, which needs no
-  Python, ends the process (exit code 1).
+thread receives signals through a file descriptor that Python's C handler writes to.
+
+If this thread cannot run either, because C code holds the GIL, a timer of `faulthandler`, which
+needs no Python, ends the process (exit code 1).
 """
 
 import contextlib
@@ -107,8 +112,8 @@ class Watchdog:
         only.
       progress: of this process.
       settings: of the run.
-      process: index of this process. heartbeats: of the other processes; None: there are none, or
-        no directory yet.
+      process: index of this process.
+      heartbeats: of the other processes; None: there are none, or no directory yet.
       has_others: whether there are other processes.
       clock: seconds that only grow.
       exit: ends the process.
@@ -185,8 +190,9 @@ class Watchdog:
         return self._heartbeats
 
     def start(self) -> None:
-        """Start to watch: from now on the process may be ended. Raises RunDirectoryError if no
-        heartbeat can be written.
+        """Start to watch: from now on the process may be ended.
+
+        Raises RunDirectoryError if no heartbeat can be written.
         """
         if self._heartbeats is not None:
             self._heartbeats.start()
@@ -203,8 +209,9 @@ class Watchdog:
         self._thread.start()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Stop watching, and tell the other processes that this one has failed, or is done. A
-        second call does nothing.
+        """Stop watching, and tell the other processes that this one has failed, or is done.
+
+        A second call does nothing.
         """
         if self._is_closed:
             return
@@ -366,7 +373,9 @@ def late_processes(process: int, entered: int, doing: str, peers: Sequence[Peer]
     none is known.
 
     Args:
-      process: index of this process. entered: its newest step. doing: its activity.
+      process: index of this process.
+      entered: its newest step.
+      doing: its activity.
       peers: the others.
     """
     known = [peer for peer in peers if peer.is_known]

@@ -100,9 +100,10 @@ class TextModel:
         past_trained_length: bool = False,
         warn: Callable[[str], object] = warnings.warn,
     ) -> Iterator[list[str]]:
-        """Continue `prompt`: yields the new text of every sample in increments. Each item has one
-        string per sample, "" if nothing can be shown (the sample has ended, or bytes of its last
-        character are still missing).
+        """Continue `prompt`: yields the new text of every sample in increments.
+
+        Each item has one string per sample, "" if nothing can be shown (the sample has ended, or
+        bytes of its last character are still missing).
 
         Args:
           max_new_tokens: most tokens of a sample; it ends sooner at the end of a document, or (with
@@ -112,7 +113,8 @@ class TextModel:
             are noise.
           temperature, top_k, top_p: as in `Sampling`.
           seed: of all draws; keys also depend on the sample's index and the position, so that a
-        sample does not depend on the number of samples. Raises:
+        sample does not depend on the number of samples.
+        Raises:
           OptimusError: raised by the call, not by the iterator: an argument is out of range, or the
             prompt is empty, too long or has unknown tokens.
         """

@@ -186,10 +186,3 @@ def _ways(axes: Iterable[str], sizes: AxisSizes) -> int:
     for axis in axes:
         ways *= sizes[axis]
     return ways
-
-
-def spec_of(
-    names: Sequence[str], rules: Mapping[str, tuple[str, ...]]
-) -> tuple[tuple[str, ...] | None, ...]:
-    """Mesh axes of every dimension of an array whose dimensions are called `names`."""
-    return tuple(rules.get(name) or None for name in names)

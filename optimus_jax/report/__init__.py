@@ -1,5 +1,6 @@
-"""The page about a run.
+"""The HTML report of a run.
 
-`run_report` makes it: `run_story` reads the run's lines, `run_events` and `run_decisions` say what
-was decided, `run_figures` draws, `page` and `svg` make HTML of it.
+`run_report` assembles the page. `run_history` reads the run directory, `run_events` parses events,
+`run_decisions` writes the sections about decisions, `run_charts` draws the charts; `components`,
+`page` and `svg` turn them into HTML, and `formatting` formats numbers.
 """

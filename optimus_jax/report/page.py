@@ -1,8 +1,6 @@
-"""A page of HTML that needs nothing else: no script, no network, light or dark as its reader's
-screen, and fit to be printed.
+"""A self-contained HTML page: no scripts, no network, light and dark colours, printable.
 
-Text becomes part of a page only through `element`, which escapes it; `Html` marks what is markup
-already.
+`element` escapes all text that it puts on a page; `Html` marks a string that is markup already.
 """
 
 import html
@@ -23,47 +21,47 @@ COLOURS = {
     "vermillion": (VERMILLION, "#ff8a4a"),
     "yellow": (YELLOW, "#f5e96b"),
 }
-"""Name of a colour on the page -> on a light and on a dark screen. Pictures are drawn in the light
-ones."""
+"""Colour name -> (colour on a light screen, on a dark screen). Charts are drawn in the light
+colours."""
 VARIABLES = {light.lower(): f"var(--{name})" for name, (light, _) in COLOURS.items()}
-"""Of the page's style, by the colour that they have on a light screen."""
+"""Light colour -> CSS variable, which follows the reader's colour scheme."""
 NUMBER_STYLE = "number"
 LONG = 50
-"""Characters of a fact that gets more room."""
+"""A definition of more characters than this spans two columns."""
 
 
 class Html(str):
-    """Markup, to be put on a page as it is."""
+    """A string that is markup already and is not escaped again."""
 
     __slots__ = ()
 
 
 def element(tag: str, *children: str, **attributes: str) -> Html:
-    """An element with its children in order; text among them, and every attribute, is escaped.
+    """An HTML element with its children in order; text and attributes are escaped.
 
     Args:
-      attributes: a name that Python reserves ends in `_`, and other `_` stand for `-`: `class_`,
+      attributes: names that Python reserves end in `_`; any other `_` becomes `-`: `class_`,
         `aria_label`.
     """
     given = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"'
         for name, value in attributes.items()
     )
-    return Html(f"<{tag}{given}>{together(*children)}</{tag}>")
+    return Html(f"<{tag}{given}>{concatenated(*children)}</{tag}>")
 
 
-def together(*parts: str) -> Html:
-    """Parts one after the other, text among them escaped."""
+def concatenated(*parts: str) -> Html:
+    """The parts one after the other; those that are not `Html` are escaped."""
     return Html("".join(part if isinstance(part, Html) else html.escape(part) for part in parts))
 
 
 def table(
     caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
 ) -> Html:
-    """A table whose first column names the rows.
+    """A table whose first column holds the row headings.
 
     Args:
-      numbers: heads of the columns that are set as numbers.
+      numbers: headings of the columns to align as numbers.
     """
     kinds = [{"class_": NUMBER_STYLE} if name in numbers else {} for name in head]
     header = element(
@@ -81,12 +79,12 @@ def table(
     inner = element(
         "table", element("caption", caption), element("thead", header), element("tbody", *body)
     )
-    # A wide table is moved sideways in its own frame, which a keyboard can reach too.
+    # A wide table scrolls sideways in its own frame; tabindex lets the keyboard reach it.
     return element("div", inner, class_="frame", role="region", aria_label=caption, tabindex="0")
 
 
-def facts(pairs: Sequence[tuple[str, str]]) -> Html:
-    """Names with what they stand for."""
+def definition_list(pairs: Sequence[tuple[str, str]]) -> Html:
+    """A `dl` of (name, value) pairs."""
     return element(
         "dl",
         *(
@@ -101,13 +99,13 @@ def facts(pairs: Sequence[tuple[str, str]]) -> Html:
     )
 
 
-def folded(summary: str, *children: str, **attributes: str) -> Html:
-    """What is shown when its summary is clicked; on paper it stays folded."""
+def collapsible(summary: str, *children: str, **attributes: str) -> Html:
+    """A `details` element: its children show when the summary is clicked. It prints closed."""
     return element("details", element("summary", summary), *children, **attributes)
 
 
 def note(text: str) -> Html:
-    """A paragraph that explains what is around it."""
+    """A paragraph in the style of a note."""
     return element("p", text, class_="note")
 
 
@@ -158,10 +156,10 @@ svg *{stroke-linejoin:round;stroke-linecap:butt}svg text{font-family:system-ui,s
 caption{text-align:left;padding:.2rem 0}th,td{text-align:left;vertical-align:top;padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--idle)}
 thead th{border-bottom-width:2px}thead th:first-child{white-space:nowrap}tbody th{font-weight:600}time,span.short{white-space:nowrap}span.layout{display:inline-block;min-width:13rem}div.long{grid-column:span 2}
 .number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-.said{border-left:4px solid var(--blue);padding:.3rem 0 .3rem 1rem;margin:1rem 0}.said .why{font-size:1.1rem}
-.trouble{border-left:4px solid var(--vermillion);padding-left:1rem}
+.decision{border-left:4px solid var(--blue);padding:.3rem 0 .3rem 1rem;margin:1rem 0}.decision .why{font-size:1.1rem}
+.warning{border-left:4px solid var(--vermillion);padding-left:1rem}
 .plan{display:inline-block;min-width:1.7em;padding:0 .3em;margin-right:.4em;border:1px solid var(--plan);border-radius:.25em;text-align:center;font-weight:700;
 background:color-mix(in srgb,var(--plan) 25%,transparent)}
 summary{cursor:pointer}details details{margin:.3rem 0 .3rem 1.2rem}.log{font-size:.8rem}
-@media print{body{max-width:none;padding:0;font-size:9pt}nav{display:none}figure,tr,.said{break-inside:avoid}h2,h3{break-after:avoid}.frame{overflow:visible}}
+@media print{body{max-width:none;padding:0;font-size:9pt}nav{display:none}figure,tr,.decision{break-inside:avoid}h2,h3{break-after:avoid}.frame{overflow:visible}}
 """

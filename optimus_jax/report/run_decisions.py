@@ -1,85 +1,102 @@
-"""What a run's report says of decisions: the last one in full, all of them as a table, with what
-each rested on.
+"""Sections of a run's report about decisions: the last one in full, and a table of all of them with
+their alternatives and inputs.
 """
 
-from optimus_jax.report.page import Html, element, folded, note, table, together
-from optimus_jax.report.run_events import Alternative, DecisionLine, number, text
-from optimus_jax.report.run_parts import AT, MOST_ROWS, badge, moment, newest, plan_name
-from optimus_jax.report.run_story import RunStory
-from optimus_jax.report.wording import UNKNOWN, anything, count, duration, figure, share
+from optimus_jax.report.components import (
+    AT,
+    MAX_ROWS,
+    newest_rows,
+    plan_badge,
+    plan_name,
+    time_cell,
+)
+from optimus_jax.report.formatting import (
+    UNKNOWN,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_value,
+)
+from optimus_jax.report.page import Html, collapsible, concatenated, element, note, table
+from optimus_jax.report.run_events import AlternativeRecord, DecisionRecord, number, text
+from optimus_jax.report.run_history import RunHistory
 
 NONE = "none"
-ACTIONS = {"stay": "stay", "switch": "switch", "tried": "tried at the start", None: UNKNOWN}
+ACTIONS = {"stay": "stay", "switch": "switch", "tried": "trial before step 1", None: UNKNOWN}
 
 
-def last_decision(story: RunStory) -> Html:
-    """The newest decision, with what it weighed and what it rested on."""
-    if not story.decisions:
+def last_decision(history: RunHistory) -> Html:
+    """The newest decision with its alternatives and inputs."""
+    if not history.decisions:
         return note(
             "No decision is recorded. The controller is"
-            f" {text(story.config, 'control') or UNKNOWN}."
+            f" {text(history.config, 'control') or UNKNOWN}."
         )
-    decision = story.decisions[-1]
-    said = [
+    decision = history.decisions[-1]
+    summary = [
         element(
             "p", element("strong", f"{ACTIONS[decision.action]}, after step {decision.step:,}")
         ),
         element("p", _why(decision), class_="why"),
     ]
     if decision.plan or decision.layout:
-        said.append(element("p", "Plan: ", plan_name(story, decision.plan, decision.layout)))
-    return together(element("div", *said, class_="said", id="last"), *_grounds(story, decision))
+        summary.append(element("p", "Plan: ", plan_name(history, decision.plan, decision.layout)))
+    return concatenated(
+        element("div", *summary, class_="decision", id="last"), *_details(history, decision)
+    )
 
 
-def all_decisions(story: RunStory) -> Html:
-    """Every switch that was decided on, and the newest of the others."""
-    shown, cut = newest(
-        story.decisions, MOST_ROWS, "decisions", lambda decision: decision.action == "switch"
+def all_decisions(history: RunHistory) -> Html:
+    """Every decision to switch, and the newest of the others."""
+    shown, cut = newest_rows(
+        history.decisions, MAX_ROWS, "decisions", lambda decision: decision.action == "switch"
     )
     if not shown:
         return note("None is recorded.")
     rows = [
         [
             f"{one.step:,}",
-            moment(one.time_s),
+            time_cell(one.time_s),
             ACTIONS[one.action],
-            plan_name(story, one.plan, one.layout) if one.plan or one.layout else NONE,
-            one.rung or NONE,
+            plan_name(history, one.plan, one.layout) if one.plan or one.layout else NONE,
+            one.switch_method or NONE,
             _why(one),
         ]
         for one in shown
     ]
-    rested = [
-        folded(f"after step {one.step:,}: {_why(one)}", *grounds)
+    details = [
+        collapsible(f"after step {one.step:,}: {_why(one)}", *parts)
         for one in shown
-        if (grounds := _grounds(story, one))
+        if (parts := _details(history, one))
     ]
-    return together(
-        table("Decisions, oldest first", ("after step", AT, "action", "plan", "rung", "why"), rows),
+    head = ("after step", AT, "action", "plan", "switch method", "why")
+    return concatenated(
+        table("Decisions, oldest first", head, rows),
         cut,
-        folded("What each of them rested on", *rested) if rested else "",
+        collapsible("Alternatives and inputs of each decision", *details) if details else "",
     )
 
 
-def _why(decision: DecisionLine) -> str:
+def _why(decision: DecisionRecord) -> str:
     if decision.why is None and decision.action == "tried":
         return (
-            f"Predicted {duration(decision.predicted_step_time_s)} a step, measured"
-            f" {duration(decision.measured_step_time_s)}."
+            f"Predicted {format_duration(decision.predicted_step_time_s)} a step, measured"
+            f" {format_duration(decision.measured_step_time_s)}."
         )
-    return decision.why or f"Why: {UNKNOWN}."
+    return decision.why or "The reason is unknown."
 
 
-def _grounds(story: RunStory, decision: DecisionLine) -> list[Html]:
-    """What a decision rested on."""
+def _details(history: RunHistory, decision: DecisionRecord) -> list[Html]:
+    """A decision's trigger, alternatives and inputs."""
     parts = []
     if decision.trigger:
-        parts.append(note(f"Put up for decision by: {decision.trigger}."))
-    if decision.present_step_time_s is not None:
+        parts.append(note(f"Trigger: {decision.trigger}."))
+    if decision.current_step_time_s is not None:
         parts.append(
             note(
-                "Predicted under the plan that the run had:"
-                f" {duration(decision.present_step_time_s)} a step."
+                "Prediction for the plan in use then:"
+                f" {format_duration(decision.current_step_time_s)} a step."
             )
         )
     if decision.alternatives:
@@ -89,28 +106,26 @@ def _grounds(story: RunStory, decision: DecisionLine) -> list[Html]:
             "expected gain",
             "expected cost",
             "probability of a gain",
-            "rung",
+            "switch method",
             "verdict",
         )
         rows = [
             [
-                _layout(story, other),
-                duration(other.predicted_step_time_s),
-                duration(other.gain_s),
-                duration(other.cost_s),
-                share(other.probability),
-                other.rung or UNKNOWN,
+                _layout(history, other),
+                format_duration(other.predicted_step_time_s),
+                format_duration(other.gain_s),
+                format_duration(other.cost_s),
+                format_percent(other.probability),
+                other.switch_method or UNKNOWN,
                 other.why or UNKNOWN,
             ]
             for other in decision.alternatives
         ]
-        parts.append(
-            table("Alternatives that were weighed (predictions)", head, rows, numbers=head[1:5])
-        )
+        parts.append(table("Alternatives (predictions)", head, rows, numbers=head[1:5]))
     if decision.inputs:
         parts.append(
             table(
-                "What was known",
+                "Inputs of the decision",
                 ("signal", "value"),
                 [[str(name), _input(value)] for name, value in decision.inputs.items()],
             )
@@ -118,20 +133,20 @@ def _grounds(story: RunStory, decision: DecisionLine) -> list[Html]:
     return parts
 
 
-def _layout(story: RunStory, other: Alternative) -> Html:
-    letters = [badge(story.plans.index(other.plan))] if other.plan in story.plans else []
+def _layout(history: RunHistory, other: AlternativeRecord) -> Html:
+    letters = [plan_badge(history.plans.index(other.plan))] if other.plan in history.plans else []
     return element("span", *letters, other.layout or other.plan or UNKNOWN, class_="layout")
 
 
 def _input(value: object) -> str:
-    """A reading in words; anything else as it is."""
+    """A signal's estimate with spread, sample count and quality; any other value as it is."""
     if not isinstance(value, dict) or "value" not in value:
-        return anything(value)
-    if (middle := number(value, "value")) is None:
+        return format_value(value)
+    if (estimate := number(value, "value")) is None:
         return UNKNOWN
     spread = number(value, "spread")
     return (
-        f"{figure(middle)}{'' if spread is None else f' ± {figure(spread, 2)}'}"
-        f" ({count(number(value, 'count'))} samples,"
+        f"{format_number(estimate)}{'' if spread is None else f' ± {format_number(spread, 2)}'}"
+        f" ({format_count(number(value, 'count'))} samples,"
         f" {text(value, 'quality') or 'quality ' + UNKNOWN})"
     )

@@ -1,7 +1,7 @@
-"""Lines of events.jsonl as values: fields that may be missing or hold anything, and decisions with
-what they weighed.
+"""Events of events.jsonl as typed values: fields of any event, and decisions with their
+alternatives.
 
-A field that is not there, or is not what it should be, is None: it was not recorded.
+A field that is missing or has the wrong type is None: its value is unknown.
 """
 
 import re
@@ -13,53 +13,55 @@ from typing import Any, Literal, TypeGuard
 Event = Mapping[str, Any]
 Action = Literal["stay", "switch", "tried"]
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-"""Control characters, halves of a character, and what XML 1.0 leaves out."""
+"""Control characters, lone surrogates, and characters that XML 1.0 excludes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """A layout that a decision weighed."""
+class AlternativeRecord:
+    """A plan that a decision compared with the current one."""
 
     layout: str | None
     plan: str | None
-    rung: str | None
+    """Digest."""
+    switch_method: str | None
+    """Field `rung`: how the state would get to the plan."""
     predicted_step_time_s: float | None
     gain_s: float | None
-    """Expected over the rest of the run."""
+    """Expected gain over the rest of the run."""
     cost_s: float | None
-    """Expected, of switching to it."""
+    """Expected cost of the switch."""
     probability: float | None
-    """That it gains time at all."""
+    """Probability that the switch gains time."""
     why: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecisionLine:
-    """A decision, or a plan that was tried before the first step."""
+class DecisionRecord:
+    """A decision, or the trial of a plan before the first step."""
 
     step: int
     time_s: float | None
     action: Action | None
     why: str | None
-    rung: str | None
+    switch_method: str | None
     plan: str | None
-    """Digest of what was decided for."""
+    """Digest of the chosen or tried plan."""
     layout: str | None
     trigger: str | None
-    """What put it up for decision."""
-    present_step_time_s: float | None
-    """Predicted, under the plan that the run had."""
+    """The signal that caused the decision."""
+    current_step_time_s: float | None
+    """Prediction for the plan in use at the time."""
     inputs: Event
-    """What was known, by name."""
-    alternatives: tuple[Alternative, ...]
+    """Values that the decision used, by name."""
+    alternatives: tuple[AlternativeRecord, ...]
     predicted_step_time_s: float | None
-    """Of `plan`."""
+    """Prediction for `plan`."""
     measured_step_time_s: float | None
-    """Of a trial."""
+    """Measurement of a trial."""
 
 
-def known(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number; a log may hold anything, and null for what was not."""
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number. A log may hold any JSON value, and null for unknown."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -68,51 +70,49 @@ def known(value: object) -> TypeGuard[float]:
 
 
 def number(values: Event, name: str) -> float | None:
-    """A field that is a finite number."""
+    """A field's value if it is a finite number, else None."""
     value = values.get(name)
-    return float(value) if known(value) else None
+    return float(value) if is_finite_number(value) else None
 
 
 def text(values: Event, name: str) -> str | None:
-    """A field that is a text with something in it."""
+    """A field's value if it is a non-empty string, else None."""
     value = values.get(name)
     return value if isinstance(value, str) and value else None
 
 
 def mapping(values: Event, name: str) -> Event:
-    """A field that has fields, else an empty one."""
+    """A field's value if it is a mapping, else an empty mapping."""
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
 def step_of(event: Event) -> int:
-    """Last finished step at an event, 0 before the first."""
+    """The last finished step when an event was logged, 0 before the first."""
     return int(number(event, "step") or 0)
 
 
-def showable(value: Any) -> Any:
-    """A value with all its texts fit for a page: characters that no HTML, SVG or UTF-8 may hold are
-    replaced.
-    """
+def printable(value: Any) -> Any:
+    """A value in whose strings all characters that HTML, SVG or UTF-8 cannot hold are replaced."""
     match value:
         case str():
             return _NOT_SHOWN.sub("\ufffd", value)
         case Mapping():
-            return {showable(name): showable(item) for name, item in value.items()}
+            return {printable(name): printable(item) for name, item in value.items()}
         case list():
-            return [showable(item) for item in value]
+            return [printable(item) for item in value]
     return value
 
 
-def decision_of(event: Event) -> DecisionLine:
-    """A `decision` event: of the controller (control/policy.py), or of a trial before the first
+def parse_decision(event: Event) -> DecisionRecord:
+    """Parse a `decision` event of the controller (control/policy.py) or of a trial before the first
     step (run/first_plan.py).
     """
     action, measured = event.get("action"), number(event, "measured_step_time_s")
-    plan, found = text(event, "plan"), event.get("alternatives")
+    plan, others = text(event, "plan"), event.get("alternatives")
     alternatives = tuple(
         _alternative(other)
-        for other in (found if isinstance(found, list) else ())
+        for other in (others if isinstance(others, list) else ())
         if isinstance(other, Mapping)
     )
     predicted, layout = number(event, "predicted_step_time_s"), text(event, "layout")
@@ -124,7 +124,7 @@ def decision_of(event: Event) -> DecisionLine:
         ),
         None,
     )
-    return DecisionLine(
+    return DecisionRecord(
         step=step_of(event),
         time_s=number(event, "time_s"),
         action="tried"
@@ -133,11 +133,11 @@ def decision_of(event: Event) -> DecisionLine:
         if action in ("stay", "switch")
         else None,
         why=text(event, "why"),
-        rung=text(event, "rung"),
+        switch_method=text(event, "rung"),
         plan=plan,
         layout=layout or (chosen.layout if chosen else None),
         trigger=text(event, "trigger"),
-        present_step_time_s=number(event, "step_time_s"),
+        current_step_time_s=number(event, "step_time_s"),
         inputs=mapping(event, "inputs"),
         alternatives=alternatives,
         measured_step_time_s=measured,
@@ -147,12 +147,12 @@ def decision_of(event: Event) -> DecisionLine:
     )
 
 
-def _alternative(other: Event) -> Alternative:
+def _alternative(other: Event) -> AlternativeRecord:
     predicted = number(other, "predicted_step_time_s")
-    return Alternative(
+    return AlternativeRecord(
         layout=text(other, "layout") or text(other, "flags"),
         plan=text(other, "plan"),
-        rung=text(other, "rung"),
+        switch_method=text(other, "rung"),
         predicted_step_time_s=number(other, "step_time_s") if predicted is None else predicted,
         gain_s=number(other, "gain_s"),
         cost_s=number(other, "cost_s"),

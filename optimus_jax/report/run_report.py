@@ -1,18 +1,44 @@
-"""The report of a run: one page that tells what ran, what was decided and why, and whether it came
-out as predicted.
+"""The report of a run as one HTML page: its plans, decisions and their reasons, and predictions
+beside measurements.
 
-A page holds what the run's lines say when it is made, so it can be made while the run goes on. Long
-tables are cut to their newest rows, and say so.
+The run may be under way: the page shows what its logs hold so far. Long tables are cut to their
+newest rows, with a note.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from optimus_jax.report.page import Html, element, facts, folded, note, page, table, together
-from optimus_jax.report.run_decisions import all_decisions, last_decision
-from optimus_jax.report.run_events import Event, known, mapping, number, step_of, text
-from optimus_jax.report.run_figures import (
+from optimus_jax.report.components import (
+    AT,
+    MAX_ROWS,
+    chart_or_note,
+    newest_rows,
+    plan_badge,
+    plan_name,
+    time_cell,
+)
+from optimus_jax.report.formatting import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    format_plural,
+    format_time,
+    format_value,
+)
+from optimus_jax.report.page import (
+    Html,
+    collapsible,
+    concatenated,
+    definition_list,
+    element,
+    note,
+    page,
+    table,
+)
+from optimus_jax.report.run_charts import (
     WHILE_TRAINING,
     draw_loss,
     draw_memory,
@@ -20,23 +46,14 @@ from optimus_jax.report.run_figures import (
     draw_step_times,
     draw_switch,
 )
-from optimus_jax.report.run_parts import AT, MOST_ROWS, badge, moment, newest, picture_of, plan_name
-from optimus_jax.report.run_story import NEAR_STEPS, RunStory, Switch, median_time
+from optimus_jax.report.run_decisions import all_decisions, last_decision
+from optimus_jax.report.run_events import Event, is_finite_number, mapping, number, step_of, text
+from optimus_jax.report.run_history import MAX_COMPARED_STEPS, RunHistory, Switch, median_time
 from optimus_jax.report.svg import page_settings
-from optimus_jax.report.wording import (
-    UNKNOWN,
-    anything,
-    count,
-    counted,
-    duration,
-    memory,
-    share,
-    when,
-)
 from optimus_jax.training.numbers import short
 
-MOST_TIMELINES = 12
-"""Switches that are drawn."""
+MAX_TIMELINES = 12
+"""Maximum number of switches with a timeline."""
 KINDS = {"remesh": "re-mesh", "rollback": "rollback"}
 
 
@@ -44,12 +61,12 @@ def run_report(path: str | Path) -> str:
     """The report of the run in `path` as an HTML document.
 
     Raises:
-      ConfigError: there is no run, or matplotlib is not installed.
+      ConfigError: `path` holds no run, or matplotlib is not installed.
       RunDirectoryError: a log cannot be read.
     """
-    story = RunStory.read(path)
+    history = RunHistory.read(path)
     with page_settings():
-        sections = [(heading, name, part(story)) for heading, name, part in SECTIONS]
+        sections = [(heading, name, part(history)) for heading, name, part in SECTIONS]
     contents = element(
         "nav",
         element(
@@ -67,146 +84,159 @@ def run_report(path: str | Path) -> str:
     ]
     main = element(
         "main",
-        element("h1", f"Run {story.name}"),
-        note(_made()),
-        *map(_trouble, _troubles(story)),
+        element("h1", f"Run {history.name}"),
+        note(_introduction()),
+        *map(_warning, _warnings(history)),
         contents,
         *body,
     )
-    return page(f"Run {story.name}", main)
+    return page(f"Run {history.name}", main)
 
 
-def _made() -> str:
+def _introduction() -> str:
     return (
-        f"As it was at {when(time.time())} UTC. Times of steps and phases were measured; what is a"
-        f" prediction is called one. What the run did not record is “{UNKNOWN}”."
+        f"State at {format_time(time.time())} UTC. Times of steps and phases are measured;"
+        f" predictions are labelled as such. “{UNKNOWN}” means that the run did not record a value."
     )
 
 
-def _troubles(story: RunStory) -> list[str]:
-    """What a reader should know before believing the page."""
-    notes = [*story.troubles]
-    if (again := story.path / "metrics.abandoned.jsonl").exists():
-        notes.append(
-            f"The run went back to a checkpoint; steps that were run again are in {again.name}, not"
-            " here."
+def _warnings(history: RunHistory) -> list[str]:
+    """What limits the page: unreadable lines, and steps that it does not show."""
+    warnings = [*history.read_errors]
+    if (abandoned := history.path / "metrics.abandoned.jsonl").exists():
+        warnings.append(
+            "The run went back to a checkpoint and repeated the steps after it. Their first"
+            f" attempts are in {abandoned.name} and not on this page."
         )
-    return notes
+    return warnings
 
 
-def _trouble(words: str) -> Html:
-    return element("p", words, class_="trouble")
+def _warning(message: str) -> Html:
+    return element("p", message, class_="warning")
 
 
-def _overview(story: RunStory) -> Html:
+def _overview(history: RunHistory) -> Html:
     started = next(
-        (event for event in reversed(story.events) if event.get("event") in ("start", "resume")), {}
+        (event for event in reversed(history.events) if event.get("event") in ("start", "resume")),
+        {},
     )
-    model, data = mapping(story.config, "model"), mapping(story.config, "data")
-    last = story.steps[-1] if story.steps else None
-    recent = story.near(last.step)[0] if last else []
-    in_use = plan_name(story, story.current.digest if story.current else None)
-    length = number(data, "seq_len") or number(mapping(story.config, "derived"), "data.seq_len")
-    return facts(
+    model, data = mapping(history.config, "model"), mapping(history.config, "data")
+    last = history.steps[-1] if history.steps else None
+    recent = history.steps_around(last.step)[0] if last else []
+    in_use = plan_name(history, history.current.digest if history.current else None)
+    length = number(data, "seq_len") or number(mapping(history.config, "derived"), "data.seq_len")
+    return definition_list(
         [
-            ("status", story.status),
+            ("status", history.status),
             (
                 "steps",
-                f"{count(last.step) if last else '0'} of {count(number(story.config, 'steps'))}",
+                f"{format_count(last.step if last else 0)} of"
+                f" {format_count(number(history.config, 'steps'))}",
             ),
             ("model", _model(model)),
             ("devices", text(started, "devices") or UNKNOWN),
             ("plan in use", in_use),
-            ("why this plan", story.why_current or UNKNOWN),
-            ("controller", text(story.config, "control") or UNKNOWN),
-            ("switches", count(len(story.switches))),
+            ("why this plan", history.why_current or UNKNOWN),
+            ("controller", text(history.config, "control") or UNKNOWN),
+            ("switches", format_count(len(history.switches))),
             (
                 "last loss",
                 (
                     f"{short(last.loss, 4)} (step {last.step:,})"
-                    if last and known(last.loss)
+                    if last and is_finite_number(last.loss)
                     else UNKNOWN
                 ),
             ),
             (
-                f"step time, median of the last {counted(len(recent), 'step')} under it",
-                duration(median_time(recent)),
+                f"step time, median of the last {format_plural(len(recent), 'step')} on this plan",
+                format_duration(median_time(recent)),
             ),
             (
                 "tokens per second, last step",
-                count(last.tokens_per_s if last and known(last.tokens_per_s) else None),
+                format_count(
+                    last.tokens_per_s if last and is_finite_number(last.tokens_per_s) else None
+                ),
             ),
             (
                 "model FLOPs utilisation, last step",
-                share(last.mfu if last and known(last.mfu) else None),
+                format_percent(last.mfu if last and is_finite_number(last.mfu) else None),
             ),
-            ("batch", f"{count(number(data, 'global_batch'))} sequences of {count(length)} tokens"),
+            (
+                "batch",
+                f"{format_count(number(data, 'global_batch'))} sequences of"
+                f" {format_count(length)} tokens",
+            ),
             ("data", text(started, "data") or UNKNOWN),
-            ("begun", _utc(number(story.events[0], "time_s") if story.events else None)),
-            ("last line written", _utc(story.written_s)),
+            ("started", _utc(number(history.events[0], "time_s") if history.events else None)),
+            ("last line written", _utc(history.written_s)),
         ]
     )
 
 
 def _utc(time_s: float | None) -> str:
-    return UNKNOWN if time_s is None else f"{when(time_s)} UTC"
+    return UNKNOWN if time_s is None else f"{format_time(time_s)} UTC"
 
 
 def _model(model: Event) -> str:
     name = text(model, "name")
     return (
-        f"{name}: {count(number(model, 'num_layers'))} layers, width"
-        f" {count(number(model, 'embed_dim'))}"
+        f"{name}: {format_count(number(model, 'num_layers'))} layers, width"
+        f" {format_count(number(model, 'embed_dim'))}"
         if name
         else UNKNOWN
     )
 
 
-def _loss(story: RunStory) -> Html:
-    return picture_of(
-        draw_loss(story), "loss", "No step has been recorded yet, so the loss is unknown."
+def _loss(history: RunHistory) -> Html:
+    return chart_or_note(
+        draw_loss(history), "loss", "No step is recorded yet, so the loss is unknown."
     )
 
 
-def _step_times(story: RunStory) -> Html:
-    picture = picture_of(draw_step_times(story), "times", "No step's time is known.")
-    spans, cut = newest(story.spans, MOST_ROWS, "spans")
+def _step_times(history: RunHistory) -> Html:
+    chart = chart_or_note(draw_step_times(history), "times", "No step's time is known.")
+    spans, cut = newest_rows(history.spans, MAX_ROWS, "spans")
     rows = [
         [
             f"{span.first:,} to {span.last:,}",
-            plan_name(story, span.plan),
-            count(span.num_steps),
-            duration(span.step_time_s),
+            plan_name(history, span.plan),
+            format_count(span.num_steps),
+            format_duration(span.step_time_s),
         ]
         for span in spans
     ]
-    head = ("steps", "plan", "recorded", "median step time")
-    return together(
-        picture,
-        *([table("Which plan ran which steps", head, rows, numbers=head[2:]), cut] if rows else []),
+    head = ("steps", "plan", "steps recorded", "median step time")
+    return concatenated(
+        chart,
+        *([table("Steps by plan", head, rows, numbers=head[2:]), cut] if rows else []),
     )
 
 
-def _plans(story: RunStory) -> Html:
-    if not story.plans:
+def _plans(history: RunHistory) -> Html:
+    if not history.plans:
         return note("None is recorded.")
-    ran: dict[str, int] = {}
-    for span in story.spans:
-        ran[span.plan] = ran.get(span.plan, 0) + span.num_steps
+    num_steps: dict[str, int] = {}
+    for span in history.spans:
+        num_steps[span.plan] = num_steps.get(span.plan, 0) + span.num_steps
     rows = [
-        [badge(place), story.layouts.get(digest, UNKNOWN), digest, count(ran.get(digest, 0))]
-        for place, digest in enumerate(story.plans[:MOST_ROWS])
+        [
+            plan_badge(index),
+            history.layouts.get(digest, UNKNOWN),
+            digest,
+            format_count(num_steps.get(digest, 0)),
+        ]
+        for index, digest in enumerate(history.plans[:MAX_ROWS])
     ]
     return table(
-        "Letters on this page stand for these plans",
+        "Plans and their letters on this page",
         ("plan", "layout", "digest", "steps run"),
         rows,
         numbers=("steps run",),
     )
 
 
-def _predictions(story: RunStory) -> Html:
-    shown, cut = newest(story.comparisons, MOST_ROWS, "comparisons")
+def _predictions(history: RunHistory) -> Html:
+    shown, cut = newest_rows(history.comparisons, MAX_ROWS, "comparisons")
     if not shown:
         return note("No plan with a recorded prediction has been tried or switched to.")
     head = (
@@ -220,123 +250,126 @@ def _predictions(story: RunStory) -> Html:
     rows = [
         [
             f"{pair.step:,}",
-            plan_name(story, pair.plan, pair.layout),
-            duration(pair.predicted_s),
-            duration(pair.measured_s),
+            plan_name(history, pair.plan, pair.layout),
+            format_duration(pair.predicted_s),
+            format_duration(pair.measured_s),
             UNKNOWN if pair.measured_s is None else f"{pair.measured_s / pair.predicted_s:.2f}",
-            pair.how,
+            pair.source,
         ]
         for pair in shown
     ]
-    return together(
-        picture_of(
-            draw_predictions(story), "predictions", "None of these plans has been measured yet."
+    return concatenated(
+        chart_or_note(
+            draw_predictions(history), "predictions", "None of these plans has been measured yet."
         ),
-        table("Time of a step: predictions and measurements", head, rows, numbers=head[2:5]),
+        table("Step time: predictions and measurements", head, rows, numbers=head[2:5]),
         cut,
     )
 
 
-def _memory(story: RunStory) -> Html:
-    return picture_of(
-        draw_memory(story), "memory", "Unknown: neither the backend nor the compiler said."
+def _memory(history: RunHistory) -> Html:
+    return chart_or_note(
+        draw_memory(history),
+        "memory",
+        "Unknown: neither the backend nor the compiler reported memory use.",
     )
 
 
-def _switches(story: RunStory) -> Html:
-    if not story.switches:
-        return note("The run was never moved to another plan.")
-    head = ("after step", AT, "kind", "from", "to", "rung", "moved", "delay", "before", "after")
-    shown, cut = newest(story.switches, MOST_ROWS, "switches")
+def _switches(history: RunHistory) -> Html:
+    if not history.switches:
+        return note("The run never switched plans.")
+    head = ("after step", AT, "kind", "from", "to", "method", "moved", "delay", "before", "after")
+    shown, cut = newest_rows(history.switches, MAX_ROWS, "switches")
     rows = [
         [
             f"{one.step:,}",
-            moment(one.time_s),
+            time_cell(one.time_s),
             KINDS[one.kind],
-            plan_name(story, one.from_plan),
-            plan_name(story, one.plan, one.layout),
-            one.rung or UNKNOWN,
-            memory(one.bytes_moved),
-            duration(one.step_delay_s),
-            duration(one.before_s),
-            duration(one.after_s),
+            plan_name(history, one.from_plan),
+            plan_name(history, one.plan, one.layout),
+            one.method or UNKNOWN,
+            format_bytes(one.bytes_moved),
+            format_duration(one.step_delay_s),
+            format_duration(one.before_s),
+            format_duration(one.after_s),
         ]
         for one in shown
     ]
     caption = (
-        "Re-meshes and rollbacks: bytes that were moved, what the step was delayed by, and medians"
-        f" of the times of at most {NEAR_STEPS} steps before and after."
+        "Re-meshes and rollbacks: bytes moved, delay of training, and median step times of up to"
+        f" {MAX_COMPARED_STEPS} steps before and after."
     )
-    drawn, left_out = newest(story.switches, MOST_TIMELINES, "timelines")
-    return together(
+    drawn, left_out = newest_rows(history.switches, MAX_TIMELINES, "timelines")
+    return concatenated(
         table(caption, head, rows, numbers=head[6:]),
         cut,
-        *(_timeline(story, one, f"switch{place}") for place, one in enumerate(drawn)),
+        *(_timeline(history, one, f"switch{index}") for index, one in enumerate(drawn)),
         left_out,
     )
 
 
-def _timeline(story: RunStory, switch: Switch, name: str) -> Html:
-    waited = [seconds for phase, seconds in switch.phases_s if phase not in WHILE_TRAINING]
-    waits = (
-        f", training waited {duration(sum(seconds or 0 for seconds in waited))}"
-        if waited and None not in waited
+def _timeline(history: RunHistory, switch: Switch, name: str) -> Html:
+    paused = [seconds for phase, seconds in switch.phases_s if phase not in WHILE_TRAINING]
+    pause = (
+        f", training paused for {format_duration(sum(seconds or 0 for seconds in paused))}"
+        if paused and None not in paused
         else ""
     )
-    return together(
-        element("h3", f"After step {switch.step:,}: {KINDS[switch.kind]}{waits}"),
+    return concatenated(
+        element("h3", f"After step {switch.step:,}: {KINDS[switch.kind]}{pause}"),
         *([element("p", switch.why)] if switch.why else []),
-        picture_of(draw_switch(switch), name, "The times of its phases are unknown."),
+        chart_or_note(draw_switch(switch), name, "The times of its phases are unknown."),
     )
 
 
-def _evaluations(story: RunStory) -> Html:
+def _evaluations(history: RunHistory) -> Html:
     return _events(
-        story,
+        history,
         "eval",
         "On held-out text (measured)",
         ("loss", "perplexity", "bits_per_byte", "tokens"),
-        lambda _, value: anything(value),
+        lambda _, value: format_value(value),
     )
 
 
-def _checkpoints(story: RunStory) -> Html:
+def _checkpoints(history: RunHistory) -> Html:
     return _events(
-        story,
+        history,
         "checkpoint",
-        "States saved. Training was blocked while the state was copied to the host.",
+        "Checkpoints. Training was blocked while the state was copied to the host.",
         ("blocked_s",),
-        lambda event, _: duration(number(event, "blocked_s")),
+        lambda event, _: format_duration(number(event, "blocked_s")),
     )
 
 
 def _events(
-    story: RunStory,
+    history: RunHistory,
     name: str,
     caption: str,
     fields: Sequence[str],
     cell: Callable[[Event, object], str],
 ) -> Html:
-    shown, cut = newest(story.named(name), MOST_ROWS, "rows")
+    shown, cut = newest_rows(history.events_named(name), MAX_ROWS, "rows")
     if not shown:
         return note("None is recorded.")
     heads = [field.replace("_s", "").replace("_", " ") for field in fields]
     rows = [
         [
             f"{step_of(event):,}",
-            moment(number(event, "time_s")),
+            time_cell(number(event, "time_s")),
             *(cell(event, event.get(field)) for field in fields),
         ]
         for event in shown
     ]
-    return together(table(caption, ("after step", AT, *heads), rows, numbers=heads), cut)
+    return concatenated(table(caption, ("after step", AT, *heads), rows, numbers=heads), cut)
 
 
-def _faults(story: RunStory) -> Html:
-    skipped = [one.step for one in story.steps if one.skipped]
-    shown, cut = newest(story.named("fault"), MOST_ROWS, "faults")
+def _faults(history: RunHistory) -> Html:
+    skipped = [one.step for one in history.steps if one.skipped]
+    shown, cut = newest_rows(history.events_named("fault"), MAX_ROWS, "faults")
     rows = [
-        [f"{step_of(event):,}", moment(number(event, "time_s")), _fields(event)] for event in shown
+        [f"{step_of(event):,}", time_cell(number(event, "time_s")), _fields(event)]
+        for event in shown
     ]
     parts = (
         [table("Faults", ("after step", AT, "what"), rows), cut]
@@ -344,47 +377,48 @@ def _faults(story: RunStory) -> Html:
         else [note("No fault is recorded.")]
     )
     if skipped:
+        steps = ", ".join(map(str, skipped[:20])) + (" ..." if skipped[20:] else "")
         parts.append(
             note(
-                f"{counted(len(skipped), 'step')} made no update, as loss or gradient was not"
-                f" finite: {', '.join(map(str, skipped[:20]))}{' ...' if skipped[20:] else ''}."
+                f"{format_plural(len(skipped), 'step')} skipped the update because the loss or the"
+                f" gradient was not finite: {steps}."
             )
         )
-    return together(*parts)
+    return concatenated(*parts)
 
 
-def _log(story: RunStory) -> Html:
-    shown, cut = newest(story.events, MOST_ROWS, "events")
+def _log(history: RunHistory) -> Html:
+    shown, cut = newest_rows(history.events, MAX_ROWS, "events")
     rows = [
         [
             f"{step_of(event):,}",
-            moment(number(event, "time_s")),
+            time_cell(number(event, "time_s")),
             str(event.get("event", UNKNOWN)),
             _fields(event),
         ]
         for event in shown
     ]
-    return folded(
-        counted(len(story.events), "event"),
-        table("As the run wrote them", ("after step", AT, "event", "fields"), rows),
+    return collapsible(
+        format_plural(len(history.events), "event"),
+        table("Events as logged", ("after step", AT, "event", "fields"), rows),
         cut,
         class_="log",
     )
 
 
 def _fields(event: Event) -> str:
-    """What an event says beside its name, step and time."""
+    """The fields of an event other than its name, step and time."""
     return (
         "; ".join(
-            f"{name}: {anything(value)}"
+            f"{name}: {format_value(value)}"
             for name, value in event.items()
             if name not in ("event", "step", "time_s")
         )
-        or "nothing more"
+        or "none"
     )
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[RunStory], Html]], ...] = (
+SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Html]], ...] = (
     ("Overview", "overview", _overview),
     ("Last decision", "last-decision", last_decision),
     ("Loss", "loss", _loss),
@@ -397,6 +431,6 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunStory], Html]], ...] = (
     ("Evaluations", "evaluations", _evaluations),
     ("Checkpoints", "checkpoints", _checkpoints),
     ("Faults", "faults", _faults),
-    ("Everything that was recorded", "events", _log),
+    ("All events", "events", _log),
 )
-"""Heading, what links call it, and what stands there."""
+"""(heading, id, function that makes the section)"""

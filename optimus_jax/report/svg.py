@@ -1,5 +1,5 @@
-"""A matplotlib figure as a piece of a page: text that stays text, colours that follow the page's,
-and words under the pointer.
+"""Matplotlib figures as inline SVG: text stays text, colours follow the page's, parts have
+tooltips.
 """
 
 import io
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 REM_PER_INCH = 7.6
-"""At most; a page is 70 rem wide."""
+"""Maximum scale of a chart; a page is 70 rem wide."""
 _COLOUR = re.compile("|".join(VARIABLES), re.IGNORECASE)
 _LOCAL = re.compile(r"url\(#|^#(?![0-9a-fA-F]{6}$)")
-"""Where an attribute names an element of its own picture."""
+"""Matches an attribute that refers to an id of the same chart."""
 _NOT_FOR_PAGES = (f"{{{SVG}}}style", f"{{{SVG}}}metadata")
-"""Rules of a style would hold for everything else on the page too."""
+"""Elements to remove: a chart's style rules would apply to the whole page."""
 
 
 @contextmanager
 def page_settings() -> Iterator[None]:
-    """Within this, figures are made and turned into SVG the way that `to_svg` needs.
+    """Matplotlib settings that `to_svg` needs, while a figure is made and while it is converted.
 
     Raises:
       ConfigError: matplotlib is not installed.
@@ -38,7 +38,7 @@ def page_settings() -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             explain(
-                "a report's pictures need matplotlib, which is not installed",
+                "a report's charts need matplotlib, which is not installed",
                 given=str(error),
                 do="pip install 'optimus-jax[plots]'",
             )
@@ -55,7 +55,7 @@ def page_settings() -> Iterator[None]:
         ),
         INK,
     )
-    # A `$` in the name of a run is no formula; the salt makes one figure one text.
+    # A `$` in a run's name is not a formula. The fixed salt makes the SVG reproducible.
     with matplotlib.rc_context(
         {
             **ink,
@@ -74,9 +74,9 @@ def to_svg(figure: "Figure", *, name: str, label: str, titles: Mapping[str, str]
     """The figure as an `svg` element.
 
     Args:
-      name: what its parts' ids begin with, so that no two pictures of a page share one.
-      label: what a screen reader says instead of the picture.
-      titles: gid of an artist -> text shown while a pointer is over it.
+      name: prefix of all ids in it, so that ids are unique on a page.
+      label: text for screen readers.
+      titles: gid of an artist -> tooltip.
     """
     file = io.StringIO()
     figure.savefig(
@@ -106,8 +106,8 @@ def to_svg(figure: "Figure", *, name: str, label: str, titles: Mapping[str, str]
 
 
 def _on_page(value: str, name: str) -> str:
-    """An attribute with the page's colours, and with the new names of what it points to."""
+    """An attribute's value with the page's colour variables and prefixed ids."""
     return _COLOUR.sub(
-        lambda found: VARIABLES[found[0].lower()],
-        _LOCAL.sub(lambda found: f"{found[0]}{name}-", value),
+        lambda match: VARIABLES[match[0].lower()],
+        _LOCAL.sub(lambda match: f"{match[0]}{name}-", value),
     )

@@ -33,7 +33,7 @@ else:
 
 Index = tuple[int, ...]
 Route = tuple[int, int]
-"""The device that sends, and the one that gets, by their places in the row."""
+"""(sender, receiver), by their places in a row of devices or stages."""
 Stretch = tuple[int, int]
 """Rows that lie together: the first, and how many."""
 
@@ -210,11 +210,11 @@ def _without_conflict(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
 
 
 def matchings(routes: Sequence[Route]) -> list[list[int]]:
-    """Routes, by their numbers, dealt out so that no device sends, or gets, twice in a part; in as
-    few parts as possible.
+    """Split routes into the fewest parts in which no device sends twice or receives twice.
 
-    That is as many as the busiest device has routes. Source: Kőnig 1916, edge colouring of
-    bipartite graphs, by paths along which two colours change places.
+    That is as many parts as the busiest device has routes. A part lists indices into `routes`.
+    Source: Kőnig 1916, edge colouring of bipartite graphs, by paths along which two colours change
+    places.
     """
     at: dict[tuple[int, int], dict[int, int]] = {}  # (0, sender) or (1, receiver) -> part -> route
 

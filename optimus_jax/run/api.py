@@ -1,7 +1,7 @@
-"""`train`: the whole main job, from names and overrides to a trained state.
+"""`train`: trains a model from settings to the final state.
 
-Order: config, devices, plan, data, program, state (fresh or restored), compile, loop. Whatever a
-user can get wrong is found before anything expensive begins.
+Order: config, devices, plan, data, program, state (new or restored), compile, training loop.
+Mistakes of the user are found before anything expensive starts.
 """
 
 import json
@@ -63,10 +63,15 @@ from optimus_jax.planning.local_cluster import LocalCluster, known_devices, meas
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.run.display import make_display
-from optimus_jax.run.first_plan import fastest_tried, is_same_layout, on_what_is_there, own_plan
+from optimus_jax.run.first_plan import (
+    fastest_in_trials,
+    for_available_devices,
+    is_same_layout,
+    plan_of_run,
+)
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.program import Devices, run_program
-from optimus_jax.run.resumed import Resumed
+from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.stored_run import StoredRun
 from optimus_jax.run.tensorboard import check_installed
 from optimus_jax.run_directory.directory import RunDirectory, RunExistsError
@@ -87,23 +92,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run left behind."""
+    """The result of a run."""
 
     final_loss: float
     """Loss of the last step; NaN if no step was run."""
     reason: Reason
-    """`done`, or who asked it to stop."""
+    """`done`, or what stopped the run."""
     state: TrainState
-    """Sharded over the plan's mesh."""
+    """Final state, sharded over the plan's mesh."""
     plan: Plan
+    """Plan at the end of the run."""
     history: list[StepRecord]
-    """Every step of the run until now, those before a resume included."""
+    """All steps of the run, including those before a resume."""
     run_dir: Path
-    """Where it is on this machine; that of a URL has been uploaded from there."""
+    """Local directory of the run; a run at a URL has been uploaded from it."""
 
     @property
     def exit_code(self) -> int:
-        """Of a command that ran it."""
+        """Exit code for a command that ran this run."""
         return EXIT_RESTART if self.reason == "terminate" else 0
 
 
@@ -115,58 +121,58 @@ def train(
     resume: bool | Literal["auto"] = False,
     **overrides: Any,
 ) -> RunResult:
-    """Train a model, or go on training one.
+    """Train a model, or resume a run.
 
-    Signals are the caller's until the first step; from then on SIGINT and SIGTERM stop the run
+    Signal handlers are untouched until the first step; from then on SIGINT and SIGTERM stop the run
     (faults/stopping.py).
 
     Args:
-      model: name of a preset; needed unless resuming or a config is given, whose model it replaces.
-      config: settings to begin with, as a value or the path or URL of a config.json.
-      run_dir: where the run is kept, a directory or a URL of a store; None: a new directory under
-        `runs/`.
-      resume: go on with the run in `run_dir` from its newest good checkpoint; `auto`: if there is
-        one, and begin it otherwise, so that a job that is started again can use the same words each
-        time.
+      model: name of a preset. Required unless `resume` or `config` is given; replaces the model of
+        `config`.
+      config: initial settings: a Config, or the path or URL of a config.json.
+      run_dir: directory of the run, or the URL of a store; None: a new directory under `runs/`.
+      resume: resume the run in `run_dir` from its newest valid checkpoint. `auto`: resume if the
+        run exists, start it otherwise, so that a restarted job can use the same command each time.
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list
-        of paths) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which takes text as
-        `--set` does. Words of other frameworks that mean the same (`learning_rate`, `max_steps`,
-        `output_dir`) are taken for ours, with a note (config/aliases.py).
+        of paths) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which accepts text
+        as `--set` does. Equivalent names of other frameworks (`learning_rate`, `max_steps`,
+        `output_dir`) are accepted with a note (config/aliases.py).
     Raises:
-      OptimusError: something that the user can mend; its text says how.
-      FaultError: of several processes, another one or the network has failed; the run is worth
-        resuming.
+      OptimusError: a mistake that the user can fix; the message says how.
+      FaultError: another process or the network failed; the run is worth resuming.
     """
-    asked, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
-    model, config, run_dir = asked["model"], asked["config"], asked["run_dir"]
+    given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
+    model, config, run_dir = given["model"], given["config"], given["run_dir"]
     overrides = dotted(overrides)
-    is_repeated = resume == "auto"
-    stored, run_dir = _place_of(run_dir, config, overrides)
+    is_auto = resume == "auto"
+    stored, run_dir = _locate(run_dir, config, overrides)
     resume = bool(resume) and (
-        not is_repeated or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun)
+        not is_auto or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun)
     )
     if stored is not None:
         stored.fetch(_say) if resume else stored.check_free()
-    config = _config_of(model, config, run_dir, resume, overrides, is_repeated)
-    if config.checkpoint.resume_step is not None and (is_repeated or not resume):
+    config = _requested_config(model, config, run_dir, resume, overrides, is_auto)
+    if config.checkpoint.resume_step is not None and (is_auto or not resume):
         raise ConfigError(
             explain(
-                "a run can go back to an older checkpoint once, when it is resumed",
+                "checkpoint.resume_step applies once, to a run that is resumed",
                 given=f"checkpoint.resume_step={config.checkpoint.resume_step} with "
-                + ("--resume auto" if is_repeated else "a new run"),
-                do="give it with --run-dir DIR --resume, once; --resume auto goes on from there",
+                + ("--resume auto" if is_auto else "a new run"),
+                do="give it once with --run-dir DIR --resume; later starts can use --resume auto",
             )
         )
-    resumed = _resumed(config, run_dir, overrides) if resume and run_dir is not None else None
+    resumed = None
+    if resume and run_dir is not None:
+        resumed = _resumed_config(config, run_dir, overrides)
     config = config if resumed is None else resumed.config
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
     with named(launch):
-        return _train(config, launch, run_dir, stored, resumed, overrides, is_repeated)
+        return _train(config, launch, run_dir, stored, resumed, overrides, is_auto)
 
 
 PATIENCE_S = 120.0
-"""For the lock of a writer that has died with its host, which a file server may keep for a lease of
-90 s."""
+"""Seconds to wait for the lock of another writer. If a writer's host dies, a file server may hold
+its lock for a lease of 90 s."""
 
 
 def _train(
@@ -174,17 +180,17 @@ def _train(
     launch: Launch,
     run_dir: Path | None,
     stored: StoredRun | None,
-    resumed: Resumed | None,
+    resumed: ResumedConfig | None,
     overrides: dict[str, Any],
-    is_repeated: bool,
+    is_auto: bool,
 ) -> RunResult:
-    """`train`, from what was asked for and who else there is."""
+    """`train` after the config and the launch are known."""
     resume = resumed is not None
     if launch.is_alone and not resume and run_dir is not None:
         RunDirectory(run_dir).check_free()
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
-    of_jax = check_jax_settings()
+    jax_notes = check_jax_settings()
     connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
     progress = Progress()
     watchdog = Watchdog.of(
@@ -195,45 +201,45 @@ def _train(
     try:
         has_left_cache = leave_compilation_cache()
         topology = discover()
-        # Whoever asks for either is told so by a file server, which may tell a host of the run a
-        # minute later than others.
+        # A file server may show a new run to some hosts a minute later than to others, so that
+        # processes can disagree on whether it exists.
         assert_same_everywhere(
-            {"whether the run is begun or resumed": "resumed" if resume else "begun"},
-            is_transient=is_repeated,
+            {"whether the run is new or resumed": "resumed" if resume else "new"},
+            is_transient=is_auto,
         )
         assert_same_everywhere(
-            {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}", **_settings(config)}
+            {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}"} | _shared_settings(config)
         )
-        asked_mesh = config.parallel.mesh
+        requested_mesh = config.parallel.mesh
         with all_or_none():
             if resume and run_dir is not None:
-                if is_repeated or not {"mesh", "parallel.mesh"} & overrides.keys():
-                    config = on_what_is_there(config, topology)
+                if is_auto or not {"mesh", "parallel.mesh"} & overrides.keys():
+                    config = for_available_devices(config, topology)
                 if (
-                    is_repeated
+                    is_auto
                     and resumed is not None
-                    and is_same_layout(resumed.as_asked(config), run_dir)
+                    and is_same_layout(resumed.as_requested(config), run_dir)
                 ):
-                    overrides = {}  # nothing is asked for that the run was not asked for before
-        here = _here(config, topology)
-        saved = _newest(config, run_dir) if resume and run_dir is not None else None
-        devices = Devices(topology=topology, here=here, launch=launch)
+                    overrides = {}  # the command requests nothing new
+        local_cluster = _local_cluster(config, topology)
+        saved = _newest_checkpoint(config, run_dir) if resume and run_dir is not None else None
+        devices = Devices(topology=topology, local_cluster=local_cluster, launch=launch)
         with all_or_none():
             now = in_phase(config, phase_after(config, saved.step if saved else 0))
             choice = (
-                own_plan(config, topology, run_dir, overrides, saved, devices.pricing)
+                plan_of_run(config, topology, run_dir, overrides, saved, devices.pricing)
                 if resume and run_dir is not None
                 else None
             )
             choice = choice or choose_plan(
                 now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ()
             )
-            if config.parallel.mesh != asked_mesh:
+            if config.parallel.mesh != requested_mesh:
                 choice = replace(
                     choice,
                     why=(
-                        f"{asked_mesh} is not for the {topology.num_devices} devices that are"
-                        f" there; {choice.why}"
+                        f"{requested_mesh} does not fit the {topology.num_devices} available"
+                        f" devices; {choice.why}"
                     ),
                 )
             check_allowed(config.controller.allowed_axes, topology.num_devices)
@@ -249,27 +255,27 @@ def _train(
                 display.message(warning)
             if has_left_cache:
                 display.message(
-                    "JAX's compilation cache is not used: programs for several CPU devices that"
-                    " come out of it get stuck"
+                    "JAX's compilation cache is not used: cached programs for several CPU devices"
+                    " can hang"
                 )
-            for line in of_jax:
+            for line in jax_notes:
                 display.message(line)
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
-                run = _opened(
+                run = _open_as_writer(
                     partial(RunDirectory.resume, run_dir, writer=is_writer(), warn=display.message),
                     launch,
-                    is_repeated,
+                    is_auto,
                 )
             inputs = Inputs.of(config, run)
-            if run is None:  # after the data, so that a start which fails leaves nothing behind
-                run = _new_directory(run_dir, config, launch, display, is_repeated)
+            if run is None:  # after reading the data, so that a failed start leaves no directory
+                run = _new_directory(run_dir, config, launch, display, is_auto)
             if stored is not None and run is not None and is_writer():
-                mirror = _opened(
-                    partial(_mirror, stored, run, config, resume, display), launch, is_repeated
+                mirror = _open_as_writer(
+                    partial(_mirror, stored, run, config, resume, display), launch, is_auto
                 )
-        run = _known_to_all(run, run_dir)
+        run = _share_directory(run, run_dir)
         check_shared(run)
         assert_same_everywhere(
             {
@@ -280,7 +286,7 @@ def _train(
         progress.begin("start")
         if watchdog is not None:
             watchdog.close()
-            watchdog = None  # a second close is none
+            watchdog = None  # so that an error below does not close it again
         with all_or_none():
             watchdog = Watchdog.of(
                 run.path,
@@ -291,7 +297,7 @@ def _train(
             )
         tried = None
         if not resume and config.parallel.axes is None:
-            choice, tried = fastest_tried(now, topology, choice, here, run, display)
+            choice, tried = fastest_in_trials(now, topology, choice, local_cluster, run, display)
         outcome, plan = run_program(
             config,
             devices,
@@ -310,8 +316,9 @@ def _train(
             watchdog = None
         if stored is not None:
             ending, mirror = mirror, None
-            with all_or_none():  # the others wait: JAX would take the one that uploads for lost
-                _upload_the_rest(ending, outcome.reason, display)
+            # The others wait here: if they left, JAX would take the uploading process for lost.
+            with all_or_none():
+                _finish_upload(ending, outcome.reason, display)
         return RunResult(
             final_loss=outcome.last_loss,
             reason=outcome.reason,
@@ -328,16 +335,16 @@ def _train(
             if is_fault
             else None
         )
-        if watchdog is not None:  # first, for others hear of it by way of the run directory
+        if watchdog is not None:  # first, because it notifies the others via the run directory
             if fault is not None:
                 watchdog.report(str(fault))
             watchdog.close(fault or error)
-        # Who is told to end while it starts, or has to, may be started again with --resume; that
-        # takes a config.
+        # A run that is terminated or hit by a fault during its start may be resumed, so its
+        # directory stays if it has a config.
         if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()
         if mirror is not None:
-            _upload_after(mirror, error, run)
+            _upload_after_error(mirror, error, run)
         if fault is not None:
             raise fault from error
         raise
@@ -346,17 +353,16 @@ def _train(
             run.close()
 
 
-def _place_of(
+def _locate(
     run_dir: UserPath | None, base: Config | UserPath | None, overrides: dict[str, Any]
 ) -> tuple[StoredRun | None, Path | None]:
-    """Where a run is kept: in a store or not, and the directory that it works in."""
+    """The stored run, if `run_dir` is a URL, and the local directory; None for a new one."""
     path = None if run_dir is None else user_path(run_dir, what="--run-dir")
     if path is None or isinstance(path, Path):
         return None, path
-    asked = {name: value for name, value in overrides.items() if name == "store.local_dir"}
-    stored = StoredRun.at(
-        path, (base if isinstance(base, Config) else Config()).with_values(asked).store.local_dir
-    )
+    given = {name: value for name, value in overrides.items() if name == "store.local_dir"}
+    config = (base if isinstance(base, Config) else Config()).with_values(given)
+    stored = StoredRun.at(path, config.store.local_dir)
     return stored, stored.directory
 
 
@@ -369,10 +375,10 @@ def _mirror(
     *,
     patience_s: float,
 ) -> Mirror:
-    """Begin to upload a run.
+    """Start uploading a run.
 
-    Another writer that takes its place ends it, with its state saved, as a log that cannot be
-    written does.
+    If another writer takes over, the run saves its state and ends, as if its log could not be
+    written.
     """
 
     def on_lost(error: RunDirectoryError) -> None:
@@ -388,14 +394,14 @@ def _mirror(
     )
     run.address = str(stored.url)
     display.message(
-        f"the run is kept in {stored.url}; it works in {run.path}, which is uploaded as it grows"
+        f"the run is stored at {stored.url}; its local directory {run.path} is uploaded as it grows"
     )
     return mirror
 
 
-def _upload_the_rest(mirror: Mirror | None, reason: Reason, display: Display) -> None:
-    """Raises StoreError, or FaultError if the run is to be started again anyway, for what cannot be
-    uploaded.
+def _finish_upload(mirror: Mirror | None, reason: Reason, display: Display) -> None:
+    """Upload what is left. Raises StoreError if that fails, or FaultError if the run will be
+    restarted anyway.
     """
     if mirror is None:
         return
@@ -407,15 +413,15 @@ def _upload_the_rest(mirror: Mirror | None, reason: Reason, display: Display) ->
         raise
 
 
-def _upload_after(mirror: Mirror, error: BaseException, run: RunDirectory | None) -> None:
-    """Upload what there is when `error` ends the run, which keeps its reason; who insists on ending
-    at once does not wait for that.
+def _upload_after_error(mirror: Mirror, error: BaseException, run: RunDirectory | None) -> None:
+    """Upload what is left after `error` ended the run, which stays the reported error. A user who
+    interrupted twice does not wait for the upload.
     """
     if isinstance(error, ImmediateStop):
         mirror.abandon()
         _say(
-            "what is not uploaded yet is in"
-            f" {run.path if run else 'the directory that it works in'}: --resume uploads it"
+            "files that are not uploaded yet are in"
+            f" {run.path if run else 'the local directory'}; --resume uploads them"
         )
         return
     try:
@@ -429,11 +435,11 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _settings(config: Config) -> dict[str, str]:
-    """What the config has in common in all processes, each setting by its name: an error has to say
-    which one differs.
+def _shared_settings(config: Config) -> dict[str, str]:
+    """Settings that must be equal in all processes, by name, so that an error can name the one that
+    differs.
 
-    Where the data lies is a host's own affair; what it holds is compared once it is read.
+    Paths of data may differ between hosts; the data's content is compared after reading.
     """
     nowhere = replace(config.data, sources=DataConfig().sources, tokenizer=DataConfig().tokenizer)
     sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
@@ -444,9 +450,9 @@ def _settings(config: Config) -> dict[str, str]:
     }
 
 
-def _newest(config: Config, run_dir: Path) -> Saved | None:
-    """The checkpoint that says which phase a run goes on in; None: it has none, or one phase
-    only."""
+def _newest_checkpoint(config: Config, run_dir: Path) -> Saved | None:
+    """The checkpoint that determines the phase in which a run resumes; None without a checkpoint or
+    without phases."""
     if not config.data.phases:
         return None
     return Checkpoints(RunDirectory(run_dir, writer=False).checkpoints, config.checkpoint).latest(
@@ -454,43 +460,43 @@ def _newest(config: Config, run_dir: Path) -> Saved | None:
     )
 
 
-def _here(config: Config, topology: Topology) -> LocalCluster | None:
-    """How fast the devices are, where the run needs to know; None: it does not, or the planner goes
-    by a simple rule.
+def _local_cluster(config: Config, topology: Topology) -> LocalCluster | None:
+    """Measured speed of the devices, if the run needs it. None if it does not, or if it is unknown
+    and the planner uses a simple rule instead.
     """
     if config.control == "off" and config.parallel.axes is not None:
         return None
-    here = known_devices(topology)
-    if here is None and config.control != "off":
+    local_cluster = known_devices(topology)
+    if local_cluster is None and config.control != "off":
         if is_writer():
             print(
-                "the controller needs to know how fast these devices are: measuring them, once, in"
-                " about a minute",
+                "the controller needs the speed of these devices: measuring it once, in about a"
+                " minute",
                 file=sys.stderr,
                 flush=True,
             )
-        here = measure_devices(topology)
-    return here
+        local_cluster = measure_devices(topology)
+    return local_cluster
 
 
-def _config_of(
+def _requested_config(
     model: str | None,
     base: Config | UserPath | None,
     run_dir: Path | None,
     resume: bool,
     overrides: dict[str, Any],
-    is_repeated: bool,
+    is_auto: bool,
 ) -> Config:
-    """What is to be run; touches no device and writes nothing."""
-    if is_repeated and run_dir is None:
+    """The config of a new or resumed run; touches no device and writes nothing."""
+    if is_auto and run_dir is None:
         raise ConfigError(
             explain(
-                "there is no telling which run to resume",
+                "no run to resume was named",
                 given="--resume auto without a directory",
                 do="give --run-dir DIR --resume auto",
             )
         )
-    if resume and is_repeated and not (model is None and base is None):
+    if resume and is_auto and not (model is None and base is None):
         assert run_dir is not None
         wanted = make_config(
             model,
@@ -504,7 +510,7 @@ def _config_of(
         if run_dir is None:
             raise ConfigError(
                 explain(
-                    "there is no telling which run to resume",
+                    "no run to resume was named",
                     given="--resume without a directory",
                     do="give --run-dir DIR --resume",
                 )
@@ -537,47 +543,48 @@ def _config_of(
     return config
 
 
-def _resumed(asked: Config, run_dir: Path, overrides: dict[str, Any]) -> Resumed:
-    """The run in a directory, which goes on as `asked` for; touches no device and writes
+def _resumed_config(requested: Config, run_dir: Path, overrides: dict[str, Any]) -> ResumedConfig:
+    """The config of the run in a directory, resumed as `requested`; touches no device and writes
     nothing."""
     run = RunDirectory.resume(run_dir, writer=False)
     precision = None
-    # if the plan is needed for more, its error is raised then
+    # if the plan is needed later, its error is raised then
     with suppress(OSError, ValueError, PlanError):
         precision = Plan.from_json(run.plan_text() or "").precision
-    return Resumed.of(run.config_text(), asked, named_settings(overrides), precision)
+    return ResumedConfig.of(run.config_text(), requested, named_settings(overrides), precision)
 
 
 def _new_directory(
-    run_dir: Path | None, config: Config, launch: Launch, display: Display, is_repeated: bool
+    run_dir: Path | None, config: Config, launch: Launch, display: Display, is_auto: bool
 ) -> RunDirectory | None:
-    """A directory that process 0 makes; None in the others while only that knows where."""
+    """A new run directory, created by process 0; None in other processes if only process 0 knows
+    its path."""
     if is_writer():
-        return _opened(
+        return _open_as_writer(
             partial(RunDirectory.create, run_dir, config.model.name, warn=display.message),
             launch,
-            is_repeated,
+            is_auto,
         )
     return None if run_dir is None else RunDirectory(run_dir, writer=False)
 
 
-def _opened(open_it: Callable[..., T], launch: Launch, is_repeated: bool) -> T:
-    """What process 0 alone writes: the directory, or its place in a store.
+def _open_as_writer(open_it: Callable[..., T], launch: Launch, is_auto: bool) -> T:
+    """Open the run directory or the store for writing, in process 0.
 
-    Raises FaultError if another process writes there that an engine may be about to end, or did
-    until just now.
+    Raises FaultError, so that the launcher restarts the job, if another process still writes there:
+    a previous attempt that is about to end, or has just ended.
     """
     try:
-        return open_it(patience_s=PATIENCE_S if is_repeated else 0.0)
+        return open_it(patience_s=PATIENCE_S if is_auto else 0.0)
     except (LockedError, LeaseHeldError, RunExistsError) as error:
-        if is_repeated and launch.restarts:
+        if is_auto and launch.restarts:
             raise FaultError(str(error)) from error
         raise
 
 
-def _known_to_all(run: RunDirectory | None, run_dir: Path | None) -> RunDirectory:
-    """In every process the directory, which process 0 has named where the user did not; every
-    process has to call it.
+def _share_directory(run: RunDirectory | None, run_dir: Path | None) -> RunDirectory:
+    """The run directory in every process: process 0 broadcasts its path if the user gave none.
+    Every process must call this.
     """
     if run is not None and run_dir is not None:
         return run

@@ -1,8 +1,8 @@
-"""What the scripts have in common: how flags are read, what becomes of an error, and of streams
-that are closed or full.
+"""Command-line handling shared by the scripts: flags, exit codes, and closed or full output
+streams.
 
-Flags: one that takes one value is given once; underscores are as good as dashes; words of other
-frameworks are taken for ours where they mean the same, and otherwise answered with what to write
+A flag with one value may be given once. Underscores and dashes are equivalent. Flags of other
+frameworks are accepted as aliases if they mean the same, otherwise the error says what to write
 (config/aliases.py). Every mistake is a ConfigError of three lines.
 """
 
@@ -28,19 +28,18 @@ from optimus_jax.system.environment import show_every_character
 from optimus_jax.system.resilient_io import open_closed_streams, patient, reporting
 
 DONE, MISTAKE, INTERRUPTED, NO_READER = 0, 2, 130, 141
-"""Exit codes; the last two are those that a shell has for SIGINT and SIGPIPE."""
+"""Exit codes; the last two are a shell's codes for SIGINT and SIGPIPE."""
 SET = "--set"
-_NAMED = re.compile(r"--[A-Za-z][^\s=]*")
-_MENTIONED = re.compile(r"--[a-z][a-z-]*")
+_FLAG = re.compile(r"--[A-Za-z][^\s=]*")
+_FLAG_IN_TEXT = re.compile(r"--[a-z][a-z-]*")
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags of a script.
+    """The argument parser of a script.
 
     Args:
-      words: what flags of this script are called elsewhere: a flag without its dashes, to words as
-        in config/aliases.py.
-      options: of argparse.
+      words: flag without its dashes -> its aliases, separated by spaces as in config/aliases.py.
+      options: options of argparse.ArgumentParser.
     """
 
     def __init__(self, *, words: Mapping[str, str] | None = None, **options: Any) -> None:
@@ -51,32 +50,32 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("prog", os.path.basename(sys.argv[0]))  # -m would change it
         super().__init__(allow_abbrev=False, **options)
         for name in (None, "store"):
-            self.register("action", name, _Once)
+            self.register("action", name, _SingleValue)
         self._words = {
             each: name for name, several in (words or {}).items() for each in several.split()
         }
         self._typed = ""
 
     def read(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
-        """What was given, by the names of the flags.
+        """Parse the arguments (default: `sys.argv`) into values by flag name.
 
         Raises:
-          ConfigError: a flag is unknown, is given two values, or lacks its own.
-          SystemExit: --help was asked for.
+          ConfigError: a flag is unknown, has two values, or lacks a value.
+          SystemExit: --help was given.
         """
         arguments = list(sys.argv[1:] if arguments is None else arguments)
         self._typed = " ".join(arguments)
         for action in self._actions:
-            if isinstance(action, _Once):
+            if isinstance(action, _SingleValue):
                 action.value = None
-        return vars(self.parse_args(self._in_our_words(arguments)))
+        return vars(self.parse_args(self._translated(arguments)))
 
     def error(self, message: str) -> NoReturn:
-        """As all errors here."""
+        """Raise a ConfigError instead of exiting."""
         raise ConfigError(explain(message, given=shown(self._typed) or "nothing", do="see --help"))
 
     def flags(self) -> list[str]:
-        """Every flag."""
+        """All flags of this parser."""
         return [
             flag
             for action in self._actions
@@ -84,32 +83,32 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--")
         ]
 
-    def _in_our_words(self, arguments: list[str]) -> list[str]:
-        """The arguments, each flag as it is called here.
+    def _translated(self, arguments: list[str]) -> list[str]:
+        """The arguments with aliases replaced by this parser's flags.
 
-        Raises ConfigError for those that are not known.
+        Raises ConfigError for unknown flags.
         """
         result: list[str] = []
         unknown: list[tuple[str, str | None]] = []
-        others, place = self._values(arguments), 0
+        others, index = self._given_values(arguments), 0
         is_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
-        while place < len(arguments):
-            given = arguments[place]
+        while index < len(arguments):
+            given = arguments[index]
             name, equals, value = given.partition("=")
             following = (
-                arguments[place + 1]
-                if place + 1 < len(arguments) and not arguments[place + 1].startswith("--")
+                arguments[index + 1]
+                if index + 1 < len(arguments) and not arguments[index + 1].startswith("--")
                 else None
             )
-            place += 1
-            # what follows belongs to others
+            index += 1
+            # the rest is for another program
             if given == "--" or (is_rest and not given.startswith("-")):
-                result += arguments[place - 1 :]
+                result += arguments[index - 1 :]
                 break
-            if not _NAMED.fullmatch(name):
+            if not _FLAG.fullmatch(name):
                 result.append(given)
                 continue
-            own = self._own(name)
+            own = self._known_flag(name)
             if own is None:
                 unknown.append((name, value if equals else following))
             elif own.startswith(f"{SET} "):
@@ -118,19 +117,19 @@ class Parser(argparse.ArgumentParser):
                         explain(f"{name} needs a value", given=name, do=f"write {own}=VALUE")
                     )
                 result += [SET, f"{own.removeprefix(SET).strip()}={value if equals else following}"]
-                place += not equals
-            elif not own.startswith("--"):  # a place in line
+                index += not equals
+            elif not own.startswith("--"):  # a positional argument
                 result += [value] if equals else []
             else:
                 result.append(own + equals + value)
                 if is_rest and not equals and following is not None and self._takes_one(own):
                     result.append(following)
-                    place += 1
-        return self._refuse(unknown, others) if unknown else result
+                    index += 1
+        return self._raise_unknown(unknown, others) if unknown else result
 
-    def _own(self, name: str) -> str | None:
-        """What a flag is called here: the flag, `--set section.key`, the name of an argument that
-        stands without a flag, or None.
+    def _known_flag(self, name: str) -> str | None:
+        """What a flag means to this parser: one of its flags, `--set section.key`, the name of a
+        positional argument, or None if it is unknown.
         """
         flags, plain = self.flags(), "--" + word(name).replace("_", "-")
         for each in (name, plain):
@@ -146,12 +145,12 @@ class Parser(argparse.ArgumentParser):
                 target = f"{SET} {setting}"
         if target is None:
             return None
-        is_place = any(
+        is_positional = any(
             action.dest == target and not action.option_strings for action in self._actions
         )
         own = (
             target.upper()
-            if is_place
+            if is_positional
             else target
             if target.startswith(SET)
             else f"--{target.replace('_', '-')}"
@@ -164,29 +163,31 @@ class Parser(argparse.ArgumentParser):
             flag in action.option_strings and action.nargs is None for action in self._actions
         )
 
-    def _values(self, arguments: list[str]) -> dict[str, Any]:
-        """What was given, by words: other advice is computed with it."""
-        found: dict[str, Any] = {}
-        for place, given in enumerate(arguments):
+    def _given_values(self, arguments: list[str]) -> dict[str, Any]:
+        """The given values by normalized flag name; hints for one flag may depend on others."""
+        values: dict[str, Any] = {}
+        for index, given in enumerate(arguments):
             name, equals, value = given.partition("=")
-            if _NAMED.fullmatch(name):
-                following = arguments[place + 1] if place + 1 < len(arguments) else ""
-                found[word(name)] = (
+            if _FLAG.fullmatch(name):
+                following = arguments[index + 1] if index + 1 < len(arguments) else ""
+                values[word(name)] = (
                     value if equals else "" if following.startswith("--") else following
                 )
                 if name == SET and not equals:
-                    found[word(following.partition("=")[0])] = following.partition("=")[2]
-        return found
+                    values[word(following.partition("=")[0])] = following.partition("=")[2]
+        return values
 
-    def _refuse(self, unknown: list[tuple[str, str | None]], others: Mapping[str, Any]) -> NoReturn:
-        """Raise ConfigError with what to write instead of all that is not known."""
-        told: dict[str, str] = {}
+    def _raise_unknown(
+        self, unknown: list[tuple[str, str | None]], others: Mapping[str, Any]
+    ) -> NoReturn:
+        """Raise ConfigError with a hint for each unknown flag."""
+        hints: dict[str, str] = {}
         for name, value in unknown:
-            told.setdefault(self._hint(name, value, others), name)
+            hints.setdefault(self._hint(name, value, others), name)
         do = (
-            next(iter(told))
-            if len(told) == 1
-            else "; ".join(f"{name}: {text}" for text, name in told.items())
+            next(iter(hints))
+            if len(hints) == 1
+            else "; ".join(f"{name}: {text}" for text, name in hints.items())
         )
         given = " ".join(name if value is None else f"{name} {value}" for name, value in unknown)
         raise ConfigError(explain(f"unknown argument {unknown[0][0]!r}", given=shown(given), do=do))
@@ -206,17 +207,17 @@ class Parser(argparse.ArgumentParser):
         ):
             return f"did you mean {SET} {setting}={value or 'VALUE'}?"
         advice = advice or spelled_like(name, flags, value, others)
-        # A hint is of no use if it speaks of flags that this script does not have.
+        # A hint must not mention flags that this script does not have.
         return (
             advice
-            if advice is not None and set(_MENTIONED.findall(advice)) <= set(flags)
+            if advice is not None and set(_FLAG_IN_TEXT.findall(advice)) <= set(flags)
             else nearest(name, flags)
         )
 
 
-class _Once(argparse.Action):
-    """A flag with one value, which may be given twice if it is the same; one that takes several
-    values takes those of both.
+class _SingleValue(argparse.Action):
+    """Stores a flag's value and rejects a second, different one. A flag with several values may be
+    repeated; its values are joined.
     """
 
     value: Any = None
@@ -245,13 +246,14 @@ class _Once(argparse.Action):
 def settings(
     given: Mapping[str, Any], *, leave: Iterable[str] = (), note: Callable[[str], None] = say
 ) -> dict[str, Any]:
-    """The settings of a run in parsed flags and their `--set` entries, by dotted names.
+    """The run settings in parsed flags and `--set` entries, by dotted name.
 
     Args:
-      leave: flags that are no settings in this script.
-      note: is told what a word of another framework is taken as.
+      given: parsed values by flag name.
+      leave: flags that are not settings in this script.
+      note: called with a message for each alias of another framework.
     Raises:
-      ConfigError: one is unknown, or given two values.
+      ConfigError: a setting is unknown or has two values.
     """
     entries: list[Entry] = [
         (
@@ -280,11 +282,11 @@ def settings(
 
 
 def run(main: Callable[[], int | None]) -> int:
-    """The exit code of a script whose result is what it prints or writes: MISTAKE for the user's
-    errors, NO_READER where nobody reads on.
+    """Run a script's main function and return its exit code: MISTAKE for the user's errors,
+    NO_READER if the reader of standard output is gone.
 
-    A stream that is closed leads nowhere. One that takes nothing more, such as a full disk's, is
-    the user's error.
+    Output to a closed stream is discarded. A stream that cannot be written, as on a full disk, is
+    an error of the user.
     """
     open_closed_streams()
     show_every_character()
@@ -299,5 +301,5 @@ def run(main: Callable[[], int | None]) -> int:
         return MISTAKE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # as of `| head`: who reads has enough
+    except BrokenPipeError:  # as with `| head`
         return NO_READER

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, plain lines in a log file, or nothing."""
+"""Progress displays of a run: a live bar on a terminal, plain lines in a log file, or nothing."""
 
 import collections
 import os
@@ -24,21 +24,23 @@ from optimus_jax.training.watchers import Display
 UNKNOWN = "-"
 
 
-class OtherProcess(Display):
-    """Of a process that shows nothing, for another one does, but what that one cannot know."""
+class SilentDisplay(Display):
+    """Shows only messages that other processes cannot show; used where another process displays
+    the run."""
 
     def here(self, text: str) -> None:
         print(f"process {jax.process_index()}: {text}", file=patient(sys.stderr), flush=True)
 
 
 class PlainDisplay(Display):
-    """Lines for a log file: the first step of this process, every `every` steps, and the last."""
+    """Prints lines for a log file: this process's first step, every `every`th step, and the
+    last."""
 
     def __init__(self, total_steps: int, stream: TextIO, every: int) -> None:
         self._stream = stream
         self._total_steps = total_steps
         self._every = every
-        self._time_left = _TimeLeft(total_steps)
+        self._time_left = _TimeLeftEstimate(total_steps)
         self._is_first = True
 
     def step(self, record: StepRecord) -> None:
@@ -52,7 +54,7 @@ class PlainDisplay(Display):
         self._is_first = False
 
     def message(self, text: str) -> None:
-        # A log file is not a terminal, so Python would hold lines back until a buffer is full.
+        # flush: Python buffers output that does not go to a terminal
         print(text, file=self._stream, flush=True)
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
@@ -65,11 +67,11 @@ class PlainDisplay(Display):
 
 
 class RichDisplay(Display):
-    """A bar at the bottom of a terminal; whatever else is printed meanwhile appears above it."""
+    """Shows a progress bar at the bottom of a terminal; messages appear above it."""
 
     def __init__(self, total_steps: int, stream: TextIO) -> None:
-        self._time_left = _TimeLeft(total_steps)
-        # Whoever asks for the bar by name gets it, on a pipe too.
+        self._time_left = _TimeLeftEstimate(total_steps)
+        # log.progress=rich shows the bar even on a pipe.
         self._console = Console(file=stream, force_terminal=True, highlight=False)
         self._bar = Progress(
             TextColumn("step"),
@@ -102,7 +104,7 @@ class RichDisplay(Display):
         super().decision(text)
 
     def message(self, text: str) -> None:
-        # Neither square brackets nor line ends of the text are the console's to interpret.
+        # the console must not interpret square brackets or wrap lines
         self._console.print(text, markup=False, soft_wrap=True)
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
@@ -127,17 +129,16 @@ class RichDisplay(Display):
 def make_display(
     config: LogConfig, total_steps: int, *, show: bool = True, stream: TextIO | None = None
 ) -> Display:
-    """The display that `config.progress` asks for.
+    """The display that `config.progress` selects.
 
     Args:
-      config: how to show progress.
-      total_steps: steps of the whole run, those before a resume included.
-      show: False in every process but one.
-      stream: where it is shown; None is standard output.
+      total_steps: steps of the whole run, including those before a resume.
+      show: False in all processes but one.
+      stream: stream to write to; None for standard output.
     """
     target = patient(sys.stdout if stream is None else stream)
     if not show:
-        return OtherProcess()
+        return SilentDisplay()
     kind = config.progress
     if kind == "auto":
         kind = "rich" if target.isatty() and os.environ.get("TERM") != "dumb" else "plain"
@@ -146,9 +147,9 @@ def make_display(
     return PlainDisplay(total_steps, target, config.every) if kind == "plain" else Display()
 
 
-class _TimeLeft:
-    """How long the rest of a run will take, by the median of its latest steps: a checkpoint or a
-    compilation in one of them does not count.
+class _TimeLeftEstimate:
+    """Estimate of the remaining time from the median of the latest steps, so that a checkpoint or a
+    compilation in one of them does not distort it.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -179,7 +180,7 @@ def short_count(value: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """A duration by its two largest units: `42s`, `1m36s`, `2h05m`, `3d04h`."""
+    """A duration in its two largest units: `42s`, `1m36s`, `2h05m`, `3d04h`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,6 +1,4 @@
-"""The plan that a run begins with, beyond what can be said before it: the one it had, or the
-fastest of those tried.
-"""
+"""The plan that a run starts with: the plan of the resumed run, or the fastest plan in trials."""
 
 import json
 from collections.abc import Callable
@@ -31,27 +29,28 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.watchers import Display
 
 LAYOUT_SETTINGS = ("parallel.", "precision.")
-"""A resumed run keeps its plan unless one of these is given."""
+"""Prefixes of the settings that affect the plan: a resumed run keeps its plan unless one is
+given."""
 
 
-def on_what_is_there(config: Config, topology: Topology) -> Config:
-    """The config of a run that goes on, its layout left to the planner if the mesh that it names is
-    for another number of devices.
+def for_available_devices(config: Config, topology: Topology) -> Config:
+    """The config of a resumed run, with the layout left to the planner if its mesh is for another
+    number of devices.
     """
     axes = config.parallel.axes
-    is_for_them = axes is None or axes.num_devices == topology.num_devices
-    return config if is_for_them else config.with_open_layout()
+    fits = axes is None or axes.num_devices == topology.num_devices
+    return config if fits else config.with_open_layout()
 
 
-def is_same_layout(asked: Config, run_dir: str | Path) -> bool:
-    """Whether a config, with what was left open left open, asks for the layout that the run in a
-    directory was asked to have.
+def is_same_layout(requested: Config, run_dir: str | Path) -> bool:
+    """Whether a config, with unset settings unset, requests the same layout as the config.json in
+    `run_dir`.
     """
     old = Config.from_json(RunDirectory(run_dir, writer=False).config_text())
-    return (asked.parallel, asked.precision) == (old.parallel, old.precision)
+    return (requested.parallel, requested.precision) == (old.parallel, old.precision)
 
 
-def own_plan(
+def plan_of_run(
     config: Config,
     topology: Topology,
     run_dir: str | Path,
@@ -59,12 +58,13 @@ def own_plan(
     saved: Saved | None,
     prices: Prices,
 ) -> Choice | None:
-    """The plan that the run had, unless its layout was asked to change or the devices have changed.
+    """The plan of a resumed run; None if a layout setting is given or the devices have changed.
 
     Args:
-      config: of the whole run.
-      saved: in a run with phases, the checkpoint that it goes on from, if there is one.
-      prices: for a phase that needs another plan than the one before.
+      config: config of the whole run.
+      overrides: settings given on resume.
+      saved: in a run with phases, the checkpoint to resume from, if there is one.
+      prices: cost estimates, used if a phase needs another plan than the one before.
     """
     run = RunDirectory.resume(run_dir, writer=False)
     text = plan_to_resume(run.path)
@@ -74,7 +74,7 @@ def own_plan(
     ):
         return None
     plan = Plan.from_json(text, run.path / "plan.json")
-    # as good as given: somebody has edited config.json
+    # somebody edited config.json, which counts as giving the setting
     if config.precision.compute not in ("auto", plan.precision):
         return None
     if plan.num_devices != topology.num_devices:
@@ -84,7 +84,7 @@ def own_plan(
             phase_after(config, saved.step if saved else 0),
             max((record.step for record in run.metrics()), default=0),
         )
-        # steps are done again in an earlier phase, whose plan the checkpoint knows
+        # steps of an earlier phase are repeated; the checkpoint holds that phase's plan
         if phase_after(config, last_step) != now:
             if saved is None:
                 return None
@@ -100,93 +100,99 @@ def own_plan(
     )
 
 
-def fastest_tried(
+def fastest_in_trials(
     config: Config,
     topology: Topology,
     choice: Choice,
-    here: LocalCluster | None,
+    local_cluster: LocalCluster | None,
     run: RunDirectory,
     display: Display,
 ) -> tuple[Choice, CompiledStep | None]:
-    """The fastest of the planner's best, measured where that pays, with its compiled step if it was
-    tried.
+    """Try the planner's best plans if that pays, and return the fastest with its compiled step; the
+    step is None if the plan was not tried.
 
-    Every process has to call it. The first decides, for clocks and predictions differ; the others
-    try what it says.
+    Every process must call this. Process 0 decides, because clocks and predictions differ between
+    processes; the others try the plans that it broadcasts.
 
     Args:
-      choice: the same plan in every process.
-      here: how fast the devices are; None: that is not known, and nothing is tried.
+      choice: the planner's choice, equal in every process.
+      local_cluster: measured speed of the devices; None if unknown, then nothing is tried.
     Raises:
-      PlanError: plans were tried, and none of them could run.
+      PlanError: plans were tried, and none could run.
     """
+    steps: dict[Plan, CompiledStep | None] = {}  # of the newest trial and the fastest before it
+    times_s: dict[Plan, float] = {}
 
-    steps: dict[Plan, CompiledStep | None] = {}  # those of slower plans are freed on return
-
-    def run_one(plan: Plan) -> Trial:
+    def run_one(plan: Plan, fastest: Plan | None) -> Trial:
+        for slower in steps.keys() - {fastest}:
+            del steps[slower]  # frees its memory
         display.message(f"trying {plan.describe()}")
         trial = run_trial(
             config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device
         )
         steps[plan] = trial.step
-        return trial
+        return replace(trial, step=None)
 
     if jax.process_index() > 0:
-        followed = _followed(choice, run_one)
+        followed = _follow_process_0(choice, run_one)
         return followed, steps.get(followed.plan)
 
-    def told_to_all(plan: Plan) -> Trial:
-        _tell(_TRY, plan.to_json())
-        trial = run_one(plan)
-        if here is not None:
-            here.remember(config, plan, trial.step_time_s)
+    def run_on_all(plan: Plan) -> Trial:
+        fastest = min(times_s, key=times_s.__getitem__, default=None)
+        _broadcast(_TRY, json.dumps([plan.to_json(), fastest and fastest.to_json()]))
+        trial = run_one(plan, fastest)
+        times_s[plan] = trial.step_time_s
+        if local_cluster is not None:
+            local_cluster.remember(config, plan, trial.step_time_s)
         return trial
 
     try:
-        fastest = _measured(config, choice, here, run, told_to_all)
+        fastest = _try_plans(config, choice, local_cluster, run, run_on_all)
     except PlanError as error:
-        _tell(_FAIL, str(error))
+        _broadcast(_FAIL, str(error))
         raise
-    _tell(_KEEP, json.dumps([fastest.plan.to_json(), fastest.why]))
+    _broadcast(_KEEP, json.dumps([fastest.plan.to_json(), fastest.why]))
     return fastest, steps.get(fastest.plan)
 
 
 _TRY, _KEEP, _FAIL = "try", "keep", "fail"
-"""What the first process tells: a plan, a plan and why, or an error."""
+"""Kinds of messages that process 0 broadcasts: a plan to try with the fastest before it, the chosen
+plan with its reason, or an error."""
 
 
-def _tell(what: str, content: str) -> None:
-    broadcast_from_0(json.dumps([what, content]))
+def _broadcast(kind: str, content: str) -> None:
+    broadcast_from_0(json.dumps([kind, content]))
 
 
-def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
-    """What the first process tells to try is tried, until it tells what was chosen."""
+def _follow_process_0(choice: Choice, run_one: Callable[[Plan, Plan | None], Trial]) -> Choice:
+    """Try the plans that process 0 broadcasts, and return the choice that it broadcasts last."""
     while True:
-        what, content = json.loads(broadcast_from_0(""))
-        if what == _FAIL:
+        kind, content = json.loads(broadcast_from_0(""))
+        if kind == _FAIL:
             raise PlanError(content)
-        if what == _KEEP:
+        if kind == _KEEP:
             plan, why = json.loads(content)
             return replace(choice, plan=Plan.from_json(plan), why=why)
-        with suppress(PlanError):  # the first process has had it too
-            run_one(Plan.from_json(content))
+        plan, fastest = json.loads(content)
+        with suppress(PlanError):  # process 0 has the same error
+            run_one(Plan.from_json(plan), fastest and Plan.from_json(fastest))
 
 
-def _measured(
+def _try_plans(
     config: Config,
     choice: Choice,
-    here: LocalCluster | None,
+    local_cluster: LocalCluster | None,
     run: RunDirectory,
     run_one: Callable[[Plan], Trial],
 ) -> Choice:
-    if here is None or not choice.ranked:
+    if local_cluster is None or not choice.ranked:
         return choice
     measured = measure(
         choice.ranked,
         run_one,
         num_steps=config.steps,
         most=config.parallel.trials,
-        spread=here.rates.spread,
+        spread=local_cluster.rates.spread,
     )
     for trial in measured.trials:
         predicted = next(

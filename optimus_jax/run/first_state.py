@@ -1,4 +1,4 @@
-"""The state that a run begins with: fresh, or the newest good one of either tier of checkpoints."""
+"""The state that a run starts from: a new one, or the newest valid checkpoint or snapshot."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -37,24 +37,25 @@ def first_state(
     resume: bool,
     display: Display,
 ) -> tuple[TrainState, Learning, Config | None]:
-    """Fresh, or restored onto this plan's mesh whatever mesh saved it; what is known of how the run
-    has learnt until then; and the config that the state was saved under, which a config.json that
-    somebody has edited does not say. None: it is fresh.
+    """The initial or restored state, the record of how the run has learned, and the saved config.
+
+    The state is restored onto this plan's mesh, whatever mesh saved it. The saved config is the one
+    in the checkpoint, because config.json may have been edited since; None for a new state.
 
     Raises:
-      CheckpointError: there is no checkpoint of the step that was asked for, or none that is good.
+      CheckpointError: there is no checkpoint of the requested step, or none is valid.
     """
     config = inputs.config
     if (
         resume
-        and (restored := _newest_state(program, config, checkpoints, run, display)) is not None
+        and (restored := _restore_newest(program, config, checkpoints, run, display)) is not None
     ):
         learning = Learning.from_json(restored.metadata.get("learning"))
-        _tell_of_trouble(learning, restored.step, checkpoints, display)
+        _warn_if_not_learning(learning, restored.step, checkpoints, display)
         check_same_data(restored.metadata.get("data"), inputs.data, config.data, display.message)
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
         return (
-            _in_precision(
+            _with_loss_scale(
                 config, json.loads(restored.metadata["plan"])["precision"], state, program, display
             ),
             learning,
@@ -63,31 +64,31 @@ def first_state(
     if resume:
         begun_with = json.loads(broadcast_from_0(json.dumps(identity_in_run(run))))
         check_same_data(begun_with, inputs.data, config.data, display.message)
-        display.message("the run has no checkpoint yet: it starts again at step 1")
+        display.message("the run has no checkpoint yet: it starts over at step 1")
     return program.init(jnp.int32(config.seed)), Learning(), None
 
 
-def _newest_state(
+def _restore_newest(
     program: Program, config: Config, checkpoints: Checkpoints, run: RunDirectory, display: Display
 ) -> Restored | None:
-    """The newest good state of either tier, as stored; None: there is none.
+    """The newest valid checkpoint or snapshot, as stored; None if there is none.
 
-    Checkpoints that are damaged are set aside.
+    Damaged checkpoints are moved aside.
     """
     target = abstract_stored_state(
         program.shapes, program.optimizer, config.precision, program.plan, program.mesh
     )
     check = partial(check_stored_config, config=config)
     if config.checkpoint.resume_step is not None:
-        return _state_of(config.checkpoint.resume_step, target, check, checkpoints, display)
+        return _restore_step(config.checkpoint.resume_step, target, check, checkpoints, display)
     latest = checkpoints.latest()
 
     def from_memory(newer_than: int) -> Restored | None:
-        found = snapshots_of(config, run, display).restore(
+        found = make_snapshots(config, run, display).restore(
             target, newer_than, paddable=may_be_padded, check=check
         )
         if found is not None:
-            display.message(f"resumed from the snapshot of step {found.step}, which was in memory")
+            display.message(f"resumed from the in-memory snapshot of step {found.step}")
         return found
 
     if (
@@ -98,55 +99,55 @@ def _newest_state(
     if restored.damaged:
         if is_writer():
             for path in checkpoints.set_aside(restored.damaged):
-                display.message(f"the damaged checkpoint is kept as {path}")
+                display.message(f"the damaged checkpoint was moved to {path}")
         if (found := from_memory(restored.step)) is not None:
             return found
     display.message(f"resumed from the checkpoint of step {restored.step}")
     return restored
 
 
-def _state_of(
+def _restore_step(
     step: int,
     target: TrainState,
     check: Callable[[Mapping[str, Any]], None],
     checkpoints: Checkpoints,
     display: Display,
 ) -> Restored:
-    """The state of the checkpoint that was asked for.
+    """The state of the requested checkpoint.
 
-    Later ones, of the course that the run leaves, are moved aside when it was read.
+    After it is restored, later checkpoints are moved aside: the run no longer continues from them.
     """
     restored = checkpoints.restore(target, step, paddable=may_be_padded, check=check)
     if is_writer():
         for path in checkpoints.set_aside(
             [later for later in checkpoints.steps() if later > step], ABANDONED_DIR
         ):
-            display.message(f"a later checkpoint is kept as {path}")
-    display.message(f"resumed from the checkpoint of step {step}, which was asked for")
+            display.message(f"a later checkpoint was moved to {path}")
+    display.message(f"resumed from the checkpoint of step {step}, as requested")
     return restored
 
 
-def _tell_of_trouble(
+def _warn_if_not_learning(
     learning: Learning, step: int, checkpoints: Checkpoints, display: Display
 ) -> None:
-    """Say so if the run has stopped learning before its checkpoint of `step` was written."""
+    """Warn if the run had stopped learning before its checkpoint of `step` was written."""
     trouble = learning.trouble(1, is_at_end=True)
     if trouble is None:
         return
     display.message(
-        f"when the checkpoint of step {step} was written the run had stopped learning:"
+        f"the run had stopped learning before its checkpoint of step {step} was written:"
         f" {describe_trouble(learning, trouble)}; {rollback_advice(learning, checkpoints.steps())}"
     )
 
 
-def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapshots:
-    """The second tier of a run that has begun; every process has to call it."""
+def make_snapshots(config: Config, run: RunDirectory, display: Display) -> Snapshots:
+    """The in-memory snapshots of a run whose directory exists. Every process must call this."""
     begun = [
         (event["time_s"], event["step"])
         for event in run.events()
         if event["event"] in ("start", "resume")
     ]
-    # what a file server tells others may be a minute old
+    # a file server may show other hosts a version that is a minute old
     begun = json.loads(broadcast_from_0(json.dumps(begun)))
     started = str(begun[0][0] if begun else None)
     return Snapshots(
@@ -160,19 +161,20 @@ def snapshots_of(config: Config, run: RunDirectory, display: Display) -> Snapsho
     )
 
 
-def _in_precision(
+def _with_loss_scale(
     config: Config, before: Precision, state: TrainState, program: Program, display: Display
 ) -> TrainState:
-    """`state`, with a loss scale that begins anew if f16 was left or entered: only f16 has one."""
+    """`state`, with a new loss scale if the precision changed to or from f16, which alone has
+    one."""
     now = program.plan.precision
     if now == before:
         return state
     if "f16" not in (now, before):
-        display.message(f"precision was {before} and is {now}")
+        display.message(f"precision changed from {before} to {now}")
         return state
     display.message(
-        f"precision was {before} and is {now}: the loss scale begins anew"
-        + (f" at {config.precision.loss_scale:g}" if now == "f16" else ", at 1")
+        f"precision changed from {before} to {now}: the loss scale restarts at"
+        f" {f'{config.precision.loss_scale:g}' if now == 'f16' else '1'}"
     )
     fresh = jax.jit(
         lambda: initial_loss_scale(config.precision, program.plan),

@@ -1,4 +1,4 @@
-"""What a run reads: its data, and the batches of a phase as this process's devices want them."""
+"""The inputs of a run: its data, and this process's rows of each phase's batches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,23 +22,23 @@ from optimus_jax.training.step import Program
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Of one run, in one process."""
+    """The data of a run in one process."""
 
     config: Config
-    """Of the whole run."""
+    """Config of the whole run."""
     data: Data
     num_eval_examples: int
-    """Held-out examples of every evaluation; 0: there is none."""
+    """Held-out examples of every evaluation; 0 for no evaluation."""
 
     @classmethod
     def of(cls, config: Config, run: RunDirectory | None = None) -> "Inputs":
-        """Read the data, and make sure that there is enough for every phase; nothing here waits for
-        another process.
+        """Read the data and check that it suffices for every phase. Does not wait for other
+        processes.
 
         Args:
-          run: that goes on, with what it keeps of its data; None: a new one.
+          run: the run to resume, with its stored tokenizer and held-out split; None: a new run.
         Raises:
-          DataError: they cannot be used, or are too short.
+          DataError: the data is unusable or too short.
         """
         model = config.model
         tokenizer, by = (
@@ -66,73 +66,76 @@ class Inputs:
         )
         inputs = cls(config=config, data=data, num_eval_examples=num_eval_examples)
         for phase in phases_of(config):
-            # too short a text is found now, not after hours
+            # raises now if the text is too short for the phase, not after hours
             inputs._loader(phase, np.array([], np.int32))
         return inputs
 
     @property
     def evaluation(self) -> str:
-        """What evaluations read, in one line."""
-        config, found = self.config, self.num_eval_examples
-        if not found:
+        """The evaluation set and interval, in one line."""
+        config, num_examples = self.config, self.num_eval_examples
+        if not num_examples:
             return (
                 "none: eval_every=0"
                 if not config.eval_every
                 else "none: nothing is held out (data.eval_fraction=0)"
             )
-        text = f"every {config.eval_every} steps, and at the end: " + (
-            f"the first {found:,} held-out examples"
-            if found == config.eval_examples
-            else f"all {found:,} held-out examples ({config.eval_examples:,} were asked for)"
+        text = f"every {config.eval_every} steps and at the end: " + (
+            f"the first {num_examples:,} held-out examples"
+            if num_examples == config.eval_examples
+            else f"all {num_examples:,} held-out examples ({config.eval_examples:,} requested)"
         )
-        is_old = config.eval_examples == (config.eval_batches or 0) * config.data.global_batch
-        return f"{text} x {config.eval_seq_len:,} tokens, whatever the batch" + (
-            f" (eval_batches={config.eval_batches} x {config.data.global_batch}; its name is now"
-            " evaluation.examples)"
-            if is_old
+        is_old_name = config.eval_examples == (config.eval_batches or 0) * config.data.global_batch
+        return f"{text} x {config.eval_seq_len:,} tokens, independent of the batch size" + (
+            f" (eval_batches={config.eval_batches} x {config.data.global_batch}; the setting is now"
+            " called evaluation.examples)"
+            if is_old_name
             else ""
         )
 
-    def other_evaluation(self, before: Config) -> str | None:
-        """That evaluations read other tokens than those of the run until now; None: they read the
-        same, or there are none.
+    def evaluation_change(self, before: Config) -> str | None:
+        """A note that evaluations read other tokens than before the resume; None if they read the
+        same tokens or there are no evaluations.
 
         Args:
-          before: the run until now, on the same data, nothing left open.
+          before: the config before the resume, with derived values, for the same data.
         """
         held_out, now = self.data.held_out, self.config
         if held_out is None or not self.num_eval_examples or not before.eval_every:
             return None
-        there = min(before.eval_examples, count_examples(held_out, before.eval_seq_len))
+        num_before = min(before.eval_examples, count_examples(held_out, before.eval_seq_len))
         sets = [
             f"{number:,} x {length:,} tokens"
             for number, length in (
-                (there, before.eval_seq_len),
+                (num_before, before.eval_seq_len),
                 (self.num_eval_examples, now.eval_seq_len),
             )
         ]
         if sets[0] == sets[1]:
             return None
-        back = {
+        restoring = {
             "evaluation.examples": before.eval_examples,
             "evaluation.seq_len": before.eval_seq_len,
         }
         return (
-            f"evaluation: {sets[0]} before, {sets[1]} from here on: {NOT_COMPARABLE}; for those"
-            " from before: " + " ".join(f"--set {name}={value}" for name, value in back.items())
+            f"evaluation: {sets[0]} before, {sets[1]} from now on: {NOT_COMPARABLE}; to restore the"
+            " previous set: "
+            + " ".join(f"--set {name}={value}" for name, value in restoring.items())
         )
 
-    def dealt(self, program: Program, step: int) -> "Dealt":
-        """The batches of the phase that the step after `step` is in, the rows that this process's
-        devices hold under a program of that phase.
+    def phase_batches(self, program: Program, step: int) -> "PhaseBatches":
+        """This process's rows of the batches of the phase that contains the step after `step`.
+
+        Args:
+          program: a program of that phase; its batch sharding determines the rows.
         """
         phase = phase_after(self.config, step)
         loader = self._loader(phase, local_rows(program.batch_sharding, phase.global_batch))
         held_out, config = self.data.held_out, self.config
         if held_out is None or not self.num_eval_examples:
-            return Dealt(loader=loader, eval_batches=None)
+            return PhaseBatches(loader=loader, eval_batches=None)
         num_rows = eval_rows(program.config, program.plan)
-        return Dealt(
+        return PhaseBatches(
             loader=loader,
             eval_batches=partial(
                 eval_batches,
@@ -146,7 +149,7 @@ class Inputs:
         )
 
     def probe(self, program: Program) -> Any:
-        """A batch, always the same, of the kind that a program is for and on its devices."""
+        """A fixed batch for a program, on its devices."""
         config = program.config
         rows = local_rows(program.batch_sharding, config.data.global_batch)
         first = replace(
@@ -172,10 +175,10 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealt:
-    """Batches of one phase, this process's rows of them."""
+class PhaseBatches:
+    """This process's rows of the batches of one phase."""
 
     loader: BatchLoader
     eval_batches: Callable[[], Iterator[Batch]] | None
-    """A fresh pass over the held-out ones, the same examples in every phase; None: there are
-    none."""
+    """Starts a pass over the held-out batches, with the same examples in every phase; None without
+    evaluations."""

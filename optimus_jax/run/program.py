@@ -1,6 +1,4 @@
-"""A run, from its program to its end: state (fresh or restored), what is written down, compile,
-loop.
-"""
+"""A run from its program to its end: state (new or restored), run files, compile, training loop."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -39,12 +37,12 @@ from optimus_jax.planning.search.assemble import compute_precision
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import plan_of, plans_ahead
 from optimus_jax.planning.search.search import Pricing
-from optimus_jax.run.first_state import first_state, snapshots_of
+from optimus_jax.run.first_state import first_state, make_snapshots
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.rate_change import RateChange
-from optimus_jax.run.resumed import Resumed, derived_values
-from optimus_jax.run.start_table import start_report
-from optimus_jax.run.stored_config import changes_since
+from optimus_jax.run.resumed_config import ResumedConfig, derived_values
+from optimus_jax.run.start_table import show_start_table
+from optimus_jax.run.stored_config import describe_changes
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -56,16 +54,16 @@ from optimus_jax.training.watchers import Display
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What a run has."""
+    """The devices of a run."""
 
     launch: Launch
     topology: Topology
-    here: LocalCluster | None
-    """How fast they are; None: nobody needs to know, or nobody does."""
+    local_cluster: LocalCluster | None
+    """Measured speed of the devices; None if unknown or not needed."""
 
     def pricing(self, config: Config) -> Pricing | None:
-        """What plans cost there."""
-        return None if self.here is None else self.here.pricing(config)
+        """Cost estimates of plans on these devices; None if their speed is unknown."""
+        return None if self.local_cluster is None else self.local_cluster.pricing(config)
 
 
 def run_program(
@@ -77,23 +75,24 @@ def run_program(
     inputs: Inputs,
     run: RunDirectory,
     display: Display,
-    resumed: Resumed | None,
+    resumed: ResumedConfig | None,
     progress: Progress,
     heartbeats: Heartbeats | None,
 ) -> tuple[TrainingResult, Plan]:
-    """State, compile, loop; with the plan that the run ended under. Every process has to call it.
+    """Prepare the state, compile, train; return the outcome and the plan at the end. Every process
+    must call this.
 
     Args:
-      config: of the whole run; its first phase to run may be a later one.
-      choice: the plan that `program` was built for, and why.
-      tried: the step of `program`, if a trial has compiled it; None: it is compiled here.
-      run: locked for this process, if it writes.
-      resumed: what the run was and is asked for, if its state is read from the newest good
-        checkpoint or snapshot; None: it begins.
-      progress: told what this process is at.
-      signs: of life of the run's processes; None: nobody watches.
+      config: config of the whole run; a resumed run may start in a later phase.
+      choice: the plan of `program`, and the reason for it.
+      tried: the compiled step of `program`, if a trial compiled it; None: compile it.
+      run: the run directory, locked if this process writes it.
+      resumed: config of a resumed run, whose state is read from the newest valid checkpoint or
+        snapshot; None for a new run.
+      progress: records what this process is doing, for the watchdog.
+      heartbeats: heartbeats of the run's processes; None without a watchdog.
     Raises:
-      OptimusError: something that the user can mend; what was trained by then is saved.
+      OptimusError: a mistake that the user can fix; what was trained so far is saved.
     """
     topology = devices.topology
     checkpoints = Checkpoints(
@@ -106,7 +105,7 @@ def run_program(
     resume = resumed is not None
     state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
     now = in_phase(config, phase_after(config, int(state.step)))
-    # the newest checkpoint was damaged, and the one before it is of an earlier phase
+    # the newest checkpoint is damaged, and the one before it belongs to an earlier phase
     if now != program.config:
         plan = plan_of(
             phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing
@@ -116,37 +115,36 @@ def run_program(
         state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
     first_step = int(state.step)
     if resumed is not None:
-        # What the run was until now is what its checkpoint was saved under: config.json may have
-        # been edited since.
+        # The config before the resume is the checkpoint's: config.json may have been edited since.
         resumed = (resumed if saved is None else replace(resumed, before=saved)).from_step(
             first_step
         )
         config = config.with_values({"optimizer.decay_steps": resumed.config.optimizer.decay_steps})
         if (now := in_phase(config, phase_after(config, first_step))) != program.config:
-            program = build_program(now, choice.plan)  # another learning rate, and the same state
+            program = build_program(now, choice.plan)  # a different learning rate, the same state
         exact = config.with_values(
             {
                 "optimizer.lr": peak_learning_rate(config.optimizer, program.shapes.num_params),
                 "precision.compute": program.plan.precision,
             }
         )
-        if saved is not None and (told := changes_since(saved, exact)) is not None:
+        if saved is not None and (told := describe_changes(saved, exact)) is not None:
             display.message(told)
-    assert_same_everywhere({"the step to go on from": str(first_step)})
-    steps_there = tuple(checkpoints.steps_for_all()) if resume else ()
+    assert_same_everywhere({"the step to resume from": str(first_step)})
+    saved_steps = tuple(checkpoints.steps_for_all()) if resume else ()
     with all_or_none():
-        _write_down(
-            config, devices, choice, program, inputs, run, display, first_step, resumed, steps_there
+        _log_start(
+            config, devices, choice, program, inputs, run, display, first_step, resumed, saved_steps
         )
     num_bytes_of_host = bytes_of_host(state)
-    snapshots = snapshots_of(config, run, display)
+    snapshots = make_snapshots(config, run, display)
     with all_or_none():
         snapshots.delete_after(first_step)
         snapshots.prepare(num_bytes_of_host)
-        if is_writer() and (scarce := _room(config, run, state, first_step)) is not None:
-            display.message(scarce)
+        if is_writer() and (note := _check_disk_space(config, run, state, first_step)) is not None:
+            display.message(note)
     progress.begin("compile")
-    dealt = inputs.dealt(program, first_step)
+    batches = inputs.phase_batches(program, first_step)
     step = (
         tried
         if tried is not None and tried.program is program
@@ -156,7 +154,7 @@ def run_program(
     run.log_event(
         "compile", first_step, compile_time_s=step.compile_s, step_bytes_per_device=step.step_bytes
     )
-    start_report(
+    show_start_table(
         display,
         config=config,
         topology=topology,
@@ -168,7 +166,7 @@ def run_program(
         run_dir=run.path,
         launch=devices.launch,
         evaluation=inputs.evaluation,
-        ahead=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
+        later_phases=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
     )
     tensorboard = (
         isolate_errors(
@@ -182,7 +180,7 @@ def run_program(
         "data": inputs.data.identity,
     }
     detour = Detour(checkpoints, lambda program, step: described(program, step, metadata, learning))
-    controller, changes = _directors(
+    controller, changes = _make_controllers(
         config,
         devices,
         executable_of(step),
@@ -195,7 +193,7 @@ def run_program(
         detour,
     )
 
-    def tell_of_failed_save(text: str) -> None:
+    def report_failed_save(text: str) -> None:
         display.here(text)
         run.log_event("fault", progress.at.done, what=text.splitlines()[0])
 
@@ -204,8 +202,8 @@ def run_program(
             program=program,
             train_step=step.train_step,
             topology=topology,
-            loader=dealt.loader,
-            eval_batches=dealt.eval_batches,
+            loader=batches.loader,
+            eval_batches=batches.eval_batches,
             bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer),
             metadata=metadata,
             checkpoints=checkpoints,
@@ -217,12 +215,12 @@ def run_program(
             progress=progress,
             snapshots=snapshots,
             learning=learning,
-            retries=Retries(tell_of_failed_save, is_alone=topology.num_processes == 1),
+            retries=Retries(report_failed_save, is_alone=topology.num_processes == 1),
         )
         try:
             with display, tensorboard or nullcontext():
                 try:
-                    trainer, outcome = _trained(
+                    trainer, outcome = _train_all_phases(
                         trainer, state, first_step, inputs, controller, changes
                     )
                 finally:
@@ -230,17 +228,17 @@ def run_program(
                     if (director := controller or changes) is not None:
                         director.close()
         except Exception:
-            with suppress(OptimusError):  # the error on its way says more
+            with suppress(OptimusError):  # the first error says more
                 checkpoints.close()
             raise
-        # not for a KeyboardInterrupt: who insists does not wait for the save under way
+        # A KeyboardInterrupt skips this: a second Ctrl-C does not wait for a save in progress.
         checkpoints.close()
         snapshots.discard()
-        _say_goodbye(display, outcome, run)
+        _show_end(display, outcome, run)
         return outcome, trainer.program.plan
 
 
-def _directors(
+def _make_controllers(
     config: Config,
     devices: Devices,
     running: Executable,
@@ -252,10 +250,9 @@ def _directors(
     display: Display,
     detour: Detour,
 ) -> tuple[Controller | None, PhaseChanges | None]:
-    """Who brings a run to other plans, and who to other batches; None where the run has only
-    one."""
+    """The controller and the phase changes of a run; None for what the run does not need."""
     has_controller, topology = (
-        config.control != "off" and devices.here is not None,
+        config.control != "off" and devices.local_cluster is not None,
         devices.topology,
     )
     if not has_controller and not config.data.phases:
@@ -275,13 +272,13 @@ def _directors(
         )
 
     changes = PhaseChanges(config, plan_in, switcher, run, display) if config.data.phases else None
-    if not has_controller or devices.here is None:
+    if not has_controller or devices.local_cluster is None:
         return None, changes
     return (
         make_controller(
             config,
             topology,
-            devices.here,
+            devices.local_cluster,
             switcher,
             compile_s=compile_s,
             tried_s=tried_s,
@@ -294,7 +291,7 @@ def _directors(
     )
 
 
-def _trained(
+def _train_all_phases(
     trainer: Trainer,
     state: TrainState,
     step: int,
@@ -302,9 +299,7 @@ def _trained(
     controller: Controller | None,
     changes: PhaseChanges | None,
 ) -> tuple[Trainer, TrainingResult]:
-    """The run to its end, under one plan and in one phase after the other; with the trainer of the
-    last.
-    """
+    """Train to the end of the run, across plans and phases; return the last trainer and outcome."""
     while True:
         if changes is not None and controller is None:
             changes.prepare(step)
@@ -313,7 +308,7 @@ def _trained(
         if outcome.reason not in ("switch", "phase"):
             break
         state, step, is_switch = outcome.state, outcome.last_step, outcome.reason == "switch"
-        del outcome  # what it holds of the state on devices that are left now would stay there
+        del outcome  # it would keep the old state's arrays alive on the devices
         with trainer.progress.during("switch"):
             if is_switch and controller is not None:
                 state, executable = controller.carry_out(state, step)
@@ -322,8 +317,8 @@ def _trained(
             if changes is not None and changes.is_due(step):
                 state, trainer = _in_next_phase(trainer, state, step, controller, changes)
         trainer.progress.forget_steps()
-        dealt = inputs.dealt(trainer.program, step)
-        trainer = replace(trainer, loader=dealt.loader, eval_batches=dealt.eval_batches)
+        batches = inputs.phase_batches(trainer.program, step)
+        trainer = replace(trainer, loader=batches.loader, eval_batches=batches.eval_batches)
     if controller is not None:
         controller.stop(outcome.last_step)
     return trainer, outcome
@@ -336,9 +331,9 @@ def _in_next_phase(
     controller: Controller | None,
     changes: PhaseChanges,
 ) -> tuple[TrainState, Trainer]:
-    """The state and what trains on with the batches of the next phase.
+    """The state and the trainer for the batches of the next phase.
 
-    Raises PlanError, with the state saved, if that cannot be.
+    Raises PlanError, after saving the state, if the phase cannot be entered.
     """
     try:
         switched = changes.enter(state, step)
@@ -351,7 +346,7 @@ def _in_next_phase(
             explain(
                 f"the state could not be moved to the plan for the batches after step {step}",
                 given=switched.why_not,
-                do="start again with --resume: the state is saved, and is read under the new plan",
+                do="restart with --resume: the state is saved and will be read under the new plan",
             )
         )
     if controller is not None:
@@ -359,7 +354,7 @@ def _in_next_phase(
     return switched.state, trainer.under(switched.executable.program)
 
 
-def _write_down(
+def _log_start(
     config: Config,
     devices: Devices,
     choice: Choice,
@@ -368,14 +363,14 @@ def _write_down(
     run: RunDirectory,
     display: Display,
     first_step: int,
-    resumed: Resumed | None,
+    resumed: ResumedConfig | None,
     checkpoints: tuple[int, ...],
 ) -> None:
-    """What is about to run; from here on it can be resumed."""
+    """Write config, tokenizer, plan and the start event; afterwards the run can be resumed."""
     if first_step > config.steps:
         raise ConfigError(
             explain(
-                f"the run has come to step {first_step} already",
+                f"the run has already finished step {first_step}",
                 given=f"--steps {config.steps}",
                 do=f"leave --steps out, or give more than {first_step}",
             )
@@ -384,21 +379,21 @@ def _write_down(
     if abandoned := run.go_back_to(first_step):
         display.message(
             f"metrics of {abandoned} step(s) after step {first_step} were moved to"
-            " metrics.abandoned.jsonl: they are run again"
+            " metrics.abandoned.jsonl; these steps are repeated"
         )
-    asked = config if resumed is None else resumed.as_asked(config)
-    run.write_config(asked.to_json(derived=_derived(config, choice.plan, program)))
+    requested = config if resumed is None else resumed.as_requested(config)
+    run.write_config(requested.to_json(derived=_derived(config, choice.plan, program)))
     run.write_tokenizer(inputs.data.tokenizer.files)
-    if (died := Journal(run).recover(first_step)) is not None:
+    if (interrupted := Journal(run).recover(first_step)) is not None:
         display.message(
-            f"the run ended while it tried {died.target.describe()}: it goes on under the plan from"
-            " before"
+            f"the run ended during a switch to {interrupted.target.describe()}: it continues under"
+            " its previous plan"
         )
     run.write_plan(choice.plan.to_json())
     changed = (
         {}
         if resumed is None
-        else _tell_what_changes(
+        else _report_changes(
             config, devices, choice.plan, program, inputs, resumed, display, first_step, checkpoints
         )
     )
@@ -427,33 +422,33 @@ def _write_down(
     run.check()
 
 
-def _tell_what_changes(
+def _report_changes(
     config: Config,
     devices: Devices,
     plan: Plan,
     program: Program,
     inputs: Inputs,
-    resumed: Resumed,
+    resumed: ResumedConfig,
     display: Display,
     first_step: int,
     checkpoints: tuple[int, ...],
 ) -> dict[str, Any]:
-    """Show how the learning rate, evaluations and precision of a run that goes on differ from what
-    they were, or would be; what the log is to say of it.
+    """Show how learning rate, evaluations and precision of a resumed run differ from before, or
+    from those of a new run; return fields for the resume event.
 
     Args:
-      checkpoints: steps of those that are there.
+      checkpoints: steps of the available checkpoints.
     """
     usual = compute_precision(config.with_values({"precision.compute": "auto"}), devices.topology)
     if (
-        resumed.asked.precision.compute == "auto"
+        resumed.requested.precision.compute == "auto"
         and usual != plan.precision == resumed.before.precision.compute
     ):
         display.message(
-            f"precision {plan.precision}, in which the run began; on these devices a new run would"
-            f" have {usual}: to change it, --precision {usual}"
+            f"precision {plan.precision}, as at the start of the run; a new run on these devices"
+            f" would use {usual}: to change it, --precision {usual}"
         )
-    if (told := inputs.other_evaluation(resumed.before)) is not None:
+    if (told := inputs.evaluation_change(resumed.before)) is not None:
         display.message(told)
     change = RateChange(
         before=resumed.before,
@@ -463,14 +458,16 @@ def _tell_what_changes(
         checkpoints=checkpoints,
     )
     said = {} if told is None else {"evaluation": told}
-    if not change.is_one:
+    if not change.is_changed:
         return said
     display.message(change.describe())
     return said | change.rates
 
 
-def _room(config: Config, run: RunDirectory, state: TrainState, first_step: int) -> str | None:
-    """What is to be said of the room for checkpoints.
+def _check_disk_space(
+    config: Config, run: RunDirectory, state: TrainState, first_step: int
+) -> str | None:
+    """A warning if disk space for checkpoints is scarce, else None.
 
     Raises CheckpointError if there is not enough.
     """
@@ -488,7 +485,7 @@ def _room(config: Config, run: RunDirectory, state: TrainState, first_step: int)
 
 
 def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
-    """What was left open in the config, by the names of the settings."""
+    """The derived values of settings, by name."""
     return {
         **derived_values(config, num_params=program.shapes.num_params, precision=plan.precision),
         "parallel.mesh": str(plan.axes),
@@ -499,16 +496,16 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
     }
 
 
-def _say_goodbye(display: Display, outcome: TrainingResult, run: RunDirectory) -> None:
+def _show_end(display: Display, outcome: TrainingResult, run: RunDirectory) -> None:
     if outcome.reason == "done":
         display.message(f"done: {outcome.last_step} steps, in {run.address}")
     else:
-        everyone = (
+        command = (
             "python scripts/train.py"
             if jax.process_count() == 1
-            else "as many processes as you like, started as these were, of train.py"
+            else "train.py on any number of processes, started as before, with"
         )
         display.message(
-            f"stopped after step {outcome.last_step} and saved; go on with: {everyone} --run-dir"
+            f"stopped after step {outcome.last_step} and saved; resume with: {command} --run-dir"
             f" {run.address} --resume"
         )

@@ -1,4 +1,4 @@
-"""What you actually got: the choices made for a run, shown before its first step."""
+"""The start table: settings of a run, given and derived, shown before its first step."""
 
 import math
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import OFFLOADED, ZERO_STAGES, Plan
 from optimus_jax.reshard.restack import is_stacked
-from optimus_jax.run.rate_change import curve
+from optimus_jax.run.rate_change import describe_schedule
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display
 
-LARGEST = 8
-"""Tensors listed one by one."""
+MAX_TENSORS = 8
+"""Number of tensors in the table of the largest tensors."""
 
 
-def start_report(
+def show_start_table(
     display: Display,
     *,
     config: Config,
@@ -38,23 +38,23 @@ def start_report(
     run_dir: Path,
     launch: Launch,
     evaluation: str,
-    ahead: Sequence[tuple[Phase, Plan]] = (),
+    later_phases: Sequence[tuple[Phase, Plan]] = (),
 ) -> None:
-    """Show the run's settings, given and derived, and how its tensors lie on the devices.
+    """Show the run's settings, given and derived, and the sharding of its largest tensors.
 
     Args:
-      why: where the plan comes from.
-      compile_s: seconds that the training step took to compile.
-      step_bytes: bytes per device that the compiled step needs, its arguments included.
+      why: reason for the plan.
+      compile_s: compile time of the training step in seconds.
+      step_bytes: bytes per device that the compiled step needs, including its arguments.
       launch: how this process was started.
-      evaluation: what is evaluated on, and when.
-      ahead: later phases, with the plans that they would have.
+      evaluation: description of the evaluation set and interval.
+      later_phases: later phases with their plans.
     """
     plan, shapes = program.plan, program.shapes
     padding = shapes.vocab_rows - config.model.vocab_size
     peak = peak_learning_rate(config.optimizer, shapes.num_params)
     display.table(
-        "what you got",
+        "run configuration",
         [
             ["run", str(run_dir)],
             [
@@ -84,11 +84,11 @@ def start_report(
                 "batch",
                 (
                     f"{program.config.data.global_batch} sequences x {program.config.seq_len}"
-                    f" tokens, {plan.microbatches} microbatch(es), documents"
-                    f" {'kept apart' if config.data.respect_documents else 'not regarded'}"
+                    f" tokens, {plan.microbatches} microbatch(es), attention"
+                    f" {'within' if config.data.respect_documents else 'across'} documents"
                 ),
             ],
-            *_phase_rows(plan, ahead, config.steps),
+            *_phase_rows(plan, later_phases, config.steps),
             *_pipeline_rows(plan),
             ["attention kernel", plan.attention],
             [
@@ -99,15 +99,14 @@ def start_report(
                 ),
             ],
             ["remat", plan.remat],
-            *(
-                [["in the host's memory", OFFLOADED[plan.offload]]]
-                if plan.offload != "none"
-                else []
-            ),
-            ["learning rate", f"{peak:g} peak, {curve(config)}, of {config.steps} steps"],
+            *([["in host memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
+            [
+                "learning rate",
+                f"{peak:g} peak, {describe_schedule(config)}, of {config.steps} steps",
+            ],
             ["evaluation", evaluation],
             [
-                "step, compiled",
+                "compiled step",
                 f"{step_bytes / 2**20:,.0f} MiB per device, {compile_s:.1f} s to compile",
             ],
             ["plan", plan.digest],
@@ -115,25 +114,27 @@ def start_report(
     )
     if program.options:
         display.table(
-            "XLA's options (others: as XLA has them; XLA_FLAGS goes before these)",
+            "XLA options (all others have XLA's defaults; XLA_FLAGS takes precedence)",
             [[option.text, f"{option.why} ({option.source})"] for option in program.options],
         )
     display.table(
-        "largest tensors: shape, parameter / gradient while summed / moments on one device",
+        "largest tensors: shape, and bytes per device of parameter, summed gradient and moments",
         _tensor_rows(program),
     )
 
 
-def _phase_rows(plan: Plan, ahead: Sequence[tuple[Phase, Plan]], num_steps: int) -> list[list[str]]:
-    """Batches that the run will have later."""
+def _phase_rows(
+    plan: Plan, later_phases: Sequence[tuple[Phase, Plan]], num_steps: int
+) -> list[list[str]]:
+    """A row for each later phase: its batch, and its plan if that changes."""
     rows, before = [], plan
-    for phase, later in ahead:
+    for phase, later in later_phases:
         under = "" if later == before else f", under {later.describe()}"
-        missed = "" if phase.steps_before < num_steps else " (not reached in this run)"
+        unreached = "" if phase.steps_before < num_steps else " (not reached in this run)"
         rows.append(
             [
                 f"batch after step {phase.steps_before}",
-                f"{phase.global_batch} sequences x {phase.seq_len} tokens{under}{missed}",
+                f"{phase.global_batch} sequences x {phase.seq_len} tokens{under}{unreached}",
             ]
         )
         before = later
@@ -141,17 +142,17 @@ def _phase_rows(plan: Plan, ahead: Sequence[tuple[Phase, Plan]], num_steps: int)
 
 
 def _pipeline_rows(plan: Plan) -> list[list[str]]:
-    """What the stages do and what it costs; nothing without stages."""
+    """Rows about pipeline stages, schedule and memory; none without stages."""
     if plan.pipeline is None:
         return []
     pipeline, schedule = plan.pipeline, plan.schedule()
-    table = " from your own table" if pipeline.table is not None else ""
+    table = " from a custom table" if pipeline.table is not None else ""
     visits = (
         f", each visited {pipeline.repeats} times (layers by visit, in order)"
         if pipeline.repeats > 1
         else ""
     )
-    # A stage that is computed again in backward costs another forward there.
+    # Recomputing the stage in backward costs another forward.
     bubble = schedule.bubble(backward_s=2.0 if pipeline.keep_residuals else 3.0)
     slack = ", a tick of slack for sends" if schedule.latency > 1 else ""
     longest = max(pipeline.layers_per_stage)
@@ -172,17 +173,16 @@ def _pipeline_rows(plan: Plan) -> list[list[str]]:
             "schedule",
             (
                 f"{pipeline.schedule}{table}, {plan.microbatches} microbatches in"
-                f" {schedule.num_ticks} ticks{slack}: bubble {bubble:.1%} of the time without"
-                " waiting"
+                f" {schedule.num_ticks} ticks{slack}: bubble {bubble:.1%} of the busy time"
             ),
         ],
         [
             "in flight",
-            f"at most {schedule.in_flight().max()} tasks of a stage, each with "
+            f"at most {schedule.in_flight().max()} tasks per stage, each storing "
             + (
-                "its residuals (kept)"
+                "its residuals"
                 if pipeline.keep_residuals
-                else "the stage's input (residuals recomputed)"
+                else "the stage's input (residuals are recomputed)"
             ),
         ],
     ]
@@ -199,7 +199,7 @@ def _tensor_rows(program: Program) -> list[list[str]]:
     moments = jax.tree.leaves(opt_state[0].mu)
     rows = []
     for (path, leaf), layout, param, moment in zip(leaves, layouts, params, moments, strict=True):
-        # Stages sum the gradient of what they share whole, and scatter the sum
+        # Gradients of parameters shared by all stages are summed unsplit and scattered afterwards
         # (training/gradients.py).
         split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(_path(path)))
         gradient = NamedSharding(program.mesh, layout.spec(split=split))
@@ -216,7 +216,7 @@ def _tensor_rows(program: Program) -> list[list[str]]:
     order = sorted(range(len(rows)), key=lambda i: -leaves[i][1].size)
     return [
         ["tensor", "shape", "spec", "parameter", "gradient", "each moment"],
-        *(rows[i] for i in order[:LARGEST]),
+        *(rows[i] for i in order[:MAX_TENSORS]),
     ]
 
 

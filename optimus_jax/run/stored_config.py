@@ -1,9 +1,8 @@
-"""Whether a checkpoint belongs to the config that it is read under: what it was saved with is in
-its metadata.
+"""Comparison of a run's config with the one in a checkpoint's metadata.
 
-Every setting that changes what is computed is compared, and which those are follows from the
-dataclasses: all of `model` and `data` but what only names something or is known by its content, the
-seed, the optimizer and the number formats.
+All settings that affect the computation are compared. They follow from the config's dataclasses:
+`model` and `data` (except names, and files that are compared by content), the seed, the optimizer
+and the number formats.
 """
 
 import dataclasses
@@ -15,32 +14,32 @@ from optimus_jax.config import DERIVED, Config
 from optimus_jax.config.request import FIXED_FOR_A_RUN, KNOWN_BY_CONTENT
 from optimus_jax.config.settings import setting_names, value_of
 from optimus_jax.errors import CheckpointError, explain
-from optimus_jax.run.resumed import OPEN, own_config
+from optimus_jax.run.resumed_config import UNSET, config_with_derived
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 
 NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)
-"""Settings that name what is computed with, or where it lies; of data and tokenizer the content is
-compared (run/first_state.py)."""
-MAY_CHANGE = ("optimizer.", "precision.", "evaluation.")
-"""Sections that change what is computed and may be changed when a run goes on; that is said."""
+"""Names and paths, which are not compared. Data and tokenizer are compared by content
+(run/first_state.py)."""
+CHANGEABLE = ("optimizer.", "precision.", "evaluation.")
+"""Sections that affect the computation but may change on resume; changes are reported."""
 
-EVALUATED = {"data.eval_fraction", "data.respect_documents"}
-"""Settings of the data that say which of its tokens are evaluated, and with what attention."""
+EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents"}
+"""Data settings that determine which tokens are evaluated, and with what attention mask."""
 
 
 def check_stored_config(
     metadata: Mapping[str, Any], config: Config, *, sections: tuple[str, ...] = FIXED_FOR_A_RUN
 ) -> None:
-    """Raise CheckpointError unless a checkpoint with this metadata is of the same model, batches
-    and seed.
+    """Raise CheckpointError unless a checkpoint has the same model, batches and seed as `config`.
 
-    Of sizes, another number of layers would pass for padding; of all else, nothing in the arrays
-    would tell.
+    The arrays alone do not show a difference: a different number of layers looks like padding, and
+    other settings leave the shapes alone.
 
     Args:
-      config: that the checkpoint is to be used under.
-      sections: settings that have to be the same, by how they begin; data may differ where
-        data.allow_change says so.
+      metadata: the checkpoint's metadata.
+      config: the config to use the checkpoint with.
+      sections: prefixes of the settings that must be equal; those of `data.` may differ if
+        data.allow_change is set.
     """
     differing = _differing(saved_config(metadata), config, sections)
     if differing and not (
@@ -51,50 +50,51 @@ def check_stored_config(
         raise CheckpointError(
             explain(
                 (
-                    "the checkpoint is of another model"
+                    "the checkpoint belongs to another model"
                     if name.startswith("model.")
-                    else "the checkpoint is of a run with other data or another seed"
+                    else "the checkpoint belongs to a run with different data or another seed"
                 ),
                 given="; ".join(
-                    f"saved with {other}={was}, asked for {asked}"
-                    for other, (was, asked) in differing.items()
+                    f"saved with {other}={saved}, requested {requested}"
+                    for other, (saved, requested) in differing.items()
                 ),
                 do=(
-                    f"bring back {name}={before} (config.json may have been edited), or start a"
+                    f"set {name}={before} again (config.json may have been edited), or start a"
                     " new run"
                 ),
             )
         )
 
 
-def changes_since(saved: Config, config: Config) -> str | None:
-    """What changes the computation and was otherwise when the checkpoint was saved, in one line;
-    None: nothing.
+def describe_changes(saved: Config, config: Config) -> str | None:
+    """Settings that affect the computation and changed since a checkpoint was saved, in one line;
+    None if there are none.
 
     Args:
-      saved: as `saved_config` has it.
-      config: that the run goes on with, nothing left open.
+      saved: the checkpoint's config, from `saved_config`.
+      config: the config of the resumed run, with all derived values.
     """
-    changed = _differing(saved, config, (*FIXED_FOR_A_RUN, *MAY_CHANGE))
+    changed = _differing(saved, config, (*FIXED_FOR_A_RUN, *CHANGEABLE))
     if not changed:
         return None
     return (
         "changed since the checkpoint was saved: "
         + ", ".join(f"{name} from {before} to {now}" for name, (before, now) in changed.items())
-        + (f"; {NOT_COMPARABLE}" if EVALUATED & changed.keys() else "")
+        + (f"; {NOT_COMPARABLE}" if EVALUATION_DATA & changed.keys() else "")
     )
 
 
 def saved_config(metadata: Mapping[str, Any]) -> Config:
-    """The config in a checkpoint's metadata, with what the run had derived, and the precision of
-    its plan, which is what it computed in.
+    """The config in a checkpoint's metadata, with the run's derived values and the precision of its
+    plan.
 
-    One from before a setting was there has its default; what this version does not know is passed
-    over.
+    A setting that the metadata lacks has its default; a setting unknown to this version is ignored.
     """
     values = json.loads(metadata["config"])
     known = {DERIVED, *(field.name for field in dataclasses.fields(Config))}
-    saved = own_config(json.dumps({name: value for name, value in values.items() if name in known}))
+    saved = config_with_derived(
+        json.dumps({name: value for name, value in values.items() if name in known})
+    )
     return (
         saved
         if "plan" not in metadata
@@ -105,7 +105,7 @@ def saved_config(metadata: Mapping[str, Any]) -> Config:
 def _differing(
     saved: Config, config: Config, sections: tuple[str, ...]
 ) -> dict[str, tuple[Any, Any]]:
-    """Settings that were saved with another value, by name."""
+    """Name of each setting with different values -> (saved, current)."""
     names = [
         name
         for name in setting_names(Config)
@@ -117,9 +117,9 @@ def _differing(
         ["model.rope_scaling"] if any("model.".startswith(section) for section in sections) else []
     )
     pairs = {name: (value_of(saved, name), value_of(config, name)) for name in names}
-    # A value that is left open is the one that the run has derived.
+    # An unset value stands for the one that the run derived, so it does not differ from any.
     return {
         name: pair
         for name, pair in pairs.items()
-        if pair[0] != pair[1] and not (name in OPEN and OPEN[name] in pair)
+        if pair[0] != pair[1] and not (name in UNSET and UNSET[name] in pair)
     }

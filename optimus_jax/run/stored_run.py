@@ -1,10 +1,10 @@
-"""A run whose --run-dir is a URL: where it works here, and what it brings from its store.
+"""A run whose --run-dir is a URL: its local working directory, and downloads from the store.
 
-The directory that it works in is what any run has (run_directory/directory.py); a mirror uploads
-what is new in it (store/mirror.py). Here is what comes before: who goes on with the run on another
-machine gets its config, logs and newest complete checkpoint. Two copies of a run are compared by
-their starts, which events.jsonl has: the one whose starts are a part of the other's is older. If
-each has starts that the other lacks, both have trained on, and nothing is overwritten.
+The working directory is an ordinary run directory (run_directory/directory.py); a mirror uploads
+what is new in it (store/mirror.py). This module prepares it: to resume on another machine, it
+downloads the config, logs and newest complete checkpoint. Two copies of a run are compared by their
+starts in events.jsonl: a copy whose starts are a prefix of the other's is older. If each has starts
+that the other lacks, both have trained independently, and nothing is overwritten.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from optimus_jax.system.paths import Url, UserPath, local_path, user_path
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """A run in a store, and where it works here."""
+    """A run in a store and its local working directory."""
 
     url: Url
     objects: Objects
@@ -48,14 +48,14 @@ class StoredRun:
 
     @classmethod
     def at(cls, url: Url, local_dir: str | None) -> "StoredRun":
-        """The run of a URL.
+        """The run at a URL.
 
         Args:
-          local_dir: where it is to work; None: where its config says, else a directory in the
-            cache that is named after the URL.
+          local_dir: working directory; None: the one in the run's config, otherwise a directory in
+            the cache that is named after the URL.
         Raises:
-          ConfigError: the store is one that is only read.
-          StoreError: it cannot be reached.
+          ConfigError: the store is read-only.
+          StoreError: the store cannot be reached.
         """
         if not url.is_writable:
             raise ConfigError(
@@ -67,22 +67,23 @@ class StoredRun:
             )
         objects = Objects(url)
         if local_dir is None and (text := objects.read(CONFIG)) is not None:
-            with contextlib.suppress(OptimusError, UnicodeDecodeError):  # told when it is resumed
+            with contextlib.suppress(OptimusError, UnicodeDecodeError):  # raised again on resume
                 local_dir = Config.from_json(text.decode()).store.local_dir
         if local_dir is None:
-            return cls(url=url, objects=objects, directory=cache_directory() / "runs" / _named(url))
-        directory = local_path(local_dir, what="store.local_dir").absolute()
+            directory = cache_directory() / "runs" / _cache_name(url)
+        else:
+            directory = local_path(local_dir, what="store.local_dir").absolute()
         return cls(url=url, objects=objects, directory=directory)
 
     @property
     def is_begun(self) -> bool:
-        """Whether the run can be resumed, from the store or from here."""
+        """Whether the run can be resumed, from the store or the working directory."""
         return (self.directory / CONFIG).exists() or self.objects.read(CONFIG) is not None
 
     def check_free(self) -> None:
-        """Raise ConfigError if the store holds a run there, or other objects.
+        """Raise ConfigError if the store holds a run or other objects at the URL.
 
-        The directory is checked as that of any run.
+        The working directory is checked separately, as that of any run.
         """
         names = self.objects.sizes().keys() - {LEASE}
         if CONFIG in names:
@@ -90,30 +91,30 @@ class StoredRun:
                 explain(
                     "the store already holds a run there, and runs are never overwritten",
                     given=self.url,
-                    do=f"go on with it by --run-dir {self.url} --resume, or name another",
+                    do=f"resume it with --run-dir {self.url} --resume, or name another",
                 )
             )
         if names:
             raise ConfigError(
                 explain(
-                    "the store holds objects there that are not a run's",
+                    "the store holds objects there that do not belong to a run",
                     given=self.url / min(names),
                     do="choose a --run-dir that is new or empty",
                 )
             )
 
     def fetch(self, say: Callable[[str], object]) -> None:
-        """Bring the directory to where the run is: from the store, unless it is as new itself.
+        """Bring the working directory up to date with the store, unless it is as new itself.
 
-        Processes of a host that share the directory take turns, and the first fetches.
+        Processes of a host that share the directory take turns; the first one downloads.
 
         Raises:
-          ConfigError: there is no run, neither there nor here.
-          StoreError: both have trained on since they were the same, or it cannot be fetched.
+          ConfigError: there is no run, neither in the store nor locally.
+          StoreError: both copies have trained independently, or the download fails.
         """
-        with self._in_turn():
-            there, here = self.objects.read(CONFIG), self.directory / CONFIG
-            if there is None and not here.exists():
+        with self._directory_lock():
+            remote, local = self.objects.read(CONFIG), self.directory / CONFIG
+            if remote is None and not local.exists():
                 raise ConfigError(
                     explain(
                         "there is no run to resume",
@@ -121,18 +122,18 @@ class StoredRun:
                         do="give --run-dir the URL of a run, or start a new run without --resume",
                     )
                 )
-            if there is None:
-                say(f"{self.url} has no run yet: it is uploaded from {self.directory}")
-            elif (lacking := self._lacking()) == "all":
+            if remote is None:
+                say(f"{self.url} has no run yet: uploading it from {self.directory}")
+            elif (missing := self._missing_locally()) == "all":
                 self._download(say).run()
-            elif lacking is not None:
-                self._download(say).checkpoint(lacking)
+            elif missing is not None:
+                self._download(say).checkpoint(missing)
 
-    def fetch_to_read(
+    def fetch_copy(
         self, checkpoint: int | Literal["none"] | None, say: Callable[[str], object]
     ) -> None:
-        """As `run_to_read`, into the directory."""
-        with self._in_turn():
+        """`run_to_read` into the working directory."""
+        with self._directory_lock():
             names = self.objects.sizes()
             if CONFIG not in names:
                 raise ConfigError(
@@ -162,15 +163,15 @@ class StoredRun:
             )
             for step in wanted:
                 content = self.objects.read(manifest_name(step))
-                kept = self.directory / f"{step}.manifest"
+                manifest = self.directory / f"{step}.manifest"
                 if (
                     content is not None
-                    and _read(kept) == content
+                    and _read(manifest) == content
                     and step in local_steps(self.directory)
                 ):
                     break
                 if (content := download.checkpoint(step)) is not None:
-                    kept.write_bytes(content)
+                    manifest.write_bytes(content)
                     break
             for other in local_steps(self.directory) if wanted else []:
                 if other not in steps or (checkpoint is None and other > step):
@@ -186,15 +187,15 @@ class StoredRun:
         on_lost: Callable[[RunDirectoryError], object],
         patience_s: float,
     ) -> Mirror:
-        """Begin to upload, as the only writer.
+        """Start uploading as the only writer.
 
         Args:
-          is_resumed: whether the run goes on; a new one finds nothing there.
-          on_lost: told, from another thread, that another writer has taken the run's place.
-          patience_s: for so long another writer is waited for.
+          is_resumed: whether the run is resumed; a new run requires an empty store.
+          on_lost: called from another thread if another writer takes over the run.
+          patience_s: seconds to wait for another writer to release its lease.
         Raises:
-          LeaseHeldError: another process writes there, or did until after `fetch`.
-          ConfigError: another process has begun a run there since `check_free`.
+          LeaseHeldError: another process holds the lease, or wrote after `fetch`.
+          ConfigError: another process started a run there after `check_free`.
           StoreError: the store cannot be written.
         """
         lease = Lease(
@@ -207,10 +208,10 @@ class StoredRun:
         try:
             if not is_resumed:
                 self.check_free()
-            elif self._lacking() is not None:
+            elif self._missing_locally() is not None:
                 raise LeaseHeldError(
                     explain(
-                        "the run went on while this process waited for its turn",
+                        "another process continued the run while this one waited for the lease",
                         given=self.url,
                         do="start again, with --resume",
                     )
@@ -218,8 +219,8 @@ class StoredRun:
         except BaseException:
             lease.release()
             raise
-        for left in self._staging.glob("upload-*"):  # by a process that was killed; it holds disk
-            shutil.rmtree(left, ignore_errors=True)
+        for stale in self._staging.glob("upload-*"):  # left by a killed process; uses disk
+            shutil.rmtree(stale, ignore_errors=True)
         return Mirror(
             self.directory,
             self.objects,
@@ -231,43 +232,44 @@ class StoredRun:
             warn=warn,
         )
 
-    def _lacking(self) -> int | Literal["all"] | None:
-        """What the store has and the directory lacks: a checkpoint, by its step, or all of it.
+    def _missing_locally(self) -> int | Literal["all"] | None:
+        """What the store has and the working directory lacks: the step of a checkpoint, "all", or
+        None for nothing.
 
         Raises:
-          StoreError: the directory has been trained on, and so has the run in the store.
+          StoreError: both copies have trained independently.
         """
         if not (self.directory / CONFIG).exists():
             return "all"
-        there = starts(self.objects.read(EVENTS) or b"")
-        here = starts(_read(self.directory / EVENTS))
-        steps, newest = local_steps(self.directory), self._newest_there()
-        if there == here:
+        remote = starts(self.objects.read(EVENTS) or b"")
+        local = starts(_read(self.directory / EVENTS))
+        steps, newest = local_steps(self.directory), self._newest_remote_step()
+        if remote == local:
             return newest if newest is not None and newest > max(steps, default=0) else None
-        if there == here[: len(there)]:
-            return None  # what is here goes on from there
-        if here == there[: len(here)] and (
-            not here or max(steps, default=0) <= there[len(here)].step
+        if remote == local[: len(remote)]:
+            return None  # the local copy is newer
+        if local == remote[: len(local)] and (
+            not local or max(steps, default=0) <= remote[len(local)].step
         ):
-            return "all"  # nothing was saved here since the store's went on
+            return "all"  # the local copy has saved nothing since the store's copy was continued
         raise StoreError(
             explain(
-                "the run in the store and its directory here have both been trained on "
-                "since they were the same",
-                given=f"{self.url}, started {len(there)} time(s), newest checkpoint {newest}; "
-                f"{self.directory}, started {len(here)} time(s), "
+                "the run in the store and its local directory have both been trained "
+                "since they were last equal",
+                given=f"{self.url}, started {len(remote)} time(s), newest checkpoint {newest}; "
+                f"{self.directory}, started {len(local)} time(s), "
                 f"newest checkpoint {max(steps, default=None)}",
-                do=f"to go on with the store's: move {self.directory} away; to go on with what is "
-                f"here: --run-dir {self.directory} --resume, which leaves the store as it is",
+                do=f"to continue the store's copy: move {self.directory} away; to continue the "
+                f"local copy: --run-dir {self.directory} --resume, which does not change the store",
             )
         )
 
-    def _newest_there(self) -> int | None:
+    def _newest_remote_step(self) -> int | None:
         return max(complete_steps(self.objects.sizes()), default=None)
 
     @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """One of the processes that share the directory at a time, with trouble explained."""
+    def _directory_lock(self) -> Iterator[None]:
+        """Lock the working directory against other processes of the host; explain I/O errors."""
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
             with open(self._staging / "lock", "ab") as file:
@@ -279,7 +281,8 @@ class StoredRun:
                 explain(
                     f"the run's working directory cannot be written: {error.strerror or error}",
                     given=f"{self.directory}, for --run-dir {self.url}",
-                    do="make room, mend permissions, or name another: --set store.local_dir=DIR",
+                    do="free disk space, fix permissions, or name another directory:"
+                    " --set store.local_dir=DIR",
                 )
             ) from error
 
@@ -290,7 +293,7 @@ class StoredRun:
 
     @property
     def _staging(self) -> Path:
-        """Beside the directory: what is on its way to or from the store."""
+        """Directory beside the working directory for files in transfer to or from the store."""
         return self.directory.with_name(f"{self.directory.name}.transfer")
 
 
@@ -301,29 +304,30 @@ def run_to_read(
     checkpoint: int | Literal["none"] | None = None,
     say: Callable[[str], object],
 ) -> Path:
-    """The directory of a run that is only read: as typed, or a copy of what a URL names.
+    """The directory of a run that is only read: the given directory, or a local copy of a URL.
 
-    The copy is brought up to date each time; a checkpoint that it has is not fetched again.
+    The copy is brought up to date on each call; checkpoints that it has are not downloaded again.
 
     Args:
-      what: what to call it in errors: the flag.
-      checkpoint: step of the checkpoint to fetch; None: the newest that is whole; "none": none.
-      say: told what is fetched.
+      text: directory or URL, as typed.
+      what: name of the argument in error messages, such as the flag.
+      checkpoint: step of the checkpoint to download; None: the newest complete one; "none": none.
+      say: called with progress messages.
     Raises:
       ConfigError: there is no run, or no such checkpoint.
-      StoreError: it cannot be fetched.
+      StoreError: the download fails.
     """
     url = user_path(text, what=what)
     if isinstance(url, Path):
         return url
     run = StoredRun(
-        url=url, objects=Objects(url), directory=cache_directory() / "read" / _named(url)
+        url=url, objects=Objects(url), directory=cache_directory() / "read" / _cache_name(url)
     )
-    run.fetch_to_read(checkpoint, say)
+    run.fetch_copy(checkpoint, say)
     return run.directory
 
 
-def _named(url: Url) -> str:
+def _cache_name(url: Url) -> str:
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", str(url))[-80:].strip("-.")
     return f"{readable}-{hashlib.blake2b(str(url).encode(), digest_size=4).hexdigest()}"
 

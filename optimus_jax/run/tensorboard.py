@@ -1,4 +1,4 @@
-"""The same numbers as in metrics.jsonl, for people who watch runs in TensorBoard."""
+"""The numbers of metrics.jsonl as TensorBoard scalars."""
 
 import importlib.util
 from pathlib import Path
@@ -22,12 +22,12 @@ def check_installed() -> None:
 
 
 class TensorBoardWriter:
-    """Scalars of a run as TensorBoard events.
+    """Writes scalars of a run as TensorBoard events.
 
     Args:
-      directory: where event files go.
-      first_step: step that this part of the run begins with; what an earlier part wrote from there
-        on is hidden.
+      directory: directory of the event files.
+      first_step: first step that this process will train; TensorBoard hides what an earlier process
+        wrote for this and later steps.
     Raises:
       ConfigError: the extra `tensorboard` is not installed.
     """
@@ -39,7 +39,7 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def step(self, record: StepRecord) -> None:
-        """Write the numbers of a step; unknown ones are left out."""
+        """Write the scalars of a step; unknown ones are left out."""
         for tag, value in (
             ("train/loss", record.loss),
             ("train/grad_norm", record.grad_norm),
@@ -55,7 +55,7 @@ class TensorBoardWriter:
     def evaluation(
         self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
     ) -> None:
-        """Write the numbers of an evaluation on held-out text."""
+        """Write the scalars of an evaluation on held-out text."""
         for tag, value in (
             ("eval/loss", loss),
             ("eval/perplexity", perplexity),

@@ -18,13 +18,13 @@ import contextlib
 import json
 import shutil
 import time
-import typing
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
+from optimus_jax.run_directory.contents import EVENTS, EventName
 from optimus_jax.run_directory.files import (
     append,
     complete_lines,
@@ -42,21 +42,6 @@ from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.system.paths import local_path
 
 T = TypeVar("T")
-
-EventName = Literal[
-    "start",
-    "plan",
-    "compile",
-    "checkpoint",
-    "decision",
-    "remesh",
-    "rollback",
-    "fault",
-    "resume",
-    "end",
-    "eval",
-    "phase",
-]
 
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
@@ -76,10 +61,11 @@ class RunExistsError(ConfigError):
 class RunDirectory:
     """One run on disk.
 
-    Process 0 is the writer; in the other processes, methods that write do nothing. The constructor
-    touches no file; `create` and `resume` do, and lock the directory until `close`. `create` may
-    choose a name from the time, so only process 0 calls it; the others use `RunDirectory(path,
-    writer=False)`.
+    Process 0 is the writer; in the other processes, methods that write do nothing.
+
+    The constructor touches no file; `create` and `resume` do, and lock the directory until `close`.
+    `create` may choose a name from the time, so only process 0 calls it; the others use
+    `RunDirectory(path, writer=False)`.
 
     Args:
       path: the directory.
@@ -313,8 +299,10 @@ class RunDirectory:
 
     def restore_files(self) -> None:
         """Rewrite the files needed for a resume that somebody has removed, with a warning:
-        checkpoints without them are worth little. Raises: RunDirectoryError: they cannot be
-        written, or another process holds the directory.
+        checkpoints without them are worth little.
+
+        Raises:
+          RunDirectoryError: they cannot be written, or another process holds the directory.
         """
         gone = [path for path in self._written if not path.exists()]
         if not gone:
@@ -338,8 +326,9 @@ class RunDirectory:
         self._written[path] = content
 
     def config_text(self) -> str:
-        """Text of config.json. Raises RunDirectoryError if it exists but cannot be read,
-        ConfigError if it is not JSON.
+        """Text of config.json.
+
+        Raises RunDirectoryError if it exists but cannot be read, ConfigError if it is not JSON.
         """
         try:
             text = self._config.read_text(encoding="utf-8")
@@ -397,7 +386,7 @@ class RunDirectory:
           step: last finished step, 0 before the first.
           fields: further fields, as JSON values.
         """
-        assert event in typing.get_args(EventName), event
+        assert event in EVENTS, event
         assert "time_s" not in fields, (
             "time_s is when the event happened; call a duration by what it measures"
         )
@@ -464,9 +453,10 @@ class RunDirectory:
         return [item for item in found if item is not None]
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Append a line, after those that could not be written before. A log that cannot be written
-        does not end the run: lines wait in memory, with a warning, and are written when that
-        becomes possible; `check` raises at the end if it never does.
+        """Append a line, after those that could not be written before.
+
+        A log that cannot be written does not end the run: lines wait in memory, with a warning, and
+        are written when that becomes possible; `check` raises at the end if it never does.
         """
         self._unwritten.append((path, json.dumps(finite(values), allow_nan=False).encode() + b"\n"))
         self._write_lines()

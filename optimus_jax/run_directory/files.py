@@ -29,8 +29,9 @@ def finite(value: Any) -> Any:
 
 def append(path: Path, lines: bytes, *, on_disk: bool = False) -> None:
     """Append whole lines or nothing, by one unbuffered write, which survives this process, and with
-    `on_disk` (fsync) its host. The file is opened each time, so there is nothing to close. A torn
-    line left by a kill or a full disk is ended first, so that it does not swallow the next.
+    `on_disk` (fsync) its host. The file is opened each time, so there is nothing to close.
+
+    A torn line left by a kill or a full disk is ended first, so that it does not swallow the next.
     """
     with open(path, "a+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

@@ -22,19 +22,25 @@ class LockedError(RunDirectoryError):
 
 class RunLock:
     """An `flock` on a file in the run's directory, held from construction until `release` or the
-    end of the process. The system drops an `flock` however its holder ends, so locks never become
-    stale; the file stays and names the last holder. A second lock in this process is refused like
-    that of another process. On network file systems: NFS (Linux, version 4, or 3 with its lock
-    daemon) and Lustre mounted with `flock` also lock against other machines. Mounts with local
-    locks (`local_lock`, Lustre's `localflock`) lock against processes of the same machine only.
-    Without lock support the run continues unlocked, with a warning. After a host dies, an NFS
-    server may keep its locks for a while (the lease of version 4, often 90 s): automatic restarts
-    should set `patience_s`.
+    end of the process.
+
+    The system drops an `flock` however its holder ends, so locks never become stale; the file stays
+    and names the last holder. A second lock in this process is refused like that of another
+    process.
+
+    On network file systems: NFS (Linux, version 4, or 3 with its lock daemon) and Lustre mounted
+    with `flock` also lock against other machines. Mounts with local locks (`local_lock`, Lustre's
+    `localflock`) lock against processes of the same machine only. Without lock support the run
+    continues unlocked, with a warning.
+
+    After a host dies, an NFS server may keep its locks for a while (the lease of version 4, often
+    90 s): automatic restarts should set `patience_s`.
 
     Args:
       path: the lock's file; its directory exists.
       warn: called if the file system has no locks, or while waiting for another holder.
-      patience_s: how long to wait for another holder. Raises:
+      patience_s: how long to wait for another holder.
+    Raises:
       LockedError: another process holds it.
       RunDirectoryError: the file cannot be written.
     """

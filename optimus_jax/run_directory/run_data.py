@@ -1,6 +1,8 @@
 """Checks on resume that a run has the same data: its tokenizer, its held-out split, and the
-identity of its data. Data is identified by content (data/dataset.py), so files may be moved,
-renamed or compressed between two starts of a run.
+identity of its data.
+
+Data is identified by content (data/dataset.py), so files may be moved, renamed or compressed
+between two starts of a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +27,8 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
     """The tokenizer of a resumed run: its own copy, else the file that the config names.
 
     Args:
-      config: data settings of the resumed run. Raises:
+      config: data settings of the resumed run.
+    Raises:
       DataError: it cannot be used, or the config names another tokenizer than the run's.
     """
     if run.tokenizer is None:

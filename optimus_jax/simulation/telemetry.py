@@ -150,9 +150,7 @@ class Telemetry:
                     6 * HEALTH_EVERY_S,
                 )
 
-    def observation(
-        self, times_s: Sequence[float], now: Now, *, step_times: bool = True
-    ) -> Observation:
+    def observation(self, times_s: Sequence[float], now: Now) -> Observation:
         """What is known now."""
         config = self._world.pricings[now.phase].config
         readings = {name: window.reading(now.time_s) for name, window in self._windows.items()}
@@ -162,7 +160,7 @@ class Telemetry:
         return Observation(
             step=now.step,
             time_s=now.time_s,
-            step_times_s=() if hides_steps or not step_times else tuple(times_s),
+            step_times_s=() if hides_steps else tuple(times_s),
             readings=self._faulty(readings, now.faults),
             global_batch=config.data.global_batch,
             seq_len=config.seq_len,

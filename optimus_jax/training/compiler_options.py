@@ -1,6 +1,7 @@
-"""XLA options of the training step, by device and plan, with reasons and sources. They are printed
-at the start of a run. All other options keep XLA's defaults (mesh/compiler.py has the options of
-every program on a platform).
+"""XLA options of the training step, by device and plan, with reasons and sources.
+
+They are printed at the start of a run. All other options keep XLA's defaults (mesh/compiler.py has
+the options of every program on a platform).
 """
 
 import math

@@ -1,6 +1,8 @@
-"""How the examples of an evaluation are split into batches. The examples depend on the run alone
-(`Config.eval_examples`, `Config.eval_seq_len`), so that losses are comparable under all its plans
-and in all its phases. A *row* is a position in the batch, as in data/loader.py.
+"""How the examples of an evaluation are split into batches.
+
+The examples depend on the run alone (`Config.eval_examples`, `Config.eval_seq_len`), so that losses
+are comparable under all its plans and in all its phases. A *row* is a position in the batch, as in
+data/loader.py.
 """
 
 from optimus_jax.config import Config
@@ -11,8 +13,10 @@ def eval_rows(config: Config, plan: Plan) -> int:
     """Rows of a batch of an evaluation, over all devices.
 
     A multiple of what the plan divides the batch by, with at most as many tokens as a training
-    batch and at most one row per example, if possible. Args: config: of the phase that `plan` is
-    for.
+    batch and at most one row per example, if possible.
+
+    Args:
+      config: of the phase that `plan` is for.
     """
     least = plan.batch_ways() * (1 if plan.pipeline is None else plan.microbatches)
     by_tokens = config.data.global_batch * config.seq_len // (config.eval_seq_len * least)

@@ -1,5 +1,7 @@
-"""The objective of a step, in three parts: embed, layers, loss. Without a pipeline they are called
-in sequence; a pipeline stage calls the parts that it holds for its current microbatch.
+"""The objective of a step, in three parts: embed, layers, loss.
+
+Without a pipeline they are called in sequence; a pipeline stage calls the parts that it holds for
+its current microbatch.
 """
 
 from dataclasses import dataclass, replace

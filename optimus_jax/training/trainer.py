@@ -1,9 +1,12 @@
-"""The training loop: runs steps under one Plan, records them, and returns at a step boundary. The
-metrics of a step are read after the next step is dispatched, so that the devices never wait for the
-host. If steps are slow (SLOW_STEP_S), a single process reads them before, so that a requested stop
-comes after the current step and not one later. The order at a step boundary is: metrics, save,
-evaluation, snapshot, probe. A save has started before anything that can fail, so that the state is
-safe if something after it fails (in a single process, if anything fails).
+"""The training loop: runs steps under one Plan, records them, and returns at a step boundary.
+
+The metrics of a step are read after the next step is dispatched, so that the devices never wait for
+the host. If steps are slow (SLOW_STEP_S), a single process reads them before, so that a requested
+stop comes after the current step and not one later.
+
+The order at a step boundary is: metrics, save, evaluation, snapshot, probe. A save has started
+before anything that can fail, so that the state is safe if something after it fails (in a single
+process, if anything fails).
 """
 
 import math
@@ -218,7 +221,7 @@ class Trainer:
                     last_loss, clock = self._record(item, clock)
                     is_slow = clock - before >= SLOW_STEP_S
                     reason = _REASONS[max(_REASONS.index(reason), int(item.stop_reason))]
-                self._saving.look()
+                self._saving.poll()
                 if self._trouble() is not None:
                     reason = "not learning"
                 if saves and reason == "done":
@@ -420,8 +423,10 @@ class Trainer:
         )
 
     def _evaluate(self, state: TrainState, step: int) -> None:
-        """Measure the held-out loss. A failure does not end the run, unless it occurs in only one
-        of several processes; the state is saved first.
+        """Measure the held-out loss.
+
+        A failure does not end the run, unless it occurs in only one of several processes; the state
+        is saved first.
         """
         try:
             with self.progress.during("evaluation"):
@@ -509,8 +514,9 @@ class Trainer:
         return batches
 
     def save(self, state: TrainState, step: int) -> None:
-        """Start to save the state after `step`. Raises CheckpointError if this or the previous save
-        fails.
+        """Start to save the state after `step`.
+
+        Raises CheckpointError if this or the previous save fails.
         """
         with self.progress.during("write"):
             self.checkpoints.wait()
@@ -528,8 +534,9 @@ class Trainer:
             self.learning.broken = error.leaf
 
     def _save_after_error(self, state: TrainState, step: int, error: Exception) -> None:
-        """After an error, save the state after `step` unless it is saved. Before the first step
-        there is nothing to save.
+        """After an error, save the state after `step` unless it is saved.
+
+        Before the first step there is nothing to save.
         """
         if step:
             self._saving.save_after_error(lambda: self.save(state, step), state, step, error)

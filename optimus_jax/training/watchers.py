@@ -1,4 +1,5 @@
 """Interfaces of step watchers and displays, as the training loop and the controller use them.
+
 run/display.py has the displays.
 """
 

@@ -2,6 +2,6 @@
 
 Needs the extra `plots` or `notebooks`.
 
-`layouts`: which device holds which part of which tensor; `timelines`: what the stages of a pipeline
-do when; `frontier`: the planner's plans by time and memory.
+`layouts`: which device holds which shard of which tensor; `timelines`: pipeline schedules over
+time; `frontier`: plans by step time and memory.
 """

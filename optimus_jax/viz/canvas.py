@@ -1,6 +1,6 @@
-"""What all pictures share: colours that colour-blind people can tell apart, and an empty figure.
+"""Colours that are safe for colour-blind readers, and an empty figure; all pictures use them.
 
-Colours are never the only sign: whatever they say stands in a label too.
+Colour is never the only cue: labels, line styles or markers repeat what it says.
 """
 
 from typing import TYPE_CHECKING
@@ -22,29 +22,28 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, YELLOW = (
 )
 """Okabe and Ito, Color Universal Design, 2008."""
 HUES = (SKY, ORANGE, GREEN, PURPLE, YELLOW, BLUE, VERMILLION, "#BBBBBB")
-"""For things with no order, paler ones first."""
+"""Colours for unordered categories, paler ones first."""
 STRONG, LINES, MARKERS = (
     (BLUE, ORANGE, GREEN, PURPLE, VERMILLION, "#222222"),
     ("-", "--", "-.", ":"),
     "osD^vP",
 )
-"""For lines and points on white, with a second sign each."""
+"""Colours, line styles and markers for lines and points on white."""
 IDLE, INK = "#E6E6E6", "#222222"
-"""Of waiting, and of text."""
+"""Colours of idle time and of text."""
 EXTRA = "pip install 'optimus-jax[notebooks]'"
 
 
 def ink_on(colour: str) -> str:
-    """Colour of a text that is read on `colour`: of the hues, blue alone is dark enough for
-    white."""
+    """Text colour on a background: white on blue, which alone of the hues is dark enough."""
     return "white" if colour == BLUE else INK
 
 
 def new_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, sharex: bool = False
 ) -> tuple["Figure", list["Axes"]]:
-    """An empty figure, `width` x `height` inches, and its rows * columns axes, row by row; it
-    belongs to no window.
+    """An empty figure of `width` x `height` inches and its rows * columns axes, row by row. It is
+    not attached to pyplot.
 
     Raises:
       ConfigError: matplotlib is not installed.

@@ -1,8 +1,7 @@
-"""The planner's frontier: plans by the time of a step and the memory of a device, to be looked at
-with a pointer.
+"""Interactive chart of plans by step time and memory, with the Pareto frontier.
 
-A plan is on the *frontier* if no other one is as fast with less memory, or faster with no more. All
-times and bytes are the planner's predictions.
+A plan is on the *frontier* if no other plan is at least as good in both step time and memory and
+better in one. All times and bytes are the planner's predictions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,38 +25,38 @@ SYMBOLS = (
     "hexagon",
 )
 SCALE = "cividis"
-"""Even to the eye and the same for colour-blind ones (Nunez, Anderton and Renslow 2018)."""
+"""Perceptually uniform and safe for colour-blind readers (Nunez, Anderton and Renslow 2018)."""
 
 
 class PlanRecord(TypedDict):
-    """What is shown of a plan: of the values that `scripts/plan.py --json` prints for each."""
+    """The values of a plan that the chart shows; `scripts/plan.py --json` prints them."""
 
     rank: int
     """From 1, best first."""
     axes: dict[str, int]
     """Devices along each mesh axis."""
     schedule: str | None
-    """Of the pipeline; None without stages."""
+    """Pipeline schedule; None without stages."""
     microbatches: int
     remat: str
     zero: int
     step_time_s: float
     step_time_interval_s: Sequence[float]
-    """Least and most seconds of a step."""
+    """Bounds of the step time in seconds."""
     tokens_per_s: float
-    """Of all devices."""
+    """Total over all devices."""
     mfu: float | None
-    """None where the devices' peak is unknown."""
+    """Model FLOPs utilisation; None if the devices' peak is unknown."""
     memory_bytes: float
-    """Of the most loaded device."""
+    """Memory of the most loaded device."""
     bubble: float
-    """Share of the time that stages wait."""
+    """Fraction of the time that stages are idle."""
     communication: float
-    """Share of the time in communication that nothing hides."""
+    """Fraction of the step time in communication that does not overlap compute."""
 
 
-def merged(*rankings: Sequence[PlanRecord]) -> list[PlanRecord]:
-    """The plans of several searches in one ranking; of plans that look the same, one."""
+def merge_rankings(*rankings: Sequence[PlanRecord]) -> list[PlanRecord]:
+    """One ranking of the plans of several searches, without duplicates."""
     best: dict[str, PlanRecord] = {}
     for plan in sorted(
         (plan for ranking in rankings for plan in ranking), key=lambda plan: plan["step_time_s"]
@@ -67,7 +66,7 @@ def merged(*rankings: Sequence[PlanRecord]) -> list[PlanRecord]:
 
 
 def frontier(plans: Sequence[PlanRecord]) -> list[PlanRecord]:
-    """Plans that no other one beats in time and memory, fastest first; of equal ones the first."""
+    """The plans on the frontier, fastest first; of equal plans the first."""
     best: list[PlanRecord] = []
     for plan in sorted(plans, key=lambda plan: (plan["step_time_s"], plan["memory_bytes"])):
         if not best or plan["memory_bytes"] < best[-1]["memory_bytes"]:
@@ -75,8 +74,8 @@ def frontier(plans: Sequence[PlanRecord]) -> list[PlanRecord]:
     return best
 
 
-def hover(plan: PlanRecord) -> str:
-    """What a pointer shows of a plan."""
+def tooltip(plan: PlanRecord) -> str:
+    """Tooltip of a plan, as HTML."""
     mesh = (
         ", ".join(f"{axis}={size}" for axis, size in plan["axes"].items() if size > 1)
         or "one device"
@@ -112,12 +111,11 @@ def draw_frontier(
     title: str,
     capacity_bytes: float | None = None,
 ) -> "go.Figure":
-    """Every plan as a pale point and each cluster's frontier as a line; point at one to see the
-    plan.
+    """All plans as pale points and each cluster's frontier as a line, with tooltips.
 
     Args:
-      plans_by_cluster: what a legend calls each cluster, in its order, and plans for it.
-      capacity_bytes: memory of a device, drawn as a line.
+      plans_by_cluster: label of each cluster in the legend -> its plans.
+      capacity_bytes: memory of a device, drawn as a vertical line.
     Raises:
       ConfigError: plotly is not installed.
     """
@@ -167,7 +165,7 @@ def draw_frontier(
         legend={"title": "cluster"},
         xaxis={"title": "memory of the most loaded device, GiB (predicted)", "rangemode": "tozero"},
         yaxis={
-            "title": "time of a step, seconds (predicted; log scale)",
+            "title": "step time, seconds (predicted; log scale)",
             "type": "log",
             "dtick": "D2",
         },
@@ -179,6 +177,6 @@ def _points(plans: Sequence[PlanRecord]) -> dict[str, list | str]:
     return {
         "x": [plan["memory_bytes"] / GIB for plan in plans],
         "y": [plan["step_time_s"] for plan in plans],
-        "hovertext": [hover(plan) for plan in plans],
+        "hovertext": [tooltip(plan) for plan in plans],
         "hoverinfo": "text",
     }

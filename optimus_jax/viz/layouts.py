@@ -1,8 +1,7 @@
-"""Which device holds which part of which tensor, as the shardings of a plan have it.
+"""Pictures of which device holds which shard of which tensor under a plan.
 
-A *part* is what one device holds of a tensor; devices that hold the same part are *replicas* of
-each other. What is drawn is asked of the real shardings (`devices_indices_map`), not of the rules
-behind them.
+Devices that hold the same shard of a tensor are *replicas* of each other. Shards are read from the
+real `NamedSharding` (`devices_indices_map`), not from the rules that produced it.
 """
 
 import itertools
@@ -29,67 +28,65 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Kept = Literal["parameters", "moments"]
-"""What of a model: its weights, or either of the optimizer's moments."""
-Part = tuple[tuple[int, int], ...]
-"""Of every dimension, where a device's part begins and where it ends."""
+Kind = Literal["parameters", "moments"]
+"""The model's weights, or one of the optimizer's moments."""
+ShardIndex = tuple[tuple[int, int], ...]
+"""(start, stop) of a shard along each dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedTensor:
-    """A tensor, and where it lies."""
+class ShardedTensor:
+    """A tensor and its sharding."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Global shape."""
     dims: tuple[str, ...]
-    """Logical axis of every dimension; those of a batch are its own."""
+    """Logical axis of each dimension; for a batch the names of its own dimensions."""
     itemsize: int
-    """Bytes of an element."""
+    """Bytes per element."""
     mesh: Mesh
     spec: PartitionSpec
     """Mesh axes that split each dimension."""
     layers: tuple[int, ...] = ()
-    """Layer in each slot of the dimension `layers`, EMPTY for none."""
+    """Layer in each slot of the dimension `layers`; EMPTY for an empty slot."""
 
     @cached_property
-    def parts(self) -> dict[int, Part]:
-        """What each device holds, by its place in the mesh."""
-        indices = NamedSharding(self.mesh, self.spec).devices_indices_map(self.shape)
+    def shards(self) -> dict[int, ShardIndex]:
+        """Index of a device in the flattened mesh -> its shard."""
+        slices = NamedSharding(self.mesh, self.spec).devices_indices_map(self.shape)
         return {
-            place: tuple(
-                piece.indices(size)[:2]
-                for piece, size in zip(indices[device], self.shape, strict=True)
+            index: tuple(
+                along_dim.indices(size)[:2]
+                for along_dim, size in zip(slices[device], self.shape, strict=True)
             )
-            for place, device in enumerate(self.mesh.devices.flat)
+            for index, device in enumerate(self.mesh.devices.flat)
         }
 
-    def num_bytes(self, part: Part) -> int:
-        """Bytes of a part."""
-        return math.prod(stop - start for start, stop in part) * self.itemsize
+    def num_bytes(self, shard: ShardIndex) -> int:
+        """Bytes of a shard."""
+        return math.prod(stop - start for start, stop in shard) * self.itemsize
 
     @cached_property
     def split_dims(self) -> list[int]:
-        """Dimensions of which no device has all."""
+        """Dimensions that are split across devices."""
         return [
             dim
             for dim, size in enumerate(self.shape)
-            if any(part[dim] != (0, size) for part in self.parts.values())
+            if any(shard[dim] != (0, size) for shard in self.shards.values())
         ]
 
-    def describe(self, part: Part, dim: int) -> str:
-        """A part along one dimension, as text: layers by their numbers, all else by where it begins
-        and ends.
-        """
-        start, stop = part[dim]
+    def describe(self, shard: ShardIndex, dim: int) -> str:
+        """A shard along one dimension, as text: the numbers of its layers, otherwise start:stop."""
+        start, stop = shard[dim]
         if self.dims[dim] == LAYERS:
             held = [layer for layer in self.layers[start:stop] if layer != EMPTY]
-            return f"{LAYERS} {_runs(held)}" + (" + an empty slot" * (stop - start - len(held)))
+            return f"{LAYERS} {_ranges(held)}" + (" + an empty slot" * (stop - start - len(held)))
         return f"{self.dims[dim]} {start}:{stop}"
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 as `0-2, 5`."""
+def _ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers as ranges: 0, 1, 2, 5 is `0-2, 5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -99,35 +96,35 @@ def _runs(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def placed_model(
-    model: ModelConfig, plan: Plan, mesh: Mesh, kept: Kept = "parameters"
-) -> list[PlacedTensor]:
-    """Every parameter of a model, or of a moment of the optimizer; largest first."""
+def model_tensors(
+    model: ModelConfig, plan: Plan, mesh: Mesh, kind: Kind = "parameters"
+) -> list[ShardedTensor]:
+    """All parameters of a model, or one optimizer moment of each; largest first."""
     shapes = planned_shapes(model, plan)
     layouts: list[LeafLayout] = jax.tree.leaves(
         layouts_of(shapes.names, plan.active_rules(model), plan.zero)
     )
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
     tensors = [
-        PlacedTensor(
+        ShardedTensor(
             name=jax.tree_util.keystr(path, simple=True, separator="/"),
             shape=leaf.shape,
             dims=layout.names,
-            itemsize=4 if kept == "parameters" else plan.moment_bytes,
+            itemsize=4 if kind == "parameters" else plan.moment_bytes,
             layers=shapes.slots,
             mesh=mesh,
-            spec=layout.param_spec if kept == "parameters" else layout.moment_spec,
+            spec=layout.param_spec if kind == "parameters" else layout.moment_spec,
         )
         for (path, leaf), layout in zip(leaves, layouts, strict=True)
     ]
     return sorted(tensors, key=lambda tensor: -math.prod(tensor.shape))
 
 
-def placed_batch(
+def batch_tensor(
     model: ModelConfig, plan: Plan, mesh: Mesh, *, global_batch: int, seq_len: int
-) -> PlacedTensor:
-    """The tokens of a step."""
-    return PlacedTensor(
+) -> ShardedTensor:
+    """The tokens of one step's global batch."""
+    return ShardedTensor(
         name="tokens of a batch",
         shape=(global_batch, seq_len),
         dims=(BATCH, "length"),
@@ -137,47 +134,54 @@ def placed_batch(
     )
 
 
-def holdings(tensors: Sequence[PlacedTensor], device: int) -> str:
-    """What one device holds, by its place in the mesh, as a table in Markdown."""
+def device_table(tensors: Sequence[ShardedTensor], device: int) -> str:
+    """The shards of one device as a Markdown table.
+
+    Args:
+      device: index in the flattened mesh.
+    """
     lines = [
         f"| tensor | whole | device {device} holds | bytes | also held by |",
         "|---|---|---|---:|---|",
     ]
     total = 0
     for tensor in tensors:
-        parts = tensor.parts
-        part, split = parts[device], tensor.split_dims
-        replicas = [str(other) for other in parts if other != device and parts[other] == part]
-        total += tensor.num_bytes(part)
+        shards = tensor.shards
+        shard, split = shards[device], tensor.split_dims
+        replicas = [str(other) for other in shards if other != device and shards[other] == shard]
+        total += tensor.num_bytes(shard)
         lines.append(
             f"| {tensor.name} | {_shape(tensor)} |"
-            f" {'; '.join(tensor.describe(part, dim) for dim in split) or 'all of it'} |"
-            f" {tensor.num_bytes(part):,} | {_runs(list(map(int, replicas))) or 'nobody'} |"
+            f" {'; '.join(tensor.describe(shard, dim) for dim in split) or 'all of it'} |"
+            f" {tensor.num_bytes(shard):,} | {_ranges(list(map(int, replicas))) or 'nobody'} |"
         )
     return "\n".join([*lines, f"| **all** | | | **{total:,}** | |"]) + "\n"
 
 
-def _shape(tensor: PlacedTensor) -> str:
+def _shape(tensor: ShardedTensor) -> str:
     return " x ".join(
         f"{name} {size}" for name, size in zip(tensor.dims, tensor.shape, strict=True)
     )
 
 
 def draw_mesh(mesh: Mesh) -> "Figure":
-    """The devices as a grid: axes between hosts down, axes inside a layer across."""
+    """The devices as a grid: the first half of the mesh axes vertical, the second half
+    horizontal."""
     sizes = dict(mesh.shape)
     names = list(sizes)
     down, across = names[: len(names) // 2], names[len(names) // 2 :]
-    rows, columns = (math.prod(sizes[name] for name in part) for part in (down, across))
+    rows, columns = (math.prod(sizes[name] for name in group) for group in (down, across))
     figure, (axes,) = new_figure(2 + 1.6 * columns, 1 + 0.9 * rows)
-    for place, coordinates in enumerate(itertools.product(*(range(sizes[name]) for name in names))):
-        row, column = divmod(place, columns)
+    for device, coordinates in enumerate(
+        itertools.product(*(range(sizes[name]) for name in names))
+    ):
+        row, column = divmod(device, columns)
         where = "\n".join(
             f"{name} {index}"
             for name, index in zip(names, coordinates, strict=True)
             if sizes[name] > 1
         )
-        _cell(axes, column, row, f"device {place}\n{where}", HUES[place % len(HUES)])
+        _cell(axes, column, row, f"device {device}\n{where}", HUES[device % len(HUES)])
     _frame(
         axes,
         rows,
@@ -190,11 +194,11 @@ def draw_mesh(mesh: Mesh) -> "Figure":
     return figure
 
 
-def draw_tensors(tensors: Sequence[PlacedTensor], *, columns: int = 2) -> "Figure":
-    """The parts of each tensor, a cell for each, with the devices that hold it; sizes are not to
-    scale.
+def draw_tensors(tensors: Sequence[ShardedTensor], *, columns: int = 2) -> "Figure":
+    """The shards of each tensor, one cell per shard with the devices that hold it; not to scale.
 
-    A dimension that is not split is not drawn. The last one that is goes across, the others down.
+    Dimensions that are not split are not drawn. The last split dimension is horizontal, the others
+    are vertical.
     """
     rows = math.ceil(len(tensors) / columns)
     heights = [math.prod(_counts(tensor)[:-1]) for tensor in tensors]
@@ -208,28 +212,28 @@ def draw_tensors(tensors: Sequence[PlacedTensor], *, columns: int = 2) -> "Figur
     return figure
 
 
-def _counts(tensor: PlacedTensor) -> list[int]:
-    """Parts along each dimension that is split, at least one number."""
-    parts = tensor.parts.values()
-    return [len({part[dim] for part in parts}) for dim in tensor.split_dims] or [1]
+def _counts(tensor: ShardedTensor) -> list[int]:
+    """Number of shards along each split dimension; [1] if none is split."""
+    shards = tensor.shards.values()
+    return [len({shard[dim] for shard in shards}) for dim in tensor.split_dims] or [1]
 
 
-def _draw_tensor(axes: "Axes", tensor: PlacedTensor) -> None:
-    split, parts = tensor.split_dims, tensor.parts
-    distinct = sorted(set(parts.values()))
+def _draw_tensor(axes: "Axes", tensor: ShardedTensor) -> None:
+    split, shards = tensor.split_dims, tensor.shards
+    distinct = sorted(set(shards.values()))
     columns = _counts(tensor)[-1]
-    for number, part in enumerate(distinct):
-        holders = [place for place, other in parts.items() if other == part]
+    for number, shard in enumerate(distinct):
+        holders = [device for device, other in shards.items() if other == shard]
         _cell(
             axes,
             number % columns,
             number // columns,
-            f"{'devices' if len(holders) > 1 else 'device'} {_runs(holders)}",
+            f"{'devices' if len(holders) > 1 else 'device'} {_ranges(holders)}",
             HUES[holders[0] % len(HUES)],
         )
     rows = len(distinct) // columns
     spec = ", ".join(
-        "+".join(part) if isinstance(part, tuple) else part or "-" for part in tensor.spec
+        "+".join(entry) if isinstance(entry, tuple) else entry or "-" for entry in tensor.spec
     )
     _frame(
         axes,
@@ -244,7 +248,10 @@ def _draw_tensor(axes: "Axes", tensor: PlacedTensor) -> None:
     if split:
         axes.set_xticks(
             [column + 0.5 for column in range(columns)],
-            [tensor.describe(distinct[c], split[-1]).replace(" ", "\n", 1) for c in range(columns)],
+            [
+                tensor.describe(distinct[column], split[-1]).replace(" ", "\n", 1)
+                for column in range(columns)
+            ],
             fontsize=8,
         )
         axes.set_yticks(

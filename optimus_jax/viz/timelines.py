@@ -1,10 +1,9 @@
-"""What each stage of a pipeline does when: schedules side by side, with their bubbles and their
-memory.
+"""Timelines of pipeline schedules, with bubbles and memory, for comparison.
 
-Time is drawn, not ticks: a tick lasts as long as the kinds of work that some stage has in it,
-because all stages keep in step (pipeline/schedule.py, `critical_path`). The unit of time is the
-forward of one microbatch through all layers of one device; the head is left out. These are
-simulations of tables; nothing is measured.
+The horizontal axis is time, not ticks: a tick lasts as long as the kinds of work (forward,
+backward) that any stage does in it, because all stages advance together (pipeline/schedule.py,
+`critical_path`). The unit of time is the forward of one microbatch through all layers of one
+device; the head is left out. Times are computed from schedule tables; nothing is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,34 +36,32 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORWARD_COLOURS, BACKWARD_COLOURS = (BLUE, SKY), (ORANGE, YELLOW)
-"""Of even and of odd repeats."""
+"""Colours of even and of odd repeats."""
 BACKWARD_TIME = 2.0
-"""Of a microbatch, in forwards: a matmul's two gradients. Recomputing the stage makes it 3."""
-BUBBLE_LABEL = "bubble, % of the time without waiting"
+"""Time of a microbatch's backward, in forwards: a matmul has two gradients. With recomputation it
+is 3."""
+BUBBLE_LABEL = "bubble, % of the time without idle slots"
 WIDTH = 13.0
-"""Of a figure in inches, as wide as a notebook."""
+"""Width of a figure in inches, as wide as a notebook."""
 CHARACTER = 0.065
-"""Inches that a character of a task's number takes; a number that is wider than its box is left
-out."""
+"""Width in inches of a digit of a task's number. A number wider than its box is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """A box of a timeline."""
+class TimedTask:
+    """A task of a schedule with its time."""
 
     stage: int
     start: float
-    """In forwards of a microbatch on a device."""
+    """In the unit of time of this module."""
     duration: float
     is_forward: bool
     task: int
     """microbatch * num_repeats + repeat"""
 
 
-def tasks_of(schedule: Schedule, backward_time: float = BACKWARD_TIME) -> list[Task]:
-    """Every task with the time in which it runs; within a tick forward comes before backward on all
-    stages.
-    """
+def timed_tasks(schedule: Schedule, backward_time: float = BACKWARD_TIME) -> list[TimedTask]:
+    """All tasks with their times; within a tick, forward runs before backward on all stages."""
     begins, forward_time = _tick_begins(schedule, backward_time), 1 / schedule.num_repeats
     has_forward = (schedule.forward != NO_TASK).any(axis=1)
     tasks = []
@@ -72,7 +69,7 @@ def tasks_of(schedule: Schedule, backward_time: float = BACKWARD_TIME) -> list[T
         for tick, stage in np.argwhere(table != NO_TASK).tolist():
             wait = 0.0 if is_forward or not has_forward[tick] else forward_time
             tasks.append(
-                Task(
+                TimedTask(
                     stage=stage,
                     start=float(begins[tick]) + wait,
                     is_forward=is_forward,
@@ -84,7 +81,7 @@ def tasks_of(schedule: Schedule, backward_time: float = BACKWARD_TIME) -> list[T
 
 
 def _tick_begins(schedule: Schedule, backward_time: float) -> NDArray[np.float64]:
-    """[ticks + 1]: when each tick begins, and when the last ends."""
+    """[ticks + 1]: start of each tick, and end of the last."""
     kinds = [(table != NO_TASK).any(axis=1) for table in (schedule.forward, schedule.backward)]
     return (
         np.concatenate([[0.0], np.cumsum(kinds[0] + backward_time * kinds[1])])
@@ -93,8 +90,8 @@ def _tick_begins(schedule: Schedule, backward_time: float) -> NDArray[np.float64
 
 
 def in_flight_over_time(schedule: Schedule) -> NDArray[np.float64]:
-    """[ticks, stages]: microbatches whose activations a stage keeps during each tick, a repeat
-    counted as its share of the layers.
+    """[ticks, stages]: microbatches whose activations a stage holds during each tick; a repeat
+    counts as its share of the layers.
     """
     change = (schedule.forward != NO_TASK).astype(float)
     change[1:] -= (schedule.backward != NO_TASK)[:-1]
@@ -102,36 +99,36 @@ def in_flight_over_time(schedule: Schedule) -> NDArray[np.float64]:
 
 
 def _times(schedule: Schedule, backward_time: float) -> tuple[float, float]:
-    """Forward and backward of one task, in forwards of a microbatch on a device."""
+    """Forward and backward time of one task, in the unit of this module."""
     return 1 / schedule.num_repeats, backward_time / schedule.num_repeats
 
 
 def summary(schedules: Sequence[Schedule], backward_time: float = BACKWARD_TIME) -> str:
-    """Time and memory of each schedule as a table in Markdown."""
+    """Time and memory of each schedule as a Markdown table."""
     lines = [
         (
-            "| schedule | stages | microbatches | repeats | step, in forwards | bubble | most"
-            " microbatches kept, by stage | slots for residuals, inputs, cotangents |"
+            "| schedule | stages | microbatches | repeats | step time, in forwards | bubble | peak"
+            " microbatches in flight, by stage | slots for residuals, inputs, cotangents |"
         ),
         "|---|---:|---:|---:|---:|---:|---|---|",
     ]
     for schedule in schedules:
         times = _times(schedule, backward_time)
-        kept, slots = (
+        peaks, slots = (
             in_flight_over_time(schedule).max(axis=0),
             Buffers.of(schedule, keep_residuals=True),
         )
         lines.append(
             f"| {schedule_name(schedule)} | {schedule.num_stages} | {schedule.num_microbatches} |"
             f" {schedule.num_repeats} | {schedule.critical_path(*times):.4g} |"
-            f" {schedule.bubble(*times):.1%} | {', '.join(f'{n:.3g}' for n in kept)} |"
+            f" {schedule.bubble(*times):.1%} | {', '.join(f'{n:.3g}' for n in peaks)} |"
             f" {slots.num_residuals}, {slots.num_inputs}, {slots.num_cotangents} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def schedule_name(schedule: Schedule) -> str:
-    """Its name, with what else tells it from others."""
+    """Name of a schedule with its number of repeats and whether it has slack."""
     return (
         schedule.name
         + (f", {schedule.num_repeats} repeats" if schedule.num_repeats > 1 else "")
@@ -140,9 +137,7 @@ def schedule_name(schedule: Schedule) -> str:
 
 
 def draw_timelines(schedules: Sequence[Schedule], backward_time: float = BACKWARD_TIME) -> "Figure":
-    """A timeline for each schedule, one below the other on one scale of time, so that a shorter one
-    is a faster one.
-    """
+    """A timeline for each schedule, one below the other with a common time axis."""
     heights = [schedule.num_stages for schedule in schedules]
     figure, panels = new_figure(
         WIDTH,
@@ -164,7 +159,7 @@ def _draw_timeline(axes: "Axes", schedule: Schedule, backward_time: float, last:
     end = _tick_begins(schedule, backward_time)[-1]
     for stage in range(schedule.num_stages):
         axes.broken_barh([(0, end)], (stage + 0.06, 0.88), color=IDLE, linewidth=0)
-    for task in tasks_of(schedule, backward_time):
+    for task in timed_tasks(schedule, backward_time):
         repeat = task.task % schedule.num_repeats
         colour = (FORWARD_COLOURS if task.is_forward else BACKWARD_COLOURS)[repeat % 2]
         axes.broken_barh(
@@ -185,13 +180,13 @@ def _draw_timeline(axes: "Axes", schedule: Schedule, backward_time: float, last:
                 fontsize=6.5,
                 color=ink_on(colour),
             )
-    bubble, kept = (
+    bubble, in_flight = (
         schedule.bubble(*_times(schedule, backward_time)),
         in_flight_over_time(schedule).max(),
     )
     axes.set_title(
-        f"{schedule_name(schedule)}: time {end:.4g}, bubble {bubble:.1%}, at most {kept:.3g}"
-        " microbatches kept on a stage",
+        f"{schedule_name(schedule)}: time {end:.4g}, bubble {bubble:.1%}, at most {in_flight:.3g}"
+        " microbatches in flight on a stage",
         loc="left",
         fontsize=10,
         color=INK,
@@ -219,7 +214,7 @@ def _legend(figure: "Figure", has_repeats: bool) -> None:
         for colour, repeats in zip(colours[: 1 + has_repeats], ("even", "odd"), strict=False)
     ]
     figure.legend(
-        handles=[*entries, Patch(color=IDLE, label="waiting")],
+        handles=[*entries, Patch(color=IDLE, label="idle")],
         loc="outside upper right",
         ncols=len(entries) + 1,
         fontsize=8,
@@ -228,16 +223,15 @@ def _legend(figure: "Figure", has_repeats: bool) -> None:
 
 
 def draw_memory(schedules: Sequence[Schedule], backward_time: float = BACKWARD_TIME) -> "Figure":
-    """What the most loaded stage keeps over time, and for each schedule its bubble beside its
-    memory.
-    """
+    """Activations on the most loaded stage over time, and each schedule's bubble against its
+    memory."""
     figure, (over_time, compared) = new_figure(WIDTH, 4.2, columns=2)
     for number, schedule in enumerate(schedules):
-        colour, line, marker = _look(number)
-        kept, begins = in_flight_over_time(schedule), _tick_begins(schedule, backward_time)
-        stage = int(kept.max(axis=0).argmax())
+        colour, line, marker = _line_style(number)
+        in_flight, begins = in_flight_over_time(schedule), _tick_begins(schedule, backward_time)
+        stage = int(in_flight.max(axis=0).argmax())
         over_time.stairs(
-            kept[:, stage],
+            in_flight[:, stage],
             begins,
             color=colour,
             linestyle=line,
@@ -246,24 +240,29 @@ def draw_memory(schedules: Sequence[Schedule], backward_time: float = BACKWARD_T
         )
         bubble = schedule.bubble(*_times(schedule, backward_time))
         compared.plot(
-            100 * bubble, kept.max(), marker=marker, color=colour, markersize=9, linestyle="none"
+            100 * bubble,
+            in_flight.max(),
+            marker=marker,
+            color=colour,
+            markersize=9,
+            linestyle="none",
         )
         compared.annotate(
             schedule_name(schedule),
-            (100 * bubble, kept.max()),
+            (100 * bubble, in_flight.max()),
             textcoords="offset points",
             xytext=(8, 4),
             fontsize=8,
         )
     over_time.set(
-        title="activations kept on the most loaded stage",
+        title="activations on the most loaded stage",
         xlabel="time (1 = forward of a microbatch on one device)",
         ylabel="microbatches through all layers of the device",
     )
     compared.set(
-        title="what a schedule costs: less is better on both axes",
+        title="bubble and memory of each schedule: lower is better on both axes",
         xlabel=BUBBLE_LABEL,
-        ylabel="most microbatches kept on a stage",
+        ylabel="peak microbatches in flight on a stage",
     )
     compared.margins(x=0.25, y=0.15)
     compared.set_xlim(left=0)
@@ -274,23 +273,25 @@ def draw_memory(schedules: Sequence[Schedule], backward_time: float = BACKWARD_T
     return figure
 
 
-def draw_growth(schedules: Mapping[int, Sequence[Schedule]]) -> "Figure":
-    """Bubble and memory by the number of microbatches, the mapping's keys; each has the same
-    schedules in the same order.
+def draw_by_microbatches(schedules: Mapping[int, Sequence[Schedule]]) -> "Figure":
+    """Bubble and memory against the number of microbatches.
+
+    Args:
+      schedules: number of microbatches -> the same schedules in the same order.
     """
-    figure, (bubbles, kept) = new_figure(WIDTH, 4, columns=2)
+    figure, (bubbles, in_flight) = new_figure(WIDTH, 4, columns=2)
     for number, column in enumerate(zip(*schedules.values(), strict=True)):
-        colour, line, marker = _look(number)
+        colour, line, marker = _line_style(number)
         for axes, values in (
             (bubbles, [100 * schedule.bubble() for schedule in column]),
-            (kept, [in_flight_over_time(schedule).max() for schedule in column]),
+            (in_flight, [in_flight_over_time(schedule).max() for schedule in column]),
         ):
             axes.plot(
                 values, label=schedule_name(column[0]), color=colour, linestyle=line, marker=marker
             )
     for axes, title, unit in (
         (bubbles, "bubble", BUBBLE_LABEL),
-        (kept, "activations kept on the most loaded stage", "microbatches kept"),
+        (in_flight, "activations on the most loaded stage", "microbatches in flight"),
     ):
         axes.set(title=title, xlabel="microbatches of a step", ylabel=unit)
         axes.set_xticks(range(len(schedules)), [str(count) for count in schedules])
@@ -299,6 +300,6 @@ def draw_growth(schedules: Mapping[int, Sequence[Schedule]]) -> "Figure":
     return figure
 
 
-def _look(number: int) -> tuple[str, str, str]:
-    """Colour, line and marker of the schedule with this number."""
+def _line_style(number: int) -> tuple[str, str, str]:
+    """Colour, line style and marker of the schedule with this index."""
     return STRONG[number % len(STRONG)], LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]

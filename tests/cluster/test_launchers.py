@@ -15,8 +15,8 @@ from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from optimus_jax.cluster import launch as engines
 from optimus_jax.cluster.launch import Launch, find_launch
-from optimus_jax.cluster.launchers import LAUNCHERS
-from optimus_jax.cluster.process_info import derived_port, table_row, variables_of
+from optimus_jax.cluster.launchers import LAUNCHERS, Launcher
+from optimus_jax.cluster.process_info import derived_port, variables_of
 from optimus_jax.config import DistributedConfig
 from optimus_jax.devices import gpu_sharing
 from optimus_jax.errors import ConfigError
@@ -689,7 +689,7 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
         ({"TF_CONFIG": "[" * 100_000}, "cannot be read"),
         ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, "SM_HOSTS"),
         ({"PET_NNODES": "1:3", "PET_NODE_RANK": "0"}, "1:3 is a range"),
-        (STEP | {"SLURM_JOB_ID": "x"}, "SLURM has started"),
+        (STEP | {"SLURM_JOB_ID": "x"}, "that SLURM has set"),
         (STEP | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7"),
         # Each of four tasks would train a run of its own; four tasks would all be process 0.
         (STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "SLURM has started 4 processes"),
@@ -991,6 +991,30 @@ def test_addresses_are_read_as_jax_reads_them(found, cluster, environment):
         timeout_secs=None, override_coordinator_port=None
     ).rpartition(":")
     assert launch.coordinator == f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def table_row(launcher: Launcher) -> str:
+    """Its row in docs/clusters.md."""
+
+    def cell(names: tuple[str, ...]) -> str:
+        return " or ".join(name if " " in name else f"`{name}`" for name in names)
+
+    needs = " and ".join(
+        [cell((name,)) for name in launcher.needs]
+        + [f"no {cell((name,))}" for name in launcher.unless]
+    )
+    where = cell(launcher.address) + (f", port {cell(launcher.port)}" if launcher.port else "")
+    local = ", ".join(filter(None, (cell(launcher.local_index), cell(launcher.local_count))))
+    cells = (
+        launcher.name,
+        needs,
+        cell(launcher.count),
+        cell(launcher.index),
+        where,
+        local,
+        "yes" if launcher.restarts else "",
+    )
+    return "| " + " | ".join(text or "-" for text in cells) + " |"
 
 
 def test_the_table_in_the_docs_is_the_table_in_the_code():

@@ -2,7 +2,6 @@
 switched. In a model with dropout.
 """
 
-import os
 from functools import cache
 
 import jax
@@ -79,6 +78,8 @@ def assert_same_state(state, other, target):
     assert sums.of(named_leaves(state), paths) == sums.of(named_leaves(other), paths)
 
 
+# A minute or more: six plans' steps and six switches are compiled. Fewer plans would leave out a
+# schedule or a ZeRO stage.
 def test_switching_is_restarting_and_as_if_nothing_had_happened(tmp_path):
     name = JOURNEY[0]
     program = built(name).program
@@ -107,7 +108,7 @@ def test_switching_is_restarting_and_as_if_nothing_had_happened(tmp_path):
     assert jax.tree.structure(state) == jax.tree.structure(stayed)
 
 
-@pytest.mark.skipif(not os.environ.get("ALL_PAIRS"), reason="a quarter of an hour: set ALL_PAIRS")
+@pytest.mark.nightly  # a quarter of an hour; the test before goes a round through the plans
 @pytest.mark.parametrize("name", PLANS)
 def test_from_every_plan_to_every_other(name, tmp_path):
     """Every ordered pair: the switch is the restart, bit for bit, and losses are those of a run

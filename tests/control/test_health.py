@@ -123,5 +123,6 @@ def test_closing_lets_the_driver_go():
     ("visible", "names"),
     [("", [0, 1]), ("2,3", [2, 3]), ("GPU-b, GPU-a", ["GPU-b", "GPU-a"]), ("5", [5])],
 )
-def test_the_driver_counts_gpus_that_cuda_hides(visible, names):
-    assert visible_gpus([0, 1], visible) == names
+def test_the_driver_counts_gpus_that_cuda_hides(visible, names, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus([0, 1]) == names

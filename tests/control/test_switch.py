@@ -42,6 +42,7 @@ def quickly():
         yield
 
 
+# Up to 30 seconds on busy cores: two steps and their checksums are compiled, once for the file.
 @pytest.fixture(scope="module")
 def executables():
     """Of a plan without stages, and of one with uneven ones."""

@@ -61,7 +61,7 @@ def restarted(result, plan, without):
     state, found = from_stored(stored, program.shapes, plan, program.state_shardings), []
     for step in range(AT + 1, STEPS + 1):
         batch = put_batch(
-            inputs.dealt(program, AT).loader.batch(step),
+            inputs.phase_batches(program, AT).loader.batch(step),
             program.batch_sharding,
             config.data.global_batch,
         )

@@ -1,5 +1,7 @@
 """What plans took that were tried before a run is evidence in it, and teaches later runs."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import jax.monitoring
@@ -52,15 +54,29 @@ def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, mon
 
 
 def test_a_plan_that_was_tried_is_not_compiled_again(slow_devices, text, tmp_path, monkeypatch):  # noqa: F811
-    compiled, tried = [], []
+    compiled, tried, steps, in_memory = [], [], [], []
 
     def count(event, duration, fun_name="", **_):
         if event == "/jax/core/compile/backend_compile_duration" and "train" in str(fun_name):
             compiled.append(fun_name)
 
+    def steps_in_memory():
+        gc.collect()
+        found = [each() for each in steps]
+        return [each.program.plan for each in found if each is not None]
+
     def trial(*args, **more):
-        tried.append(run_trial(*args, **more))
-        return tried[-1]
+        in_memory.append(steps_in_memory())
+        found = run_trial(*args, **more)
+        steps.append(weakref.ref(found.step))
+        # the second is the fastest
+        tried.append(replace(found, step=None, step_time_s=(2.0, 1.0, 3.0)[len(tried)]))
+        return replace(tried[-1], step=found.step)
+
+    def begin(*args, **more):
+        """The run, after all trials."""
+        in_memory.append(steps_in_memory())
+        return program.run_program(*args, **more)
 
     def measured(ranked, run, *, num_steps, **more):
         return measure(ranked, run, num_steps=10**9, **more)
@@ -69,11 +85,14 @@ def test_a_plan_that_was_tried_is_not_compiled_again(slow_devices, text, tmp_pat
         monkeypatch.setattr(module, "build_program", build_program)
     monkeypatch.setattr(first_plan, "run_trial", trial)
     monkeypatch.setattr(first_plan, "measure", measured)
+    monkeypatch.setattr(api, "run_program", begin)
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
-        result = run_tiny(tmp_path / "run", text, mesh="auto", steps=2, **{"parallel.trials": 2})
+        result = run_tiny(tmp_path / "run", text, mesh="auto", steps=2, **{"parallel.trials": 3})
     finally:
         monitoring.unregister_event_duration_listener(count)
-    assert len({trial.plan for trial in tried}) == 2
-    assert len(compiled) == 2, "the run uses the step of the trial"
-    assert result.plan == min(tried, key=lambda each: each.step_time_s).plan
+    first, second, third = (trial.plan for trial in tried)
+    assert len({first, second, third}) == 3
+    assert result.plan == second
+    assert len(compiled) == 3, "the run uses the step of the trial"
+    assert in_memory == [[], [first], [second], [second]], "slower ones are freed"

@@ -306,16 +306,16 @@ def test_durations_are_learnt_from_what_has_ended():
     run.go(40, SLOW, {**NORMAL, "between": 4.0})
     disturbed = run.watch.regime_at(run.time_s)
     assert disturbed.durations is not None
-    assert disturbed.durations.num_past == 0
+    assert len(disturbed.durations.past_s) == 0
     assert disturbed.elapsed_s == pytest.approx(run.time_s - began_s, rel=0.1)
     run.go(20, said=NORMAL)
     normal = run.watch.regime_at(run.time_s)
     assert normal.durations is not None
-    assert normal.durations.num_past == 1
+    assert len(normal.durations.past_s) == 1
     run.go(20, SLOW, {**NORMAL, "between": 4.0})
     again = run.watch.regime_at(run.time_s)
     assert again.durations is not None
-    assert again.durations.num_past == 1
+    assert len(again.durations.past_s) == 1
     assert again.durations.expected_s(0.0, 1e6) == pytest.approx(2 * 40 * 2.5, rel=0.3)
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from rehearsal import check_buffers
 from schedules import forward_schedules, schedules, training_schedules
 
-from optimus_jax.pipeline.buffers import Buffers, check_buffers
+from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.interleaved import interleaved
 from optimus_jax.pipeline.one_f_one_b import one_f_one_b
 from optimus_jax.pipeline.schedule import Schedule, lay_out

@@ -281,6 +281,7 @@ def test_a_table_needs_its_file_only_once(tmp_path):
     assert optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=2).plan == result.plan
 
 
+@pytest.mark.nightly  # a minute: measures this machine, as the first `optimus plan` on it does
 def test_a_measured_machine_is_planned_for(tmp_path):
     """Through the script, with a small profile made once; nothing here speaks of time."""
     flags = (

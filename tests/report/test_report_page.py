@@ -1,4 +1,4 @@
-"""The report as a person gets it: written by the script, opened in a browser."""
+"""The report page as written by the script and opened in a browser."""
 
 import json
 import os
@@ -42,7 +42,7 @@ said.textContent = JSON.stringify({
   ink: [...document.querySelectorAll("svg text")].map(text => getComputedStyle(text).fill)});
 document.body.append(said);
 </script>"""
-"""Asks the browser what a person would see."""
+"""Script that records what the browser shows."""
 
 
 def report(*arguments):
@@ -106,7 +106,7 @@ def test_the_page_opens_without_a_complaint(page):
 
 
 @needs_browser
-def test_complaints_would_be_heard(page):
+def test_browser_complaints_are_detected(page):
     broken = page.with_name("broken.html")
     broken.write_text(page.read_text().replace("</body>", "<script>alert(1)</script></body>"))
     assert any("Content Security Policy" in line for line in browse(broken)[1])
@@ -142,7 +142,7 @@ def test_the_page_is_narrow_on_a_narrow_screen(page):
     assert probed(page, "--window-size=500,900")["fits"]
 
 
-def test_by_default_the_page_lies_with_its_run(tmp_path):
+def test_the_page_is_written_into_the_run_directory_by_default(tmp_path):
     write_run(tmp_path / "run").close()
     for _ in range(2):  # a page that is there is replaced
         assert report(tmp_path / "run").returncode == 0

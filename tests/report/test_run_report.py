@@ -1,5 +1,5 @@
-"""What a report says of a made-up run: every number where it belongs, unknown things called so, and
-texts that stay texts.
+"""The report of a made-up run: every number is in its place, missing values are "unknown", and text
+is escaped.
 """
 
 import itertools
@@ -18,21 +18,21 @@ from sample_run import FIRST, LAST_WHY, PHASES, PLAN, SECOND, step, write_run
 from optimus_jax.control import policy
 from optimus_jax.errors import ConfigError
 from optimus_jax.planning.search.explain import flags
-from optimus_jax.report import wording
-from optimus_jax.report.run_events import Alternative, DecisionLine, decision_of, known, number
-from optimus_jax.report.run_figures import (
-    MOST_POINTS,
-    draw_memory,
-    draw_step_times,
-    draw_switch,
-    letter,
-    thinned,
+from optimus_jax.report import formatting
+from optimus_jax.report.chart_axes import MAX_POINTS, downsampled, plan_letter
+from optimus_jax.report.run_charts import draw_memory, draw_step_times, draw_switch
+from optimus_jax.report.run_events import (
+    AlternativeRecord,
+    DecisionRecord,
+    is_finite_number,
+    number,
+    parse_decision,
 )
-from optimus_jax.report.run_story import RunStory
+from optimus_jax.report.run_history import RunHistory
 from optimus_jax.run_directory.directory import RunDirectory
 
 pytest.importorskip("matplotlib")
-from optimus_jax.report.run_parts import MOST_ROWS
+from optimus_jax.report.components import MAX_ROWS
 from optimus_jax.report.run_report import run_report
 from optimus_jax.report.svg import page_settings, to_svg
 
@@ -48,8 +48,8 @@ def path(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def story(path) -> RunStory:
-    return RunStory.read(path)
+def history(path) -> RunHistory:
+    return RunHistory.read(path)
 
 
 class Reader(HTMLParser):
@@ -78,33 +78,33 @@ def shown(path) -> Reader:
     return Reader(run_report(path))
 
 
-def test_spans_are_the_plans_in_the_order_in_which_they_ran(story):
-    assert [(span.plan, span.first, span.last, span.step_time_s) for span in story.spans] == [
+def test_spans_are_the_plans_in_the_order_in_which_they_ran(history):
+    assert [(span.plan, span.first, span.last, span.step_time_s) for span in history.spans] == [
         (FIRST, 1, 30, pytest.approx(0.21)),
         (SECOND, 31, 50, 0.11),
         (FIRST, 51, 60, pytest.approx(0.21)),
     ]
-    assert [[one.step for one in story.within(span)][::29] for span in story.spans] == [
+    assert [[one.step for one in history.steps_in(span)][::29] for span in history.spans] == [
         [1, 30],
         [31],
         [51],
     ]
-    assert story.plans == [FIRST, SECOND, "tried0000000"]
-    assert story.layouts == {
+    assert history.plans == [FIRST, SECOND, "tried0000000"]
+    assert history.layouts == {
         FIRST: PLAN.describe(),
         SECOND: "mesh data=8, zero 0",
         "tried0000000": "mesh tensor=8, zero 0",
     }
 
 
-def test_decisions_are_read_with_what_they_weighed(story):
-    assert [(one.action, one.step, one.plan) for one in story.decisions] == [
+def test_decisions_are_read_with_what_they_weighed(history):
+    assert [(one.action, one.step, one.plan) for one in history.decisions] == [
         ("tried", 0, FIRST),
         ("tried", 0, "tried0000000"),
         ("switch", 24, SECOND),
         ("stay", 58, None),
     ]
-    best, other = story.decisions[2].alternatives
+    best, other = history.decisions[2].alternatives
     assert (best.gain_s, best.cost_s, best.probability) == (12.0, 1.5, 0.97)
     assert other.gain_s is None
 
@@ -130,25 +130,25 @@ def test_what_the_controller_writes_is_what_is_read():
         inputs={"link": 4.0},
         alternatives=(weighed,),
     )
-    read = decision_of({"event": "decision", "step": 7, "time_s": 1.0, **decision.as_json()})
-    assert read == DecisionLine(
+    read = parse_decision({"event": "decision", "step": 7, "time_s": 1.0, **decision.as_json()})
+    assert read == DecisionRecord(
         step=7,
         time_s=1.0,
         action="switch",
         why="it is worth it",
-        rung="remesh",
+        switch_method="remesh",
         plan=PLAN.digest,
         layout=flags(PLAN),
         trigger="a slower link",
-        present_step_time_s=0.75,
+        current_step_time_s=0.75,
         inputs={"link": 4.0},
         predicted_step_time_s=0.5,
         measured_step_time_s=None,
         alternatives=(
-            Alternative(
+            AlternativeRecord(
                 layout=flags(PLAN),
                 plan=PLAN.digest,
-                rung="remesh",
+                switch_method="remesh",
                 predicted_step_time_s=0.5,
                 gain_s=9.0,
                 cost_s=1.0,
@@ -159,30 +159,30 @@ def test_what_the_controller_writes_is_what_is_read():
     )
 
 
-def test_a_switch_is_timed_by_phase_and_seen_in_the_steps_around_it(story):
-    remesh, rollback = story.switches
+def test_a_switch_is_timed_by_phase_and_seen_in_the_steps_around_it(history):
+    remesh, rollback = history.switches
     assert dict(remesh.phases_s) == PHASES
     assert (remesh.before_s, remesh.after_s) == (pytest.approx(0.21), 0.11)
     assert rollback.phases_s == (("move", 0.3), ("verify", None))
     assert (rollback.before_s, rollback.after_s) == (0.11, pytest.approx(0.21))
 
 
-def test_predictions_meet_the_steps_that_ran_under_that_plan(story):
+def test_predictions_meet_the_steps_that_ran_under_that_plan(history):
     assert [
-        (one.plan, one.predicted_s, one.measured_s, one.is_trial) for one in story.comparisons
+        (one.plan, one.predicted_s, one.measured_s, one.is_trial) for one in history.comparisons
     ] == [(FIRST, 0.18, 0.21, True), ("tried0000000", 0.3, 0.45, True), (SECOND, 0.1, 0.11, False)]
-    assert story.comparisons[-1].how == "median of steps 31 to 50"
+    assert history.comparisons[-1].source == "median of steps 31 to 50"
 
 
-def test_a_plan_that_another_decision_overtook_was_not_measured(tmp_path):
+def test_a_plan_replaced_before_it_ran_has_no_measurement(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     decided = {"action": "switch", "plan": SECOND, "predicted_step_time_s": 0.1}
-    for place in range(1, 11):
-        run.log_step(step(place, FIRST if place < 8 else SECOND))
+    for index in range(1, 11):
+        run.log_step(step(index, FIRST if index < 8 else SECOND))
     run.log_event("decision", 2, **decided)
     run.log_event("decision", 5, **decided)
     run.log_event("decision", 9, **decided | {"plan": FIRST})
-    measured = [pair.measured_s for pair in RunStory.read(run.path).comparisons]
+    measured = [pair.measured_s for pair in RunHistory.read(run.path).comparisons]
     assert measured == [
         None,
         pytest.approx(0.21, abs=0.02),
@@ -195,7 +195,7 @@ def test_a_plan_that_another_decision_overtook_was_not_measured(tmp_path):
     [
         ("done", "done"),
         ("terminate", "stopped on request"),
-        ("not learning", "it no longer learnt"),
+        ("not learning", "it no longer learned"),
         ("odd", "ended: odd"),
         (None, "under way, or killed"),
     ],
@@ -206,9 +206,9 @@ def test_status(tmp_path, reason, status):
     run.log_step(step(1))
     if reason is not None:
         run.log_event("end", 1, reason=reason)
-    assert status in RunStory.read(run.path).status
+    assert status in RunHistory.read(run.path).status
     run.log_event("resume", 1)
-    assert "under way" in RunStory.read(run.path).status
+    assert "under way" in RunHistory.read(run.path).status
 
 
 def test_why_the_plan_in_use_is_in_use(tmp_path):
@@ -223,7 +223,7 @@ def test_why_the_plan_in_use_is_in_use(tmp_path):
         ("rollback", {}),
     ):
         run.log_event(name, 1, **fields)
-        said.append(RunStory.read(run.path).why_current)
+        said.append(RunHistory.read(run.path).why_current)
     assert said == [
         "it was given",
         "it was given",
@@ -241,12 +241,12 @@ def test_the_page_says_what_is_known_and_what_is_not(shown):
         "no end is recorded",
         "60 of 80",
         "the canary was slower than promised",
-        "training waited 484 ms",
+        "training paused for 484 ms",
         "12 MiB",
         "Predicted 300 ms a step, measured 450 ms.",
         "device: 3; what: lost",
         "held out",
-        "how much was in use is unknown",
+        "peak unknown",
         "verify unknown",
         "1 step without an update",
         "0.21 ± 0.01 (20 samples, good)",
@@ -255,7 +255,7 @@ def test_the_page_says_what_is_known_and_what_is_not(shown):
         "saves 3% of a step",
         "the loss",
         "220 ms a step",
-        "last 10 steps under it",
+        "last 10 steps on this plan",
     ):
         assert words in shown.words, words
     assert "nan" not in shown.words.lower().replace("finance", "")
@@ -324,17 +324,17 @@ def test_the_page_can_be_read_without_seeing_it(shown):
 
 
 def test_colours_are_the_pages_own(path):
-    pictures = run_report(path).split("<svg")[1:]
-    assert all("var(--ink)" in picture for picture in pictures)
-    assert not any("#000000" in picture or "#222222" in picture for picture in pictures), (
+    charts = run_report(path).split("<svg")[1:]
+    assert all("var(--ink)" in chart for chart in charts)
+    assert not any("#000000" in chart or "#222222" in chart for chart in charts), (
         "black on a dark screen"
     )
 
 
-def test_a_pointer_is_told_what_it_is_over(story):
-    picture = draw_step_times(story)
+def test_parts_of_a_chart_have_tooltips(history):
+    chart = draw_step_times(history)
     with page_settings():
-        drawn = to_svg(picture.figure, name="times", label="", titles=picture.titles)
+        drawn = to_svg(chart.figure, name="times", label="", titles=chart.titles)
     for words in (
         "plan A, steps 1 to 30, median 210 ms",
         "plan B, steps 31 to 50, median 110 ms: mesh data=8",
@@ -355,7 +355,7 @@ def test_a_run_before_its_first_step(tmp_path):
     )
     shown = Reader(run_report(run.path))
     for words in (
-        "No step has been recorded yet",
+        "No step is recorded yet",
         "trial before the first step",
         "config.json",
         "0 of unknown",
@@ -370,9 +370,9 @@ def test_a_run_without_decisions(tmp_path):
     shown = Reader(run_report(run.path))
     for words in (
         "No decision is recorded",
-        "never moved to another plan",
+        "never switched plans",
         "No fault is recorded",
-        "at most 3 GiB in use",
+        "peak 3 GiB",
     ):
         assert words in shown.words
 
@@ -389,15 +389,15 @@ def test_logs_can_be_cut_anywhere(path, cuts):
         for name, cut in zip(("metrics.jsonl", "events.jsonl"), cuts, strict=True):
             content = (path / name).read_bytes()
             (Path(folder) / name).write_bytes(content[: round(cut * len(content))])
-        story = RunStory.read(folder)
-        assert [one.step for one in story.steps] == list(range(1, len(story.steps) + 1))
-        assert [pair.predicted_s for pair in story.comparisons] == [0.18, 0.3, 0.1][
-            : len(story.comparisons)
+        history = RunHistory.read(folder)
+        assert [one.step for one in history.steps] == list(range(1, len(history.steps) + 1))
+        assert [pair.predicted_s for pair in history.comparisons] == [0.18, 0.3, 0.1][
+            : len(history.comparisons)
         ]
-        assert all(told.startswith("config.json") for told in story.troubles)
+        assert all(told.startswith("config.json") for told in history.read_errors)
 
 
-def test_a_damaged_line_is_passed_over_and_told(path, tmp_path):
+def test_a_damaged_line_is_skipped_and_reported(path, tmp_path):
     for name in ("metrics.jsonl", "events.jsonl", "config.json"):
         (tmp_path / name).write_bytes((path / name).read_bytes() + b'{"event": "dec\x00\n')
     shown = Reader(run_report(tmp_path))
@@ -426,11 +426,11 @@ def test_a_damaged_line_is_passed_over_and_told(path, tmp_path):
     ],
 )
 def test_a_known_value_is_a_finite_number(value, is_known):
-    assert known(value) == is_known
+    assert is_finite_number(value) == is_known
     assert number({"field": value}, "field") == (value if is_known else None)
 
 
-anything = st.recursive(
+any_value = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
@@ -469,14 +469,14 @@ FIELDS = (
                     ["decision", "remesh", "rollback", "eval", "compile", "end", "fault", "plan"]
                 )
             },
-            optional=dict.fromkeys(FIELDS, anything),
+            optional=dict.fromkeys(FIELDS, any_value),
         ),
         max_size=6,
     ),
     fields=st.fixed_dictionaries(
         {},
         optional=dict.fromkeys(
-            ("step_time_s", "peak_bytes", "plan", "tokens_per_s", "mfu"), anything
+            ("step_time_s", "peak_bytes", "plan", "tokens_per_s", "mfu"), any_value
         ),
     ),
 )
@@ -503,17 +503,17 @@ def test_whatever_a_field_holds_there_is_a_page(events, fields):
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
-    for place in range(1, 6 * MOST_POINTS):
-        run.log_step(step(place, step_time_s=9.0 if place == 77 else 0.2))
-    for place in range(1, MOST_ROWS + 101):
+    for index in range(1, 6 * MAX_POINTS):
+        run.log_step(step(index, step_time_s=9.0 if index == 77 else 0.2))
+    for index in range(1, MAX_ROWS + 101):
         run.log_event(
-            "decision", place, action="switch" if place == 5 else "stay", why=f"reason {place}."
+            "decision", index, action="switch" if index == 5 else "stay", why=f"reason {index}."
         )
     text = run_report(run.path)
     assert len(text) < 600_000
     for words in (
         "Each point is the median of 6 steps",
-        "1 step took longer than the chart is high, at most 9 s",
+        "1 step above the top of the chart, at most 9 s",
         "99 older decisions are left out",
         "reason 5.",
         "reason 300.",
@@ -525,15 +525,15 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
 def test_memory_is_what_was_measured_and_what_the_compiler_said(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     assert (
-        draw_memory(RunStory.read(write_run(tmp_path / "sample").path)).caption
-        == "On one device: how much was in use is unknown, as the backend does not say; the last"
-        " compiled step needs 70 MiB."
+        draw_memory(RunHistory.read(write_run(tmp_path / "sample").path)).caption
+        == "On one device: peak unknown, because the backend does not report it; the last compiled"
+        " step needs 70 MiB."
     )
     run.log_step(step(1, peak_bytes=2**30))
     run.log_step(step(2, peak_bytes=2**31))
-    (line,) = draw_memory(RunStory.read(run.path)).figure.axes[0].lines
+    (line,) = draw_memory(RunHistory.read(run.path)).figure.axes[0].lines
     assert line.get_xydata().tolist() == [[1, 1], [2, 2], [2, 2]]
-    assert draw_memory(RunStory.read(_with_one_step(tmp_path))) is None
+    assert draw_memory(RunHistory.read(_with_one_step(tmp_path))) is None
 
 
 def _with_one_step(tmp_path: Path) -> Path:
@@ -542,8 +542,8 @@ def _with_one_step(tmp_path: Path) -> Path:
     return run.path
 
 
-def test_phases_of_a_switch_follow_one_another(story):
-    bars = draw_switch(story.switches[0]).figure.axes[0].patches
+def test_phases_of_a_switch_follow_one_another(history):
+    bars = draw_switch(history.switches[0]).figure.axes[0].patches
     assert [bar.get_x() for bar in bars] == pytest.approx(
         [0, *np.cumsum(list(PHASES.values()))[:-1]]
     )
@@ -554,16 +554,16 @@ def test_phases_of_a_switch_follow_one_another(story):
 
 
 @given(values=st.lists(st.floats(0, 10), min_size=1, max_size=50), per_point=st.integers(1, 60))
-def test_a_thinned_line_hides_no_extreme(values, per_point):
-    line = thinned(list(enumerate(values)), per_point)
+def test_a_downsampled_line_keeps_extremes(values, per_point):
+    line = downsampled(list(enumerate(values)), per_point)
     assert (line.low.min(), line.high.max()) == (min(values), max(values))
     assert (line.low <= line.middle).all()
     assert (line.middle <= line.high).all()
     assert len(line.x) == -(-len(values) // per_point)
 
 
-def test_letters_never_end():
-    letters = [letter(place) for place in range(800)]
+def test_plan_letters_are_distinct():
+    letters = [plan_letter(index) for index in range(800)]
     assert letters[:2] + letters[25:28] + letters[701:703] == [
         "A",
         "B",
@@ -577,31 +577,31 @@ def test_letters_never_end():
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("formatted", "text"),
     [
-        (wording.duration(None), "unknown"),
-        (wording.duration(float("nan")), "unknown"),
-        (wording.duration(0), "0 s"),
-        (wording.duration(2e-5), "20 µs"),
-        (wording.duration(0.0412), "41.2 ms"),
-        (wording.duration(3.066), "3.07 s"),
-        (wording.duration(125), "2 min 5 s"),
-        (wording.duration(12000), "3 h 20 min"),
-        (wording.memory(None), "unknown"),
-        (wording.memory(0), "0 bytes"),
-        (wording.memory(1023), "0.999 KiB"),
-        (wording.duration(0.9996), "1,000 ms"),
-        (wording.memory(1.25 * 2**30), "1.25 GiB"),
-        (wording.memory(2**51), "2,048 TiB"),
-        (wording.share(None), "unknown"),
-        (wording.share(0.125), "12.5%"),
-        (wording.count(None), "unknown"),
-        (wording.when(0.0), "1970-01-01 00:00:00"),
-        (wording.when(1e30), "unknown"),
-        (wording.anything({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
-        (wording.counted(1, "step"), "1 step"),
-        (wording.counted(2000, "step"), "2,000 steps"),
+        (formatting.format_duration(None), "unknown"),
+        (formatting.format_duration(float("nan")), "unknown"),
+        (formatting.format_duration(0), "0 s"),
+        (formatting.format_duration(2e-5), "20 µs"),
+        (formatting.format_duration(0.0412), "41.2 ms"),
+        (formatting.format_duration(3.066), "3.07 s"),
+        (formatting.format_duration(125), "2 min 5 s"),
+        (formatting.format_duration(12000), "3 h 20 min"),
+        (formatting.format_bytes(None), "unknown"),
+        (formatting.format_bytes(0), "0 bytes"),
+        (formatting.format_bytes(1023), "0.999 KiB"),
+        (formatting.format_duration(0.9996), "1,000 ms"),
+        (formatting.format_bytes(1.25 * 2**30), "1.25 GiB"),
+        (formatting.format_bytes(2**51), "2,048 TiB"),
+        (formatting.format_percent(None), "unknown"),
+        (formatting.format_percent(0.125), "12.5%"),
+        (formatting.format_count(None), "unknown"),
+        (formatting.format_time(0.0), "1970-01-01 00:00:00"),
+        (formatting.format_time(1e30), "unknown"),
+        (formatting.format_value({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
+        (formatting.format_plural(1, "step"), "1 step"),
+        (formatting.format_plural(2000, "step"), "2,000 steps"),
     ],
 )
-def test_wording(said, words):
-    assert said == words
+def test_formatting(formatted, text):
+    assert formatted == text

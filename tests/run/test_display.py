@@ -24,7 +24,7 @@ from optimus_jax.run.display import (
     short_count,
     short_duration,
 )
-from optimus_jax.run.start_table import start_report
+from optimus_jax.run.start_table import show_start_table
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.numbers import perplexity_of, short
@@ -225,10 +225,8 @@ def test_rich_table_holds_every_cell():
             plans.case("pipe=4,data=2", microbatches=8),
             {
                 "stages": "4 with 2+2+3+3 layers; each tick takes as long as 3 layers",
-                "schedule": (
-                    "1f1b, 8 microbatches in 14 ticks: bubble 37.5% of the time without waiting"
-                ),
-                "in flight": "at most 7 tasks of a stage, each with its residuals (kept)",
+                "schedule": ("1f1b, 8 microbatches in 14 ticks: bubble 37.5% of the busy time"),
+                "in flight": "at most 7 tasks per stage, each storing its residuals",
             },
         ),
         (
@@ -246,10 +244,11 @@ def test_rich_table_holds_every_cell():
                 ),
                 "schedule": (
                     "interleaved, 4 microbatches in 16 ticks, a tick of slack for sends: bubble"
-                    " 25.0% of the time without waiting"
+                    " 25.0% of the busy time"
                 ),
                 "in flight": (
-                    "at most 8 tasks of a stage, each with the stage's input (residuals recomputed)"
+                    "at most 8 tasks per stage, each storing the stage's input (residuals are"
+                    " recomputed)"
                 ),
             },
         ),
@@ -269,7 +268,7 @@ def what_you_got(case: plans.PlanCase) -> str:
     built = plans.build(plans.model_for(case, "gpt"), case)
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
-    start_report(
+    show_start_table(
         make("plain", stream),
         config=built.config,
         topology=discover(),

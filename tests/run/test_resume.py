@@ -39,7 +39,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import api
 from optimus_jax.run import program as run
-from optimus_jax.run.first_plan import on_what_is_there
+from optimus_jax.run.first_plan import for_available_devices
 from optimus_jax.run_directory import directory as run_directory
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import (
@@ -102,7 +102,7 @@ def test_an_edited_config_is_what_is_told_used_and_recorded(
         ("precision.compute", "f32", "bf16"),
     ):
         assert f"{name} from {before} to {now}" in changed
-    assert not any("in which the run began" in words for words in told)
+    assert not any("as at the start of the run" in words for words in told)
     saved = Checkpoints(run_dir / "checkpoints", CheckpointConfig()).latest()
     assert saved is not None
     recorded = json.loads(saved.metadata["config"])
@@ -234,7 +234,7 @@ def test_steps_that_are_done_cannot_be_undone(uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted[1], run_dir)
     before = {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
-    with pytest.raises(ConfigError, match=f"has come to step {STEPS} already(.|\\n)*--steps 3"):
+    with pytest.raises(ConfigError, match=f"has already finished step {STEPS}(.|\\n)*--steps 3"):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=3)
     assert {path: path.read_bytes() for path in before} == before
 
@@ -279,7 +279,7 @@ def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(
             FaultError if is_fault else RunDirectoryError, match=f"process {os.getpid()} on "
         ),
     ):
-        api._opened(
+        api._open_as_writer(
             (
                 partial(RunDirectory.resume, run_dir)
                 if is_begun
@@ -418,7 +418,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_pat
     assert f"checkpoint of step {STEPS} is damaged" in shown
     assert losses(resumed) == uninterrupted[0]
     aside = run_dir / "damaged" / str(STEPS)
-    assert f"is kept as {aside}" in shown
+    assert f"was moved to {aside}" in shown
     assert aside.is_dir(), "set aside, not deleted"
     assert newest.is_dir(), "saved anew"
 
@@ -495,9 +495,9 @@ def test_a_mesh_for_devices_that_are_lost_is_left_to_the_planner():
     topology = Topology(
         num_devices=4, num_processes=1, platform="cpu", device_kind="cpu", bytes_per_device=None
     )
-    freed = on_what_is_there(config, topology).parallel
+    freed = for_available_devices(config, topology).parallel
     assert (freed.mesh, freed.microbatches, freed.remat) == ("auto", None, "dots")
-    assert on_what_is_there(config, replace(topology, num_devices=8)) == config
+    assert for_available_devices(config, replace(topology, num_devices=8)) == config
 
 
 def test_a_pipeline_resumed_is_bit_identical(through_stages, crashed):
@@ -654,7 +654,7 @@ def test_a_run_that_no_longer_learns_can_go_back(uninterrupted, tmp_path, capsys
         **{"checkpoint.resume_step": STEPS, "optimizer.clip_norm": 1.0},
     )
     said = capsys.readouterr().out
-    assert f"resumed from the checkpoint of step {STEPS}, which was asked for" in said
+    assert f"resumed from the checkpoint of step {STEPS}, as requested" in said
     assert (result.reason, losses(result)[:STEPS]) == ("done", uninterrupted[0])
     assert sorted(int(path.name) for path in (run_dir / "abandoned").iterdir()) == steps[1:]
     assert Config.from_json((run_dir / "config.json").read_text()).checkpoint.resume_step is None, (
@@ -695,7 +695,7 @@ def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, ca
     capsys.readouterr()
     in_f32 = optimus_jax.train(run_dir=run_dir, resume=True, precision="f32", steps=3)
     assert (
-        "precision was f16 and is f32: the loss scale begins anew, at 1" in capsys.readouterr().out
+        "precision changed from f16 to f32: the loss scale restarts at 1" in capsys.readouterr().out
     )
     assert float(in_f32.state.loss_scale.scale) == 1
     again = optimus_jax.train(run_dir=run_dir, resume=True, precision="f16", steps=4)
@@ -722,7 +722,7 @@ def test_a_checkpoint_of_another_model_is_refused(uninterrupted, tmp_path, name,
     config = json.loads((run_dir / "config.json").read_text())
     config["model"][name] = size
     (run_dir / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=f"of another model\n.*model.{name}"):
+    with pytest.raises(CheckpointError, match=f"another model\n.*model.{name}"):
         optimus_jax.train(run_dir=run_dir, resume=True)
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match="another model"):
         load_text_model(run_dir)

@@ -8,7 +8,7 @@ import pytest
 from optimus_jax.config import Config
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import CheckpointError
-from optimus_jax.run.stored_config import changes_since, check_stored_config, saved_config
+from optimus_jax.run.stored_config import check_stored_config, describe_changes, saved_config
 
 SAVED = Config(model=model_preset("llama3.2-1b"))
 METADATA = {"config": SAVED.to_json(derived={"optimizer.lr": 3e-4, "precision.compute": "bf16"})}
@@ -72,10 +72,10 @@ def test_names_and_places_may_differ():
 )
 def test_what_may_change_is_said(name, value):
     check_stored_config(METADATA, now := SAVED.with_values({name: value}))
-    told = changes_since(saved_config(METADATA), now)
+    told = describe_changes(saved_config(METADATA), now)
     assert told is not None
     assert f"{name} from" in told
-    assert changes_since(saved_config(METADATA), SAVED) is None
+    assert describe_changes(saved_config(METADATA), SAVED) is None
 
 
 @pytest.mark.parametrize("section", ["optimizer", "precision", "evaluation"])
@@ -84,7 +84,7 @@ def test_every_field_that_may_change_is_said(section):
     for field in dataclasses.fields(getattr(SAVED, section)):
         value = other.get(field.name, 0.5 if field.type in (float, "float", float | None) else 7)
         name = f"{section}.{field.name}"
-        told = changes_since(saved_config(METADATA), SAVED.with_values({name: value}))
+        told = describe_changes(saved_config(METADATA), SAVED.with_values({name: value}))
         assert f"{name} from" in (told or ""), name
 
 
@@ -102,7 +102,7 @@ def test_data_may_differ_where_that_is_allowed():
         check_stored_config(
             METADATA, now := SAVED.with_values(change | {"data.allow_change": True})
         )
-        said.append(changes_since(saved_config(METADATA), now) or "")
+        said.append(describe_changes(saved_config(METADATA), now) or "")
     assert "data.eval_fraction" in said[0]
     assert said[0].endswith("cannot be compared")
     assert "data.global_batch" in said[1]

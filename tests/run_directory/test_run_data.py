@@ -110,13 +110,13 @@ def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
 
 def test_where_data_lies_is_a_hosts_own_affair():
     here, there = (
-        api._settings(
+        api._shared_settings(
             make_config("gpt2", {"data": f"/{host}/a.txt", "tokenizer": f"/{host}/t.json"})
         )
         for host in "ab"
     )
     assert here == there
-    assert here != api._settings(make_config("gpt2", {"data.text_field": "body"}))
+    assert here != api._shared_settings(make_config("gpt2", {"data.text_field": "body"}))
 
 
 def begun(folder, *, begin=None, **data):
@@ -261,21 +261,21 @@ def test_that_evaluations_read_other_tokens_is_said(tmp_path):
         ({"eval_batches": 3}, "12 x 32"),
         ({"evaluation.examples": 10**6}, f"{there} x 32"),
     ):
-        told = Inputs.of(make_config("gpt2-nano", given | changes)).other_evaluation(before)
+        told = Inputs.of(make_config("gpt2-nano", given | changes)).evaluation_change(before)
         assert told is not None
-        assert f"8 x 32 tokens before, {now} tokens from here on: {NOT_COMPARABLE}" in told
+        assert f"8 x 32 tokens before, {now} tokens from now on: {NOT_COMPARABLE}" in told
         assert "--set evaluation.examples=8 --set evaluation.seq_len=32" in told
     for same in (
         {"eval_batches": 2},
         {"evaluation.examples": 8, "phases": "5:16x64", "eval_every": 3},
     ):
-        assert Inputs.of(make_config("gpt2-nano", given | same)).other_evaluation(before) is None
+        assert Inputs.of(make_config("gpt2-nano", given | same)).evaluation_change(before) is None
     more = make_config("gpt2-nano", given | {"evaluation.examples": 10**5})
     assert (
         Inputs.of(
             make_config("gpt2-nano", given | {"evaluation.examples": 10**6})
-        ).other_evaluation(more)
+        ).evaluation_change(more)
         is None
     )
     none = make_config("gpt2-nano", given | {"eval_every": 0})
-    assert Inputs.of(none).other_evaluation(before) is None
+    assert Inputs.of(none).evaluation_change(before) is None

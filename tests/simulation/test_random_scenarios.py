@@ -115,9 +115,20 @@ def scenarios(draw):
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)  # an example takes up to 3 s: after each event all plans are priced
 @given(made=scenarios(), seed=st.integers(0, 1000))
 def test_a_run_ends_whatever_happens(made, seed):
+    runs_to_its_end(made, seed)
+
+
+@pytest.mark.nightly
+@settings(max_examples=300)
+@given(made=scenarios(), seed=st.integers(0, 1000))
+def test_many_runs_end_whatever_happens(made, seed):
+    runs_to_its_end(made, seed)
+
+
+def runs_to_its_end(made, seed):
     setup = Setup.of(made, PRICING)
     try:
         run_all(setup, seed, SEARCHER, (STAY,))

@@ -258,7 +258,7 @@ def test_copies_that_both_went_on_are_left_alone(run, tmp_path, starts_there, st
     saved(there.directory, 6)
     mirrored(there)
     before = content_of(run.directory)
-    with pytest.raises(StoreError, match="have both been trained on") as caught:
+    with pytest.raises(StoreError, match="have both been trained") as caught:
         run.fetch(pytest.fail)
     assert str(run.directory) in str(caught.value)
     assert str(run.url) in str(caught.value)

@@ -56,11 +56,11 @@ def evaluated(case, settings, *, phase=0):
     own = in_phase(config, now)
     plan = plans.make_plan(own)
     program = build_program(own, plan, jax.devices()[: plan.num_devices])
-    dealt = inputs.dealt(program, now.steps_before)
-    assert dealt.eval_batches is not None
+    phase_batches = inputs.phase_batches(program, now.steps_before)
+    assert phase_batches.eval_batches is not None
     num_rows = eval_rows(own, plan)
     params = plans.random_state(program).params
-    batches = list(dealt.eval_batches())
+    batches = list(phase_batches.eval_batches())
     sums = [
         program.eval_step(params, put_batch(batch, program.batch_sharding, num_rows))
         for batch in batches

@@ -1,4 +1,4 @@
-"""Parts beside the shards of real arrays, and what the pictures say."""
+"""Shards match those of real arrays, and pictures name them."""
 
 import dataclasses
 
@@ -11,23 +11,23 @@ from optimus_jax.config.request import make_config
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.viz.layouts import (
-    PlacedTensor,
+    ShardedTensor,
+    batch_tensor,
+    device_table,
     draw_mesh,
     draw_tensors,
-    holdings,
-    placed_batch,
-    placed_model,
+    model_tensors,
 )
 
 
-def placed(model: str, mesh: str, kept="parameters", **settings) -> dict[str, PlacedTensor]:
+def tensors_of(model: str, mesh: str, kind="parameters", **settings) -> dict[str, ShardedTensor]:
     config = make_config(model, {"mesh": mesh, **settings})
     axes = AxisSizes.parse(mesh)
     plan = plan_for(config, axes, dataclasses.replace(discover(), num_devices=axes.num_devices))
     devices = build_mesh(plan.axes, jax.devices()[: axes.num_devices])
-    batch = placed_batch(config.model, plan, devices, global_batch=16, seq_len=32)
+    batch = batch_tensor(config.model, plan, devices, global_batch=16, seq_len=32)
     return {
-        tensor.name: tensor for tensor in [*placed_model(config.model, plan, devices, kept), batch]
+        tensor.name: tensor for tensor in [*model_tensors(config.model, plan, devices, kind), batch]
     }
 
 
@@ -46,31 +46,31 @@ def texts(figure) -> str:
         ("fsdp=4,tensor=2", {"zero": 1}),
     ],
 )
-def test_parts_are_the_shards_of_arrays(mesh, settings):
-    for tensor in placed("llama-nano", mesh, **settings).values():
+def test_shards_are_those_of_arrays(mesh, settings):
+    for tensor in tensors_of("llama-nano", mesh, **settings).values():
         sharding = jax.sharding.NamedSharding(tensor.mesh, tensor.spec)
         array = jax.jit(
             lambda shape=tensor.shape: jax.numpy.zeros(shape, "float32"), out_shardings=sharding
         )()
         devices = list(tensor.mesh.devices.flat)
-        for shard in array.addressable_shards:
-            part = tensor.parts[devices.index(shard.device)]
-            assert tuple(stop - start for start, stop in part) == shard.data.shape
-            assert tensor.num_bytes(part) == shard.data.nbytes
+        for real in array.addressable_shards:
+            shard = tensor.shards[devices.index(real.device)]
+            assert tuple(stop - start for start, stop in shard) == real.data.shape
+            assert tensor.num_bytes(shard) == real.data.nbytes
             assert all(
-                index.indices(size)[:2] == piece
-                for index, size, piece in zip(shard.index, tensor.shape, part, strict=True)
+                index.indices(size)[:2] == bounds
+                for index, size, bounds in zip(real.index, tensor.shape, shard, strict=True)
             )
 
 
 def test_replicas_and_splits_follow_the_axes():
-    tensors = placed("llama-nano", "data=2,fsdp=2,tensor=2")
+    tensors = tensors_of("llama-nano", "data=2,fsdp=2,tensor=2")
     query = tensors["layers/attention/query"]
     assert [query.dims[dim] for dim in query.split_dims] == ["embed", "heads"]
-    assert query.parts[0] == query.parts[4] != query.parts[1], (
+    assert query.shards[0] == query.shards[4] != query.shards[1], (
         "device 4 is device 0 along data, device 1 along tensor"
     )
-    text = holdings([query, tensors["final_norm/scale"]], 5)
+    text = device_table([query, tensors["final_norm/scale"]], 5)
     assert "| embed 0:128; heads 4:8 | 262,144 | 1 |" in text
     assert "| all of it | 1,024 | 0-4, 6-7 |" in text
     assert "**263,168**" in text
@@ -78,27 +78,30 @@ def test_replicas_and_splits_follow_the_axes():
 
 def test_zero_1_splits_moments_and_no_parameters():
     tensors, moments = (
-        placed("gpt2-nano", "fsdp=8", kept, zero=1)["layers/mlp/up"]
-        for kept in ("parameters", "moments")
+        tensors_of("gpt2-nano", "fsdp=8", kind, zero=1)["layers/mlp/up"]
+        for kind in ("parameters", "moments")
     )
     assert tensors.split_dims == []
-    assert len(set(moments.parts.values())) == 8
+    assert len(set(moments.shards.values())) == 8
 
 
 def test_stages_name_the_layers_that_they_hold():
-    up = placed("gpt2-nano", "pipe=2", schedule="interleaved", microbatches=4)["layers/mlp/up"]
-    assert [up.describe(part, 0) for part in up.parts.values()] == ["layers 0, 2", "layers 1, 3"]
-    uneven = placed("gpt2-nano", "pipe=2", microbatches=4, **{"parallel.layers_per_stage": (3, 1)})[
-        "layers/mlp/up"
+    up = tensors_of("gpt2-nano", "pipe=2", schedule="interleaved", microbatches=4)["layers/mlp/up"]
+    assert [up.describe(shard, 0) for shard in up.shards.values()] == [
+        "layers 0, 2",
+        "layers 1, 3",
     ]
-    assert [uneven.describe(part, 0) for part in uneven.parts.values()] == [
+    uneven = tensors_of(
+        "gpt2-nano", "pipe=2", microbatches=4, **{"parallel.layers_per_stage": (3, 1)}
+    )["layers/mlp/up"]
+    assert [uneven.describe(shard, 0) for shard in uneven.shards.values()] == [
         "layers 0-2",
         "layers 3 + an empty slot + an empty slot",
     ]
 
 
-def test_pictures_name_devices_and_parts():
-    tensors = placed("gpt2-nano", "data=2,fsdp=2,tensor=2")
+def test_pictures_name_devices_and_shards():
+    tensors = tensors_of("gpt2-nano", "data=2,fsdp=2,tensor=2")
     mesh = texts(draw_mesh(tensors["positions"].mesh))
     assert all(f"device {device}" in mesh for device in range(8))
     assert "data 1\nfsdp 0\ntensor 1" in mesh
@@ -113,10 +116,10 @@ def test_pictures_name_devices_and_parts():
     figure.canvas.draw()
 
 
-def test_every_part_is_drawn_once_whatever_is_split():
-    tensor = placed("gpt2-nano", "pipe=2,fsdp=2,tensor=2", microbatches=2)["layers/mlp/up"]
+def test_every_shard_is_drawn_once():
+    tensor = tensors_of("gpt2-nano", "pipe=2,fsdp=2,tensor=2", microbatches=2)["layers/mlp/up"]
     cells = [
         text for text in texts(draw_tensors([tensor])).splitlines() if text.startswith("device ")
     ]
     assert sorted(cells) == [f"device {device}" for device in range(8)]
-    assert np.prod(tensor.shape) * 4 == sum(map(tensor.num_bytes, set(tensor.parts.values())))
+    assert np.prod(tensor.shape) * 4 == sum(map(tensor.num_bytes, set(tensor.shards.values())))

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_jax.viz.frontier import GIB, PlanRecord, draw_frontier, frontier, hover, merged
+from optimus_jax.viz.frontier import (
+    GIB,
+    PlanRecord,
+    draw_frontier,
+    frontier,
+    merge_rankings,
+    tooltip,
+)
 
 
 def fake(
@@ -41,7 +48,7 @@ def place(plan: PlanRecord) -> tuple[float, float]:
 
 
 @given(plans=st.lists(st.builds(fake, numbers, numbers), max_size=20))
-def test_the_frontier_is_what_nobody_beats(plans):
+def test_the_frontier_is_pareto_optimal(plans):
     best = frontier(plans)
     times = [plan["step_time_s"] for plan in best]
     assert times == sorted(set(times))
@@ -55,12 +62,12 @@ def test_the_frontier_is_what_nobody_beats(plans):
 
 
 def test_searches_are_merged_into_one_ranking():
-    ranking = merged([fake(1, 9), fake(3, 3, rank=2)], [fake(2, 5), fake(3, 3, rank=7)])
+    ranking = merge_rankings([fake(1, 9), fake(3, 3, rank=2)], [fake(2, 5), fake(3, 3, rank=7)])
     assert [(plan["rank"], *place(plan)) for plan in ranking] == [(1, 1, 9), (2, 2, 5), (3, 3, 3)]
 
 
-def test_a_pointer_shows_the_plan():
-    text = hover(fake(0.5, 2 * GIB, rank=3, schedule="1f1b", microbatches=8, mfu=0.41))
+def test_the_tooltip_describes_the_plan():
+    text = tooltip(fake(0.5, 2 * GIB, rank=3, schedule="1f1b", microbatches=8, mfu=0.41))
     for part in (
         "rank 3: data=4, tensor=2",
         "1f1b, bubble 25.0%",
@@ -72,8 +79,8 @@ def test_a_pointer_shows_the_plan():
         "12.5%",
     ):
         assert part in text
-    assert "no stages; 1 microbatch<br>" in hover(fake(1, 1))
-    assert "MFU unknown" in hover(fake(1, 1))
+    assert "no stages; 1 microbatch<br>" in tooltip(fake(1, 1))
+    assert "MFU unknown" in tooltip(fake(1, 1))
 
 
 def test_each_cluster_has_its_plans_and_its_line():
@@ -85,7 +92,7 @@ def test_each_cluster_has_its_plans_and_its_line():
     everything, line, none, no_line = figure.data
     assert list(everything.x) == [2, 1, 3]
     assert list(zip(line.x, line.y, strict=True)) == [(3, 1), (1, 2)]
-    assert line.hovertext[0] == hover(fast)
+    assert line.hovertext[0] == tooltip(fast)
     assert (line.name, no_line.name, len(none.x)) == ("8 GPUs", "16 GPUs", 0)
     assert line.marker.symbol != no_line.marker.symbol, "colour is not the only sign"
     assert "GiB" in figure.layout.xaxis.title.text

@@ -1,4 +1,4 @@
-"""Boxes beside the schedule's own account of time and memory."""
+"""Timelines agree with the schedule's own times and memory."""
 
 import itertools
 
@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.viz.timelines import (
-    draw_growth,
+    draw_by_microbatches,
     draw_memory,
     draw_timelines,
     in_flight_over_time,
     schedule_name,
     summary,
-    tasks_of,
+    timed_tasks,
 )
 
 SCHEDULES = [
@@ -27,10 +27,10 @@ SCHEDULES = [
 
 
 @given(schedule=st.sampled_from(SCHEDULES), backward_time=st.sampled_from([1.0, 2.0, 3.0]))
-def test_boxes_fill_the_critical_path_and_wait_for_their_inputs(
+def test_tasks_fill_the_critical_path_and_start_after_their_inputs(
     schedule: Schedule, backward_time: float
 ):
-    tasks = tasks_of(schedule, backward_time)
+    tasks = timed_tasks(schedule, backward_time)
     times = 1 / schedule.num_repeats, backward_time / schedule.num_repeats
     assert max(task.start + task.duration for task in tasks) == pytest.approx(
         schedule.critical_path(*times)
@@ -52,10 +52,10 @@ def test_boxes_fill_the_critical_path_and_wait_for_their_inputs(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=schedule_name)
-def test_what_is_kept_is_what_is_in_flight(schedule: Schedule):
-    kept = in_flight_over_time(schedule)
-    assert kept.max(axis=0).tolist() == (schedule.in_flight() / schedule.num_repeats).tolist()
-    assert kept[-1].max() <= 1, "the last tick still holds what it reads"
+def test_activations_in_flight_match_the_schedule(schedule: Schedule):
+    in_flight = in_flight_over_time(schedule)
+    assert in_flight.max(axis=0).tolist() == (schedule.in_flight() / schedule.num_repeats).tolist()
+    assert in_flight[-1].max() <= 1, "the last tick still holds what it reads"
 
 
 def test_summary_has_a_row_for_each():
@@ -102,7 +102,7 @@ def test_growth_has_a_line_for_each_schedule():
         count: [make_schedule("gpipe", 4, count), make_schedule("1f1b", 4, count)]
         for count in (4, 8, 64)
     }
-    bubbles, kept = draw_growth(by_count).axes
-    assert [line.get_ydata().tolist() for line in kept.lines] == [[4, 8, 64], [4, 7, 7]]
-    assert [tick.get_text() for tick in kept.get_xticklabels()] == ["4", "8", "64"]
+    bubbles, in_flight = draw_by_microbatches(by_count).axes
+    assert [line.get_ydata().tolist() for line in in_flight.lines] == [[4, 8, 64], [4, 7, 7]]
+    assert [tick.get_text() for tick in in_flight.get_xticklabels()] == ["4", "8", "64"]
     assert list(bubbles.lines[0].get_ydata()) == pytest.approx([75, 37.5, 100 * 3 / 64])

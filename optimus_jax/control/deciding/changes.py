@@ -49,10 +49,9 @@ class Change:
 
 
 class ChangeDetector:
-    """Finds changes of at least `shift` in a sequence of logarithms."""
+    """Finds changes of at least `SHIFT` in a sequence of logarithms."""
 
-    def __init__(self, shift: float = SHIFT) -> None:
-        self._shift = shift
+    def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=KEPT)
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
@@ -125,7 +124,7 @@ class ChangeDetector:
         bound = THRESHOLD / VOTES
         slack = UNSURE * self.noise / math.sqrt(len(self._samples))
         for_up, for_down = (
-            self._shift * (sign * off - self._shift / 2 - slack) / variance for sign in (1.0, -1.0)
+            SHIFT * (sign * off - SHIFT / 2 - slack) / variance for sign in (1.0, -1.0)
         )
         self._up = max(0.0, self._up + min(bound, max(-bound, for_up)))
         self._down = max(0.0, self._down + min(bound, max(-bound, for_down)))
@@ -142,10 +141,10 @@ class ChangeDetector:
             self._former is None
             or self.level is None
             or self._suspects < BACK
-            or abs(self._former - self.level) < max(self._shift, APART * self.noise)
+            or abs(self._former - self.level) < max(SHIFT, APART * self.noise)
         ):
             return False
-        near = max(self._shift / 2, UNSURE * self.noise)
+        near = max(SHIFT / 2, UNSURE * self.noise)
         return all(abs(value - self._former) < near for value in list(self._samples)[-BACK:])
 
     def _changed(self) -> Change | None:
@@ -155,7 +154,7 @@ class ChangeDetector:
         assert before is not None, "votes are cast against a level"
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
-        if abs(after - before) < self._shift / 2:  # a drift: what is old no longer counts
+        if abs(after - before) < SHIFT / 2:  # a drift: what is old no longer counts
             self._restart(list(self._samples)[-max(num_steps, LEAST) :])
             return None
         self._former = before
@@ -203,16 +202,12 @@ class Durations:
 
     def __init__(self, prior_s: float) -> None:
         self.prior_s = prior_s
-        self._past_s: deque[float] = deque(maxlen=self.LEARNT_FROM)
-
-    @property
-    def num_past(self) -> int:
-        """Regimes that it was learnt from."""
-        return len(self._past_s)
+        self.past_s: deque[float] = deque(maxlen=self.LEARNT_FROM)
+        """How long the regimes lasted that it was learnt from."""
 
     def ended(self, duration_s: float) -> None:
         """One lasted so long."""
-        self._past_s.append(max(0.0, duration_s))
+        self.past_s.append(max(0.0, duration_s))
 
     def survival(self, elapsed_s: float, further_s: float) -> float:
         """Probability that one that has lasted `elapsed_s` lasts `further_s` more."""
@@ -242,7 +237,7 @@ class Durations:
 
     @property
     def _shape(self) -> float:
-        return self.UNKNOWN_SHAPE + len(self._past_s)
+        return self.UNKNOWN_SHAPE + len(self.past_s)
 
     def _scale(self, elapsed_s: float) -> float:
-        return self.prior_s + sum(self._past_s) + max(0.0, elapsed_s)
+        return self.prior_s + sum(self.past_s) + max(0.0, elapsed_s)

@@ -1,0 +1,198 @@
+"""What a run directory holds: its files, and the events of `events.jsonl` with their fields.
+
+The reference page about the run directory is made from these tables, and `RunDirectory.log_event`
+takes only the events named here. `tests/run_directory/test_contents.py` compares them with every
+call that writes an event.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+EventName = Literal[
+    "start",
+    "resume",
+    "plan",
+    "compile",
+    "eval",
+    "checkpoint",
+    "decision",
+    "remesh",
+    "rollback",
+    "phase",
+    "fault",
+    "end",
+]
+
+FILES: Mapping[str, str] = {
+    "config.json": "Settings of the run, and the values that it chose for open ones.",
+    "plan.json": "The plan in use.",
+    "metrics.jsonl": "A line for each step.",
+    "metrics.abandoned.jsonl": "Lines of steps that were done again after an older checkpoint.",
+    "events.jsonl": "A line for each event.",
+    "checkpoints": "States of the run, by step.",
+    "damaged": "Checkpoints that could not be restored.",
+    "abandoned": "Checkpoints of steps that were done again.",
+    "tokenizer.json": "Copy of the tokenizer; missing if tokens are bytes.",
+    "tokenizer_config.json": "Names the tokenizer's special tokens.",
+    "lock": "Held by the process that writes.",
+    "progress": "Heartbeats of the processes.",
+    "faults": "Faults that each process has noticed (faults/fault_log.py).",
+    "switches.jsonl": "Journal of switches between plans (control/journal.py).",
+    "tensorboard": "The metrics for TensorBoard, if it is on.",
+    "report.html": "Page written by scripts/report.py.",
+}
+"""Files and folders; most appear only when there is something to write."""
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """What an event says."""
+
+    when: str
+    """When it is written."""
+    fields: Mapping[str, str]
+    """Its own fields and their meaning; an event may lack those that do not apply."""
+
+
+COMMON = {
+    "event": "Name of the event.",
+    "step": "Last finished step; 0 before the first.",
+    "time_s": "When it was written, in seconds since 1970.",
+}
+"""Fields of every event."""
+
+_STARTED = {
+    "devices": "Devices of the run, as text.",
+    "data": "Description of the data.",
+    "identity": "Digests and counts by which the run recognises its data.",
+    "notes": "Remarks about the data, such as skipped lines.",
+    "end_of_document": "Token that ends documents, and where it was found.",
+    "engine": "Launcher that started the processes.",
+    "launch": "How the launcher was recognised.",
+}
+_PLAN = {"plan": "Digest of the plan.", "layout": "The plan as one line of text."}
+_MOVED = {
+    **_PLAN,
+    "from_plan": "Digest of the plan before.",
+    "why": "Reason, for people.",
+    "phases_s": "Seconds of each phase of the switch, by name.",
+    "step_delay_s": "Seconds for which training stood still.",
+}
+
+EVENTS: Mapping[EventName, EventKind] = {
+    "start": EventKind("A new run begins.", _STARTED),
+    "resume": EventKind(
+        "A run goes on.",
+        {
+            **_STARTED,
+            "lr_before": "Learning rate of the last step, if the rate or its schedule changed.",
+            "lr_now": "Learning rate of the next step, likewise.",
+            "lr_end": "Learning rate of the last step of the run, likewise.",
+            "evaluation": "Why held-out losses cannot be compared with those from before.",
+        },
+    ),
+    "plan": EventKind(
+        "The run has a plan: at each start and resume.",
+        {
+            "digest": "Digest of the plan.",
+            "layout": "The plan as one line of text.",
+            "why": "Who chose it, and why.",
+            "crosses": "Mesh axes that cross hosts or processes, and which of the two.",
+        },
+    ),
+    "compile": EventKind(
+        "The training step was compiled.",
+        {
+            "compile_time_s": "Seconds that it took.",
+            "step_bytes_per_device": "Bytes that the compiled step needs on a device.",
+        },
+    ),
+    "eval": EventKind(
+        "The held-out loss was measured; null where no held-out token counts.",
+        {
+            "loss": "Mean over held-out tokens, in nats per token.",
+            "perplexity": "Exponential of the loss; null where it overflows.",
+            "bits_per_byte": "Loss in bits per byte; null unless tokens are bytes.",
+            "tokens": "Held-out tokens that were counted.",
+        },
+    ),
+    "checkpoint": EventKind(
+        "A checkpoint is complete on the disk.",
+        {"blocked_s": "Seconds for which training waited for it."},
+    ),
+    "decision": EventKind(
+        "The controller decided, or a plan was tried before the first step.",
+        {
+            **_PLAN,
+            "action": "`stay` or `switch`.",
+            "why": "Reason, for people.",
+            "trigger": "Signal that caused the decision.",
+            "rung": "What a switch has to change: see control.md.",
+            "at_step": "Step after which the switch is due; null: as soon as it is prepared.",
+            "without": "Ids of devices that the plan leaves out.",
+            "mandatory": "Whether the run cannot go on under the present plan.",
+            "step_time_s": "Predicted seconds per step under the present plan.",
+            "wait_s": "Seconds after which the decision is to be made again.",
+            "inputs": "Measurements and predictions that the decision used, by name.",
+            "alternatives": "The plans that were compared, best first.",
+            "traceback": "Python traceback, if the controller failed.",
+            "predicted_step_time_s": "Predicted seconds per step of a plan that was tried.",
+            "measured_step_time_s": "Measured seconds per step of a plan that was tried.",
+            "compile_time_s": "Seconds of compiling a plan that was tried.",
+            "step_bytes_per_device": "Bytes per device of a plan that was tried.",
+        },
+    ),
+    "remesh": EventKind(
+        "The run moved to another plan.",
+        {
+            **_MOVED,
+            "rung": "What the switch had to change.",
+            "bytes_moved": "Bytes sent between devices.",
+            "compile_tax_s": "Seconds by which compiling in the background slowed the steps.",
+        },
+    ),
+    "rollback": EventKind(
+        "A switch failed or was slower than before, and the run went back; `plan` is the one that"
+        " it went back to.",
+        _MOVED,
+    ),
+    "phase": EventKind(
+        "Batches have another size from the next step on.",
+        {
+            **_PLAN,
+            "from_plan": "Digest of the plan before.",
+            "global_batch": "Examples per step.",
+            "seq_len": "Tokens per example.",
+            "examples_before": "Examples that earlier phases have used.",
+            "compile_time_s": "Seconds of compiling the phase's step.",
+            "was_ready": "Whether the step was compiled before the phase began.",
+            "step_delay_s": "Seconds for which training stood still.",
+        },
+    ),
+    "fault": EventKind(
+        "Something failed; the run may go on.",
+        {
+            "what": "What failed.",
+            "back_to": "Checkpoint to go back to, if the run no longer learns.",
+            "lowest_loss": "Lowest median of the loss, if the loss rises.",
+            "since": "Step since which the loss is far above that.",
+            "process": "Process that noticed it.",
+            "seen_s": "When it noticed it, in seconds since 1970.",
+            "doing": "What that process was doing.",
+            "doing_s": "For how many seconds.",
+            "entered": "Last step that it began.",
+            "late": "Processes that were behind.",
+            "peers": "Last heartbeat of every other process.",
+            "stacks": "Python stack of every thread.",
+        },
+    ),
+    "end": EventKind(
+        "The run ended or was stopped.",
+        {
+            "reason": "`done`, `interrupt`, `terminate`, `fault` or `not learning`.",
+            "why": "Why the run no longer learns.",
+            "back_to": "Checkpoint to go back to, if it no longer learns.",
+        },
+    ),
+}

@@ -1,0 +1,185 @@
+"""The tutorials of docs/tutorials: every command in a `console` block runs as it is written, and
+prints the lines that the page shows.
+
+A line `$ ...` is a command, `\\` at its end continues it, `^C` sends SIGINT to it once the line
+above has been printed, and the others are its output. Of the output, `...` stands for anything: a
+line by itself for any lines, inside a line for any text. Decimals and numbers with thousands
+separators may differ, and where a command is stopped by `^C` so may the step that it reaches
+(`step 11`, not `step 10/200`).
+"""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES
+from optimus_jax.run_directory.directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+TUTORIALS = ROOT / "docs" / "tutorials"
+NAMES = sorted(path.stem for path in TUTORIALS.glob("*.md"))
+NEEDS = {"watch_a_run": "first_run"}
+"""Tutorials that go on in the directory of another one."""
+BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = r"\d[\d,]*\.\d+|\d+(?:,\d{3})+"
+"""What depends on the machine, the version of Python or this documentation."""
+STOP = "^C"
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """A command of a tutorial, and the lines that the page shows below it."""
+
+    command: str
+    shown: list[str]
+
+
+def commands(page: str) -> list[Typed]:
+    """Every command of a page, in order."""
+    found: list[Typed] = []
+    for block in BLOCK.findall(page):
+        continues = False
+        for line in block.splitlines():
+            if continues:
+                last = found[-1]
+                found[-1] = Typed(last.command + line.strip().removesuffix("\\"), [])
+                continues = line.endswith("\\")
+            elif line.startswith("$ "):
+                found.append(Typed(line[2:].removesuffix("\\"), []))
+                continues = line.endswith("\\")
+            else:
+                found[-1].shown.append(line)
+    return found
+
+
+def pattern_of(line: str, *, any_step: bool) -> re.Pattern[str]:
+    """What a printed line has to be, to be the one that a page shows."""
+    reached = r"|(?<=step )\d+(?![\d/])" if any_step else ""
+    parts = re.split(rf"(\.\.\.|{NUMBER}{reached})", line)
+    made = [
+        re.escape(part) if number % 2 == 0 else (".*" if part == "..." else r"[\d,.]+")
+        for number, part in enumerate(parts)
+    ]
+    return re.compile("".join(made))
+
+
+class Expected:
+    """The lines that a page shows, compared with what is printed, line by line."""
+
+    def __init__(self, typed: Typed) -> None:
+        self.any_step = STOP in typed.shown
+        self.left = list(typed.shown)
+        self.may_skip = False
+
+    def printed(self, line: str) -> bool:
+        """Compare a printed line; whether Ctrl-C is to be pressed now."""
+        while self.left and self.left[0] == "...":
+            self.may_skip = True
+            self.left.pop(0)
+        if not self.left or not pattern_of(self.left[0], any_step=self.any_step).fullmatch(line):
+            assert self.may_skip, f"printed: {line!r}, the page shows: {self.left[:1]}"
+            return False
+        self.left.pop(0)
+        self.may_skip = False
+        if self.left[:1] == [STOP]:
+            self.left.pop(0)
+            return True
+        return False
+
+    def ended(self) -> None:
+        """Nothing that the page shows has not been printed."""
+        assert [line for line in self.left if line != "..."] == []
+
+
+def run(typed: Typed, folder: Path) -> None:
+    """Type a command, and compare what it prints."""
+    expected = Expected(typed)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    process = subprocess.Popen(
+        ["bash", "-c", typed.command],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    printed: list[str] = []
+    try:
+        for line in process.stdout:
+            printed.append(line.rstrip("\n"))
+            if expected.printed(printed[-1]):
+                os.killpg(process.pid, signal.SIGINT)
+        expected.ended()
+        assert process.wait(timeout=60) == 0
+    except BaseException:
+        print("\n".join([f"$ {typed.command}", *printed]))
+        raise
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Run a tutorial, once; its folder."""
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            if name in NEEDS:
+                folders[name] = folder(NEEDS[name])
+            else:
+                folders[name] = tmp_path_factory.mktemp(name)
+                for each in ("scripts", "docs"):
+                    (folders[name] / each).symlink_to(ROOT / each)
+            typed = commands((TUTORIALS / f"{name}.md").read_text(encoding="utf-8"))
+            assert typed
+            for each in typed:
+                run(each, folders[name])
+        return folders[name]
+
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_print_what_the_page_shows(name, folder_of):
+    folder_of(name)
+
+
+def test_no_step_is_lost_or_done_twice(folder_of):
+    lines = (folder_of("stop_move_resume") / "runs/a/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert len({record["plan"] for record in records}) == 2
+
+
+@pytest.mark.parametrize("name", ["watch_a_run", "stop_move_resume", "several_hosts"])
+def test_runs_hold_what_the_reference_describes(name, folder_of):
+    (path,) = (folder_of(name) / "runs").iterdir()
+    run = RunDirectory(path)
+    assert {each.name for each in path.iterdir()} <= set(FILES)
+    for event in run.events():
+        assert set(event) <= {*COMMON, *EVENTS[event["event"]].fields}
+
+
+def test_a_line_that_is_not_printed_is_noticed():
+    expected = Expected(Typed("train", ["...", "  mesh    data=2 ...", "done"]))
+    assert not expected.printed("what you got")
+    assert not expected.printed("  mesh    data=2 (given)")
+    with pytest.raises(AssertionError):
+        expected.printed("step 1")
+    with pytest.raises(AssertionError):
+        expected.ended()
