@@ -755,7 +755,7 @@ def test_the_end_of_a_save_is_known_without_waiting(tmp_path):
     assert not checkpoints.has_ended
     with full_disk():
         checkpoints.save(1, place(values, 1), {})
-        checkpoints._end.join()
+        checkpoints._waiter.join()
         assert checkpoints.has_ended
         with pytest.raises(CheckpointError, match="step 1 failed"):
             checkpoints.wait()
